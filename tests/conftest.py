@@ -2,6 +2,7 @@
 printed when the test fails.
 """
 
+import logging
 import os
 import signal
 
@@ -57,3 +58,13 @@ def pytest_runtest_makereport(item, call):
             ("seed", f"to run it again as it was: torch.manual_seed({item.stash[seed_key]})")
         )
     return report
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before():
+    """Scripts that a test runs in this process silence the log, and later tests read it."""
+    log, disabled = logging.getLogger("torch_dpbayes"), logging.root.manager.disable
+    level = log.level
+    yield
+    log.setLevel(level)
+    logging.disable(disabled)

@@ -10,16 +10,15 @@ import torch_dpbayes
 ROOT = Path(torch_dpbayes.__file__).parent
 
 MAY_IMPORT = {
-    "troubleshooting": set(),
-    "accounting": set(),
+    "errors": set(),
+    "accounting": {"errors"},
     "noise": set(),
     "metrics": set(),
     "ranks": {"accounting"},
     "words": {"accounting"},
-    "errors": set(),
-    "per_sample": {"errors"},
+    "per_sample": set(),
     "batches": {"accounting", "noise", "per_sample", "ranks"},
-    "release": {"accounting", "noise", "ranks", "per_sample", "batches", "errors"},
+    "release": {"accounting", "noise", "ranks", "per_sample", "batches"},
     "optim": {"accounting", "noise", "release", "words"},
     "mcmc": {"accounting", "noise", "words"},
     "noise_aware": {"accounting", "noise", "mcmc", "ops", "optim", "posterior", "words"},
@@ -33,22 +32,11 @@ MAY_IMPORT = {
         "ranks",
         "per_sample",
         "batches",
-        "errors",
         "release",
         "optim",
         "words",
     },
-    "audit": {
-        "accounting",
-        "batches",
-        "engine",
-        "mcmc",
-        "noise_aware",
-        "ops",
-        "optim",
-        "per_sample",
-        "release",
-    },
+    "audit": {"accounting", "batches", "engine", "optim", "per_sample", "release"},
     "ops": {
         "accounting",
         "words",
@@ -63,16 +51,9 @@ MAY_IMPORT = {
 }
 # files that may import from a room though theirs as a whole may not
 EXCEPTIONS = {("optim/fisher_sum.py", "per_sample")}
-# where the errors of public names are explained
-for room in MAY_IMPORT.keys() - {
-    "troubleshooting",
-    "accounting",
-    "errors",
-    "noise",
-    "ranks",
-    "per_sample",
-}:
-    MAY_IMPORT[room] = MAY_IMPORT[room] | {"troubleshooting"}
+# errors are the ground of all
+for room in MAY_IMPORT.keys() - {"errors"}:
+    MAY_IMPORT[room] = MAY_IMPORT[room] | {"errors"}
 TOUCHES_DATA = {"per_sample", "batches"}
 
 

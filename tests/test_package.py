@@ -82,7 +82,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(tmp_path):
     modules = {
         path.relative_to(source).as_posix() for path in (source / "torch_dpbayes").rglob("*.py")
     }
-    assert modules | {"torch_dpbayes/py.typed", "torch_dpbayes/accounting/README.md"} == {
+    assert modules | {"torch_dpbayes/py.typed"} == {
         name for name in built if ".dist-info/" not in name
     }
     assert any(name.endswith("LICENSE") for name in built)

@@ -1,53 +1,99 @@
-"""Errors are short, and say which paragraph of the documentation explains them, which exists."""
+"""Errors are short, have a class and a code, and a paragraph of the documentation for each code."""
 
 import ast
+import copy
 import inspect
+import pickle
 import re
 import statistics
 from functools import partial
 from pathlib import Path
 
+import opacus
+import pyro
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import troubleshooting
+from torch_dpbayes import errors
+from torch_dpbayes.ops.certificates.finite_run_langevin import StepTooLarge
+from torch_dpbayes.ops.sampling_error import TooFar
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADINGS = re.findall(r"^#+ (.*)$", (ROOT / troubleshooting.PAGE).read_text(), re.MULTILINE)
-ANCHORS = {troubleshooting.anchor(heading) for heading in HEADINGS}
-
-
-def test_every_paragraph_that_is_pointed_to_exists():
-    for heading in (*troubleshooting.EXPLAINED, *troubleshooting.SECTIONS.values()):
-        assert troubleshooting.anchor(heading) in ANCHORS, heading
-
-
-def test_every_error_on_the_page_is_pointed_to():
-    explained = {heading.strip('"') for heading in HEADINGS if heading.startswith('"')}
-    # a count stands in the middle of this one
-    assert {e for e in explained if "…" not in e} == set(troubleshooting.EXPLAINED)
+FILES = sorted((ROOT / "torch_dpbayes").rglob("*.py"))
+TREES = {path.relative_to(ROOT / "torch_dpbayes").as_posix(): path.read_text() for path in FILES}
+TREES = {name: ast.parse(text) for name, text in TREES.items()}
+HEADINGS = re.findall(r"^### ([a-z-]+)$", (ROOT / errors.PAGE).read_text(), re.MULTILINE)
+# errors of these rooms are Python's own until they are rewritten
+NOT_YET = ("accounting/", "heads/", "noise_aware/")
+# by file: Python's protocols, and what never leaves the library
+OF_PYTHON = {
+    ("__init__.py", "AttributeError"),
+    ("batches/joining.py", "AssertionError"),
+    ("mcmc/density/pieces.py", "IndexError"),
+    ("mcmc/density/record_statistics.py", "ValueError"),
+    ("mcmc/kernel.py", "AttributeError"),
+    ("mcmc/many_owners.py", "ValueError"),
+    ("ops/__init__.py", "AttributeError"),
+    ("per_sample/mapped_forward.py", "AttributeError"),
+    ("posterior.py", "ModuleNotFoundError"),
+}
 
 
 def codes():
+    """Of classes, of raised errors, and of what per_sample hands on as a string."""
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "code":
+                value = node.value
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
+                value = node.value
+            elif isinstance(node, ast.Constant) and re.fullmatch(
+                r"(loss|model|step)-[a-z-]+", str(node.value)
+            ):
+                value = node
+            else:
+                continue
+            if isinstance(value, ast.Constant):
+                yield value.value
+
+
+def test_every_code_is_a_heading_and_no_other():
+    assert len(HEADINGS) == len(set(HEADINGS))
+    assert set(codes()) == set(HEADINGS)
+
+
+def test_errors_are_of_this_library():
     found = set()
-    for path in (ROOT / "torch_dpbayes").rglob("*.py"):
-        found |= set(re.findall(r"""["']((?:loss|model|step)-[a-z-]+)["']""", path.read_text()))
-    return found
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                if isinstance(kind, ast.Name) and not name.startswith(NOT_YET):
+                    builtin = getattr(__import__("builtins"), kind.id, None)
+                    found |= {(name, kind.id)} if inspect.isclass(builtin) else set()
+    assert found == OF_PYTHON
 
 
-def test_every_code_of_an_error_is_a_heading_and_no_other():
-    assert codes() == {h for h in HEADINGS if re.fullmatch(r"(loss|model|step)-[a-z-]+", h)}
+KINDS = [
+    *(kind for kind in vars(errors).values() if inspect.isclass(kind)),
+    *(dpb.PrivacyBudgetExceeded, StepTooLarge, TooFar),
+]
 
 
-def test_every_file_that_raises_has_a_section():
-    package = ROOT / "torch_dpbayes"
-    for path in package.rglob("*.py"):
-        room = path.relative_to(package).parts[0].removesuffix(".py")
-        if re.search(r"^\s+raise [A-Z]", path.read_text(), re.MULTILINE):
-            assert room in (*troubleshooting.SECTIONS, "__init__"), path
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_keep_their_code(kind):
+    error = kind("too large: write 1", code="a-code")
+    for again in (error, pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is kind and isinstance(again, dpb.DPBayesError)
+        assert str(again) == "too large: write 1" and again.code == "a-code"
+        assert again.__notes__ == [f"why: {errors.PAGE}#a-code"]
+    if hasattr(kind, "code"):
+        assert kind("too large").code == kind.code in HEADINGS
+    bases = {b for b in kind.__mro__ if b.__module__ == "builtins"} - {object, BaseException}
+    assert kind is dpb.DPBayesError or len(bases) > 1
 
 
 def texts_of(tree):
@@ -71,10 +117,9 @@ def texts_of(tree):
 def test_errors_are_short():
     """At most 35 words, of whatever is said; half of the errors at most 18."""
     raised = []
-    for path in (ROOT / "torch_dpbayes").rglob("*.py"):
-        tree = ast.parse(path.read_text())
+    for name, tree in TREES.items():
         for text in texts_of(tree):
-            assert len(text.split()) <= 35, (path, text)
+            assert len(text.split()) <= 35, (name, text)
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 raised += [max(map(len, map(str.split, texts_of(node.exc))), default=0)]
@@ -82,49 +127,16 @@ def test_errors_are_short():
     assert len(said) > 500 and statistics.median(said) <= 18
 
 
-ROOMS = [getattr(dpb, name) for name in dpb.__all__ if inspect.ismodule(getattr(dpb, name))]
-PUBLIC = [
-    (room, name) for room in (dpb, *ROOMS) for name in room.__all__ if callable(getattr(room, name))
-]
+DATA = TensorDataset(torch.randn(30, 4), torch.randint(3, (30,)))
+SAMPLER = partial(dpb.optim.DPSGLD, lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
-)
-def test_every_public_name_points(module, name):
-    door = getattr(module, name)
-    if getattr(door, "_is_protocol", False):
-        return  # what others write
-    if inspect.isclass(door):
-        own = [m for n, m in vars(door).items() if inspect.isfunction(m) and n[0] != "_"]
-        assert all(hasattr(member, "points_to_page") for member in own)
-        door = vars(door).get("__init__", partial(print))
-        if not inspect.isfunction(door) or getattr(dpb, name, None) is dpb.PrivacyBudgetExceeded:
-            return
-    assert hasattr(door, "points_to_page") or getattr(door, "__module__", "") == "typing"
-
-
-def made():
-    data = TensorDataset(torch.randn(30, 4), torch.randint(3, (30,)))
-    return dpb.PrivacyEngine().make_private(
-        module=nn.Linear(4, 3),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=DataLoader(data, 10),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-    )
-
-
-def no_batch():
-    made()[1].step()
-
-
-def no_eval_mode():
-    dpb.PrivacyEngine().make_private(
-        module=nn.Linear(4, 3).eval(),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=made()[2],
-        max_grad_norm=1.0,
+def made(net=None, optimizer=SAMPLER, loader=None, engine=None, **options):
+    return (engine or dpb.PrivacyEngine()).make_private(
+        module=nn.Linear(4, 3) if net is None else net,
+        optimizer=optimizer,
+        data_loader=DataLoader(DATA, 10) if loader is None else loader,
+        **{"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options},
     )
 
 
@@ -136,41 +148,146 @@ def two_passes():
     next(first)
 
 
-POINTED = {
-    "#budgets": lambda: dpb.PrivacyAccountant(epsilon=-1.0, delta=1e-5),
-    "#model-eval": no_eval_mode,
-    "#two-passes-over-one-private-loader-at-a-time": two_passes,
-    "#samples-and-predictions": lambda: dpb.PosteriorSamples(thin=0),
-    "#one-posterior-sample": lambda: dpb.ops.GLM("nonsense"),
-    "#no-new-batch-came-from-the-private-loader-since-the-last-step": no_batch,
+def a_batch_without_step():
+    net, optimizer, loader = made()
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    optimizer.step()
+
+
+def another_optimizer():
+    net = nn.Linear(4, 3)
+    made(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def set_rate():
+    made()[2].sampler_of_draws.sample_rate = 0.5
+
+
+def bare(**options):
+    parameters = {"num_data": 30, "expected_batch_size": 10, "max_grad_norm": 1.0}
+    return dpb.optim.DPSGLD(nn.Linear(4, 3).parameters(), **{"lr": 0.1, **parameters, **options})
+
+
+def with_budget(**options):
+    engine = dpb.PrivacyEngine(dpb.PrivacyAccountant(1.0, 1e-5))
+    return engine.make_private_with_epsilon(
+        module=nn.Linear(4, 3),
+        optimizer=SAMPLER,
+        data_loader=DataLoader(DATA, 10),
+        max_grad_norm=1.0,
+        **{"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1, **options},
+    )
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+# code: class, and what raises it
+REFUSED = {
+    "argument": (errors.ArgumentError, lambda: bare(max_grad_norm=-1.0)),
+    "argument-type": (errors.ArgumentTypeError, lambda: dpb.PrivacyEngine(accountant="prv")),
+    "state": (
+        errors.StateError,
+        lambda: dpb.PosteriorSamples().predict(nn.Linear(4, 3), torch.ones(2, 4)),
+    ),
+    "fixed": (errors.FixedAttributeError, set_rate),
+    "copied": (errors.ArgumentTypeError, lambda: pickle.dumps(bare())),
+    "model-eval": (errors.ModelError, lambda: made(nn.Linear(4, 3).eval())),
+    "model-wrapped": (
+        errors.ArgumentTypeError,
+        lambda: made(opacus.GradSampleModule(nn.Linear(4, 3))),
+    ),
+    "loader-two-passes": (errors.StateError, two_passes),
+    "loader-no-batch": (errors.StateError, lambda: made()[1].step()),
+    "loader-no-step": (errors.StateError, a_batch_without_step),
+    "loader-iterable": (errors.ArgumentError, lambda: made(loader=DataLoader(Stream(), 10))),
+    "loader-sampler": (
+        errors.ArgumentError,
+        lambda: made(
+            loader=DataLoader(
+                DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 10, drop_last=True)
+            )
+        ),
+    ),
+    "loader-repeats": (
+        errors.ArgumentError,
+        lambda: made(loader=DataLoader(torch.utils.data.Subset(DATA, [0] * 30), 10)),
+    ),
+    "data-private": (
+        errors.ArgumentError,
+        lambda: dpb.simulate_gradient_norms(nn.Linear(4, 3), made()[2]),
+    ),
+    "optimizer-not-private": (errors.ArgumentTypeError, another_optimizer),
+    "optimizer-settings": (
+        errors.ArgumentError,
+        lambda: made(optimizer=partial(SAMPLER, max_grad_norm=2.0)),
+    ),
+    "optimizer-parameters": (
+        errors.ArgumentError,
+        lambda: made(optimizer=lambda parameters, **given: SAMPLER(parameters[:1], **given)),
+    ),
+    "budget-target": (errors.ArgumentError, lambda: with_budget(target_epsilon=2.0)),
+    "budget-delta": (
+        errors.ArgumentError,
+        lambda: dpb.PrivacyEngine().plan(
+            module=nn.Linear(4, 3),
+            optimizer=SAMPLER,
+            data_loader=DataLoader(DATA, 10),
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+            epochs=1,
+        ),
+    ),
+    "samples": (errors.SamplesError, lambda: dpb.PosteriorSamples().collect(nn.ReLU())),
+    "certificate": (
+        errors.CertificateError,
+        lambda: dpb.ops.FiniteRunLangevin(steps=10, lipschitz=1.0),
+    ),
+    "audit": (
+        errors.AuditError,
+        lambda: dpb.audit.repeated(float, delta=1e-5, repeats=1, epsilon=1.0),
+    ),
+    "pyro-guide": (
+        errors.ArgumentTypeError,
+        lambda: dpb.infer.DPSVI(
+            lambda x: None,
+            print,
+            pyro.optim.Adam({"lr": 0.01}),
+            pyro.infer.Trace_ELBO(),
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+            expected_batch_size=10,
+        ),
+    ),
 }
 
 
-@pytest.mark.parametrize("where", POINTED)
-def test_errors_point_once(where):
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        POINTED[where]()
-    assert caught.value.__notes__ == [f"why: {troubleshooting.PAGE}{where}"]
-    assert where.removeprefix("#") in ANCHORS
+@pytest.mark.parametrize("code", REFUSED)
+def test_refusals(code):
+    kind, refused = REFUSED[code]
+    with pytest.raises(kind) as caught:
+        refused()
+    assert type(caught.value) is kind and caught.value.code == code in HEADINGS
+    assert caught.value.__notes__ == [f"why: {errors.PAGE}#{code}"]
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    (tmp_path / "samples.pt").write_bytes(b"nothing")
+    with pytest.raises(errors.CheckpointError) as caught:
+        dpb.PosteriorSamples.load(tmp_path / "samples.pt")
+    assert caught.value.code == "checkpoint"
 
 
 def test_errors_of_the_callers_code_are_left_alone():
     def loss(output, target):
         raise ValueError("mine")
 
-    net, _, loader = dpb.PrivacyEngine().make_private(
-        module=nn.Linear(4, 3),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(30, 4)), 10, collate_fn=_collate),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        example_inputs=(torch.randn(2, 4),),
-    )
     samples = dpb.PosteriorSamples()
-    samples.collect(net)
-    with pytest.raises(ValueError, match=r"^mine$"):
+    samples.collect(net := nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"^mine$") as caught:
         samples.predict(net, torch.randn(3, 4), forward=loss)
-
-
-def _collate(records):
-    return torch.stack([record[0] for record in records])
+    assert not hasattr(caught.value, "__notes__")

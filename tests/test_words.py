@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import words
-from torch_dpbayes.accounting.spent import spent_in_words
+from torch_dpbayes.accounting.report import spent_in_words
 
 MODEL = dpb.ops.GLM("bernoulli", prior_std=0.5, max_feature_norm=1.0)
 

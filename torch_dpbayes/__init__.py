@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 # itself
 _HOME = {
     "audit": "",
+    "errors": "",
     "heads": "",
     "infer": "",
     "optim": "",
@@ -28,11 +29,10 @@ _HOME = {
     "DPBayesError": "errors",
     "PrivacyAccountant": "accounting.accountant",
     "PrivacyBudgetExceeded": "accounting.accountant",
-    "get_noise_multiplier": "engine.unknown_arguments",
-    "get_num_steps": "engine.unknown_arguments",
+    "get_noise_multiplier": "accounting.calibration",
+    "get_num_steps": "accounting.calibration",
     "PrivacyEngine": "engine.privacy_engine",
     "PosteriorSamples": "posterior",
-    "TarShards": "batches.shards",
     "best_of_runs": "engine.tuning",
     "private_clipped_fraction": "engine.clip_norm",
     "simulate_gradient_norms": "engine.clip_norm",
@@ -42,6 +42,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from . import audit as audit
+    from . import errors as errors
     from . import heads as heads
     from . import infer as infer
     from . import mcmc as mcmc
@@ -51,13 +52,12 @@ if TYPE_CHECKING:
     from . import optim as optim
     from .accounting.accountant import PrivacyAccountant as PrivacyAccountant
     from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded
-    from .batches.shards import TarShards as TarShards
+    from .accounting.calibration import get_noise_multiplier as get_noise_multiplier
+    from .accounting.calibration import get_num_steps as get_num_steps
     from .engine.clip_norm import private_clipped_fraction as private_clipped_fraction
     from .engine.clip_norm import simulate_gradient_norms as simulate_gradient_norms
     from .engine.privacy_engine import PrivacyEngine as PrivacyEngine
     from .engine.tuning import best_of_runs as best_of_runs
-    from .engine.unknown_arguments import get_noise_multiplier as get_noise_multiplier
-    from .engine.unknown_arguments import get_num_steps as get_num_steps
     from .errors import DPBayesError as DPBayesError
     from .posterior import PosteriorSamples as PosteriorSamples
 
@@ -75,10 +75,6 @@ def __getattr__(name: str) -> Any:
         if home
         else import_module(f".{name}", __name__)
     )
-    if home:
-        from .troubleshooting import explained
-
-        value = explained(value)
     globals()[name] = value
     return value
 

@@ -16,7 +16,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from .troubleshooting import explain_all
+from .errors import ArgumentError
 
 __all__ = [
     "ReliabilityCurve",
@@ -80,7 +80,7 @@ def reliability_curve(
     """
     _check_classification(probabilities, labels)
     if num_bins < 1:
-        raise ValueError(f"num_bins must be at least 1, got {num_bins}.")
+        raise ArgumentError(f"num_bins must be at least 1, got {num_bins}.")
     confidence, predicted = probabilities.max(1)
     correct = (predicted == labels).double()
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
@@ -117,7 +117,7 @@ def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> floa
         ("out_of_distribution", out_of_distribution),
     ):
         if scores.dim() != 1 or len(scores) == 0 or bool(scores.isnan().any()):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} must be a one-dimensional tensor of at least one score, without NaN."
             )
     scores = torch.cat([out_of_distribution.double().cpu(), in_distribution.double().cpu()])
@@ -147,12 +147,12 @@ def gaussian_mixture_negative_log_likelihood(
             with ``MSELoss``.
     """
     if means.dim() == 0 or len(means) == 0:
-        raise ValueError(
+        raise ArgumentError(
             "means must have a first dimension over posterior samples, and at least one of them."
         )
     _check_same_shape("each sample's means", means[0], targets)
     if not (math.isfinite(noise_std) and noise_std > 0):
-        raise ValueError(f"noise_std must be positive and finite, got {noise_std}.")
+        raise ArgumentError(f"noise_std must be positive and finite, got {noise_std}.")
     standardised = (targets.double() - means.double()) / noise_std
     log_densities = -0.5 * standardised.square() - math.log(noise_std) - 0.5 * math.log(2 * math.pi)
     return float(math.log(len(means)) - torch.logsumexp(log_densities, 0).mean())
@@ -169,7 +169,7 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
 
 def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
     if probabilities.dim() != 2 or not probabilities.is_floating_point():
-        raise ValueError(
+        raise ArgumentError(
             "probabilities must be floating point, [n, classes]; got shape"
             f" {list(probabilities.shape)}."
         )
@@ -178,14 +178,14 @@ def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
         or labels.is_floating_point()
         or labels.shape != probabilities.shape[:1]
     ):
-        raise ValueError(
+        raise ArgumentError(
             f"labels must be integers of shape {list(probabilities.shape[:1])}; "
             f"got {labels.dtype} of shape {list(labels.shape)}."
         )
     if len(labels) == 0:
-        raise ValueError("There are no records to evaluate.")
+        raise ArgumentError("There are no records to evaluate.")
     if bool((labels < 0).any()) or bool((labels >= probabilities.shape[1]).any()):
-        raise ValueError(
+        raise ArgumentError(
             f"labels must be between 0 and {probabilities.shape[1] - 1}, the number of classes"
             " minus one."
         )
@@ -193,7 +193,7 @@ def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
     if not bool((probabilities >= 0).all()) or not bool(
         ((probabilities.sum(1) - 1).abs() < 0.01).all()
     ):
-        raise ValueError(
+        raise ArgumentError(
             "Rows of probabilities must be non-negative and sum to one: apply softmax to scores"
             " first."
         )
@@ -202,12 +202,9 @@ def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
 def _check_same_shape(name: str, values: Tensor, targets: Tensor) -> None:
     # broadcasting [n, 1] against [n] would compare every record with every other
     if values.shape != targets.shape:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} and targets must have one shape, got {list(values.shape)} and"
             f" {list(targets.shape)}."
         )
     if targets.numel() == 0:
-        raise ValueError("There are no targets to evaluate.")
-
-
-explain_all(globals())
+        raise ArgumentError("There are no targets to evaluate.")

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import ArgumentError, StateError
+
 # Positions of callers' streams from which something was already drawn in this process: (what,
 # digest).
 _used_positions: set[tuple[str, bytes]] = set()
@@ -106,12 +108,13 @@ class GaussianNoise:
         if self.generator is None:
             return
         if os.getpid() != self._pid:
-            raise RuntimeError(
+            raise StateError(
                 "this noise generator was made in another process, and a forked copy draws its"
-                " parent's noise: build the optimizer inside the worker, or leave out generator=."
+                " parent's noise: build the optimizer inside the worker, or leave out generator=.",
+                code="forked",
             )
         if self.generator.device.type != device.type:
-            raise ValueError(
+            raise ArgumentError(
                 f"generator= lives on {self.generator.device}, the parameters on {device}: pass"
                 f" torch.Generator(device={str(device)!r})"
             )
@@ -210,7 +213,8 @@ def use_position(what: str, generator: torch.Generator) -> None:
 
 def _refuse_used(what: str, position: bytes) -> None:
     if (what, position) in _used_positions:
-        raise ValueError(
+        raise ArgumentError(
             f"{what} was already drawn from a generator in this very state, and would be the same"
-            " again: leave out generator=, or seed it differently."
+            " again: leave out generator=, or seed it differently.",
+            code="noise-repeats",
         )

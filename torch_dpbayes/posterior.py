@@ -19,8 +19,16 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DivergedError,
+    SamplesError,
+    StateError,
+)
 from .per_sample.fixed_tensors import same_values
-from .per_sample.synthetic import TARGETS, named_inputs
+from .per_sample.nested import TARGETS, named_inputs
 
 Transform = Callable[[Tensor], Tensor]
 Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
@@ -53,7 +61,7 @@ def softmax(output: Tensor) -> Tensor:
             whatever the score.
     """
     if output.dim() < 2 or output.shape[-1] < 2:
-        raise ValueError(
+        raise SamplesError(
             "softmax needs an output of shape [n, ..., classes] with at least two classes, got"
             f" {list(output.shape)}. Pass transform=None for regression, or transform=torch.sigmoid"
             " where one logit stands for two classes."
@@ -100,7 +108,7 @@ class PosteriorSamples:
             ("max_samples", max_samples, 2),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise ValueError(
+                raise ArgumentError(
                     f"{name} must be an integer, at least {smallest} (collect() calls), got"
                     f" {value!r}."
                 )
@@ -138,7 +146,8 @@ class PosteriorSamples:
 
         Raises:
             ValueError: the model has no trainable parameter, has other ones than at the first call,
-                has a non-finite one, or has a buffer that changed. The call is then not counted.
+                or has a buffer that changed. The call is then not counted.
+            DivergedError: a parameter is not finite.
 
         **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with
         those of a private model when its loader delivered the first batch, or else with those of
@@ -147,17 +156,17 @@ class PosteriorSamples:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in parameters.items()}
         if not parameters:
-            raise ValueError(
+            raise SamplesError(
                 "The model has no trainable parameter, so there is no posterior sample to collect."
             )
         if self._shapes is not None and shapes != self._shapes:
-            raise ValueError(
+            raise SamplesError(
                 "This model's trainable parameters are not those of the model collected before: "
                 f"{_difference(self._shapes, shapes)}. Use one PosteriorSamples for one model."
             )
         for name, p in parameters.items():
             if not torch.isfinite(p).all():
-                raise ValueError(
+                raise DivergedError(
                     f"Parameter {name!r} has non-finite values: the chain diverged, most often"
                     " because lr is too large for the noise and the prior. This sample was not"
                     " collected; restart from finite parameters with a smaller lr."
@@ -188,11 +197,12 @@ class PosteriorSamples:
         now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
         for name in sorted(before.keys() | buffers.keys()):
             if name not in before or name not in now or not same_values(before[name], now[name]):
-                raise ValueError(
+                raise ArgumentError(
                     f"Buffer {name!r} changed since {since}, by private records and without noise."
                     " Use a layer that keeps no statistics, as GroupNorm for BatchNorm"
                     " (opacus.validators.ModuleValidator.fix), or InstanceNorm without"
-                    " track_running_stats."
+                    " track_running_stats.",
+                    code="model-buffer",
                 )
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -347,7 +357,7 @@ class PosteriorSamples:
         for group in groups:
             group = group.to(torch.promote_types(group.dtype, torch.float32))
             if not ((group.sum(-1) - 1).abs() < 0.01).all() or not (group >= 0).all():
-                raise ValueError(
+                raise SamplesError(
                     "The transformed output is not a probability distribution over its last"
                     " dimension. Pass a transform that makes it one: softmax (the default) for"
                     " scores, torch.exp for log-probabilities."
@@ -392,11 +402,11 @@ class PosteriorSamples:
         **Privacy**: post-processing.
         """
         if not quantiles or not all(0 < q < 1 for q in quantiles):
-            raise ValueError(
+            raise ArgumentError(
                 f"quantiles must be probabilities strictly between 0 and 1, got {list(quantiles)}."
             )
         if not (math.isfinite(noise_std) and noise_std > 0):
-            raise ValueError(
+            raise ArgumentError(
                 f"noise_std must be positive and finite, got {noise_std}. It is the standard"
                 " deviation of the likelihood: math.sqrt(0.5) for a model trained with MSELoss."
             )
@@ -419,7 +429,7 @@ class PosteriorSamples:
         batch.
         """
         if not self._samples:
-            raise RuntimeError(
+            raise StateError(
                 f"There is no posterior sample yet: collect() was called {self._num_collected}"
                 f" times and burn_in={self.burn_in} of them are discarded. Call collect(model)"
                 " after burn-in, before predicting."
@@ -433,7 +443,7 @@ class PosteriorSamples:
             name: p.shape for name, p in parameters.items() if p.requires_grad or name in shapes
         }
         if of_model != shapes:
-            raise ValueError(
+            raise SamplesError(
                 "The model's trainable parameters are not those of the samples:"
                 f" {_difference(shapes, of_model)}. Pass the model that was collected, or one built"
                 " and frozen like it."
@@ -447,7 +457,7 @@ class PosteriorSamples:
         def run(sample: _Sample, batch: Any) -> Tensor:
             output = functional_call(called, {f"model.{n}": p for n, p in sample.items()}, (batch,))
             if not isinstance(output, Tensor):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"The model returned a {type(output).__name__}; predictions need one tensor"
                     " with a row a record: pass forward=lambda model, x: model(x).logits, or alike."
                 )
@@ -458,7 +468,7 @@ class PosteriorSamples:
                 or result.shape[0] != _records_in(batch)
             ):
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-                raise ValueError(
+                raise SamplesError(
                     f"{_records_in(batch)} records went in and {shape} came out: model and"
                     " transform must return a tensor with one row a record in its first dimension."
                 )
@@ -486,7 +496,9 @@ class PosteriorSamples:
             shown = tqdm(batches, "predicting", delay=_SOON, disable=None, leave=False)
             reduced = [reduce(groups(_moved(batch, device), size)) for batch in shown]
         if not reduced:
-            raise ValueError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
+            raise SamplesError(
+                "x holds no batch: pass a tensor, or a DataLoader that is not empty."
+            )
         return reduced
 
     # -- diagnostics -------------------------------------------------------------------------------
@@ -539,31 +551,31 @@ class PosteriorSamples:
         chains = (self, *other_chains)
         for number, chain in enumerate(chains, 1):
             if not isinstance(chain, PosteriorSamples):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"chain {number} is a {type(chain).__name__}: pass PosteriorSamples one by one,"
                     " first.to_arviz(second, third)."
                 )
             if not len(chain):
-                raise RuntimeError(
+                raise StateError(
                     f"Chain {number} holds no sample yet: {chain!r}. Collect after burn-in, before"
                     " the export."
                 )
         shapes = self.shapes()
         if taken := shapes.keys() & {"chain", "draw"}:
-            raise ValueError(
+            raise SamplesError(
                 f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and"
                 " drops: rename it in the model."
             )
         for number, chain in enumerate(other_chains, 2):
             others = chain.shapes()
             if others != shapes:
-                raise ValueError(
+                raise SamplesError(
                     f"Chain {number} samples other parameters than the first one:"
                     f" {_difference(shapes, others)}. Chains are compared parameter by parameter:"
                     " pass runs of the same model with the same parameters frozen."
                 )
             if (len(chain), chain.thin) != (len(self), self.thin):
-                raise ValueError(
+                raise SamplesError(
                     f"Chain {number} holds {len(chain)} samples with thin={chain.thin}, the first"
                     f" one {len(self)} with thin={self.thin}: collect all with the same burn_in,"
                     " thin and max_samples, as often."
@@ -571,7 +583,7 @@ class PosteriorSamples:
         posterior = {name: np.stack([chain.draws_of(name) for chain in chains]) for name in shapes}
         for i, j in itertools.combinations(range(len(chains)), 2):
             if all(np.array_equal(of_chain[i], of_chain[j]) for of_chain in posterior.values()):
-                raise ValueError(
+                raise SamplesError(
                     f"Chains {i + 1} and {j + 1} are the same samples: counted twice, they would"
                     " look converged and worth twice as many draws. Pass runs of their own, each"
                     " with a PosteriorSamples of its own."
@@ -639,16 +651,16 @@ class PosteriorSamples:
             raise
         # the unpickler meets broken bytes with whatever error they lead to
         except Exception as error:
-            raise ValueError(
+            raise CheckpointError(
                 f"{os.fspath(path)} is damaged or was not written by PosteriorSamples.save."
             ) from error
         if not isinstance(content, dict) or content.get("format") != _FILE_FORMAT:
-            raise ValueError(
+            raise CheckpointError(
                 f"{os.fspath(path)} holds something else: it was not written by"
                 " PosteriorSamples.save."
             )
         if content["version"] != _FILE_VERSION:
-            raise ValueError(
+            raise CheckpointError(
                 f"{os.fspath(path)} is of format version {content['version']}; this release of"
                 f" torch_dpbayes reads version {_FILE_VERSION}. Install a later release."
             )
@@ -675,17 +687,17 @@ def _batches(x: Inputs) -> Iterable[Any]:
     if isinstance(x, Tensor) and x.dim() > 0:
         return x.split(_ROWS)
     if hasattr(x, "sampler_of_draws"):
-        raise TypeError(
+        raise ArgumentTypeError(
             "x is a private loader, which draws records at random for one step each: pass"
             " DataLoader(dataset, batch_size=256)."
         )
     if isinstance(x, np.ndarray) or hasattr(x, "to_numpy"):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"x is a {type(x).__name__}: pass torch.as_tensor(numpy.asarray(x),"
             " dtype=torch.float32), of the model's type"
         )
     if isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
-        raise TypeError(_NO_BATCHES)
+        raise ArgumentTypeError(_NO_BATCHES)
     return x
 
 
@@ -693,7 +705,7 @@ def _output_of(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         taken = named_inputs(model, {k: v for k, v in batch.items() if k not in TARGETS})
         if not taken:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the model takes none of {', '.join(map(str, batch))} by name: pass"
                 ' forward=lambda model, batch: model(batch["..."]).'
             )
@@ -706,7 +718,7 @@ def _output_of(model: nn.Module, batch: Any) -> Any:
 def _moved(batch: Any, device: torch.device) -> Any:
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     if not any(isinstance(t, Tensor) for t in pytree.tree_leaves(batch)):
-        raise TypeError(_NO_BATCHES)
+        raise ArgumentTypeError(_NO_BATCHES)
     return pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, batch)
 
 

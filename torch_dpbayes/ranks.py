@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .accounting.accountant import PrivacyBudgetExceeded
+from .errors import ArgumentError, ArgumentTypeError, RankError, StateError
 
 _WIDTH = 12  # numbers in a message
 _PLACES = (
@@ -38,20 +39,17 @@ FAILED, MAKE_PRIVATE, CALIBRATION, STEP = range(4)
 _KNOWN = "_dpbayes_known_to_all_ranks"
 
 
-class RankError(RuntimeError):
-    """Another rank failed, or does something else than this one. No rank took the step."""
-
-
 def require_alone() -> None:
     """Raise where this process is one of several, which would each take steps that the others
     know nothing of.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError(
+        raise StateError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and nothing was"
             " said about the others. To train one model together:"
             " PrivacyEngine(process_group=torch.distributed.group.WORLD); for a model of this"
-            " rank's own: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0])."
+            " rank's own: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]).",
+            code="ranks-alone",
         )
 
 
@@ -63,17 +61,19 @@ def refuse_wrapped(module: nn.Module) -> None:
             or type(part).__name__ == "FullyShardedDataParallel"
         ):
             where = "the module" if not name else f"module {name!r}"
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{where} is wrapped in {type(part).__name__}, which would average gradients that"
                 " are neither clipped nor noisy. Pass the bare module to"
                 " PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private: its"
-                " optimizer adds up clipped sums over ranks."
+                " optimizer adds up clipped sums over ranks.",
+                code="ranks-wrapped",
             )
     for name, p in module.named_parameters():
         if hasattr(p, "device_mesh"):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"parameter {name!r} is sharded over ranks; a record's norm needs all of its"
-                " gradient on one: keep whole parameters"
+                " gradient on one: keep whole parameters",
+                code="ranks-wrapped",
             )
 
 
@@ -87,7 +87,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise ValueError(
+            raise ArgumentError(
                 "this process is not in process_group: build the engine on the group's ranks only"
             )
         self._group = group
@@ -113,7 +113,7 @@ class Ranks:
         """
         backends = dist.get_backend_config(self._group)
         if f"{device.type}:" not in backends:
-            raise ValueError(
+            raise ArgumentError(
                 f"the parameters are on {device.type}, where the process group cannot add up"
                 f" ({backends}): move the model, or call "
                 f'init_process_group("{"nccl" if device.type == "cuda" else "gloo"}").'

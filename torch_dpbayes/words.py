@@ -9,7 +9,7 @@ from typing import TypeVar
 from tqdm.auto import tqdm
 
 from .accounting.accountant import PrivacyAccountant
-from .accounting.spent import bar, spent_in_words
+from .accounting.report import bar, spent_in_words
 
 _SOON = 2.0  # seconds after which it is shown how far something is
 

@@ -1,6 +1,5 @@
 """What the private loader costs: a draw against the number of records, batches against torch's own
-``DataLoader`` with equal settings, records of tar shards against reading the shards from end to
-end, and private training end to end against plain SGLD.
+``DataLoader`` with equal settings, and private training end to end against plain SGLD.
 
     python scripts/benchmarks/bench_loader.py [--rounds 15]
 
@@ -12,18 +11,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import io
-import json
 import logging
-import os
 import resource
 import statistics
-import tarfile
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.batches.draws import PoissonSampler
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
-from torch_dpbayes.batches.shards import TarShards
 
 BATCH = 256
 
@@ -113,65 +105,6 @@ def throughput(rounds: int) -> None:
         )
 
 
-def write_shards(folder: Path, shards: int, records: int) -> Path:
-    """Records of a picture of 784 bytes and a label; returns the index."""
-    listed = []
-    for number in range(shards):
-        name = f"train-{number:04}.tar"
-        with tarfile.open(folder / name, "w") as tar:
-            for k in range(records):
-                for extension, content in (("pixels", os.urandom(784)), ("cls", b"7")):
-                    info = tarfile.TarInfo(f"{number * records + k:08}.{extension}")
-                    info.size = len(content)
-                    tar.addfile(info, io.BytesIO(content))
-        listed.append({"url": name, "nsamples": records})
-    index = folder / "index.json"
-    index.write_text(json.dumps({"shardlist": listed}))
-    return index
-
-
-def decoded(files: dict[str, bytes]) -> tuple[torch.Tensor, int]:
-    pixels = np.frombuffer(files["pixels"], np.uint8).reshape(1, 28, 28)
-    return torch.from_numpy(pixels / np.float32(255)), int(files["cls"])
-
-
-def in_their_order(paths: Iterable[Path]) -> Iterator[tuple[torch.Tensor, int]]:
-    """What WebDataset does: one record after another."""
-    for path in paths:
-        with tarfile.open(path) as tar:
-            name, files = "", dict[str, bytes]()
-            for member in tar:
-                of, _, extension = member.name.partition(".")
-                if files and of != name:
-                    yield decoded(files)
-                    files = {}
-                stream = tar.extractfile(member)
-                assert stream is not None
-                name, files[extension] = of, stream.read()
-            yield decoded(files)
-
-
-def shards(rounds: int) -> None:
-    """Microseconds a record: to open, to read in batches of records anywhere, and in order."""
-    with tempfile.TemporaryDirectory() as name:
-        index = write_shards(Path(name), 10, 1000)
-        paths = sorted(Path(name).glob("*.tar"))
-        taken: dict[str, list[float]] = {"open": [], "anywhere": [], "in order": []}
-        for _ in range(rounds):
-            start = time.process_time()
-            data = TarShards(index, decoded)
-            taken["open"].append((time.process_time() - start) / len(data))
-            batches = [torch.randperm(len(data))[:BATCH].tolist() for _ in range(8)]
-            passed = seconds(map(data.__getitems__, batches))
-            taken["anywhere"].append(passed / (len(batches) * BATCH))
-            taken["in order"].append(seconds(in_their_order(paths)) / len(data))
-    micro = {way: 1e6 * statistics.median(found) for way, found in taken.items()}
-    print(
-        f"tar shards, a record: {micro['open']:.0f} us to open; {micro['anywhere']:.0f} us to read"
-        f" anywhere, {micro['in order']:.0f} us one after another by tarfile"
-    )
-
-
 def plain_step(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     """SGLD without clipping."""
     net.zero_grad()
@@ -239,7 +172,6 @@ def main() -> None:
     torch.set_num_threads(1)
     draws(rounds)
     throughput(rounds)
-    shards(rounds)
     end_to_end(rounds)
 
 

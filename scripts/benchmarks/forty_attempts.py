@@ -272,11 +272,11 @@ ATTEMPTS: dict[str, tuple[Callable[[], Any], str | None]] = {
         lambda: dpb.PrivacyEngine(accountant="rdp"),  # type: ignore[arg-type]
         'PrivacyAccountant(method="rdp")',
     ),
-    "secure_mode=": (lambda: made(secure_mode=True), "leave it out"),
-    "poisson_sampling=": (lambda: made(poisson_sampling=False), "leave it out"),
+    "secure_mode=": (lambda: made(secure_mode=True), "secure_mode"),
+    "poisson_sampling=": (lambda: made(poisson_sampling=False), "poisson_sampling"),
     "positional arguments": (
         lambda: dpb.PrivacyEngine().make_private(network(), SAMPLER),  # type: ignore[misc]
-        "make_private(module=...",
+        "positional argument",
     ),
     "epochs= for the noise": (
         lambda: dpb.get_noise_multiplier(
@@ -285,7 +285,7 @@ ATTEMPTS: dict[str, tuple[Callable[[], Any], str | None]] = {
             sample_rate=0.1,
             epochs=3,  # type: ignore[call-arg]
         ),
-        "steps = epochs * len(loader)",
+        "'epochs'",
     ),
     "an iterable data set": (
         lambda: made(data_loader=DataLoader(Stream(), 10)),

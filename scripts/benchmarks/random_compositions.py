@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
 from torch_dpbayes.accounting import PrivacyAccountant, events, mechanisms
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
-from torch_dpbayes.accounting.people import PersonDpEvent
+from torch_dpbayes.accounting.events import UserLevelDpEvent
+from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.accounting.selection import Repetitions, selection_event
 
 Array = NDArray[np.float64]
@@ -247,6 +247,14 @@ def of_discrete_laplace(a: float, move: int, fine: int = 1) -> Law:
     law = both_ways(log_p, log_q, np.zeros(len(k)))
     law.lattice = a
     return law
+
+
+def of_sampled_discrete_gaussian(q: float, std: float, move: int, fine: int = 1) -> Law:
+    x = np.arange(-math.ceil(60 * std) - move, math.ceil(60 * std) + move + 1)
+    log_q, log_p = (-((x - at) ** 2) / (2 * std**2) for at in (0, move))
+    norm = special.logsumexp(log_q)
+    mixed = np.logaddexp(math.log1p(-q) + log_q, math.log(q) + log_p)
+    return both_ways(mixed - norm, log_q - norm, np.zeros(len(x)))
 
 
 def of_discrete_gaussian(std: float, move: int, fine: int = 1) -> Law:
@@ -521,7 +529,12 @@ class Draws:
     def discrete_gaussian(self) -> Drawn:
         std, move = self.log(2.0, 40.0), int(self.rng.integers(1, 3))
         law = partial(of_discrete_gaussian, std, move * (1 + self.replace))
-        return mechanisms.DiscreteGaussianDpEvent(std, move), law, 0.0
+        return mechanisms.DiscreteGaussianDpEvent(std, move, 1), law, 0.0
+
+    def sampled_discrete_gaussian(self) -> Drawn:
+        std, move, q = self.log(0.7, 10.0), int(self.rng.integers(1, 3)), self.log(0.01, 0.5)
+        event = events.PoissonSampledDpEvent(q, mechanisms.DiscreteGaussianDpEvent(std, move, 1))
+        return event, partial(of_sampled_discrete_gaussian, q, std, move), 0.0
 
     def response(self) -> Drawn:
         p, buckets = float(self.rng.uniform(0.2, 0.95)), int(self.rng.integers(2, 10))
@@ -583,31 +596,47 @@ SMOOTH = ("gaussian", "poisson", "joint", "fixed_size", "truncated", "allocation
 OTHERS = ("laplace", "discrete_laplace", "discrete_gaussian", "pure", "bounded_range", "failure",
           "epsilon_delta", "selection")  # fmt: skip
 LATTICE = ("discrete_laplace", "discrete_gaussian", "pure")
-ONE_RELATION = {False: ("mixture", "sampled_laplace"), True: ("response",)}
+ONE_RELATION = {
+    False: ("mixture", "sampled_laplace", "sampled_discrete_gaussian"),
+    True: ("response",),
+}
 ONLY_RENYI = ("repeated", "concentrated")
 FEW = {"allocation": 20, "selection": 2, "repeated": 2, "failure": 3, "epsilon_delta": 3}
 
 
-def composition(rng: np.random.Generator) -> dict[str, Any]:
-    """One random composition: what the library says and what is true."""
+def composition(rng: np.random.Generator, wanted: str | None = None) -> dict[str, Any]:
+    """One random composition, with a release of the kind ``wanted``: what the library says and what
+    is true.
+    """
     replace = bool(rng.integers(2))
+    if wanted in ONE_RELATION[not replace]:
+        replace = not replace
     delta = float(10 ** rng.uniform(-12, -2))
-    method = "rdp" if rng.random() < 0.1 else "pld"
+    method = "rdp" if rng.random() < 0.1 or wanted in ONLY_RENYI else "pld"
     draws = Draws(rng, replace, delta)
     relation = "replace_one" if replace else "add_or_remove_one"
-    if rng.random() < 0.15:  # on one lattice
+    if wanted is not None:
+        kinds = [wanted] if wanted in SMOOTH else ["mu", wanted]
+    elif rng.random() < 0.15:  # on one lattice
         kinds = [str(rng.choice([*LATTICE, *(ONE_RELATION[True] if replace else ())]))]
     else:
         pool = [*SMOOTH, *OTHERS, *ONE_RELATION[replace]]
         kinds = [str(kind) for kind in rng.choice(pool, rng.integers(0, 4))]
         # one whose cumulant falls off, among those whose does not
-        atoms = {"laplace", "sampled_laplace", "selection", "epsilon_delta", "response", *LATTICE}
+        atoms = {
+            "laplace",
+            *ONE_RELATION[False],
+            "selection",
+            "epsilon_delta",
+            "response",
+            *LATTICE,
+        }
         kinds.insert(0, str(rng.choice(["gaussian", "mu"] if atoms & {*kinds} else [*SMOOTH])))
         if method == "rdp" and rng.random() < 0.5:
             kinds.append(str(rng.choice(ONLY_RENYI)))
     if method == "rdp":
-        kinds = [kind for kind in kinds if kind not in ("failure", "epsilon_delta", "selection")]
-    unit = "person" if rng.random() < 0.1 and kinds[-1] not in ONLY_RENYI else "record"
+        kinds = [k for k in kinds if k not in ("failure", "epsilon_delta", "selection")] or ["mu"]
+    unit = "user" if rng.random() < 0.1 and kinds[-1] not in ONLY_RENYI else "record"
     accountant = PrivacyAccountant(neighboring=relation, method=method, unit=unit)  # type: ignore[arg-type]
     laws: list[tuple[Callable[..., Law], float]] = []
     log_none_failed, described = 0.0, []
@@ -615,7 +644,7 @@ def composition(rng: np.random.Generator) -> dict[str, Any]:
         event, law, failed = getattr(draws, kind)()
         count = int(draws.log(1, FEW.get(kind, 12 if len(kinds) == 1 and kind in LATTICE else 300)))
         count = min(count, 3) if replace and kind == "allocation" else count
-        accountant.compose(PersonDpEvent(event) if unit == "person" else event, count)
+        accountant.compose(UserLevelDpEvent(event) if unit == "user" else event, count)
         if law is not None:
             laws.append((law, count))
         log_none_failed += count * math.log1p(-failed)

@@ -525,7 +525,6 @@ def admitted(number: int, *, adaptive: bool = False, path: str | None = None) ->
             found[f"{key} left"] = repr((left, accountant.remaining(event), refused))
             found[f"{key} fits"] = len(accountant)
             found[f"{key} guarantee"] = accountant.guarantee
-            found[f"{key} shares"] = repr(accountant.shares(DELTA))
             found |= {f"{key} {k}": v for k, v in charges(accountant).items()}
     return found
 
@@ -533,16 +532,6 @@ def admitted(number: int, *, adaptive: bool = False, path: str | None = None) ->
 def admitted_in_ledgers(number: int, adaptive: bool) -> Values:
     with tempfile.TemporaryDirectory() as folder:
         return admitted(number, adaptive=adaptive, path=folder)
-
-
-def registered() -> Values:
-    accountant = dpb.PrivacyAccountant(3.0, DELTA)
-    step = events.PoissonSampledDpEvent(0.02, events.GaussianDpEvent(1.0))
-    accountant.register([(step, 300)])
-    for _ in range(250):
-        accountant.compose(step)
-    left = accountant.remaining(step), accountant.remaining(events.GaussianDpEvent(30.0))
-    return {"left": repr(left), "guarantee": accountant.guarantee, **charges(accountant)}
 
 
 def calibrated() -> Values:
@@ -646,7 +635,6 @@ def _cases() -> dict[str, Case]:
     for number in range(2):
         add(f"budget: {number}, adaptive", admitted, number, adaptive=True)
         add(f"ledger: {number}", admitted_in_ledgers, number, adaptive=number % 2 == 1)
-    add("budget: registered", registered)
     add("calibration", calibrated)
     for number in range(HISTORIES):
         add(f"history: {number}", priced, number)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from torch_dpbayes.accounting.choices import check_delta, check_epsilon
+from torch_dpbayes.accounting.events import check_delta, check_epsilon
 
 
 def wang_noise_multiplier(

@@ -9,13 +9,11 @@ import pytest
 import torch
 from scipy import special
 
-from torch_dpbayes.accounting import PrivacyAccountant, allocation, loss_grid, renyi
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent, _average, _replaced
-from torch_dpbayes.accounting.composition import compose
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.pairs import Allocated, dominating_pair
-
-FALSE_ALARM = 1e-6  # of a statistical test
+from torch_dpbayes.accounting import PrivacyAccountant, privacy_loss, random_allocation, renyi
+from torch_dpbayes.accounting.dominating_pairs import Allocated, dominating_pair
+from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.accounting.fft_composition import compose
+from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent, _average, _replaced
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +30,7 @@ def fine_epsilons(losses, masses):
 
 def profile(pair, epsilon, reverse=False, tail=1e-12):
     """That of the pair's nodes, without their tails."""
-    losses, masses, _ = loss_grid.loss_nodes(pair, tail)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, tail)
     if reverse:
         return float(np.sum(masses * np.exp(-losses) * -np.expm1(np.minimum(epsilon + losses, 0))))
     return float(np.sum(masses * -np.expm1(np.minimum(epsilon - losses, 0))))
@@ -64,7 +62,7 @@ def test_the_profile_of_an_epoch_is_that_of_the_mixture(steps, reverse):
     points, weight = quadrature(steps, 8.0 + 1 / noise)
     w = ratios(points, noise)
     pair = Allocated("directed", steps, noise)
-    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
     for epsilon in fine_epsilons(losses, masses):
         epsilon = -epsilon if reverse else epsilon
         excess = 1 - w * math.exp(epsilon) if reverse else w - math.exp(epsilon)
@@ -82,7 +80,7 @@ def test_a_replaced_record_is_covered_whatever_its_gradients(steps):
     noise = random.uniform(0.7, 3.0)
     points, weight = quadrature(steps, 8.0 + 1 / noise)
     pair = Allocated("antipodal", steps, noise)
-    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
     chosen, chosen_by_output = [(1.0, -1.0)] * steps, [[1.0, -1.0]] * 2
     for case in range(4):
         p, q = np.zeros(len(points)), np.zeros(len(points))
@@ -103,60 +101,12 @@ def test_a_replaced_record_is_covered_whatever_its_gradients(steps):
         ]
 
 
-@pytest.mark.first_cases(2)
-@pytest.mark.parametrize(
-    "steps, noise, epochs",
-    [
-        (100, 1.0, 50),
-        (1000, 0.6, 1),
-        (10, 2.0, 10),
-        (2, 1.0, 3),
-        (1000, 1.0, 10),
-        (37, 0.5, 2),
-        (100, 5.0, 100),
-        (3, 0.4, 1),
-        (250, 0.8, 400),
-        (1000, 0.4, 1),
-        (600, 20.0, 1000),
-    ],
-)
-def test_it_costs_no_more_than_poisson_sampling(steps, noise, epochs):
-    allocated, poisson = PrivacyAccountant(), PrivacyAccountant()
-    gaussian = GaussianDpEvent(noise)
-    allocated.compose(RandomAllocationDpEvent(steps, gaussian), epochs)
-    poisson.compose(PoissonSampledDpEvent(1 / steps, gaussian), steps * epochs)
-    for delta in (1e-4, 1e-6, 1e-10):  # the grids add up to .05 % to the variance of the loss
-        assert allocated.get_epsilon(delta) <= poisson.get_epsilon(delta) * (1 + 5e-4)
-
-
-def test_a_replaced_record_costs_what_the_mixtures_do():
-    """And more than with Poisson sampling, for it is in one of two batches for certain."""
-    noise = random.uniform(0.7, 2.5)
-    points, weight = quadrature(2, 8.0 + 1 / noise)
-    p, q = ratios(points, noise), ratios(points, noise, -1.0)
-    poisson = [
-        np.prod((1 + np.exp(sign * points / noise - 1 / (2 * noise**2))) / 2, axis=1)
-        for sign in (1.0, -1.0)
-    ]
-    pair = Allocated("antipodal", 2, noise)
-    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
-    for epsilon in [0.0, *fine_epsilons(losses, masses)[:4]]:
-        ratio = math.exp(max(epsilon, 0.0))
-        truth = float(weight @ np.maximum(p - ratio * q, 0.0))
-        margin = margin_of(2, truth)
-        assert truth - margin <= profile(pair, max(epsilon, 0.0)) <= truth * 1.04 + margin
-        drawn = float(weight @ np.maximum(poisson[0] - ratio * poisson[1], 0.0))
-        assert drawn <= truth + margin
-    at_zero = [float(weight @ np.maximum(a - b, 0.0)) for a, b in ((p, q), poisson)]
-    assert at_zero[1] < at_zero[0] * 0.99
-
-
 def exact_divergence(noise, epsilon):
     """Of a replaced record and two steps: E (f(x) + f(y))_+ / 2, the expectation over x in closed
     form and the one over y, of a smooth function, to 13 digits.
     """
     s, ratio = 1 / noise, math.exp(epsilon)
-    y, weight = loss_grid.pieces(np.linspace(-12.0 - s, 12.0 + s, 600), 5)
+    y, weight = privacy_loss.pieces(np.linspace(-12.0 - s, 12.0 + s, 600), 5)
     rest = np.exp(s * y - s**2 / 2) - ratio * np.exp(-s * y - s**2 / 2)
     # from here on x is large enough
     start = (epsilon / 2 - np.arcsinh(rest * math.exp(s**2 / 2 - epsilon / 2) / 2)) / s
@@ -179,7 +129,7 @@ def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one():
 def test_the_profile_of_a_replaced_record_is_tight_far_out():
     """Between the epsilons at which it is computed, too."""
     noise = random.uniform(0.9, 2.0)
-    losses, masses, _ = loss_grid.loss_nodes(Allocated("antipodal", 2, noise), 1e-20)
+    losses, masses, _ = privacy_loss.loss_nodes(Allocated("antipodal", 2, noise), 1e-20)
     for epsilon in np.linspace(0.0, 12.0, 60):
         truth = exact_divergence(noise, epsilon)
         if truth > 1e-10:
@@ -200,32 +150,6 @@ def test_one_step_is_the_gaussian(neighboring):
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
-def test_simulated_epochs_lie_below(kind):
-    """delta at the claimed epsilon by 200,000 simulated epochs of t = 40 steps."""
-    steps, noise, number = 40, random.uniform(0.6, 1.5), 200_000
-    accountant = PrivacyAccountant(
-        neighboring="replace_one" if kind == "antipodal" else "add_or_remove_one"
-    )
-    accountant.compose(RandomAllocationDpEvent(steps, GaussianDpEvent(noise)))
-    epsilon = accountant.get_epsilon(1e-2)
-    generator = np.random.default_rng(torch.initial_seed())
-    inside = 0
-    for _ in range(10):
-        x = noise * generator.standard_normal((number // 10, steps))
-        x[np.arange(len(x)), generator.integers(steps, size=len(x))] += 1
-        up = special.logsumexp(x / noise**2, axis=1)
-        if kind == "antipodal":
-            loss = up - special.logsumexp(-x / noise**2, axis=1)
-        else:
-            loss = up - 1 / (2 * noise**2) - math.log(steps)
-        inside += np.sum(-np.expm1(np.minimum(epsilon - loss, 0.0)))
-    # each term lies in [0, 1]: Bernstein at the largest variance
-    margin = math.sqrt(2 * 1e-2 * number * -math.log(FALSE_ALARM)) - math.log(FALSE_ALARM)
-    assert inside <= 1e-2 * number + margin
-    assert inside >= 0.9 * 1e-2 * number - margin
-
-
-@pytest.mark.parametrize("kind", ["directed", "antipodal"])
 def test_the_renyi_curve_is_above_the_divergences(kind):
     noise = random.uniform(0.8, 3.0)
     points, weight = quadrature(2, 10.0 + 8 / noise)
@@ -243,45 +167,11 @@ def test_the_renyi_curve_is_above_the_divergences(kind):
                 assert bound <= truth * (1 + 1e-6) + 1e-9
 
 
-def test_more_steps_more_noise_and_fewer_epochs_cost_less():
-    noise, steps = random.uniform(0.5, 3.0), random.randint(2, 60)
-
-    def cost(t, z, epochs):
-        accountant = PrivacyAccountant()
-        accountant.compose(RandomAllocationDpEvent(t, GaussianDpEvent(z)), epochs)
-        return accountant.get_epsilon(1e-5)
-
-    base = cost(steps, noise, 3)
-    assert cost(2 * steps, noise, 3) < base
-    assert cost(steps, 1.2 * noise, 3) < base
-    assert cost(steps, noise, 2) < base < cost(steps, noise, 4)
-
-
-@pytest.mark.thorough
-def test_many_noise_levels_are_few_kinds():
-    accountant, flat = PrivacyAccountant(), PrivacyAccountant()
-    for i in range(12):
-        accountant.compose(RandomAllocationDpEvent(50, GaussianDpEvent(2.0 + 0.01 * i)))
-    flat.compose(RandomAllocationDpEvent(50, GaussianDpEvent(2.11)), 12)
-    least = flat.get_epsilon(1e-5)
-    most = PrivacyAccountant().compose(RandomAllocationDpEvent(50, GaussianDpEvent(1.98)), 12)
-    assert least < accountant.get_epsilon(1e-5) < most.get_epsilon(1e-5)
-
-
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("steps", [2, 37, 3000])
-def test_values_far_apart_are_added_up(steps):
-    """Losses from -400 to 300: W has all its probability, and mean 1."""
-    losses, masses = _average(steps, random.uniform(0.05, 0.08), 1e-60, 1e-12)
-    assert masses.sum() == pytest.approx(1.0, abs=1e-9)
-    assert masses @ np.exp(losses) == pytest.approx(1.0, abs=1e-9)
-
-
 def test_grids_of_many_steps_stay_small_and_above(monkeypatch):
     steps, noise = random.randint(2000, 4000), random.uniform(0.5, 0.7)
     pair = Allocated("directed", steps, noise)
     fine = max(c.upper_epsilon(1e-6) for c in compose({pair: 1}, delta=1e-6))
-    monkeypatch.setattr(allocation, "_MOST_VALUES", 200)
+    monkeypatch.setattr(random_allocation, "_MOST_VALUES", 200)
     _average.cache_clear()
     try:
         losses, masses = _average(steps, noise, 1e-12, 1e-12)

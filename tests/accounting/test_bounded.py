@@ -3,7 +3,6 @@
 import itertools
 import math
 from decimal import Decimal
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -12,14 +11,8 @@ from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.accounting import bounds
-from torch_dpbayes.accounting.events import (
-    BoundedRangeDpEvent,
-    ComposedDpEvent,
-    FailureDpEvent,
-    GaussianDpEvent,
-    PureDpEvent,
-)
-from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure
+from torch_dpbayes.accounting.dominating_pairs import Pure
+from torch_dpbayes.accounting.events import ComposedDpEvent, FailureDpEvent, PureDpEvent
 
 DELTA = 1e-5
 METHODS = ("pld", "rdp")
@@ -114,32 +107,3 @@ def test_an_epsilon_delta_release_fits_its_own_pair_of_numbers(method):
     assert accountant.get_epsilon() == 0.7
     assert accountant.get_delta(0.7) == DELTA
     assert PrivacyAccountant(2.1, 3 * DELTA, method=method).remaining(release) >= 3
-
-
-@given(
-    epsilons=st.lists(st.floats(1e-4, 5.0), min_size=1, max_size=30),
-    ranges=st.lists(st.floats(1e-4, 5.0), max_size=5),
-    mu=st.floats(0.05, 2.0),
-    delta=st.floats(1e-10, 1e-2),
-)
-@examples(40)
-def test_no_bound_is_above_basic_composition(epsilons, ranges, mu, delta):
-    counts = counted(epsilons)
-    for b in ranges:
-        counts[BoundedRange(b)] = counts.get(BoundedRange(b), 0) + 1
-    largest = sum((Fraction(e) for e in (*epsilons, *ranges)), Fraction(0))
-    assert bounds.upper_epsilon(counts, delta) <= float(largest) * (1 + 1e-15)
-    alone = bounds.upper_epsilon({Gaussian(mu): 1}, delta)
-    together = bounds.upper_epsilon({**counts, Gaussian(mu): 1}, delta)
-    assert together <= (float(largest) + alone) * (1 + 1e-14)
-    at = float(largest) + alone
-    assert bounds.upper_delta({**counts, Gaussian(mu): 1}, at) <= delta * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_pure_release_beside_gaussians_costs_at_most_its_own_epsilon(method):
-    """A selection with a bounded range, and then one Gaussian."""
-    alone = PrivacyAccountant(method=method).compose(GaussianDpEvent(4.0)).get_epsilon(DELTA)
-    accountant = PrivacyAccountant(2.0 + alone, DELTA, method=method)
-    accountant.compose(BoundedRangeDpEvent(2.0)).compose(GaussianDpEvent(4.0))
-    assert accountant.get_epsilon() <= 2.0 + alone

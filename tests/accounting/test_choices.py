@@ -16,9 +16,13 @@ from torch_dpbayes.accounting import (
     noise_multiplier_for,
 )
 from torch_dpbayes.accounting.calibration import calibrated
-from torch_dpbayes.accounting.choices import accounting_method, neighboring_relation
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.pairs import dominating_pair
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
+from torch_dpbayes.accounting.events import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    accounting_method,
+    neighboring_relation,
+)
 from torch_dpbayes.noise_aware.mechanism import matrix_event
 from torch_dpbayes.noise_aware.planning import matrix_multiplier
 from torch_dpbayes.ops.certificates import Setting
@@ -41,7 +45,7 @@ RIGHT = {
 }
 WRONG = [
     *("replace-one", "REPLACE_ONE", "replace", "replace_one ", "Replace_one", "add_or_remove", ""),
-    *("NeighboringRelation.REPLACE_ONE", NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation),
+    *("NeighboringRelation.REPLACE_ONE", NeighboringRelation),
     *(None, True, 2, 2.0, b"replace_one", ["replace_one"], ("replace_one",)),
 ]
 
@@ -99,7 +103,7 @@ def test_every_use_of_a_relation_tells_the_two_apart_and_takes_nothing_else(use,
     assert found["replace_one"][0] != found["add_or_remove_one"][0]
     for i, given in enumerate(WRONG):
         with pytest.raises(
-            ValueError, match="neighboring must be 'add_or_remove_one' or 'replace_one'"
+            ValueError, match="neighboring must be 'add_or_remove_one', 'replace_one' or 'zero_out'"
         ):
             use(given, tmp_path / f"wrong{i}")
     assert not list(tmp_path.glob("wrong*"))

@@ -4,27 +4,23 @@ against closed forms and dp_accounting.
 
 import json
 import math
+import re
 import subprocess
 import sys
 from decimal import Decimal, localcontext
-from fractions import Fraction
 
 import pytest
-from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import optimize, stats
-from support.examples import examples
+from support.ledgers import later_job
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
-    bounds,
     get_noise_multiplier,
     get_num_steps,
-    pairs,
 )
-from torch_dpbayes.accounting.bounds import Extension
+from torch_dpbayes.accounting.dominating_pairs import Failure
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
@@ -35,10 +31,8 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     SelfComposedDpEvent,
-    ZCDpEvent,
 )
-from torch_dpbayes.accounting.failures import failing
-from torch_dpbayes.accounting.pairs import BoundedRange, Failure, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.privacy_loss import failing
 
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 METHODS = ("pld", "rdp")
@@ -103,73 +97,6 @@ def test_one_pair_costs_its_epsilon_at_its_delta():
         assert accountant.compose(MuGaussianDpEvent(0.1)).get_epsilon(1e-6) == math.inf
 
 
-def true_delta(epsilon, mu, pure, responses, failed):
-    """Of one Gaussian, some randomised responses and a failure: the number of truthful
-    answers is binomial, a Gaussian profile remains.
-    """
-    truthful = 1 / (1 + math.exp(-pure))
-    total = 0.0
-    for count in range(responses + 1):
-        e = epsilon - (2 * count - responses) * pure
-        profile = stats.norm.cdf(mu / 2 - e / mu) - math.exp(
-            e + stats.norm.logcdf(-mu / 2 - e / mu)
-        )
-        total += stats.binom.pmf(count, responses, truthful) * profile
-    return failed + (1 - failed) * total
-
-
-@examples(20)
-@given(
-    mu=st.floats(0.05, 3.0),
-    pure=st.floats(0.05, 1.0),
-    responses=st.integers(1, 6),
-    failure=st.floats(1e-9, 0.1),
-    failures=st.integers(1, 4),
-    epsilon=st.floats(0.0, 8.0),
-)
-def test_beside_gaussians_and_pure_releases_it_is_the_exact_profile(
-    mu, pure, responses, failure, failures, epsilon
-):
-    failed = 1 - (1 - Fraction(failure)) ** failures
-    truth = true_delta(epsilon, mu, pure, responses, float(failed))
-    counts = {Gaussian(mu): 1, Pure(pure): responses, Failure(failure): failures}
-    assert truth * (1 - 1e-9) - 1e-15 <= bounds.upper_delta(counts, epsilon) <= truth * 1.01 + 1e-11
-    if truth > float(failed) * (1 + 1e-6) + 1e-9:
-        assert bounds.lower_epsilon(counts, truth) <= epsilon * (1 + 1e-6) + 1e-9
-        assert (
-            epsilon * (1 - 1e-6) - 1e-9
-            <= bounds.upper_epsilon(counts, truth)
-            <= epsilon * 1.01 + 1e-3
-        )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("steps", [1, 40])
-def test_equals_dp_accounting(steps):
-    interval = 1e-4
-    theirs = (
-        pld.from_privacy_parameters(
-            pld.common.DifferentialPrivacyParameters(0.3, 1e-7),
-            value_discretization_interval=interval,
-        )
-        .self_compose(steps)
-        .compose(
-            pld.from_gaussian_mechanism(
-                1.0, sampling_prob=0.01, value_discretization_interval=interval
-            ).self_compose(100)
-        )
-    )
-    accountant = PrivacyAccountant().compose(pair(0.3, 1e-7), steps).compose(STEP, 100)
-    for delta in (1e-5, 1e-3):
-        assert accountant.get_epsilon(delta) == pytest.approx(
-            theirs.get_epsilon_for_delta(delta), rel=1e-3
-        )
-    for epsilon in (0.5, 2.0):
-        assert accountant.get_delta(epsilon) == pytest.approx(
-            theirs.get_delta_for_epsilon(epsilon), rel=5e-3
-        )
-
-
 @given(
     failures=st.lists(
         st.tuples(st.floats(1e-300, 1.0, exclude_max=True), st.integers(1, 10**4)),
@@ -188,100 +115,7 @@ def test_the_probability_of_a_failure_is_rounded_to_the_safe_side(failures):
     assert upper - lower <= 3e-14 * upper
 
 
-histories = st.lists(
-    st.tuples(
-        st.one_of(
-            st.builds(Failure, st.floats(1e-9, 1e-3)),
-            st.builds(Gaussian, st.floats(0.01, 1.0)),
-            st.builds(Pure, st.floats(0.01, 0.5)),
-            st.builds(BoundedRange, st.floats(0.01, 0.5)),
-            st.builds(
-                Sampled,
-                st.sampled_from(["directed", "antipodal", "symmetric"]),
-                st.floats(1e-3, 0.5),
-                st.floats(0.5, 10.0),
-            ),
-        ),
-        st.integers(1, 50),
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(history=histories, delta=st.floats(1e-8, 1e-1), failure=st.floats(1e-9, 1e-2))
-@examples(20)
-def test_a_failure_never_lowers_a_bound_and_leaves_the_rest_of_delta(history, delta, failure):
-    counts = dict(history)
-    more = pairs.added(counts, {Failure(failure): 1})
-    before, after = (bounds.upper_epsilon(c, delta) for c in (counts, more))
-    assert after >= before * (1 - 1e-4)
-    assert bounds.lower_epsilon(more, delta) <= after
-    if math.isfinite(after):
-        left = (delta - failure) / (1 - failure)
-        assert left >= 0
-        assert after >= bounds.upper_epsilon(counts, max(left, 1e-10)) * (1 - 1e-3)
-        assert bounds.upper_delta(more, after * 1.002 + 1e-6) <= delta * (1 + 1e-6)
-    assert bounds.upper_delta(more, 1.0) >= failure
-
-
-@pytest.mark.thorough
-@given(history=histories, steps=st.integers(0, 300), failure=st.floats(1e-9, 1e-4))
-@examples(12)
-def test_a_kept_composition_counts_failures_with_every_step(history, steps, failure):
-    """Extension is what the budget is checked by, where releases are of many kinds."""
-    counts, delta = dict(history), 1e-3
-    unit = {Failure(failure): 2, Sampled("directed", 0.01, 1.0): 1}
-    kept = Extension(counts, unit, delta, 10)
-    fresh = bounds.upper_epsilon(pairs.added(counts, unit, steps), delta)
-    assert kept(steps) >= fresh * (1 - 1e-3) - 1e-6
-    assert kept(10) == pytest.approx(
-        bounds.upper_epsilon(pairs.added(counts, unit, 10), delta), rel=1e-2, abs=1e-4
-    )
-    kept.extend({Failure(1e-2): 1}, unit)
-    assert kept(steps) == math.inf
-
-
-def test_only_failures_may_be_added_to_a_kept_composition():
-    counts = {Sampled("directed", 0.01, 1.0): 5, Pure(0.1): 1}
-    kept = Extension(counts, {Failure(1e-7): 1}, 1e-5, 1)
-    assert (
-        kept(99) >= kept(1) >= kept(0) >= bounds.lower_epsilon(counts, 1e-5)
-        and math.isfinite(kept(99))
-        and kept(101) == math.inf
-    )
-
-
 # --- by Renyi curves ------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-@given(
-    mu=st.floats(0.05, 2.0),
-    pure=st.floats(0.05, 1.0),
-    failure=st.floats(1e-8, 9e-6),
-    failures=st.integers(1, 3),
-)
-@examples(15)
-def test_renyi_bounds_are_above_the_tight_ones(mu, pure, failure, failures):
-    event = ComposedDpEvent(
-        [
-            MuGaussianDpEvent(mu),
-            PureDpEvent(pure),
-            SelfComposedDpEvent(FailureDpEvent(failure), failures),
-        ]
-    )
-    tight, renyi = (PrivacyAccountant(method=method).compose(event) for method in METHODS)
-    assert renyi.get_epsilon(1e-4) >= tight.get_epsilon(1e-4) * (1 - 1e-3)
-    assert renyi.get_epsilon(1e-4) <= 1.5 * tight.get_epsilon(1e-4)
-    for epsilon in (0.1, 1.0, 4.0):
-        assert (
-            renyi.get_delta(epsilon) >= tight.get_delta(epsilon) * (1 - 1e-3)
-            and renyi.get_delta(epsilon) >= failure
-        )
-    assert renyi.get_epsilon(failure / 2) == math.inf if failure > 2e-10 else True
-    renyi.compose(ZCDpEvent(0.01))
-    assert math.isfinite(renyi.get_epsilon(1e-4))
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -361,38 +195,16 @@ def test_later_jobs_are_refused_a_file_that_holds_one(tmp_path):
     with PrivacyAccountant(3.0, 1e-5, path=path) as accountant:
         accountant.compose(pair(0.1, 1e-7))
         assert accountant.get_epsilon() < 0.11
-    with PrivacyAccountant(path=path) as later:
+    with later_job(path=path) as later:
         assert later.remaining(STEP) == 0
         with pytest.raises(PrivacyBudgetExceeded, match="later jobs"):
             later.compose(STEP)
         assert later.get_epsilon() < 0.11
     open_ended = tmp_path / "open.db"
     PrivacyAccountant(path=open_ended).compose(STEP).close()
-    with PrivacyAccountant(path=open_ended) as later:
+    with later_job(path=open_ended) as later:
         assert later.compose(pair(0.1, 1e-7)).get_epsilon(1e-5) == math.inf
         assert later.get_delta(1.0) == 1.0
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_registered_schedule_may_hold_them(tmp_path, method):
-    path = tmp_path / "budget.db"
-    schedule = [(pair(0.1, 1e-7), 3), (STEP, 100)]
-    with PrivacyAccountant(3.0, 1e-5, method=method, path=path) as accountant:
-        accountant.register(schedule).compose(pair(0.1, 1e-7))
-        price = accountant.get_epsilon()
-    assert price == pytest.approx(
-        PrivacyAccountant(method=method)
-        .compose(ComposedDpEvent([SelfComposedDpEvent(event, count) for event, count in schedule]))
-        .get_epsilon(1e-5),
-        rel=1e-6,
-    )
-    with PrivacyAccountant(method=method, path=path) as later:
-        later.compose(pair(0.1, 1e-7), 2).compose(STEP, 10)
-        assert later.guarantee == "registered" and later.get_epsilon() == pytest.approx(price)
-        with pytest.raises(PrivacyBudgetExceeded):
-            later.compose(pair(0.1, 1e-7))
-    with pytest.raises(PrivacyBudgetExceeded, match="the schedule costs"):
-        PrivacyAccountant(3.0, 1e-5, method=method).register([(pair(0.001, 1e-7), 101)])
 
 
 @pytest.mark.thorough
@@ -454,24 +266,13 @@ def test_it_survives_saving_and_the_ledger(tmp_path):
     }
 
 
-def test_shares_and_summaries_with_nothing_but_failures_or_beside_others():
+def test_summaries_with_nothing_but_failures_or_beside_others():
     alone = PrivacyAccountant().compose(FailureDpEvent(1e-7), 2, label="draws")
-    assert alone.shares(1e-5) == {"draws": (None, 2)} and "epsilon <= 0 at" in alone.summary()
+    assert re.search("draws +2 releases", alone.summary()) and "epsilon <= 0 at" in alone.summary()
     assert PrivacyAccountant().compose(FailureDpEvent(0.5)).summary().count("= inf") == 2
     both = alone.compose(STEP, 10, label="chain")
-    assert both.shares(1e-5) == {"draws": (0.0, 2), "chain": (1.0, 10)}
+    assert re.search("draws +0.0% of the cost, 2 releases", both.summary())
+    assert re.search("chain +100.0% of the cost, 10 releases", both.summary())
     assert both.compose(NonPrivateDpEvent()).get_epsilon(1e-5) == math.inf
     event = both.to_dp_event()
     assert SelfComposedDpEvent(FailureDpEvent(1e-7), 2) in event.events
-
-
-def test_of_a_gaussian_beside_a_failure_the_closed_form_is_kept():
-    accountant = PrivacyAccountant().compose(
-        ComposedDpEvent([GaussianDpEvent(2.0), FailureDpEvent(4e-6)])
-    )
-    left = (1e-5 - 4e-6) / (1 - 4e-6)
-
-    def profile(e):
-        return stats.norm.cdf(0.25 - 2 * e) - math.exp(e) * stats.norm.cdf(-0.25 - 2 * e) - left
-
-    assert accountant.get_epsilon(1e-5) == pytest.approx(optimize.brentq(profile, 0, 20), rel=1e-8)

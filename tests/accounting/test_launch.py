@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.ledgers import DELTA, STEP, counted, forks, in_child
+from support.ledgers import DELTA, STEP, counted, forks, in_child, later_job
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, launch
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.accounting.accountant import look_at
+from torch_dpbayes.accounting.ledger import session
 
 pytestmark = forks
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,14 +162,62 @@ def test_a_second_program_in_the_place_of_a_worker_is_a_later_job(path):
         assert second.charge(5) == (5, "filter")
 
 
-@pytest.mark.parametrize("options", [{"job": "sweep"}, {}])
-def test_a_process_that_opens_the_file_again_is_a_later_job(path, options, monkeypatch):
-    if not options:
-        for name, value in LAUNCHERS["torchrun"].items():
-            monkeypatch.setenv(name, value.format(0))
-    PrivacyAccountant(3.0, DELTA, path=path, **options).compose(STEP)
-    again = PrivacyAccountant(3.0, DELTA, path=path, **options).compose(STEP)
-    assert again.guarantee == "filter" and again.is_later_job
+@pytest.mark.parametrize("options", [{"job": "sweep"}, {"launcher": "torchrun"}, {}])
+def test_a_process_that_opens_the_file_again_goes_on_with_its_job(
+    path, options, monkeypatch, caplog
+):
+    """As a cell of a notebook that runs twice, with the accountant before still in use or not."""
+    options = dict(options)
+    for name, value in LAUNCHERS.get(options.pop("launcher", ""), {}).items():
+        monkeypatch.setenv(name, value.format(0))
+    first = PrivacyAccountant(3.0, DELTA, path=path, **options).compose(STEP, 700)
+    left = first.remaining(STEP)
+    again = PrivacyAccountant(3.0, DELTA, path=path, **options)
+    assert not again.is_later_job and again.remaining(STEP) == left
+    assert again.compose(STEP).guarantee == first.guarantee == "fixed"
+    del first
+    third = PrivacyAccountant(path=path, **options).compose(STEP)
+    assert third.guarantee == "fixed" and third.remaining(STEP) == left - 2
+    assert not caplog.text
+    again.close()
+    third.close()
+    assert counted(path) == 702 and len({row.job for row in look_at(path)[1]}) == 1
+
+
+def test_another_file_of_the_same_name_is_another_ledger(path):
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).close()
+    path.unlink()
+
+    def first_job():
+        PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).close()
+
+    assert in_child(first_job) == 0
+    assert PrivacyAccountant(path=path).is_later_job
+
+
+def test_a_forked_process_that_opens_the_file_by_itself_is_a_later_job(path):
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).close()
+    assert in_child(lambda: PrivacyAccountant(path=path).is_later_job and 17) == 17
+
+
+@pytest.mark.parametrize("budget", [(3.0, DELTA), ()])
+def test_the_first_charge_of_a_later_job_says_what_that_costs(path, budget, caplog):
+    PrivacyAccountant(*budget, path=path).compose(STEP, 700).close()
+    left = PrivacyAccountant(*budget).compose(STEP, 701).remaining(STEP)
+    later = later_job(path=path)
+    assert later.is_later_job and not caplog.text
+    later.compose(STEP)
+    (record,) = caplog.records
+    assert str(path) in record.message
+    if budget:
+        assert f"About {later.remaining(STEP)} more such releases" in record.message
+        assert f"({left} in the first job)" in record.message
+    else:
+        assert "epsilon is infinite" in record.message
+    later.compose(STEP)
+    assert len(caplog.records) == 1
+    later_job(path=path).compose(STEP)
+    assert len(caplog.records) == 2 and "in the first job" not in caplog.records[1].message
 
 
 def test_the_second_charge_of_a_launch_that_came_late_is_late_too(path):
@@ -185,7 +234,7 @@ def test_the_second_charge_of_a_launch_that_came_late_is_late_too(path):
 @pytest.mark.parametrize("unknown", ["now", "start_of_this_program"])
 def test_who_cannot_say_when_it_was_started_is_a_later_job(path, monkeypatch, unknown):
     PrivacyAccountant(3.0, DELTA, path=path)
-    monkeypatch.setattr(launch, unknown, lambda: None)
+    monkeypatch.setattr(session, unknown, lambda: None)
     with started(path, 2, LAUNCHERS["torchrun"]) as (first, second):
         first.open()
         assert first.charge(5) == (5, "fixed")
@@ -196,18 +245,18 @@ def test_who_cannot_say_when_it_was_started_is_a_later_job(path, monkeypatch, un
 def test_when_a_process_was_started(path):
     """Between two readings of the clock by its parent, up to the clock's ticks."""
     reader, writer = os.pipe()
-    before = launch.now()
+    before = session.now()
 
     def child():
-        start = launch.start_of_this_program()
+        start = session.start_of_this_program()
         os.write(writer, f"{start.up} {start.boot}".encode())
 
     assert in_child(child) == 0
     up, boot = os.read(reader, 100).decode().split()
-    assert boot == before.boot == launch.now().boot
+    assert boot == before.boot == session.now().boot
     tick = 1 / os.sysconf("SC_CLK_TCK")
-    assert before.up - tick <= float(up) <= launch.now().up + tick
-    assert launch.start_of_this_program().up < before.up
+    assert before.up - tick <= float(up) <= session.now().up + tick
+    assert session.start_of_this_program().up < before.up
 
 
 ONE_STEP = """
@@ -236,9 +285,9 @@ def test_a_program_that_takes_the_place_of_its_shell_is_a_later_job(path):
 
 
 def test_moments_of_another_boot_are_not_before():
-    assert launch.Moment(1.0, "a").is_before(launch.Moment(2.0, "a"))
-    assert not launch.Moment(2.0, "a").is_before(launch.Moment(2.0, "a"))
-    assert not launch.Moment(1.0, "a").is_before(launch.Moment(2.0, "b"))
+    assert session.Moment(1.0, "a").is_before(session.Moment(2.0, "a"))
+    assert not session.Moment(2.0, "a").is_before(session.Moment(2.0, "a"))
+    assert not session.Moment(1.0, "a").is_before(session.Moment(2.0, "b"))
 
 
 @pytest.mark.parametrize("job", ["", " ", 7])

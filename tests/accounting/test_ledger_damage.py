@@ -15,13 +15,14 @@ import time
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
-from torch_dpbayes.accounting import PrivacyAccountant, ledger
+from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.ledger import LedgerError
+from torch_dpbayes.accounting.ledger import file
+from torch_dpbayes.accounting.ledger.schema import LedgerError
 
 BUDGET = {"epsilon": 3.0, "delta": DELTA, "neighboring": "replace_one"}
-SETTINGS = ["epsilon", "delta", "method", "neighboring", "id", "created", "seal"]
+SETTINGS = ["epsilon", "delta", "method", "neighboring", "unit", "id", "created", "seal"]
 COLUMNS = "seq time job writer later kind label event count flag block digest".split()
 
 
@@ -34,11 +35,9 @@ def path(tmp_path):
 def sources(tmp_path_factory):
     """Ledgers of every kind, and what they hold."""
     found = {}
-    for kind in ("empty", "fixed", "registered", "adaptive", "many"):
+    for kind in ("empty", "fixed", "adaptive", "many"):
         path = tmp_path_factory.mktemp("sources") / f"{kind}.db"
         with PrivacyAccountant(path=path, **BUDGET) as accountant:
-            if kind == "registered":
-                accountant.register([(STEP, 50), (GaussianDpEvent(30.0), 2)])
             if kind == "adaptive":
                 accountant.compose(STEP, adaptive=True, label="first")
             for k in range({"empty": 0, "many": 60}.get(kind, 20)):
@@ -208,8 +207,8 @@ WAYS = [read, read_with_its_budget, charged]
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("times", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.02)
-    monkeypatch.setattr(ledger.database, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(file, "MAKING_SECONDS", 0.02)
+    monkeypatch.setattr(file, "BUSY_SECONDS", 0.2)
     errors = 0
     for k in range(times):
         seed = random.SystemRandom().getrandbits(64)
@@ -247,7 +246,7 @@ def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, m
 
 @pytest.mark.thorough
 def test_the_command_explains_every_damage(sources, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.02)
+    monkeypatch.setattr(file, "MAKING_SECONDS", 0.02)
     source, (_, history, _) = sources["fixed"]
     for k in range(20):
         seed = random.SystemRandom().getrandbits(64)
@@ -308,17 +307,6 @@ def test_a_block_is_not_returned_to_a_ledger_that_was_damaged_since(path):
         accountant.close()
 
 
-def test_a_ledger_of_the_format_before_is_read_and_written_as_it_was(path):
-    PrivacyAccountant(path=path, **BUDGET).compose(STEP, 3).close()
-    edited(path, "DELETE FROM settings WHERE name = 'seal'", "PRAGMA user_version = 1")
-    with PrivacyAccountant(path=path, **BUDGET) as accountant:
-        assert accountant.compose(sampled(3.0)).history[0].count == 3
-    assert len(PrivacyAccountant(path=path, **BUDGET)) == counted(path) == 4
-    edited(path, "UPDATE settings SET value = 'null' WHERE name = 'delta'")
-    with pytest.raises(LedgerError, match="settings"):
-        PrivacyAccountant(path=path, **BUDGET)
-
-
 # --- making ---------------------------------------------------------------------------------------
 
 
@@ -375,7 +363,7 @@ def test_a_file_is_begun_anew_only_where_it_is_known_to_have_held_nothing(
     content, is_being_made, path, monkeypatch
 ):
     """A first page without tables is also what is left of a ledger whose ``-wal`` file was lost."""
-    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(file, "MAKING_SECONDS", 0.1)
     edited(path, "PRAGMA journal_mode = WAL")
     os.truncate(path, content)
     if is_being_made:
@@ -388,7 +376,7 @@ def test_a_file_is_begun_anew_only_where_it_is_known_to_have_held_nothing(
 
 
 def test_a_ledger_that_lost_its_tables_is_not_begun_anew(path, monkeypatch):
-    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(file, "MAKING_SECONDS", 0.1)
     PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
     content = bytearray(path.read_bytes())
     content[103:105] = bytes(2)  # how many tables the first page says that there are
@@ -400,7 +388,7 @@ def test_a_ledger_that_lost_its_tables_is_not_begun_anew(path, monkeypatch):
 
 def test_a_note_that_was_left_behind_is_taken_away_before_a_charge(path, monkeypatch):
     """Else the file, once emptied, would be begun anew."""
-    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(file, "MAKING_SECONDS", 0.1)
     PrivacyAccountant(path=path, **BUDGET)
     path.with_name("budget.db-making").touch()
     PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()

@@ -18,11 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, pairs
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    bounds,
+    dominating_pairs,
+)
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.ledger import open_blocks
-from torch_dpbayes.accounting.reservations import Reservations
+from torch_dpbayes.accounting.ledger.schema import open_blocks
+from torch_dpbayes.accounting.ledger.session import Session
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
@@ -48,7 +53,7 @@ def epsilon_of(path):
     counts = {}
     for row in look_at(path)[1]:
         if row.kind in ("charge", "block", "return"):
-            pair = pairs.dominating_pair(row.event, "add_or_remove_one")
+            pair = dominating_pairs.dominating_pair(row.event, "add_or_remove_one")
             counts[pair] = counts.get(pair, 0) + row.count
     return bounds.upper_epsilon({pair: count for pair, count in counts.items() if count}, DELTA)
 
@@ -441,11 +446,10 @@ def test_a_program_that_ends_without_close(tmp_path, how):
 
 
 def finalizer_of(accountant):
-    access = accountant._access
     (found,) = [
         f
         for f in util._finalizer_registry.values()
-        if (reference := getattr(f, "_weakref", None)) is not None and reference() is access
+        if (reference := getattr(f, "_weakref", None)) is not None and reference() is accountant
     ]
     return found
 
@@ -456,7 +460,7 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
     path = tmp_path / "budget.db"
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    covering = Reservations.covering
+    covering = Session.covering
 
     def slow(*arguments):
         found = covering(*arguments)
@@ -464,7 +468,7 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
         go_on.wait(20)
         return found
 
-    monkeypatch.setattr(Reservations, "covering", slow)
+    monkeypatch.setattr(Session, "covering", slow)
     charging = threading.Thread(target=lambda: accountant.compose(STEP))
     charging.start()
     inside.wait(20)

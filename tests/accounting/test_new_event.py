@@ -7,6 +7,7 @@ import attr
 import pytest
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
+from torch_dpbayes.accounting.dominating_pairs import Gaussian, pair_of
 from torch_dpbayes.accounting.events import (
     DpEvent,
     GaussianDpEvent,
@@ -14,7 +15,6 @@ from torch_dpbayes.accounting.events import (
     gaussian_noise_multiplier,
     parts_of,
 )
-from torch_dpbayes.accounting.pairs import Gaussian, pair_of
 
 DELTA = 1e-5
 

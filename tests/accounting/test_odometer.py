@@ -8,6 +8,7 @@ from scipy import integrate
 
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import odometer, renyi
+from torch_dpbayes.accounting.dominating_pairs import Gaussian, Sampled
 from torch_dpbayes.accounting.events import (
     FailureDpEvent,
     GaussianDpEvent,
@@ -15,7 +16,6 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     ZCDpEvent,
 )
-from torch_dpbayes.accounting.pairs import Gaussian, Sampled
 
 DELTA = 0.05  # large enough for simulations to see
 RUNS = 4000

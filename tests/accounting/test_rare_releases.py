@@ -11,8 +11,8 @@ import pytest
 from scipy import integrate, optimize
 
 from torch_dpbayes.accounting import bounds
-from torch_dpbayes.accounting.gaussian import advantage_sum, sampled_delta, sampled_epsilon
-from torch_dpbayes.accounting.pairs import Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.dominating_pairs import Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.gdp import advantage_sum, sampled_delta, sampled_epsilon
 
 mpmath.mp.dps = 50
 

@@ -13,7 +13,13 @@ from scipy import integrate, stats
 from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, renyi
-from torch_dpbayes.accounting.pairs import BoundedRange, Concentrated, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.dominating_pairs import (
+    BoundedRange,
+    Concentrated,
+    Gaussian,
+    Pure,
+    Sampled,
+)
 
 DELTA = 1e-5
 

@@ -9,8 +9,10 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.dp_accounting_adapter import DpAccountingAdapter
 
-from torch_dpbayes.accounting import DpAccountingAdapter, PrivacyAccountant, events, renyi
+from torch_dpbayes.accounting import PrivacyAccountant, events, renyi
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.events import (
     ComposedDpEvent,
     FailureDpEvent,
@@ -19,9 +21,8 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     SelfComposedDpEvent,
+    UserLevelDpEvent,
 )
-from torch_dpbayes.accounting.pairs import dominating_pair
-from torch_dpbayes.accounting.people import PersonDpEvent
 from torch_dpbayes.accounting.selection import Repetitions
 
 STEP = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
@@ -84,21 +85,6 @@ def test_a_larger_order_holds_at_a_smaller_one():
     assert one == pytest.approx(found[::20], rel=1e-12)
 
 
-@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
-def test_monotone_in_all_that_it_is_made_of(relation):
-    def price(noise=1.0, mean=10.0, shape=1.0, count=1):
-        run = SelfComposedDpEvent(PoissonSampledDpEvent(0.02, GaussianDpEvent(noise)), 300)
-        event = RepeatAndSelectDpEvent(run, mean, shape)
-        return accountant(event, count, neighboring=relation).get_epsilon(1e-6)
-
-    assert price(1.3) < price() < price(0.8)
-    assert price(mean=2.0) < price() < price(mean=50.0)
-    assert price(shape=0.0) < price() < price(shape=3.0)
-    assert price() < price(count=2)
-    once = accountant(RUN, neighboring=relation).get_epsilon(1e-6)
-    assert price(mean=1.0) == pytest.approx(once, rel=1e-12)
-
-
 def test_it_is_kept_and_read_back(tmp_path):
     event = RepeatAndSelectDpEvent(ComposedDpEvent([RUN, PureDpEvent(0.1)]), 5.0, math.inf)
     with PrivacyAccountant(20.0, 1e-6, method="rdp", path=tmp_path / "budget.db") as kept:
@@ -118,7 +104,7 @@ def test_where_it_is_supported():
     assert not DpAccountingAdapter().supports(event)
     with pytest.raises(ValueError, match=r"method='rdp'.*selection_event"):
         PrivacyAccountant().compose(event)
-    person = PrivacyAccountant(method="rdp", unit="person").compose(PersonDpEvent(event))
+    person = PrivacyAccountant(method="rdp", unit="user").compose(UserLevelDpEvent(event))
     assert person.get_epsilon(1e-6) == accountant(event).get_epsilon(1e-6)
 
 
@@ -132,7 +118,7 @@ def test_where_it_is_supported():
         (RUN, 2.0, math.nan, "shape"),
         (NonPrivateDpEvent(), 2.0, 1.0, "fail"),
         (ComposedDpEvent([RUN, FailureDpEvent(1e-9)]), 2.0, 1.0, "fail"),
-        (PersonDpEvent(RUN), 2.0, 1.0, "PersonDpEvent"),
+        (UserLevelDpEvent(RUN), 2.0, 1.0, "UserLevelDpEvent"),
         (None, 2.0, 1.0, "event"),
     ],
 )

@@ -11,15 +11,15 @@ from scipy import special, stats
 
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import bounds, selection
+from torch_dpbayes.accounting.dominating_pairs import Gaussian
 from torch_dpbayes.accounting.events import (
     FailureDpEvent,
     GaussianDpEvent,
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
+    UserLevelDpEvent,
 )
-from torch_dpbayes.accounting.pairs import Gaussian
-from torch_dpbayes.accounting.people import PersonDpEvent
 from torch_dpbayes.accounting.selection import (
     Repetitions,
     selection_epsilon,
@@ -139,18 +139,6 @@ def test_the_best_line_is_no_worse_than_any_epsilon_of_the_paper():
     assert once < selection._by_profile(counts, repetitions, delta) <= of_paper * (1 + 1e-9)
 
 
-@pytest.mark.thorough
-def test_monotone_in_runs_shape_noise_and_delta():
-    def price(mean=10.0, shape=0.5, noise=1.0, delta=1e-6):
-        step = PoissonSampledDpEvent(0.02, GaussianDpEvent(noise))
-        return selection_epsilon([(step, 300)], Repetitions(mean, shape), delta)
-
-    assert price(3.0) < price() < price(30.0)
-    assert price(shape=-0.5) < price() < price(shape=1.0)
-    assert price(noise=1.3) < price() < price(noise=0.8)
-    assert price(delta=1e-4) < price() < price(delta=1e-8)
-
-
 def test_what_is_charged():
     step = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
     repetitions = Repetitions(10.0)
@@ -168,15 +156,15 @@ def test_what_is_charged():
 def test_a_selection_of_people_is_about_people():
     """A person's guarantee is none for one of their records under add_or_remove_one."""
     run, repetitions = GaussianDpEvent(4.0), Repetitions(3.0)
-    event = selection_event([(PersonDpEvent(run), 2)], repetitions, 1e-6, RELATION)
+    event = selection_event([(UserLevelDpEvent(run), 2)], repetitions, 1e-6, RELATION)
     with pytest.raises(ValueError, match="protects records"):
         PrivacyAccountant().compose(event)
-    people = PrivacyAccountant(unit="person").compose(event)
+    people = PrivacyAccountant(unit="user").compose(event)
     event = selection_event([(run, 2)], repetitions, 1e-6, RELATION)
     records = PrivacyAccountant().compose(event)
     assert people.get_epsilon(1e-6) == records.get_epsilon(1e-6)
-    with pytest.raises(ValueError, match="of people or of records"):
-        selection_event([(PersonDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)
+    with pytest.raises(ValueError, match="of users or of records"):
+        selection_event([(UserLevelDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
-from support.cumulants import true_delta
 
-from torch_dpbayes.accounting.pairs import (
+from torch_dpbayes.accounting.dominating_pairs import (
     BoundedRange,
     Failure,
     Gaussian,
@@ -17,8 +16,7 @@ from torch_dpbayes.accounting.pairs import (
     Pure,
     Sampled,
 )
-from torch_dpbayes.accounting.profiles import profiles, trade_offs
-from torch_dpbayes.accounting.trade_off import Profile, TradeOff
+from torch_dpbayes.accounting.risk import Profile, TradeOff, profiles, trade_offs
 
 RATES = np.array([1e-12, 1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 0.999])
 powers_of_ten = st.floats(-2.0, 0.7).map(lambda x: 10**x)
@@ -71,37 +69,6 @@ def test_one_sampled_release_in_both_directions(rate, noise, prior):
     for curve, true, false in ((there, inside, out), (absent, kept, missed)):
         guess = np.max(prior * true + (1 - prior) * (1 - false))
         tightly(curve.best_guess(prior), max(guess, prior, 1 - prior), 1e-4)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["directed", "antipodal"])
-def test_many_sampled_releases_against_the_cumulant(kind):
-    counts = {Sampled(kind, 0.02, 1.0): 500, Gaussian(0.3): 2}
-    found = curves(counts)
-    for epsilon in (0.5, 1.0, 2.0, 4.0):
-        truth = true_delta(counts, epsilon)
-        tightly(max(curve.delta(epsilon) for curve in found), truth, 5e-3)
-
-
-def test_a_simulated_attack():
-    """Likelihood ratios of what was released, on both sides; 6 standard errors."""
-    steps, rate, noise, runs = 12, 0.2, 0.8, 40_000
-    generator = np.random.default_rng()
-
-    def losses(with_record):
-        x = noise * generator.standard_normal((runs, steps))
-        if with_record:
-            x += generator.random((runs, steps)) < rate
-        return np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2))).sum(axis=1)
-
-    there, absent = curves({Sampled("directed", rate, noise): steps})
-    present, missing = losses(True), losses(False)
-    for rejected in (0.02, 0.1, 0.4):
-        threshold = np.quantile(losses(False), 1 - rejected)
-        power, size = np.mean(present > threshold), np.mean(missing > threshold)
-        for curve, true, false in ((there, power, size), (absent, 1 - size, 1 - power)):
-            error = 6 * 0.5 * (1 + float(curve(false) / false)) / math.sqrt(runs)
-            assert curve(false) - error <= true <= curve(false) + error
 
 
 @given(epsilon=powers_of_ten)
@@ -186,7 +153,7 @@ def test_groups_of_randomised_responses_and_of_failures():
 @given(mu=powers_of_ten)
 def test_a_thinned_curve_lies_above(mu):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_dpbayes.accounting.trade_off._MOST_VERTICES", 200)
+        patch.setattr("torch_dpbayes.accounting.risk._MOST_VERTICES", 200)
         (curve,) = curves({Gaussian(mu): 1})
         thin = curve.thinned()
     x, y = curve.vertices

@@ -7,15 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from dp_accounting import NeighboringRelation
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
-from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import stats
 
 from torch_dpbayes.accounting import PrivacyAccountant, mechanisms, renyi
-from torch_dpbayes.accounting.composition import compose
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.pairs import dominating_pair
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
+from torch_dpbayes.accounting.fft_composition import compose
 
 
 @pytest.fixture(autouse=True)
@@ -67,36 +64,6 @@ def test_small_batches_are_covered(neighboring, run):
                 bound = max(c.upper_delta(epsilon) for c in both)
                 assert truth <= bound * (1 + 1e-6) + 1e-7
     assert found.upper_delta(0.0) <= 1
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
-@pytest.mark.parametrize("most", [130, 300, 110, 160])
-def test_it_lies_between_poisson_sampling_and_dp_accounting(most, neighboring):
-    """dp-accounting covers a swap in a full batch by a pair twice as far apart."""
-    size, rate, noise, steps = 10_000, 0.01, random.uniform(0.8, 2.0), 100
-    cut, poisson = (PrivacyAccountant(neighboring=neighboring) for _ in range(2))
-    cut.compose(TruncatedSubsampledGaussianDpEvent(size, rate, most, noise), steps)
-    poisson.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)), steps)
-    theirs = pld.from_truncated_subsampled_gaussian_mechanism(
-        size,
-        rate,
-        most,
-        noise,
-        neighboring_relation=NeighboringRelation[neighboring.upper()],
-    )
-    found = cut.get_epsilon(1e-5)
-    assert poisson.get_epsilon(1e-5) * (1 - 2e-4) <= found
-    # theirs is of neighbours of which the larger has this many records, ours of one more as well
-    assert found <= theirs.self_compose(steps).get_epsilon_for_delta(1e-5) * 1.002
-    if most == 300:
-        assert found <= poisson.get_epsilon(1e-5) * 1.001
-
-
-def test_no_draw_is_cut_where_all_records_fit():
-    accountant = PrivacyAccountant()
-    accountant.compose(TruncatedSubsampledGaussianDpEvent(50, 0.1, 51, 1.0))
-    assert accountant.history[0].event == PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
 
 
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])

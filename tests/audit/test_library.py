@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.audit import one_run
-from torch_dpbayes.audit.result import Pricing
+from torch_dpbayes.audit.bounds import LowerBound
 
 ALGORITHMS = {
     "DPSGLD": partial(dpb.optim.DPSGLD, lr=1e-3, temperature=1e-9),
@@ -74,8 +74,8 @@ def test_no_optimizer_reveals_more_than_it_states(name, rate, mode):
         bound=bound,
         accountant=accountant,
     )
-    surely = Pricing(bound, 1e-5, 0.99 if is_plain else 1 - 1e-7)
-    assert not surely.refutes(accountant, result.guesses)
+    surely = LowerBound(bound, 1e-5, 0.99 if is_plain else 1 - 1e-7)
+    assert not surely.refutes(accountant.risk(prior=0.5, delta=1e-5), result.guesses)
     share = 0 if rate < 1 and name == "DPSGFS" else 1 / 3
     assert result.epsilon_lower_bound > share * result.epsilon
 

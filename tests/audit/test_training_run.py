@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.audit import audited_engine, canaries, one_run
+from torch_dpbayes.audit import one_run, training_run
+from torch_dpbayes.audit.bounds import gaussian_epsilon
 
 ALPHA = 1e-6  # of each comparison
 
@@ -22,18 +23,32 @@ def records(number=40):
     return TensorDataset(torch.randn(number, 6), torch.randint(0, 3, (number,)))
 
 
-def train(dataset, engine, *, rate=1.0, steps=3, z=2.0, factory=None, **options):
-    """The usual loop; returns the model."""
-    net = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
-    loader = DataLoader(dataset, batch_size=round(rate * len(dataset)))
-    net, opt, loader = engine.make_private(
-        module=net,
-        optimizer=factory or partial(dpb.optim.DPSGLD, lr=0.01, temperature=1e-8),
-        data_loader=loader,
+def private(
+    dataset,
+    engine,
+    *,
+    net=None,
+    rate=1.0,
+    z=2.0,
+    factory=dpb.optim.DPSGLD,
+    cold=1e-8,
+    lr=0.01,
+    workers=0,
+    **options,
+):
+    return engine.make_private(
+        module=net or nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)),
+        optimizer=partial(factory, lr=lr, temperature=cold),
+        data_loader=DataLoader(dataset, round(rate * len(dataset)), num_workers=workers),
         max_grad_norm=0.5,
         noise_multiplier=z,
         **options,
     )
+
+
+def train(dataset, engine, *, steps=3, **options):
+    """The usual loop; returns the model."""
+    net, opt, loader = private(dataset, engine, **options)
     taken = 0
     while taken < steps:
         for x, y in loader:
@@ -45,24 +60,26 @@ def train(dataset, engine, *, rate=1.0, steps=3, z=2.0, factory=None, **options)
     return net
 
 
-class Seen(canaries.GradientCanaries):
-    """Keeps what each release says of each canary, in units of what it adds."""
+def seen_by(train, number=150):
+    """What each release says of each canary, in units of what it adds; which were in; the scores
+    that were judged.
+    """
+    rows, kept = [], {}
 
-    def __init__(self, coins, **options):
-        super().__init__(coins, np.random.default_rng(), **options)
-        self.rows = []
+    class Watched(training_run.GradientCanaries):
+        def _score(self, layout):
+            total = (layout.gradient * self._batch_size - self._others) / self._bound
+            rows.append(total.double().numpy()[self._along] * self._signs)
+            super()._score(layout)
 
-    def _sum(self, now):
-        self.rows.append(now.toward(now))
-        return super()._sum(now)
+    def judged(scores, included, **options):
+        kept.update(scores=scores, included=included)
 
-
-def seen_by(train, *, number=150, size=40, coins=None):
-    coins = np.random.default_rng().random(number) < 0.5 if coins is None else coins
-    watching = Seen(coins)
-    engine = audited_engine.AuditedEngine(None, None, watching)
-    train(canaries.WithPlaces(records(size), len(coins)), engine)
-    return watching, coins
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "GradientCanaries", Watched)
+        patch.setattr(training_run, "from_scores", judged)
+        one_run(train, records(), num_canaries=number, delta=1e-5)
+    return np.array(rows), kept["included"], kept["scores"]
 
 
 def fits(sample, law):
@@ -73,188 +90,135 @@ def fits(sample, law):
     "options",
     [
         {},
-        {"factory": partial(dpb.optim.DPSGNHT, lr=1e-6, temperature=1e-8)},
-        {"factory": partial(dpb.optim.DPSGHMC, lr=0.01, temperature=1e-8)},
+        {"factory": dpb.optim.DPSGNHT, "lr": 1e-6},
+        {"factory": dpb.optim.DPSGHMC},
+        {"factory": partial(dpb.optim.DPSGFS, fisher="diagonal")},
         recorded("vmap"),
         recorded("hooks"),
     ],
 )
 @pytest.mark.first_cases(2)
 def test_a_full_batch_shows_each_canary_as_a_gaussian(options):
-    """The rest of the sum is taken away, whatever the records are."""
-    watching, coins = seen_by(partial(train, z=2.0, steps=4, **options))
-    seen = np.array(watching.rows)
+    """The rest of the sum is taken away, whatever the records are; two trainings count as one."""
+
+    def twice(dataset, engine):
+        train(dataset, engine, steps=2, **options)
+        return train(dataset, engine, steps=2, **options)
+
+    seen, included, scores = seen_by(twice)
     assert seen.shape == (4, 150)
-    assert fits(seen[:, coins], stats.norm(1, 2).cdf)
-    assert fits(seen[:, ~coins], stats.norm(0, 2).cdf)
+    assert fits(seen[:, included], stats.norm(1, 2).cdf)
+    assert fits(seen[:, ~included], stats.norm(0, 2).cdf)
     # the score is the logarithm of the ratio of the two densities
     ratio = (stats.norm.logpdf(seen, 1, 2) - stats.norm.logpdf(seen, 0, 2)).sum(0)
-    assert watching.scores == pytest.approx(ratio, abs=1e-3)
+    assert scores == pytest.approx(ratio, abs=1e-3)
 
 
 def test_poisson_batches_draw_canaries_as_records():
     """With probability q a canary adds C, else nothing."""
-    watching, coins = seen_by(partial(train, rate=0.3, z=0.1, steps=12))
-    seen = np.array(watching.rows)
-    joined = seen[:, coins] > 0.5
+    seen, included, scores = seen_by(partial(train, rate=0.3, z=0.1, steps=12))
+    joined = seen[:, included] > 0.5
     assert stats.binomtest(int(joined.sum()), joined.size, 0.3).pvalue > ALPHA
-    assert fits(seen[:, coins][joined] - 1, stats.norm(0, 0.1).cdf)
-    assert fits(seen[:, coins][~joined], stats.norm(0, 0.1).cdf)
-    assert fits(seen[:, ~coins], stats.norm(0, 0.1).cdf)
+    assert fits(seen[:, included][joined] - 1, stats.norm(0, 0.1).cdf)
+    assert fits(seen[:, included][~joined], stats.norm(0, 0.1).cdf)
+    assert fits(seen[:, ~included], stats.norm(0, 0.1).cdf)
+    absent, present = (stats.norm.logpdf(seen, mean, 0.1) for mean in (0, 1))
+    mixture = np.logaddexp(np.log(0.7) + absent, np.log(0.3) + present)
+    assert scores == pytest.approx((mixture - absent).sum(0), abs=1e-2)
 
 
-def test_parts_of_a_batch_are_one_batch():
-    """Of Opacus' BatchMemoryManager."""
-
-    def in_parts(dataset, engine):
-        net = nn.Linear(6, 30)
-        net, opt, loader = engine.make_private(
-            module=net,
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.01, temperature=1e-8),
-            data_loader=DataLoader(dataset, batch_size=len(dataset)),
-            max_grad_norm=1.0,
-            noise_multiplier=0.05,
-        )
-        for _ in range(3):
-            with BatchMemoryManager(
-                data_loader=loader, max_physical_batch_size=33, optimizer=opt
-            ) as parts:
-                for x, y in parts:
-                    nn.functional.cross_entropy(net(x), y).backward()
-                    opt.step()
-
-    watching, coins = seen_by(in_parts)
-    seen = np.array(watching.rows)
-    assert seen.shape == (3, 150)
-    assert fits(seen[:, coins], stats.norm(1, 0.05).cdf)
-    assert fits(seen[:, ~coins], stats.norm(0, 0.05).cdf)
-
-
-def test_nothing_is_left_of_a_step_that_failed():
-    def after_a_failure(dataset, engine):
-        net = nn.Linear(6, 30)
-        net, opt, loader = engine.make_private(
-            module=net,
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.01, temperature=1e-8),
-            data_loader=DataLoader(dataset, batch_size=len(dataset)),
-            max_grad_norm=1.0,
-            noise_multiplier=0.05,
-        )
-        take_noise = opt.release.noise.require_usable
-        for fails in (True, False, True, False):
-
-            def usable(device, fails=fails):
-                if fails:
-                    raise RuntimeError("no entropy")
-                take_noise(device)
-
-            opt.release.noise.require_usable = usable
-            for x, y in loader:
+def in_parts(dataset, engine):
+    """By Opacus' BatchMemoryManager."""
+    net, opt, loader = private(dataset, engine, z=0.05)
+    for _ in range(2):
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=33, optimizer=opt
+        ) as parts:
+            for x, y in parts:
                 nn.functional.cross_entropy(net(x), y).backward()
-                try:
-                    opt.step()
-                except RuntimeError:
-                    assert fails
+                opt.step()
 
-    watching, coins = seen_by(after_a_failure)
-    seen = np.array(watching.rows)
+
+def after_failures(dataset, engine):
+    """Every second step fails, and leaves nothing."""
+    net, opt, loader = private(dataset, engine, z=0.05)
+    take_noise = opt.release.noise.require_usable
+    for fails in (True, False, True, False):
+
+        def usable(device, fails=fails):
+            if fails:
+                raise RuntimeError("no entropy")
+            take_noise(device)
+
+        opt.release.noise.require_usable = usable
+        for x, y in loader:
+            nn.functional.cross_entropy(net(x), y).backward()
+            try:
+                opt.step()
+            except RuntimeError:
+                assert fails
+
+
+@pytest.mark.parametrize("training", [in_parts, after_failures])
+def test_a_release_of_several_parts_and_after_a_failure_is_one_release(training):
+    seen, included, _ = seen_by(training)
     assert seen.shape == (2, 150)
-    assert fits(seen[:, coins], stats.norm(1, 0.05).cdf)
-
-
-def test_fisher_scoring_gets_the_canaries_squares_too():
-    """Σ g∘g of a canary that is in is C² along its parameter."""
-    squares = []
-
-    def without_records(dataset, engine):
-        net, opt, loader = engine.make_private(
-            module=nn.Linear(6, 3, bias=False),
-            optimizer=partial(dpb.optim.DPSGFS, lr=0.01, temperature=1e-12, fisher="diagonal"),
-            data_loader=DataLoader(dataset, batch_size=len(dataset)),
-            max_grad_norm=0.5,
-            noise_multiplier=1e-3,
-        )
-        score = opt.release.watch
-
-        def watch(layout):
-            squares.extend(layout.beside.tolist())
-            score(layout)
-
-        opt.release.watch = watch
-        for x, _ in loader:
-            (0.0 * net(x)).mean().backward()
-            opt.step()
-
-    seen_by(without_records, number=18, coins=np.arange(18) % 2 == 0)
-    assert np.allclose(58 * np.sort(squares), [0.0] * 9 + [0.25] * 9, atol=0.01)
-
-
-def test_a_sensitivity_scale_is_refused():
-    factory = partial(
-        dpb.optim.DPSGFS, lr=0.01, fisher="diagonal", sensitivity_scale=torch.ones(403)
-    )
-    with pytest.raises(ValueError, match="knows no sensitivity_scale"):
-        seen_by(partial(train, factory=factory, steps=1), number=5)
+    assert fits(seen[:, included], stats.norm(1, 0.05).cdf)
+    assert fits(seen[:, ~included], stats.norm(0, 0.05).cdf)
 
 
 def test_an_audit_leaves_the_random_numbers_of_the_training_alone():
-    """Coins, directions and scores draw nothing that the training draws."""
+    """Inclusion, directions and scores draw nothing that the training draws."""
     drawn, data = [], records()
 
-    def train_and_draw(dataset, engine):
-        net = train(dataset, engine)
+    def draw():
         drawn.append((torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()))
-        return net
+
+    def train_and_draw(dataset, engine):
+        train(dataset, engine)
+        draw()
 
     for seed in (None, 0, 7, 7):
         torch.manual_seed(7)
         np.random.seed(7)
         random.seed(7)
         one_run(train_and_draw, data, num_canaries=100, delta=1e-5, seed=seed)
-        drawn.append((torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()))
+        draw()
     torch.seed()
     assert drawn == 4 * drawn[:2]
 
 
-def test_a_seed_repeats_coins_and_directions():
+def test_a_seed_repeats_inclusion_and_directions():
+    """Each canary along a parameter of its own, another one in each step."""
     kept = []
 
-    class Kept(canaries.GradientCanaries):
-        def _released(self, layout):
-            kept.append((self._coins.tolist(), self._along.tolist(), self._signs.tolist()))
-            super()._released(layout)
+    class Kept(training_run.GradientCanaries):
+        def _score(self, layout):
+            kept.append((self._included.tolist(), self._along.tolist(), self._signs.tolist()))
 
-    def coins_of(seed):
+    def drawn_with(seed):
         kept.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torch_dpbayes.audit.training_run.GradientCanaries", Kept)
+            patch.setattr(training_run, "GradientCanaries", Kept)
             one_run(train, records(), num_canaries=100, delta=1e-5, seed=seed)
         return list(kept)
 
-    first = coins_of(3)
-    assert first == coins_of(3)
-    assert first != coins_of(4)
-    coins, along, _ = first[0]
-    assert len(set(along)) == 100 and not set(along) & set(first[1][1])
+    first = drawn_with(3)
+    assert first == drawn_with(3) and first != drawn_with(4)
+    assert len(set(first[0][1])) == 100 and first[0][1] != first[1][1]
 
 
-@pytest.mark.parametrize("scores", ["sums", "differences"])
-def test_the_bound_of_a_run(scores):
-    """Beyond doubt above 0, and below the ε that is stated: it passes that in less than one run of
-    10¹⁰, for the bound of a typical run is half of it.
+def test_the_bound_of_a_run():
+    """Above 0 beyond doubt, and below the stated ε, which it passes in less than one run of 10¹⁰:
+    the bound of a typical run is half of it. An earlier charge of the account counts.
     """
-    result = one_run(
-        partial(train, z=0.5, steps=2),
-        records(),
-        num_canaries=120,
-        delta=1e-5,
-        scores=scores,
-        confidence=0.99,
-    )
-    assert 0 < result.epsilon_lower_bound < result.epsilon
-    assert not result.is_refuted
+    accountant = dpb.PrivacyAccountant()
+    accountant.compose(dpb.accounting.events.GaussianDpEvent(5.0))
+    options = {"num_canaries": 120, "delta": 1e-5, "confidence": 0.99, "accountant": accountant}
+    result = one_run(partial(train, z=0.5, steps=2), records(), **options)
+    assert 0 < result.epsilon_lower_bound < result.epsilon and not result.is_refuted
+    assert result.epsilon == pytest.approx(gaussian_epsilon((2 / 0.5**2 + 0.04) ** 0.5, 1e-5))
     assert result.guesses.canaries == 120 and result.threat.startswith("white-box")
-    assert scores in result.threat
 
 
 def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
@@ -263,18 +227,7 @@ def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
     odd = [(torch.randn(300), torch.tensor(1 + i % 2)) for i in range(60)]
 
     def learn(dataset, engine, z):
-        net, opt, loader = engine.make_private(
-            module=nn.Linear(300, 3),
-            optimizer=partial(dpb.optim.DPSGLD, lr=1.0, temperature=1e-8),
-            data_loader=DataLoader(dataset, batch_size=len(dataset)),
-            max_grad_norm=1.0,
-            noise_multiplier=z,
-        )
-        for _ in range(40):
-            for x, y in loader:
-                nn.functional.cross_entropy(net(x), y).backward()
-                opt.step()
-        return net
+        return train(dataset, engine, steps=40, z=z, net=nn.Linear(300, 3), lr=1.0)
 
     options = {"num_canaries": 60, "canaries": odd, "delta": 1e-5, "num_guesses": 40}
     loud = one_run(partial(learn, z=0.03), data, **options)
@@ -283,169 +236,55 @@ def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
     assert quiet.epsilon_lower_bound <= quiet.epsilon
 
 
-# -- what does not make sense ----------------------------------------------------------------------
+ODD = [(torch.zeros(6), torch.tensor(1))]
+
+
+def elsewhere(dataset, engine):
+    private(dataset, engine)
+    train(records(), dpb.PrivacyEngine())
+
+
+def without_a_model(dataset, engine):
+    train(dataset, engine)
+
+
+def without_a_step(dataset, engine):
+    raise AssertionError("trained all the same")
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "training, options, message",
     [
+        (without_a_step, {"num_canaries": 4}, "4 guesses give no lower bound at 95% confidence"),
+        (without_a_step, {"delta": None}, "pass delta=1e-5"),
+        (without_a_step, {"delta": 1.5}, "delta and confidence are probabilities"),
+        (without_a_step, {"confidence": 1.0}, "confidence is at least 0.5; got"),
+        (without_a_step, {"bound": "tight"}, 'bound is "gaussian", "independent" or "basic"'),
+        (without_a_step, {"canaries": ODD}, "num_canaries = 100 records are needed, got 1"),
+        (without_a_step, {"canaries": 100 * ODD, "bound": "independent"}, "the losses of one"),
         (
-            {"num_canaries": 4},
-            "4 canaries give no lower bound at 95% confidence: use num_canaries=8",
+            without_a_step,
+            {"delta": None, "accountant": dpb.PrivacyAccountant(epsilon=0.05, delta=1e-5)},
+            "100 guesses give no lower bound .* epsilon = 0.05: use",
         ),
-        ({"num_canaries": 0}, "num_canaries must be a positive integer, got 0"),
-        ({"delta": None}, "pass delta=1e-5"),
-        ({"delta": 1.5}, "delta is a probability"),
-        ({"confidence": 1.0}, "confidence is a probability"),
-        ({"bound": "tight"}, 'bound must be "gaussian", "independent" or "basic"'),
-        ({"scores": "best"}, 'scores must be "sums" or "differences"'),
-        ({"num_canaries": 5000}, "5000 canaries need as many parameters"),
+        (train, {"num_canaries": 5000}, "5000 gradient canaries need as many"),
+        (partial(train, workers=1), {}, "num_workers=0"),
+        (elsewhere, {}, "train took no private step"),
+        (partial(train, z=0.0, cold=0.0), {}, "the run has no noise"),
+        (without_a_model, {"canaries": 100 * ODD}, "return the trained model, not NoneType"),
         (
-            {"canaries": [(torch.zeros(6), 1)] * 100, "bound": "independent"},
-            "the losses of one model",
+            partial(train, factory=partial(dpb.optim.DPSGFS, sensitivity_scale=torch.ones(403))),
+            {},
+            "no sensitivity_scale",
         ),
-        ({"canaries": [(torch.zeros(6), 1)]}, "num_canaries = 100, but there are 1 canaries"),
-        ({"canaries": [(torch.zeros(6), 1)] * 100}, "40 records cannot hide 100 canaries"),
+        (partial(train, rate=0.2, sampling="fixed_size"), {"bound": "independent"}, "pass bound="),
         (
-            {"num_canaries": 9, "canaries": [(torch.zeros(5), torch.tensor(1))] * 9},
-            "canary 0 is none of this data set's records",
+            partial(train, people=range(140)),
+            {"accountant": dpb.PrivacyAccountant(unit="user")},
+            "a canary is one record",
         ),
     ],
 )
-def test_what_makes_no_audit_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        one_run(train, records(), **{"num_canaries": 100, "delta": 1e-5, **options})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"sampling": "fixed_size"}, {"sampling": "random_allocation"}, {"max_batch_size": 40}],
-)
-def test_guesses_are_not_independent_where_batches_are_drawn_otherwise(options):
-    """One canary's place in a batch of fixed size is another one's absence. Refused before the
-    first step, in a history too.
-    """
-    accountant = dpb.PrivacyAccountant()
-    history = dpb.audit.History(accountant, num_canaries=100, delta=1e-5, bound="independent")
-    for audit in (
-        partial(one_run, num_canaries=100, delta=1e-5, bound="independent", accountant=accountant),
-        history.train,
-    ):
-        with pytest.raises(
-            ValueError, match=r"this loader draws .*batches.*: pass bound=.gaussian"
-        ):
-            audit(partial(train, rate=0.2, **options), records())
-    assert len(accountant) == 0
-
-
-def test_runs_over_batches_of_people_are_refused():
-    """Before the first step, whether the loader or the accountant is the one that is of people."""
-    ids = [i // 2 for i in range(len(records()))]
-    of_people = dpb.PrivacyAccountant(unit="person")
-    for accountant, options in (
-        (None, {"people": ids, "records_per_person": 2}),
-        (of_people, {"people": ids, "records_per_person": 2}),
-        (of_people, {}),
-    ):
-        with pytest.raises(ValueError, match=r"shows nothing of the ε of people.*without people="):
-            one_run(
-                partial(train, **options),
-                records(),
-                num_canaries=20,
-                delta=1e-5,
-                accountant=accountant,
-            )
-    assert len(of_people) == 0
-
-
-@pytest.mark.parametrize(
-    "value, target, message",
-    [
-        (float("nan"), 1, "canary 8 has loss nan before training"),
-        (1.0, 3, r"the model or the loss fails on canary 8: Target 3 is out of bounds\."),
-    ],
-)
-def test_canaries_that_the_model_cannot_take_are_refused_before_the_first_step(
-    value, target, message
-):
-    canaries = [(torch.zeros(6), torch.tensor(1))] * 8
-    canaries.append((torch.full((6,), value), torch.tensor(target)))
-    accountant = dpb.PrivacyAccountant()
-    with pytest.raises(ValueError, match=message):
-        one_run(
-            train,
-            records(),
-            num_canaries=9,
-            canaries=canaries,
-            delta=1e-5,
-            accountant=accountant,
-        )
-    assert len(accountant) == 0
-
-
-def test_a_model_that_the_check_refuses_is_refused_in_an_audit_too():
-    def normalises(dataset, engine):
-        return engine.make_private(
-            module=nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.01),
-            data_loader=DataLoader(dataset, batch_size=len(dataset)),
-            max_grad_norm=0.5,
-        )
-
-    with pytest.raises(ValueError, match="BatchNorm"):
-        one_run(normalises, records(), num_canaries=100, delta=1e-5)
-
-
-def test_a_budget_too_small_for_any_bound_is_refused_before_the_run():
-    def never(dataset, engine):
-        raise AssertionError("trained all the same")
-
-    with pytest.raises(
-        ValueError, match=r"100 canaries give no lower bound .* epsilon = 0.05: use more"
-    ):
-        one_run(
-            never,
-            records(),
-            num_canaries=100,
-            accountant=dpb.PrivacyAccountant(epsilon=0.05, delta=1e-5),
-        )
-
-
-def test_training_without_the_engine_or_without_noise_is_refused():
-    def elsewhere(dataset, engine):
-        return train(records(), dpb.PrivacyEngine())
-
-    def twice(dataset, engine):
-        train(dataset, engine)
-        train(dataset, engine)
-
-    def in_workers(dataset, engine):
-        loader = DataLoader(dataset, batch_size=len(dataset), num_workers=1)
-        engine.make_private(
-            module=nn.Linear(6, 30),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-            data_loader=loader,
-            max_grad_norm=1.0,
-        )
-
-    cold = partial(dpb.optim.DPSGLD, lr=0.01, temperature=0.0)
-    for bad, message in (
-        (elsewhere, "took no private step with the engine"),
-        (twice, "called make_private twice"),
-        (in_workers, "num_workers=0"),
-        (partial(train, z=0.0, factory=cold), "the run has no noise"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            one_run(bad, records(), num_canaries=100, delta=1e-5)
-
-    def returns_nothing(dataset, engine):
-        train(dataset, engine)
-
-    with pytest.raises(TypeError, match="must return the trained model"):
-        one_run(
-            returns_nothing,
-            records(),
-            num_canaries=20,
-            canaries=[records()[i] for i in range(20)],
-            delta=1e-5,
-        )
+def test_what_makes_no_audit_is_refused(training, options, message):
+    with pytest.raises(dpb.DPBayesError, match=message):
+        one_run(training, records(), **{"num_canaries": 100, "delta": 1e-5, **options})

@@ -1,28 +1,19 @@
-"""Audits from scores and from repeated releases, on mechanisms whose truth is known."""
+"""Audits from scores and from repeated releases, on mechanisms whose truth is known; reports."""
 
+from dataclasses import replace
 from functools import partial
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
-from scipy import special, stats
+from scipy import special
 
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
-from torch_dpbayes.accounting.events import (
-    FailureDpEvent,
-    GaussianDpEvent,
-    PureDpEvent,
-    SampledWithoutReplacementDpEvent,
-)
-from torch_dpbayes.accounting.gaussian import gaussian_epsilon
-from torch_dpbayes.audit import from_scores, repeated
-from torch_dpbayes.audit.bounds import (
-    Guesses,
-    independent_epsilon_lower_bound,
-    independent_mu_lower_bound,
-)
+from torch_dpbayes.accounting.events import FailureDpEvent, GaussianDpEvent, PureDpEvent
+from torch_dpbayes.audit import AuditResult, from_scores, repeated, transcripts
+from torch_dpbayes.audit.bounds import Guesses, gaussian_epsilon
 
 DELTA = 1e-5
 
@@ -31,27 +22,10 @@ def fresh():
     return np.random.default_rng(torch.randint(2**62, ()).item())
 
 
-@pytest.mark.parametrize("truth", [0.0, 0.4, 1.5])
-def test_independent_guesses_are_bounded_exactly(truth):
-    """How often the bound is too high is a sum of binomial probabilities."""
-    made, numbers = 300, range(301)
-    for accuracy, bound in (
-        (stats.norm.cdf(truth / 2), lambda n: independent_mu_lower_bound(Guesses(made, made, n))),
-        (
-            (np.exp(truth) + 0.01) / (np.exp(truth) + 1),
-            lambda n: independent_epsilon_lower_bound(Guesses(made, made, n), 0.01),
-        ),
-    ):
-        first = next(n for n in numbers if bound(n) > truth)
-        wrong = stats.binom.sf(first - 1, made, accuracy)
-        # right, and not by much more than it has to be
-        assert 0.02 < wrong <= 0.05
-
-
-def endless():
-    """An accountant that states nothing."""
+def charged(*events):
     accountant = PrivacyAccountant()
-    accountant.compose(FailureDpEvent(0.5))
+    for event in events:
+        accountant.compose(event)
     return accountant
 
 
@@ -66,93 +40,71 @@ def response(rng, epsilon, is_in):
 
 def test_repeats_come_near_the_truth():
     """More than six standard deviations of what 20,000 repeats show below and above it."""
-    rng = fresh()
-    result = repeated(
-        partial(gaussian_release, rng, 1.0),
-        epsilon=gaussian_epsilon(1.0, DELTA),
-        delta=DELTA,
-        repeats=20_000,
-        confidence=1 - 1e-7,
-    )
+    rng, options = fresh(), {"repeats": 20_000, "confidence": 1 - 1e-7}
+    stated = {"epsilon": gaussian_epsilon(1.0, DELTA), "delta": DELTA}
+    result = repeated(partial(gaussian_release, rng, 1.0), **stated, **options)
     assert 0.75 * result.epsilon < result.epsilon_lower_bound <= result.epsilon
-    result = repeated(
-        partial(response, rng, 1.0),
-        epsilon=1.0,
-        delta=0.0,
-        repeats=20_000,
-        confidence=1 - 1e-7,
-        bound="basic",
-    )
+    stated = {"epsilon": 1.0, "delta": 0.0, "bound": "basic"}
+    result = repeated(partial(response, rng, 1.0), **stated, **options)
     assert 0.8 < result.epsilon_lower_bound <= 1.0
 
 
-@pytest.mark.thorough
-def test_scores_of_several_releases_add_up():
-    """Two Gaussians of μ = 1 are worth more than one of them, and never more than both."""
-    rng = fresh()
-    coins = rng.random(20_000) < 0.5
-    first, second = (rng.normal(size=20_000) + coins for _ in range(2))
-    price = partial(gaussian_epsilon, delta=DELTA)
-    audit = partial(from_scores, epsilon=price(0.5), delta=DELTA, confidence=1 - 1e-7)
-    one, both = audit(first, coins), audit(first + second, coins)
-    assert one.epsilon_lower_bound < both.epsilon_lower_bound < price(2**0.5)
-    assert one.epsilon_lower_bound < price(1.0)
-    assert both.is_refuted
+@pytest.mark.parametrize("bound, share", [("gaussian", 0.2), ("independent", 0.6)])
+def test_log_likelihood_ratios_of_several_releases_add_up(bound, share):
+    """Three Gaussians together show more than one, and what all of them reveal is not exceeded.
+    With two of the three charges left out, the independent bound refutes all, and one alone not.
+    At 1 − 10⁻⁷: five standard deviations of the number of right guesses.
+    """
+    rng, mu, number = fresh(), 0.9, 20_000
+    included = rng.random(number) < 0.5
+    ratios = [mu * (rng.normal(size=number) + mu * included) - mu**2 / 2 for _ in range(3)]
+    options = {"delta": DELTA, "bound": bound, "confidence": 1 - 1e-7}
+    of_one = charged(GaussianDpEvent(1 / mu))
+    of_all = charged(*3 * [GaussianDpEvent(1 / mu)])
+    one = from_scores(ratios[0], included, accountant=of_one, **options)
+    everything = from_scores(sum(ratios), included, accountant=of_all, **options)
+    truth = gaussian_epsilon(mu * 3**0.5, DELTA)
+    assert everything.epsilon == pytest.approx(truth, rel=1e-3)
+    assert one.epsilon_lower_bound < everything.epsilon_lower_bound < truth
+    assert everything.epsilon_lower_bound > share * truth
+    assert not one.is_refuted and not everything.is_refuted
+    if bound == "independent":
+        assert from_scores(sum(ratios), included, accountant=of_one, **options).is_refuted
 
 
 def test_randomised_response_is_not_refuted_for_being_no_gaussian():
-    """Its ε at δ would be a far smaller Gaussian's; the accountant's whole curve knows. With half
-    of the charge left out, the curve is refuted.
+    """Its ε at δ is a far smaller Gaussian's; the accountant's whole curve knows. With half of the
+    charge left out, the curve is refuted.
     """
-    rng = fresh()
-    accountant = PrivacyAccountant()
-    accountant.compose(PureDpEvent(1.0))
-    audit = partial(repeated, delta=DELTA, repeats=20_000, confidence=1 - 1e-7)
-    result = audit(partial(response, rng, 1.0), accountant=accountant)
+    rng, accountant = fresh(), charged(PureDpEvent(1.0))
+    audit = partial(
+        repeated, delta=DELTA, repeats=20_000, confidence=1 - 1e-7, accountant=accountant
+    )
+    result = audit(partial(response, rng, 1.0))
     assert result.epsilon_lower_bound > result.epsilon and not result.is_refuted
-    assert "no Gaussian's" in str(result) and "not refuted" in str(result)
-    assert audit(partial(response, rng, 2.0), accountant=accountant).is_refuted
-    assert not audit(partial(response, rng, 1.0), accountant=accountant, bound="basic").is_refuted
+    assert "not Gaussian" in str(result) and "not refuted" in str(result)
+    assert audit(partial(response, rng, 2.0)).is_refuted
+    assert not audit(partial(response, rng, 1.0), bound="basic").is_refuted
+
+
+SCORES = partial(from_scores, [1.0, 2.0], [True, False], delta=DELTA)
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda: repeated(float, epsilon=1, delta=DELTA, repeats=4),
-            "4 repeats give no lower bound",
-        ),
-        (lambda: repeated(float, epsilon=1, delta=0), 'bound="basic"'),
-        (lambda: from_scores([1.0], [1], epsilon=1, delta=DELTA), "coins of bool"),
-        (
-            lambda: from_scores([1.0], [True, False], epsilon=1, delta=DELTA),
-            "vectors of one length",
-        ),
-        (lambda: from_scores([np.nan], [True], epsilon=1, delta=DELTA), "not a number"),
-        (
-            lambda: from_scores([1.0], [True], epsilon=1, delta=DELTA, num_guesses=2),
-            "from 1 to 1, got 2",
-        ),
-        (
-            lambda: from_scores(
-                [1.0, 2.0],
-                [True, False],
-                epsilon=1,
-                delta=DELTA,
-                num_guesses=1,
-                bound="independent",
-            ),
-            "is for guesses on all canaries",
-        ),
-        (lambda: from_scores([1.0], [True], delta=DELTA), "pass accountant=, or epsilon="),
-        (
-            lambda: repeated(float, delta=DELTA, epsilon=1, accountant=PrivacyAccountant()),
-            "pass accountant=, or epsilon=",
-        ),
-        (
-            lambda: from_scores([1.0], [True], delta=DELTA, accountant=endless()),
-            "the accountant states no ε",
-        ),
+        (partial(repeated, float, epsilon=1, delta=DELTA, repeats=4), "4 guesses give no lower"),
+        (partial(repeated, float, epsilon=1, delta=0), 'bound="basic"'),
+        (partial(from_scores, [1.0], [1], epsilon=1, delta=DELTA), "inclusions of bool"),
+        (partial(from_scores, [1.0], [True, False], epsilon=1, delta=DELTA), "of one length"),
+        (partial(from_scores, [np.nan], [True], epsilon=1, delta=DELTA), "without nan"),
+        (partial(SCORES, epsilon=1, num_guesses=3), "1 to 2, all if independent; got 3"),
+        (partial(SCORES, epsilon=1, num_guesses=0), "1 to 2, all if independent; got 0"),
+        (partial(SCORES, epsilon=1, num_guesses=1, bound="independent"), "all if independent"),
+        (partial(SCORES, epsilon=1, bound="tight"), 'bound is "gaussian", "independent" or "bas'),
+        (SCORES, "pass accountant=, or epsilon="),
+        (partial(SCORES, epsilon=1, accountant=PrivacyAccountant()), "accountant=, or epsilon="),
+        (partial(SCORES, accountant=charged(FailureDpEvent(0.5))), "the accountant states no ε"),
     ],
 )
 def test_what_makes_no_audit_is_refused(call, message):
@@ -163,16 +115,38 @@ def test_what_makes_no_audit_is_refused(call, message):
 @pytest.mark.parametrize(
     "event",
     [
-        SampledWithoutReplacementDpEvent(100, 10, GaussianDpEvent(2.0)),
-        RandomAllocationDpEvent(10, GaussianDpEvent(2.0)),
+        transcripts.SampledWithoutReplacementDpEvent(100, 10, GaussianDpEvent(2.0)),
+        transcripts.RandomAllocationDpEvent(10, GaussianDpEvent(2.0)),
         TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 2.0),
     ],
 )
 def test_guesses_on_batches_that_are_no_poisson_draws_are_not_called_independent(event):
-    accountant = PrivacyAccountant()
-    accountant.compose(GaussianDpEvent(2.0))
-    accountant.compose(event)
+    accountant = charged(GaussianDpEvent(2.0), event)
     with pytest.raises(ValueError, match=r"was charged a .*DpEvent: pass bound=.gaussian"):
-        from_scores(
-            [0.0, 1.0], [True, False], accountant=accountant, delta=DELTA, bound="independent"
-        )
+        SCORES(accountant=accountant, bound="independent")
+
+
+RESULT = AuditResult(
+    1.25, 2.0, 1e-5, 0.99, "white-box: all is seen", "gaussian", Guesses(1000, 250, 200), "replace"
+)
+REFUTED = replace(RESULT, epsilon=1.0, neighboring=None)
+
+
+def test_a_report_in_words_and_as_a_picture():
+    assert str(RESULT).splitlines() == [
+        "epsilon at least  1.25  (delta = 1e-05, 99% confidence, gaussian bound)",
+        "epsilon stated    2  (replace): not refuted",
+        "guesses           200 of 250 right, 1000 canaries",
+        "threat            white-box: all is seen",
+    ]
+    assert "REFUTED" in str(REFUTED) and REFUTED.is_refuted and not RESULT.is_refuted
+    matplotlib.use("Agg")
+    for result in (RESULT, REFUTED):
+        ax = result.plot()
+        assert [bar.get_width() for bar in ax.patches] == [
+            result.epsilon,
+            result.epsilon_lower_bound,
+        ]
+        assert ax.get_xlabel() == str(result)
+        assert result.plot(ax) is ax
+        matplotlib.pyplot.close(ax.figure)

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
 from torch_dpbayes.accounting.events import (
     GaussianDpEvent,
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
 )
+from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.batches.other_laws import (
     FixedSizeSampler,
     RandomAllocationSampler,

@@ -28,8 +28,8 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     RecordwiseBatchGaussianDpEvent,
+    UserLevelDpEvent,
 )
-from torch_dpbayes.accounting.people import PersonDpEvent
 from torch_dpbayes.batches.people import People, PeopleSampler
 
 FALSE_ALARM = 1e-6  # of each statistical test
@@ -133,7 +133,7 @@ def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
     ids = [who for who in range(6) for _ in range(1 + who * 8 // 5)]
     x = torch.randn(len(ids), 3) * 100
     net, optimizer, loader = private(
-        ids, 4, dpb.PrivacyAccountant(unit="person"), data=x, records_per_person=most
+        ids, 4, dpb.PrivacyAccountant(unit="user"), data=x, records_per_person=most
     )
     source, named = optimizer.release.source, [*net.named_parameters()]
     whose = torch.tensor(ids)
@@ -161,25 +161,25 @@ def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize("most", [1, 2])
 def test_the_charge_of_a_step(most, relation):
-    accountant = dpb.PrivacyAccountant(neighboring=relation, unit="person")
+    accountant = dpb.PrivacyAccountant(neighboring=relation, unit="user")
     net, optimizer, loader = private(accountant=accountant, records_per_person=most)
     for batch in loader:
         one(net, optimizer, batch)
     rate = 2 / {1: 3, 2: 5}[most]
     assert loader.sample_rate == pytest.approx(rate) and len(loader) == int(1 / rate)
     (charge,) = accountant.history
-    assert charge.event == PersonDpEvent(
+    assert charge.event == UserLevelDpEvent(
         PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(1.0 / most))
     )
     alike = dpb.PrivacyAccountant(neighboring=relation).compose(charge.event.event, charge.count)
     assert accountant.get_epsilon(1e-5) == alike.get_epsilon(1e-5)
     assert "person with all their records" in accountant.summary()
-    assert "unit='person'" in repr(accountant)
+    assert "unit='user'" in repr(accountant)
 
 
 def test_full_batches_are_charged_for_all_of_a_persons_records():
     for most in (1, 3):
-        accountant = dpb.PrivacyAccountant(unit="person")
+        accountant = dpb.PrivacyAccountant(unit="user")
         net, optimizer, loader = private(
             batch_size={1: 3, 3: 6}[most], accountant=accountant, records_per_person=most
         )
@@ -189,7 +189,7 @@ def test_full_batches_are_charged_for_all_of_a_persons_records():
 
 
 def test_second_moments_of_a_person_count_too():
-    accountant = dpb.PrivacyAccountant(unit="person")
+    accountant = dpb.PrivacyAccountant(unit="user")
     net, optimizer, loader = private(
         accountant=accountant,
         records_per_person=2,
@@ -220,7 +220,7 @@ def test_noise_is_calibrated_for_people():
             people=ids,
             records_per_person=most,
         )
-        assert engine.accountant.unit == "person"
+        assert engine.accountant.unit == "user"
         event = PoissonSampledDpEvent(
             loader.sample_rate, GaussianDpEvent(optimizer.noise_multiplier / most)
         )
@@ -236,34 +236,33 @@ def test_noise_is_calibrated_for_people():
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize(
     "event",
-    [STEP, PureDpEvent(0.1), NonPrivateDpEvent(), ComposedDpEvent([PersonDpEvent(STEP), STEP])],
+    [STEP, PureDpEvent(0.1), NonPrivateDpEvent(), ComposedDpEvent([UserLevelDpEvent(STEP), STEP])],
 )
 def test_an_accountant_of_people_takes_nothing_of_records(event, is_kept, tmp_path):
     place = {"path": tmp_path / "budget.db"} if is_kept else {}
-    accountant = dpb.PrivacyAccountant(5.0, 1e-5, unit="person", **place)
+    accountant = dpb.PrivacyAccountant(5.0, 1e-5, unit="user", **place)
     for refused in (
         accountant.compose,
         accountant.remaining,
-        lambda event: accountant.register([(event, 3)]),
     ):
-        with pytest.raises(ValueError, match="people"):
+        with pytest.raises(ValueError, match="users"):
             refused(event)
     assert len(accountant) == 0
-    assert len(accountant.compose(PersonDpEvent(STEP))) == 1
+    assert len(accountant.compose(UserLevelDpEvent(STEP))) == 1
 
 
 def test_an_accountant_of_records_takes_nothing_of_people():
     accountant = dpb.PrivacyAccountant(5.0, 1e-5)
-    for event in (PersonDpEvent(STEP), ComposedDpEvent([STEP, PersonDpEvent(STEP)])):
-        with pytest.raises(ValueError, match='unit="person"'):
+    for event in (UserLevelDpEvent(STEP), ComposedDpEvent([STEP, UserLevelDpEvent(STEP)])):
+        with pytest.raises(ValueError, match='unit="user"'):
             accountant.compose(event)
     assert len(accountant) == 0
 
 
 def test_a_ledger_stays_what_it_is(tmp_path):
-    for unit, other in (("person", "record"), ("record", "person")):
+    for unit, other in (("user", "record"), ("record", "user")):
         path = tmp_path / f"{unit}.db"
-        event = PersonDpEvent(STEP) if unit == "person" else STEP
+        event = UserLevelDpEvent(STEP) if unit == "user" else STEP
         with dpb.PrivacyAccountant(5.0, 1e-5, path=path, unit=unit) as accountant:
             accountant.compose(event, 3)
         assert look_at(path)[0].unit == unit
@@ -276,7 +275,7 @@ def test_a_ledger_stays_what_it_is(tmp_path):
 
 
 def test_saved_histories_stay_what_they_are():
-    people = dpb.PrivacyAccountant(unit="person").compose(PersonDpEvent(STEP), 2)
+    people = dpb.PrivacyAccountant(unit="user").compose(UserLevelDpEvent(STEP), 2)
     records = dpb.PrivacyAccountant().compose(STEP, 2)
     for mine, other in ((people, records), (records, people)):
         new = dpb.PrivacyAccountant(unit=mine.unit)
@@ -284,33 +283,28 @@ def test_saved_histories_stay_what_they_are():
         assert new.history == mine.history
         with pytest.raises(ValueError, match="unit"):
             dpb.PrivacyAccountant(unit=mine.unit).load_state_dict(other.state_dict())
-    before = records.state_dict()
-    del before["unit"]  # of a version without it
-    dpb.PrivacyAccountant().load_state_dict(before)
-    with pytest.raises(ValueError, match="unit"):
-        dpb.PrivacyAccountant(unit="person").load_state_dict(before)
 
 
 def test_events_of_people_are_kept_and_lowered():
-    event = PersonDpEvent(STEP)
+    event = UserLevelDpEvent(STEP)
     assert events.decode(events.encode(event)) == event
     assert [*events.elementary(ComposedDpEvent([event, event]), 2)] == [(event, 2), (event, 2)]
     low = events.lowered(event, 1.0)
-    assert isinstance(low, PersonDpEvent) and low.event.event.noise_multiplier <= 1.0
+    assert isinstance(low, UserLevelDpEvent) and low.event.event.noise_multiplier <= 1.0
     with pytest.raises(TypeError, match="only one"):
-        dpb.PrivacyAccountant(unit="person").compose(PersonDpEvent(event))
+        dpb.PrivacyAccountant(unit="user").compose(UserLevelDpEvent(event))
 
 
 def test_statements_of_events_of_people_are_shown():
-    event = PersonDpEvent(RecordwiseBatchGaussianDpEvent(2.0))
-    accountant = dpb.PrivacyAccountant(unit="person").compose(event)
+    event = UserLevelDpEvent(RecordwiseBatchGaussianDpEvent(2.0))
+    accountant = dpb.PrivacyAccountant(unit="user").compose(event)
     assert any("Recordwise" in note for note in accountant.notes)
 
 
 def test_the_share_of_clipped_records_is_no_release_of_people():
-    accountant = dpb.PrivacyAccountant(unit="person")
+    accountant = dpb.PrivacyAccountant(unit="user")
     net, optimizer, loader = private(accountant=accountant)
-    with pytest.raises(ValueError, match="people"):
+    with pytest.raises(ValueError, match="users"):
         dpb.private_clipped_fraction(
             net, optimizer, loader, noise_multiplier=1.0, criterion=nn.functional.mse_loss
         )
@@ -318,10 +312,10 @@ def test_the_share_of_clipped_records_is_no_release_of_people():
 
 
 def test_the_front_door_wants_accountant_and_batches_of_one_kind():
-    with pytest.raises(ValueError, match='unit="person"'):
+    with pytest.raises(ValueError, match='unit="user"'):
         private(accountant=dpb.PrivacyAccountant())
     with pytest.raises(ValueError, match="protects people"):
-        private(accountant=dpb.PrivacyAccountant(unit="person"), people=None)
+        private(accountant=dpb.PrivacyAccountant(unit="user"), people=None)
     with pytest.raises(ValueError, match="leave out"):
         private(sampling="fixed_size")
     with pytest.raises(ValueError, match="leave out"):
@@ -333,13 +327,13 @@ def test_the_front_door_wants_accountant_and_batches_of_one_kind():
     with pytest.raises(ValueError, match="people bring"):
         private(batch_size=5)  # three people with one record each
     with pytest.raises(ValueError, match="already"):
-        dpb.PrivacyAccountant(unit="person").risk(delta=1e-5, records_per_person=2)
+        dpb.PrivacyAccountant(unit="user").risk(delta=1e-5, records_per_person=2)
     with pytest.raises(ValueError, match="unit must be"):
         dpb.PrivacyAccountant(unit="people")
 
 
 def test_a_loader_of_records_made_of_one_of_people_is_charged_to_records_only():
-    accountant = dpb.PrivacyAccountant(unit="person")
+    accountant = dpb.PrivacyAccountant(unit="user")
     net, optimizer, loader = private(accountant=accountant)
     with pytest.raises(ValueError, match="protects people"):
         private(accountant=accountant, people=None, data_loader=loader)
@@ -349,11 +343,11 @@ def test_a_loader_of_records_made_of_one_of_people_is_charged_to_records_only():
 @pytest.mark.parametrize(("most", "rate"), [(1, 2 / 3), (2, 2 / 5), (3, 2 / 6)])
 def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
     """Two records on average, of three people who have one, two and three."""
-    loader = private(accountant=dpb.PrivacyAccountant(unit="person"), records_per_person=most)[2]
+    loader = private(accountant=dpb.PrivacyAccountant(unit="user"), records_per_person=most)[2]
     assert loader.sample_rate == pytest.approx(rate)
     of_records = private(people=None, data_loader=loader)[2]
     assert of_records.sample_rate == pytest.approx(2 / 6)
-    accountant = dpb.PrivacyAccountant(unit="person")
+    accountant = dpb.PrivacyAccountant(unit="user")
     again = private(accountant=accountant, data_loader=loader, records_per_person=2)[2]
     assert again.sample_rate == pytest.approx(2 / 5)
 

@@ -99,7 +99,7 @@ def test_records_that_are_there_once_pass(name):
 
 
 def test_people_may_have_copies():
-    accountant = dpb.PrivacyAccountant(10.0, 1e-5, unit="person")
+    accountant = dpb.PrivacyAccountant(10.0, 1e-5, unit="user")
     people = torch.arange(20).repeat(2)
     make_private(ConcatDataset([A, A]), people=people, records_per_person=2, accountant=accountant)
 

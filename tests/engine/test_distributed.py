@@ -589,7 +589,9 @@ def test_ranks_that_differ_are_told_in_what_before_anything_is_charged(run):
                     expected == "nothing" or expected in text
                 ), (kind, text)
         assert fine == [("nothing", "")] * 2
-        assert anonymous[0] == "ValueError" and "the records differ at every look" in anonymous[1]
+        assert (
+            anonymous[0] == "ArgumentError" and "the records differ at every look" in anonymous[1]
+        )
 
 
 def departures(rank, seed, kind):
@@ -748,7 +750,7 @@ def elsewhere(rank, seed):
 def test_parameters_where_the_group_cannot_add_up_are_refused(run):
     for cuda, meta, cpu in run(elsewhere, 2, seed=torch.seed() % 2**31):
         assert (
-            cuda[0] == meta[0] == "ValueError"
+            cuda[0] == meta[0] == "ArgumentError"
             and "cannot add up" in cuda[1]
             and "nccl" in cuda[1]
             and cpu == ("nothing", "")

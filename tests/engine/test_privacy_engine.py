@@ -420,7 +420,7 @@ def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):
         data(), batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1)
     )
     with dpb.PrivacyAccountant(3.0, 1e-5, path=tmp_path / "budget.db") as accountant:
-        with pytest.raises(ValueError, match="without path="):
+        with pytest.raises(ValueError, match="in every job that seeds it alike"):
             with_epsilon(
                 dpb.PrivacyEngine(accountant=accountant),
                 data_loader=seeded,

@@ -74,14 +74,6 @@ def says_more(accountant):
     return [note for note in accountant.notes if "assume_independent_records" not in note]
 
 
-def of_an_earlier_version(state):
-    """What was saved before runs had names."""
-    state = copy.deepcopy(state)
-    for name in ("jobs", "place", "notes"):
-        del state["private_step"]["accountant"][name]
-    return state
-
-
 # --- other runs' releases never stand for this run's ----------------------------------------------
 
 
@@ -274,44 +266,6 @@ def test_a_state_with_other_programs_charging_meanwhile(path):
     for state in states:
         run_on(PrivacyAccountant(path=path)).load_state_dict(state)
     assert len(PrivacyAccountant(path=path)) == 20
-
-
-# --- what earlier versions wrote ------------------------------------------------------------------
-
-
-def test_an_earlier_version_s_state_is_taken_over_by_an_empty_accountant_only(accountant):
-    state = of_an_earlier_version(saved(step(run_on(PrivacyAccountant()), 5)))
-    optimizer = run_on(accountant)
-    optimizer.load_state_dict(state)
-    step(optimizer, 2)
-    assert len(accountant) == 7
-    assert "another copy" in accountant.summary()
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"earlier version.*an empty one"):
-            optimizer.load_state_dict(state)
-    if accountant.path is None:
-        new = saved(optimizer)
-        optimizer.load_state_dict(new)
-        other = run_on(PrivacyAccountant())
-        other.load_state_dict(state)
-        with pytest.raises(ValueError, match=REFUSED):
-            step(other, 2).load_state_dict(new)
-        twin = run_on(PrivacyAccountant())
-        twin.load_state_dict(state)  # of which nobody knows whether it is the same run
-        with pytest.raises(ValueError, match=REFUSED):
-            optimizer.load_state_dict(saved(twin))
-
-
-def test_an_earlier_version_s_state_of_a_ledger_does_not_say_what_it_knows(path):
-    accountant = PrivacyAccountant(path=path)
-    empty = of_an_earlier_version(saved(run_on(accountant)))
-    optimizer = step(run_on(accountant), 5)
-    with pytest.raises(ValueError, match=r"earlier version.*new optimizer"):
-        optimizer.load_state_dict(of_an_earlier_version(saved(optimizer)))
-    optimizer.load_state_dict(empty)
-    run_on(PrivacyAccountant()).load_state_dict(
-        of_an_earlier_version(saved(run_on(PrivacyAccountant())))
-    )
 
 
 def test_a_state_that_was_changed_is_refused():

@@ -77,7 +77,7 @@ def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog
 def test_the_free_lr_uses_all_of_the_target(sampler, caplog):
     engine = dpb.PrivacyEngine()
     given = arguments(optimizer=partial(sampler, lr="free"), target_epsilon=3.0)
-    suggested = engine.suggest_lr(**{**given, "optimizer": partial(sampler, lr=1e-3)})
+    suggested = engine.plan(**{**given, "optimizer": partial(sampler, lr=1e-3)}).free_lr
     with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
         net, optimizer, loader = engine.make_private_with_epsilon(**given)
     assert not warnings_of(caplog)
@@ -99,8 +99,6 @@ def test_the_free_lr_of_a_group_and_where_there_is_none():
             dpb.optim.DPSGLD(one.parameters(), "free", **nothing, **given)
     with pytest.raises(ValueError, match='a number or "free"'):
         dpb.optim.DPSGLD(one.parameters(), "fast", **given)
-    with pytest.raises(ValueError, match="pass target_epsilon="):
-        dpb.PrivacyEngine().suggest_lr(**arguments())
 
 
 @pytest.mark.thorough

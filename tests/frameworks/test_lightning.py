@@ -91,6 +91,45 @@ def test_the_recipe_charges_each_step_and_shows_epsilon(tmp_path):
     assert math.isclose(shown, engine.get_epsilon(DELTA), rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_losses_and_metrics_are_logged_as_usual(precision, tmp_path):
+    import lightning.pytorch as lightning
+    import torchmetrics
+
+    seen = []
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net, self.accuracy = net, torchmetrics.Accuracy("multiclass", num_classes=3)
+
+        def training_step(self, batch, _index):
+            out = self.net(batch[0])
+            loss = nn.functional.cross_entropy(out, batch[1])
+            self.log("loss", loss, on_step=True, on_epoch=True, batch_size=1)
+            self.accuracy(out, batch[1])
+            self.log("accuracy", self.accuracy, on_epoch=True)
+            seen.append((loss.detach(), (out.argmax(1) == batch[1]).long()))
+            return {"loss": loss, "out": out.detach()}
+
+        def configure_optimizers(self):
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+    engine, net, optimizer, loader = made()
+    trainer = trainer_of(tmp_path, callback_of(engine), max_epochs=1, precision=precision)
+    trainer.fit(Classifier(net), loader)
+    assert len(engine.accountant) == len(loader) == len(seen)
+    losses, hits = ([torch.as_tensor(t.tolist()) for t in column] for column in zip(*seen))
+    shown = trainer.callback_metrics
+    torch.testing.assert_close(
+        shown["loss_step"].detach().float(), losses[-1], rtol=1e-2, atol=0, equal_nan=True
+    )
+    assert float(shown["loss_epoch"]) == pytest.approx(
+        float(torch.stack(losses).mean()), rel=1e-2, nan_ok=True
+    )
+    assert float(shown["accuracy"]) == pytest.approx(float(torch.cat(hits).float().mean()))
+
+
 def test_a_run_of_part_of_the_batches_goes_on_where_it_left(tmp_path):
     engine, net, optimizer, loader = made()
     trainer = trainer_of(tmp_path, callback_of(engine), limit_train_batches=2)
@@ -117,7 +156,7 @@ def test_a_budget_ends_the_run(tmp_path):
 
 
 # what Lightning can do to a private run, and what is said to it by the callback and without
-NOT_DELIVERED = "no new batch came|did not deliver|outside the private model"
+NOT_DELIVERED = "no new batch came|did not deliver|outside the (private )?model"
 REPLACED = {
     "another loader": ("replaced the private loader by a DataLoader", NOT_DELIVERED),
     "accumulation": ("got no step", "got no step"),

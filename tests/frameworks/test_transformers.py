@@ -44,6 +44,7 @@ def classifier():
     )
     net = BertForSequenceClassification(config).train()
     net.config.use_cache = False  # as Trainer would write it there
+    net.accepts_loss_kwargs = False  # or Trainer counts labels over the batch
     net.bert.embeddings.position_embeddings.requires_grad_(False)  # for Opacus' hooks
     return net
 
@@ -100,7 +101,9 @@ def callback_of(engine):
     return PrivacyCallback(engine, DELTA)
 
 
-def test_the_recipe_charges_each_step_and_shows_epsilon(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("loss", [None, mean_loss], ids=["of the model", "given"])
+def test_the_recipe_charges_each_step_and_shows_epsilon(loss, options, tmp_path):
     data = sentences()
     engine, net, optimizer, loader = made(data)
     start = [p.detach().clone() for p in net.parameters()]
@@ -111,7 +114,8 @@ def test_the_recipe_charges_each_step_and_shows_epsilon(tmp_path):
         loader,
         optimizers=(optimizer, None),
         callbacks=[callback_of(engine)],
-        arguments={"logging_steps": 1},
+        arguments={"logging_steps": 1, **options},
+        compute_loss_func=loss,
     )
     trainer.train()
     assert len(engine.accountant) == EPOCHS * len(loader) == trainer.state.global_step
@@ -129,9 +133,11 @@ REPLACED = {
         "no new batch came|did not deliver|outside the private model",
     ),
     "its own optimizer": ("with AdamW in the place of the private optimizer", None),
-    "both": ("with AdamW in the place of the private optimizer", None),
-    "accumulation": ("got no step", "got no step"),
-    "its own loss": ("'problem_type' .* changed since the model was checked",) * 2,
+    "both": ("with AdamW in the place of the private optimizer", "did not deliver"),
+    "accumulation": (
+        "leave it out, and take a larger batch",
+        "got no step|did not deliver",
+    ),
 }
 
 
@@ -144,8 +150,6 @@ def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
     engine, net, optimizer, loader = made(data, **recorded(mode))
     start = [p.detach().clone() for p in net.parameters()]
     options = {} if name in ("its own optimizer", "both") else {"optimizers": (optimizer, None)}
-    if name == "its own loss":
-        options["compute_loss_func"] = None
     trainer = trainer_of(
         tmp_path,
         net,
@@ -156,11 +160,26 @@ def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
         **options,
     )
     said = REPLACED[name][0 if has_callback else 1]
+    if (name, mode) == ("both", "hooks"):
+        said = None  # the user vouches for what the model is given
     with nullcontext() if said is None else pytest.raises(RuntimeError, match=said):
         trainer.train()
     # without the private optimizer there is no gradient, and nothing moves
     assert all(torch.equal(a, b) for a, b in zip(start, net.parameters()))
     assert len(engine.accountant) == 0
+
+
+@pytest.mark.parametrize("loss", [None, mean_loss], ids=["of the model", "given"])
+def test_a_count_over_the_batch_is_refused(loss, tmp_path):
+    data = sentences()
+    engine, net, optimizer, loader = made(data)
+    del net.accepts_loss_kwargs
+    trainer = trainer_of(
+        tmp_path, net, data, loader, optimizers=(optimizer, None), compute_loss_func=loss
+    )
+    with pytest.raises(dpb.errors.LossError, match="accepts_loss_kwargs = False") as caught:
+        trainer.train()
+    assert caught.value.code == "model-input" and len(engine.accountant) == 0
 
 
 def test_a_callback_says_what_it_needs_before_anything_is_spent(tmp_path):

@@ -25,7 +25,8 @@ from pyro.ops.streaming import CountMeanStats, StatsOfDict
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.accounting.ledger import Ledger, open_blocks
+from torch_dpbayes.accounting.ledger.file import Ledger
+from torch_dpbayes.accounting.ledger.schema import open_blocks
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, chain_processes
 
 DATA = torch.linspace(-1.0, 2.0, 40)

@@ -15,7 +15,7 @@ from support.examples import examples
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.gaussian import gaussian_delta
+from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.ops.certificates.finite_run_langevin import finite_run_mu
 

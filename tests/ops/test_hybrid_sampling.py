@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.ledgers import later_job
 from support.one_draw import (
     RELATIONS,
     cross_entropy,
@@ -25,16 +26,13 @@ from torch_dpbayes.accounting.events import GaussianDpEvent
 SIGNIFICANCE = 1e-6 / 20  # one in a million runs of this file fails by chance
 
 
-def test_of_a_job_that_came_later_or_a_registered_schedule_no_target_is_promised(tmp_path):
+def test_of_a_job_that_came_later_no_target_is_promised(tmp_path):
     path = tmp_path / "budget.db"
     PrivacyAccountant(5.0, 1e-5, neighboring="replace_one", path=path).compose(
         GaussianDpEvent(100.0)
     ).close()
-    later = PrivacyAccountant(neighboring="replace_one", path=path)
-    planned = PrivacyAccountant(5.0, 1e-5, neighboring="replace_one").register(
-        [(GaussianDpEvent(100.0), 3)]
-    )
-    for accountant in (later, planned):
+    later = later_job(neighboring="replace_one", path=path)
+    for accountant in (later,):
         with pytest.raises(ValueError, match="budget as a whole"):
             ops.OnePosteriorSample(
                 ops.GLM(), ops.FiniteRunLangevin(steps=5), 1.0, 1e-5, accountant

@@ -10,10 +10,7 @@ from support.profiles import (
     stated,
 )
 
-from torch_dpbayes.accounting.events import (
-    BoundedRangeDpEvent,
-    MuGaussianDpEvent,
-)
+from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 from torch_dpbayes.ops import sampling_error
 
 EPSILONS = (0.0, 0.1, 0.3, 0.7, 1.0, 1.5, 2.5)

@@ -737,7 +737,7 @@ def test_parameters_that_are_not_finite(broken):
     p = nn.Parameter(torch.tensor([0.0, broken]))
     optimizer = bare([("weight", p)])
     p.grad_sample = torch.zeros(3, 2)
-    stepping(optimizer, [p], ValueError, "'weight' is not finite")
+    stepping(optimizer, [p], FloatingPointError, "'weight' is not finite")
 
 
 def test_options_broken_later():

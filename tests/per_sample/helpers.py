@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.per_sample.followed import Delivery
 from torch_dpbayes.per_sample.gradient_source import GradientSource
+from torch_dpbayes.per_sample.operations import Delivery
 
 
 def delivered(*tensors: Tensor, shown: int | None = None) -> Any:
@@ -58,6 +58,12 @@ def clipped_rows(gradients: Tensor, clip: float) -> Tensor:
     norm = gradients.norm(dim=1)
     factor = torch.where(norm.isfinite(), (clip / norm).clamp(max=1.0), 0.0)
     return (torch.where(norm.isfinite()[:, None], gradients, 0.0) * factor[:, None]).sum(0)
+
+
+def middle_norm(gradients: Tensor) -> float:
+    """A clip norm that half of the records reach: of the others the length is seen, too."""
+    norms = gradients.norm(dim=1)
+    return max(float(norms[norms.isfinite()].median()), 1e-6)
 
 
 def private(net: nn.Module, *data: Tensor, clip: float = 0.5, **options: Any) -> Any:

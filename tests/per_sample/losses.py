@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import (
-    Beta,
-    Categorical,
-    Normal,
-)
+from torch.distributions import Beta, Categorical, Normal
 
 N, K, T, V = 8, 4, 5, 7  # records, classes, positions, words
 Maker = Callable[[], Any]
@@ -199,6 +195,13 @@ add(
     2,
     REALS,
 )
+add("gaussian nll, one variance", lambda out, t: F.gaussian_nll_loss(out, t, 0.7), K, REALS_K)
+add(
+    "gaussian nll, a variance for each record",
+    lambda out, t: F.gaussian_nll_loss(out, t, out[:, 0].detach().square() + 0.1),
+    K,
+    REALS_K,
+)
 
 # distributions ------------------------------------------------------------------------------------
 
@@ -209,6 +212,20 @@ add("Beta", lambda out, t: -Beta(out[:, 0].exp(), out[:, 1].exp()).log_prob(t).m
 # images, texts, series ----------------------------------------------------------------------------
 
 add("segmentation", lambda out, y: ce(out, y), data=MAPS, model=lambda: Images(K))
+add(
+    "language model, two terms",
+    lambda out, y: ce(out.view(-1, V), y.view(-1)) + 1e-3 * out.logsumexp(-1).pow(2).mean(),
+    data=TEXT,
+    model=Words,
+)
+add(
+    "language model, kl of all words",
+    lambda out, y: F.kl_div(
+        out.flatten(0, 1).log_softmax(-1), F.one_hot(y.flatten(), V) * 1.0, reduction="batchmean"
+    ),
+    data=TEXT,
+    model=Words,
+)
 add("language model, view", lambda out, y: ce(out.view(-1, V), y.view(-1)), data=TEXT, model=Words)
 add(
     "mask of tokens, mean per record",

@@ -163,12 +163,7 @@ def an_average_of_the_outputs(net, optimizer, x, t):
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        a_replay_buffer,
-        a_replayed_batch,
-        a_sign_of_the_batch_before,
-        an_average_of_the_outputs,
-    ],
+    [a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before, an_average_of_the_outputs],
     ids=lambda loop: loop.__name__,
 )
 def test_an_earlier_batch_that_comes_back(loop):
@@ -206,12 +201,7 @@ def a_probe(net, optimizer, x, t):
 
 @pytest.mark.parametrize(
     "loop",
-    [
-        learned_scale,
-        a_network_behind,
-        a_network_on_the_targets,
-        a_probe,
-    ],
+    [learned_scale, a_network_behind, a_network_on_the_targets, a_probe],
     ids=lambda loop: loop.__name__,
 )
 def test_what_is_learned_outside_is_refused_and_gets_no_gradient(loop):

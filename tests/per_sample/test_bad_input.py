@@ -1,5 +1,6 @@
 """What cannot run says so in one sentence, with a code; and the line that it gives works."""
 
+import copy
 import pickle
 from dataclasses import dataclass
 
@@ -202,6 +203,30 @@ def after_one_pass(net):
     return net
 
 
+def head():
+    return nn.Linear(6, 3)
+
+
+class Of(nn.Module):
+    def __init__(self, net, function):
+        super().__init__()
+        self.net, self.function = net, function
+
+    def forward(self, x):
+        return self.function(self.net(x))
+
+
+class Words(nn.Sequential):
+    def __init__(self, **options):
+        super().__init__(nn.Embedding(5, 2, **options), nn.Flatten(1), nn.Linear(12, 3))
+
+    def forward(self, x):
+        return super().forward(x.long().clamp(0, 4))
+
+
+WHOLE = {"grad_sample_mode": "hooks", "assume_independent_records": True}
+
+
 def with_unused():
     net = Nested()
     net.spare = nn.Linear(2, 2)
@@ -235,18 +260,30 @@ MODELS = {
     "lazy": ("model-lazy", lazy, after_one_pass),
     "unused": ("model-unused", with_unused, unused_frozen),
     "backward hook": ("model-backward-hook", hooked, unhooked),
+    "statistics of records": (
+        "model-buffer",
+        lambda: Images(
+            nn.InstanceNorm2d(1, affine=True, track_running_stats=True), nn.Flatten(1), head()
+        ),
+        lambda net: Images(nn.InstanceNorm2d(1, affine=True), nn.Flatten(1), head()),
+    ),
+    "classes": ("model-output", lambda: Of(mlp(), lambda out: out.argmax(1)), lambda net: net.net),
+    "TorchScript": ("model-layer", lambda: torch.jit.trace(mlp(), X), lambda net: mlp()),
+    "max_norm": ("model-map", lambda: Words(max_norm=1.0), lambda net: Words()),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_cannot_run_says_what_to_write(name):
     code, make, advice = MODELS[name]
     net = make()
     loop = (lambda net, x, y: entropy(net(x).logits, y)) if name == "unused" else None
-    with pytest.raises(ModelError) as error:
-        private(net, X, Y)
-    assert error.value.code == code, error.value
+    for options in ({}, WHOLE)[: 1 + (name == "BatchNorm")]:  # which hooks would not see
+        with pytest.raises(ModelError) as error:
+            private(net, X, Y, **options)
+        assert error.value.code == code, error.value
     run(advice(net), loop)
 
 
@@ -337,10 +374,22 @@ def test_the_sources_of_opacus_are_copied_padded_and_emptied():
     expected = clipped_rows(
         gradients_of_records(_paused_copy(net), lambda n, a, b: entropy(n(a), b), (x, y)), 0.5
     )
-    entropy(net(x), y).backward()
+    loss = entropy(net(x), y)
+    loss.backward(retain_graph=True)
     torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+    for code, work in (
+        ("loss-twice", loss.backward),
+        ("model-copied", lambda: copy.deepcopy(net)(x)),
+    ):
+        with pytest.raises(StepError) as error:
+            work()
+        assert error.value.code == code
     entropy(net(x[:0]), y[:0], reduction="sum").backward()
     assert not sum_of(source, net, 0.5).any()
+    norm = nn.InstanceNorm1d(3, affine=True)  # fails on no records
+    source = HooksGradientSource(norm)
+    norm(torch.zeros(0, 3, 4)).sum().backward()
+    assert not sum_of(source, norm, 0.5).any()
 
 
 def _paused_copy(net):

@@ -6,12 +6,13 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import delivered
+from helpers import clipped_rows, delivered, gradients_of_records, sum_of
 from torch import Tensor, nn
 
 from torch_dpbayes.errors import DPBayesError, LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
-from torch_dpbayes.per_sample.followed import Delivery, Derived, Followed, Later
+from torch_dpbayes.per_sample.followed import Derived, Followed
+from torch_dpbayes.per_sample.operations import Delivery
 
 pytestmark = pytest.mark.first_cases(1000)
 
@@ -75,23 +76,9 @@ def test_values_after_backward_are_those_of_torch():
     assert torch.equal(pickle.loads(pickle.dumps(b)), y) and torch.equal(copy.deepcopy(b), y)
 
 
-def test_numbers_wait_for_backward():
-    net, _, _, _, a, b = batch()
-    loss = F.cross_entropy(net(a), b)
-    number = loss.item()
-    total = (2 * number + 1 - number / 2) * 1.0 - 0.5
-    assert isinstance(number, Later) and isinstance(total, Later)
-    assert f"{number:.3f}" == str(round(number, 2)) == "(after backward)"
-    loss.backward()
-    value = loss.item()
-    assert float(number) == value and float(total) == pytest.approx(1.5 * value + 0.5)
-    assert number == value and number <= value and f"{number:.3f}" == f"{value:.3f}"
-    assert int(number) == int(value) and round(number, 2) == round(value, 2)
-
-
 READS = {
-    "float of a number": lambda out, y: float(F.cross_entropy(out, y).item()),
-    "comparison of a number": lambda out, y: F.cross_entropy(out, y).item() > 1,
+    "item": lambda out, y: F.cross_entropy(out, y).item(),
+    "float": lambda out, y: float(F.cross_entropy(out, y)),
     "truth": lambda out, y: bool((y > 1).any()),
     "item of an output": lambda out, y: int(out[:, 0].detach().max().item()),
     "tolist": lambda out, y: y.tolist(),
@@ -130,17 +117,57 @@ def test_sealed_metrics_meet_no_loss(use):
         use(out, b, hits).backward()
 
 
-def test_a_number_of_this_batch_meets_no_loss():
-    for use in (
-        lambda loss, number: loss * number,
-        lambda loss, number: number * loss,
-        lambda loss, number: loss / (1 + number),
-        lambda loss, number: loss - number,
-    ):
-        net, _, _, _, a, b = batch()
-        loss = F.cross_entropy(net(a), b)
-        with pytest.raises(LossError):
-            use(loss, loss.item()).backward()
+def running(net, deliver, source, steps, before=lambda out, y, total: None):
+    """A mean over batches as Lightning and torchmetrics keep it, and its true value."""
+    total, count, true = torch.zeros(()), torch.zeros((), dtype=torch.long), []
+    for _ in range(steps):
+        x, y = torch.randn(3, 6), torch.randint(4, (3,))
+        with source.paused(), torch.no_grad():
+            out = net(x)
+            true.append((F.cross_entropy(out, y), (out.argmax(1) == y).sum()))
+        x, y = deliver((x, y), 3)
+        out = net(x)
+        loss = F.cross_entropy(out, y)
+        total = total + loss.detach().clone() * 2
+        count = 3 * 1 - (3 * 1 - (count + (out.argmax(1) == y).sum()).to(count.device))
+        before(out, y, total)
+        loss.backward()
+        source.discard(())
+    return total, count, true
+
+
+def test_a_running_mean_goes_on_over_batches():
+    net = nn.Linear(6, 4)
+    source = BookkeepingGradientSource(net)
+    total, count, true = running(net, Delivery(5), source, steps=400)
+    total, count = (torch.as_tensor(t.detach().tolist()) for t in (total, count))
+    torch.testing.assert_close(total, 2 * torch.stack([t for t, _ in true]).sum())
+    assert count == sum(hits for _, hits in true)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net, out, y, total: F.cross_entropy(out, y) * total,
+        lambda net, out, y, total: F.cross_entropy(out, y) + total,
+        lambda net, out, y, total: F.cross_entropy(out * total, y),
+        lambda net, out, y, total: float(total),
+        lambda net, out, y, total: F.cross_entropy(net(torch.zeros_like(out)[:, :1] + total), y),
+    ],
+)
+def test_a_running_mean_meets_no_loss(use):
+    net = nn.Linear(6, 4)
+    source = BookkeepingGradientSource(net)
+
+    def before(out, y, total):
+        if len(steps) == 2:
+            use(net, out, y, total).backward()
+        steps.append(0)
+
+    steps = []
+    with pytest.raises(LossError):
+        running(net, Delivery(5), source, 4, before)
+    assert len(steps) == 2
 
 
 @pytest.mark.parametrize(
@@ -201,3 +228,24 @@ def test_mappings_and_nested_batches_keep_their_types():
     given = Delivery(4)({"x": x, "rest": [(y, "text"), None]}, 3)
     assert isinstance(given["x"], Followed) and isinstance(given["rest"][0][0], Followed)
     assert given["rest"][0][1] == "text" and given["rest"][1] is None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.numpy().__imul__(255),
+        lambda x: x.data.sub_(x.mean(0)),
+        lambda x: x.mul_(3.0),
+        lambda x: x[0].fill_(1e3),
+    ],
+)
+def test_a_batch_that_is_written_to_after_backward_changes_no_sum(write):
+    """Norms were taken of the rows that the sum will be made of: values are copies."""
+    net, source, x, y, a, b = batch()
+    F.cross_entropy(net(a), b).backward()
+    write(a)
+    assert not torch.equal(a.detach(), x)  # and what is written stays
+    found = sum_of(source, net, 0.5)
+    with source.paused():
+        gradients = gradients_of_records(net, lambda n, x, y: F.cross_entropy(n(x), y), (x, y))
+    torch.testing.assert_close(found, clipped_rows(gradients, 0.5), rtol=1e-4, atol=1e-6)

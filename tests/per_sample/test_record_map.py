@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_dpbayes.errors import DPBayesError, ModelError
-from torch_dpbayes.per_sample import vmap
+from torch_dpbayes.per_sample import contributions, vmap
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.nested import Nested
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap
@@ -248,6 +248,25 @@ def test_an_operation_outside_the_map_would_be_found(mode, monkeypatch):
     assert error.value.code == "model-mixes"
 
 
+def test_a_wrong_norm_would_be_found(monkeypatch):
+    monkeypatch.setattr(contributions.Outer, "norm", lambda self: self._norm / 2)
+    with pytest.raises(ModelError) as error:
+        private(Call(), torch.randn(7, 6), torch.randint(3, (7,)))
+    assert error.value.code == "model-norms"
+
+
+def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused():
+    def function(net, x):
+        h = net.first(x).tanh()
+        out = net.head(h)
+        h.mul_(2)
+        return out
+
+    with pytest.raises(DPBayesError) as error:
+        private(Of(function, first=nn.Linear(6, 6), head=head()), *of_name("mlp")[1:])
+    assert error.value.code == "step-changed"
+
+
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []
@@ -391,12 +410,13 @@ def test_text_of_a_tensor_holds_no_record(make):
 
 
 @SOURCES
-def test_a_function_mode_around_the_model_is_refused(make):
+@pytest.mark.parametrize("model", [Call, head], ids=["a model", "one layer"])
+def test_a_function_mode_around_the_model_is_refused(make, model):
     class Ours(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             return function(*args, **(kwargs or {}))
 
-    source = make(net := Call())
+    source = make(net := model())
     (x,) = delivered(torch.randn(4, 6))
     with torch.device("cpu"):  # one of torch's
         net(x)
@@ -406,11 +426,33 @@ def test_a_function_mode_around_the_model_is_refused(make):
 
 
 def test_a_layer_with_code_of_its_own_stays_in_the_map():
-    convolution, linear = nn.Conv2d(2, 3, 3), nn.Linear(27, 2)
+    convolution, linear, centred = nn.Conv2d(2, 3, 3), nn.Linear(27, 2), nn.Linear(2, 2)
+    centred.forward = lambda h: h - h.mean(0)
     convolution._conv_forward = types.MethodType(type(convolution)._conv_forward, convolution)
     linear.weight = type("Own", (nn.Parameter,), {})(linear.weight.detach())
-    net = nn.Sequential(convolution, nn.Flatten(1), linear, nn.Linear(2, 2))
-    assert [layer.name for layer in BookkeepingGradientSource(net)._layers] == ["3"]
+    net = nn.Sequential(convolution, nn.Flatten(1), linear, centred, nn.Linear(2, 2))
+    assert [layer.name for layer in BookkeepingGradientSource(net)._layers] == ["4"]
+
+
+OWN_CODE = {
+    "a function": lambda layer: setattr(layer, "_conv_forward", lambda x, w, b: x - x.mean(0)),
+    "a class": lambda layer: setattr(layer, "__class__", type("Own", (nn.Conv2d,), {})),
+    "a parameter's class": lambda layer: setattr(
+        layer.weight, "__class__", type("Own", (nn.Parameter,), {})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CODE)
+def test_a_layer_that_gets_code_of_its_own_later_is_refused(name):
+    source = BookkeepingGradientSource(net := nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(1)))
+    x, y = delivered(torch.randn(5, 2, 3, 3), torch.randint(3, (5,)))
+    F.cross_entropy(net(x), y).backward()
+    source.require_unchanged()
+    OWN_CODE[name](net[0])
+    with pytest.raises(DPBayesError) as error:
+        source.require_unchanged()
+    assert error.value.code == "step-changed"
 
 
 @pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear")])
@@ -525,7 +567,7 @@ def test_records_that_come_out_differently_when_run_again_are_refused(monkeypatc
     F.cross_entropy(net(x), y).backward()
     net.eval()
     with pytest.raises(DPBayesError) as error:
-        source.per_record_gradients(net[0].weight)
+        source.norms(list(net.named_parameters()))
     assert error.value.code == "step-changed"
 
 
@@ -547,6 +589,20 @@ def test_records_may_leave_nothing_behind_in_any_pass(held, monkeypatch):
             with pytest.raises(DPBayesError) if k else torch.enable_grad():
                 F.cross_entropy(net(a), b).backward()
                 sum_of(source, net, 0.3)
+    finally:
+        KEPT.clear()
+
+
+@pytest.mark.parametrize("held", [2**25, 0])
+def test_what_a_pass_without_a_step_kept_is_seen_at_the_next(held, monkeypatch):
+    monkeypatch.setattr(vmap, "_NUMBERS_HELD", held)
+    source = VmapGradientSource(net := Call(lambda h: KEPT.append(h) or torch.tanh(h)))
+    try:
+        with pytest.raises(DPBayesError) as error:
+            for _ in range(2):
+                net(*delivered(torch.randn(3, 6)))
+                source.discard(())
+        assert error.value.code == "model-kept"
     finally:
         KEPT.clear()
 

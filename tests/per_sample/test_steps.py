@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import clipped_rows, gradients_of_records, private, sum_of
+from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
@@ -127,8 +127,6 @@ ONLY_OF_BOOKKEEPING = (hook_on_a_parameter,)
 def test_a_step_that_is_not_of_one_pass_is_refused(work, mode):
     if work in ONLY_OF_BOOKKEEPING and mode == "vmap":
         pytest.skip("its gradients are taken without autograd's graph")
-    if work is changed_weights_later and mode == "bookkeeping":
-        pytest.skip("the gradients are those of the weights before")
     assert_refused(work, REFUSED[work], *made(mode=mode))
 
 
@@ -161,6 +159,28 @@ def test_an_ordinary_optimizer_in_eval_mode_is_refused(mode):
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, VmapGradientSource])
+def test_what_is_done_to_whole_batches_that_are_vouched_for_is_refused(make):
+    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    source = make(net := mlp(), assume_independent=True)
+
+    def refused(work):
+        with pytest.raises(DPBayesError) as error:
+            work()
+        source.discard(())
+        return error.value.code
+
+    earlier = loss_of(net, x, y)
+    source.discard(())
+    loss_of(net, x, y)
+    assert refused(earlier.backward) == "loss-twice"
+    loss = loss_of(net, x, y)
+    assert refused(lambda: loss.backward(create_graph=True)) == "loss-backward"
+    loss_of(net, x, y).backward()
+    x += 1
+    assert refused(lambda: source.norms(list(net.named_parameters()))) == "step-changed"
+
+
 @MODES
 def test_evaluation_in_between_records_nothing(mode):
     net, optimizer, loader = made(mode=mode)
@@ -188,6 +208,8 @@ def test_copies_and_files_carry_nothing_and_need_make_private(mode):
             z = torch.randn(3, 6)
             with torch.no_grad():
                 torch.testing.assert_close(other(z), net(z))
+            with pytest.raises(DPBayesError):
+                other(*delivered(z))
             train(*made(other, mode))
         loss.backward()
         optimizer.step()

@@ -215,7 +215,7 @@ def test_collect_refuses_what_is_no_sample():
     diverged = nn.Linear(2, 3)
     with torch.no_grad():
         diverged.bias[1] = float("nan")
-    with pytest.raises(ValueError, match=r"'bias' has non-finite values.*smaller lr"):
+    with pytest.raises(FloatingPointError, match="'bias' has non-finite values"):
         samples.collect(diverged)
     assert len(samples) == samples.num_collected == 1
 

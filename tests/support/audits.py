@@ -12,10 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting.gaussian import gaussian_mu
 from torch_dpbayes.audit import from_scores
-from torch_dpbayes.audit.result import Pricing
-from torch_dpbayes.audit.scores import weighted_difference
+from torch_dpbayes.audit.bounds import LowerBound, gaussian_mu
 from torch_dpbayes.batches.draws import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.per_sample import contributions
@@ -27,17 +25,17 @@ DELTA, STATED, STEPS, BOUND = 1e-5, 2.0, 4, 1.0
 class Rows(Dataset):
     """Each record is a row of an embedding, another one in each step; row 0 stands for nobody."""
 
-    def __init__(self, coins, rng):
-        self.coins, self._rng, self._step = coins, rng, 0
+    def __init__(self, included, rng):
+        self.included, self._rng, self._step = included, rng, 0
         self.turn()
 
     def turn(self):
-        self.rows = 1 + 2 * self._rng.permutation(len(self.coins)) + self._step % 2
-        self._shown = torch.from_numpy(np.where(self.coins, self.rows, 0))
+        self.rows = 1 + 2 * self._rng.permutation(len(self.included)) + self._step % 2
+        self._shown = torch.from_numpy(np.where(self.included, self.rows, 0))
         self._step += 1
 
     def __len__(self):
-        return len(self.coins)
+        return len(self.included)
 
     def __getitem__(self, index):
         return (self._shown[index],)
@@ -54,7 +52,7 @@ def seen_of_rows(
     charged_steps=STEPS,
     fault=lambda: None,
 ):
-    """Run it; the coins, the engine, z, and for each step what all rows show and which row each
+    """Run it; the included, the engine, z, and for each step what all rows show and which row each
     canary had.
     """
     rng = np.random.default_rng() if rng is None else rng
@@ -85,7 +83,7 @@ def seen_of_rows(
             optimizer.step()
             if len(steps) == STEPS:
                 break
-    return SimpleNamespace(coins=data.coins, engine=engine, z=z, steps=steps)
+    return SimpleNamespace(included=data.included, engine=engine, z=z, steps=steps)
 
 
 def sums(run):
@@ -93,17 +91,21 @@ def sums(run):
 
 
 def differences(run):
-    """What each release and the one before say against each other."""
-    return sum(
-        weighted_difference(now[rows] - last[rows] + last[before] - now[before])
+    """Scores of differences of consecutive releases, in which noise that is used twice cancels. A
+    canary that is in moves them by 2. They are divided by the variance of their noise, which is
+    their own less 1, that of random inclusion.
+    """
+    changes = [
+        now[rows] - last[rows] + last[before] - now[before]
         for (last, before), (now, rows) in zip(run.steps, run.steps[1:])
-    )
+    ]
+    return sum(change / max(np.var(change) - 1, 0.01) for change in changes)
 
 
 @cache
 def number_of_guesses(number, confidence, bound):
     """By public numbers: the same for all runs."""
-    return Pricing(bound, DELTA, confidence).best_number(number, STATED)
+    return LowerBound(bound, DELTA, confidence).best_guesses(number, STATED).made
 
 
 def audit_rows(number, scores=sums, confidence=0.99, bounds=("gaussian",), **options):
@@ -112,7 +114,7 @@ def audit_rows(number, scores=sums, confidence=0.99, bounds=("gaussian",), **opt
     results = [
         from_scores(
             scores(run),
-            run.coins,
+            run.included,
             epsilon=run.engine.get_epsilon(DELTA),
             delta=DELTA,
             confidence=confidence,

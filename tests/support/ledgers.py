@@ -5,7 +5,9 @@ import sqlite3
 
 import pytest
 
+from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.ledger import session
 
 DELTA = 1e-5
 
@@ -43,3 +45,9 @@ def in_child(work):
 
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def later_job(*budget, **settings):
+    """A ledger, opened as another process would: this one forgets which job it is."""
+    session.jobs_of_this_process.clear()
+    return PrivacyAccountant(*budget, **settings)

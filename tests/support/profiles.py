@@ -4,9 +4,7 @@ import math
 
 from scipy import stats
 
-from torch_dpbayes.accounting.events import (
-    MuGaussianDpEvent,
-)
+from torch_dpbayes.accounting.events import MuGaussianDpEvent
 
 
 def stated(event, epsilon):

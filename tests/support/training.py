@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.per_sample.followed import Delivery, Followed
+from torch_dpbayes.per_sample.followed import Followed
+from torch_dpbayes.per_sample.operations import Delivery
 
 
 def sampled(noise):

@@ -1,9 +1,15 @@
-"""Prints a ledger for a person.
+"""What a plan costs, and what a ledger holds.
 
+    python -m torch_dpbayes.accounting epsilon --noise-multiplier 1 --sample-rate .01 --steps 10000
+        --delta 1e-5 [--neighboring replace_one] [--method rdp] [--json]
+    python -m torch_dpbayes.accounting noise --epsilon 3 --delta 1e-5 --sample-rate .01 --steps 1000
+    python -m torch_dpbayes.accounting steps --epsilon 3 --delta 1e-5 --noise-multiplier 1 ...
+    python -m torch_dpbayes.accounting compare --noise-multiplier 1 --sample-rate .01 --steps 10000
+        --delta 1e-5
     python -m torch_dpbayes.accounting budget.db [--json] [--delta 1e-5] [--plot spent.png]
         [--plot-risk risk.png] [--records-per-person 1]
 
-Nothing is written to the file, and neither torch nor Opacus is imported.
+Nothing is written to the ledger, and neither torch nor Opacus is imported.
 """
 
 from __future__ import annotations
@@ -15,13 +21,15 @@ import sys
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from . import events
 from .accountant import PrivacyAccountant, look_at
-from .choices import check_delta
-from .ledger import LedgerError, Row, open_blocks
-from .picture import draw
+from .calibration import get_noise_multiplier, get_num_steps
+from .events import Method, Neighboring, check_delta
+from .gdp import gaussian_epsilon
+from .ledger.schema import LedgerError, Row, open_blocks
+from .report import by_labels, draw
 from .risk import Risk
 
 _ARCHIVE = b"PK\x03\x04"  # as which torch.save writes
@@ -33,6 +41,7 @@ def report(
 ) -> dict[str, Any]:
     """What there is to say about a ledger, as JSON can hold it; infinite numbers as ``None``."""
     upper = accountant.get_epsilon(delta)
+    charges = [charge[:3] for charge in accountant.history]
     last: dict[str, events.DpEvent] = {}
     for row in rows:
         if row.kind in ("charge", "block") and row.event is not None:
@@ -56,7 +65,7 @@ def report(
         "jobs": len({row.job for row in rows}),
         "labels": [
             {"label": label, "releases": count, "share": None if share is None else round(share, 6)}
-            for label, (share, count) in accountant.shares(delta).items()
+            for label, (share, count) in by_labels(charges, accountant.neighboring, delta).items()
         ],
         "remaining": (
             [
@@ -222,10 +231,130 @@ def _require_ledger(path: Path) -> None:
             )
 
 
+# --- plans ----------------------------------------------------------------------------------------
+
+_OPTIONS = {
+    "noise_multiplier": (float, "noise standard deviation / clip bound"),
+    "sample_rate": (float, "expected batch size / number of records"),
+    "steps": (int, "number of steps"),
+    "epsilon": (float, "target epsilon"),
+    "delta": (float, "target delta"),
+}
+_COMMANDS = {
+    "epsilon": ("noise_multiplier", "sample_rate", "steps", "delta"),
+    "noise": ("sample_rate", "steps", "epsilon", "delta"),
+    "steps": ("noise_multiplier", "sample_rate", "epsilon", "delta"),
+    "compare": ("noise_multiplier", "sample_rate", "steps", "delta"),
+}
+
+
+def epsilon_of(
+    plan: dict[str, Any], method: Method = "pld", neighboring: Neighboring = "add_or_remove_one"
+) -> float:
+    """Epsilon of Poisson-sampled Gaussian steps."""
+    step = events.PoissonSampledDpEvent(
+        plan["sample_rate"], events.GaussianDpEvent(plan["noise_multiplier"])
+    )
+    accountant = PrivacyAccountant(method=method, neighboring=neighboring)
+    return accountant.compose(step, plan["steps"]).get_epsilon(plan["delta"])
+
+
+def gdp_epsilon(plan: dict[str, Any]) -> float:
+    """Epsilon by the central limit of Gaussian differential privacy (Bu, Dong, Long, Su 2020),
+    which is below the truth.
+    """
+    rate, noise = plan["sample_rate"], plan["noise_multiplier"]
+    mu = (
+        rate * math.sqrt(plan["steps"] * math.expm1(noise**-2))
+        if rate < 1
+        else (math.sqrt(plan["steps"]) / noise)
+    )
+    return gaussian_epsilon(mu, check_delta(plan["delta"]))
+
+
+def plan_report(command: str, plan: dict[str, Any], method: Method, relation: Neighboring) -> Any:
+    """What a command says of a plan, as JSON can hold it."""
+    targets = {"target_epsilon": plan.get("epsilon"), "target_delta": plan["delta"]}
+    settings = {name: plan[name] for name in _COMMANDS[command] if name not in ("epsilon", "delta")}
+    if command == "epsilon":
+        return {"epsilon": _finite(epsilon_of(plan, method, relation))}
+    if command == "noise":
+        found = get_noise_multiplier(**targets, **settings, neighboring=relation)
+        return {"noise_multiplier": found}
+    if command == "steps":
+        return {"steps": get_num_steps(**targets, **settings, neighboring=relation)}
+    return {
+        "pld": _finite(epsilon_of(plan)),
+        "rdp": _finite(epsilon_of(plan, "rdp")),
+        "gdp_lower_bound": _finite(gdp_epsilon(plan)),
+        "replace_one": _finite(epsilon_of(plan, "pld", "replace_one")),
+    }
+
+
+_NAMES = {
+    "pld": "privacy loss distributions",
+    "rdp": "Renyi curves",
+    "gdp_lower_bound": "central limit (below the truth)",
+    "replace_one": "privacy loss distributions, replace one",
+}
+
+
+def plan_text(command: str, plan: dict[str, Any], relation: Neighboring, found: Any) -> str:
+    """The same as a table."""
+    rows = [(name.replace("_", " "), f"{plan[name]:g}") for name in _COMMANDS[command]]
+    if command != "compare":
+        rows.append(("neighboring", relation))
+    for name, value in found.items():
+        what = f"epsilon, {_NAMES[name]}" if command == "compare" else name.replace("_", " ")
+        number = "infinite" if value is None else f"{value:.6g}"
+        rows.append((what, str(value) if command == "steps" else number))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def plan_main(command: str, arguments: list[str]) -> int:
+    """One of the commands that need no ledger."""
+    parser = argparse.ArgumentParser(
+        f"python -m torch_dpbayes.accounting {command}",
+        description="The cost of Poisson-sampled Gaussian steps, planned in advance.",
+    )
+    for name in _COMMANDS[command]:
+        kind, what = _OPTIONS[name]
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True, help=what)
+    if command != "compare":
+        parser.add_argument(
+            "--neighboring",
+            choices=get_args(Neighboring),
+            default="add_or_remove_one",
+            help="the relation between neighbouring data sets",
+        )
+    if command == "epsilon":
+        parser.add_argument("--method", choices=get_args(Method), default="pld")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    plan = vars(parser.parse_args(arguments))
+    as_json, method = plan.pop("json"), plan.pop("method", "pld")
+    relation: Neighboring = plan.pop("neighboring", "add_or_remove_one")
+    try:
+        found = plan_report(command, plan, method, relation)
+    except (TypeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    settings = plan if command == "compare" else {**plan, "neighboring": relation}
+    if as_json:
+        print(json.dumps({"settings": settings, **found}, indent=2))
+    else:
+        print(plan_text(command, plan, relation, found))
+    return 0
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and arguments[0] in _COMMANDS:
+        return plan_main(arguments[0], arguments[1:])
     parser = argparse.ArgumentParser(
         "python -m torch_dpbayes.accounting",
-        description="Prints what a ledger holds, and what is left of its budget.",
+        description="Prints what a ledger holds, and what is left of its budget. Without a ledger:"
+        f" {', '.join(_COMMANDS)} (see epsilon --help) print what a plan costs.",
     )
     parser.add_argument("file", help="the ledger, as in PrivacyAccountant(path=...)")
     parser.add_argument(
@@ -243,7 +372,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         metavar="K",
         help="state the risk of people who have up to K records",
     )
-    given = parser.parse_args(None if arguments is None else list(arguments))
+    given = parser.parse_args(arguments)
     try:
         _require_ledger(Path(given.file).expanduser())
         accountant, rows = look_at(given.file)

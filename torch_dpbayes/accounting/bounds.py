@@ -1,7 +1,7 @@
 """Epsilon and delta of a history by privacy loss distributions: upper bounds, and lower ones.
 
-Upper bounds merge close levels at their least private member, discretise so that privacy only
-looks worse, and add what the computation does not see. Lower bounds round the other way.
+Upper bounds discretise so that privacy only looks worse, and add what the computation does not see.
+Lower bounds round the other way.
 """
 
 from __future__ import annotations
@@ -9,72 +9,103 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 
-from .bounded import RandomizedResponses, largest_sum, least_delta, least_epsilon
-from .choices import SMALLEST_DELTA
-from .composition import (
-    ACCURACY,
-    Composition,
-    can_be_parted,
-    choose_window,
-    compose,
-    epsilon_in_parts,
-    tail_of,
-)
-from .failures import (
-    apart,
-    beside_failures,
-    failing,
-    left_of,
-    with_failures,
-)
-from .gaussian import advantage_sum, gaussian_delta, gaussian_epsilon, sampled_epsilon
-from .levels import EXACT_LEVELS, directions, merge, only_mu
-from .pairs import (
+from scipy import optimize
+
+from ..errors import ArgumentError
+from .dominating_pairs import (
+    EXACT_LEVELS,
+    Allocated,
+    BoundedRange,
     Concentrated,
-    Failure,
     Gaussian,
+    Mixed,
     NonPrivate,
     Pair,
     Repeated,
     Sampled,
-    added,
+    directions,
     dominating_mu,
+    grouped,
+    largest_added_loss,
     largest_loss,
+    merge,
 )
+from .events import SMALLEST_DELTA
+from .fft_composition import Composition, can_be_parted, compose, epsilon_in_parts
+from .gdp import advantage_sum, gaussian_delta, gaussian_epsilon, sampled_epsilon
+from .privacy_loss import (
+    RandomizedResponses,
+    apart,
+    beside_failures,
+    failing,
+    largest_sum,
+    least_delta,
+    least_epsilon,
+    with_failures,
+)
+from .tilted_window import ACCURACY
 
+MOST_STEPS = 2**40
+LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
 _ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
-_COARSE_ACCURACY = 1e-3  # of that of an extension of many levels
+_MOST_PARTED = 512  # different releases that are composed in two parts
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on a composition in parts is tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
-ZCDP_REFUSAL = (
-    "zero-concentrated differential privacy has no privacy loss distribution: use"
-    " PrivacyAccountant(method='rdp'), or, if the release is a Gaussian, charge"
-    " MuGaussianDpEvent(sqrt(2 * rho)), which costs less."
-)
-
-
-REPEATED_REFUSAL = (
-    "a selection is priced by Renyi curves: use PrivacyAccountant(method='rdp'), or charge"
-    " accounting.selection.selection_event(...), which takes the better of both prices."
-)
-
 
 def require_loss_distribution(pair: Pair) -> None:
     """Raise where a pair is known by its Renyi curve only."""
     if isinstance(pair, Concentrated):
-        raise ValueError(ZCDP_REFUSAL)
+        raise ArgumentError(
+            "zero-concentrated differential privacy has no privacy loss distribution: use"
+            " PrivacyAccountant(method='rdp'), or, if the release is a Gaussian, charge"
+            " MuGaussianDpEvent(sqrt(2 * rho)), which costs less."
+        )
     if isinstance(pair, Repeated):
-        raise ValueError(REPEATED_REFUSAL)
+        raise ArgumentError(
+            "a selection is bounded by Renyi curves: use PrivacyAccountant(method='rdp'), or charge"
+            " accounting.selection.selection_event(...), which takes the better of both bounds."
+        )
 
 
-def _refused(counts: Mapping[Pair, int]) -> bool:
+def _has_no_guarantee(counts: Mapping[Pair, int]) -> bool:
     for pair in counts:
         require_loss_distribution(pair)
     return any(isinstance(pair, NonPrivate) for pair in counts)
+
+
+def _only_mu(levels: Mapping[Pair, int]) -> float | None:
+    """mu of merged levels that are one Gaussian; 0 if there are none; ``None`` if there is
+    anything else.
+    """
+    if not levels:
+        return 0.0
+    only = next(iter(levels))
+    return only.mu if len(levels) == 1 and isinstance(only, Gaussian) else None
+
+
+def without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
+    """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the
+    rest, which costs far more than any guarantee is worth: bounded losses count at their largest
+    (basic composition), and beside such a Gaussian other releases count as Gaussians without
+    amplification.
+    """
+    far: dict[Pair, int] = {
+        pair: n for pair, n in counts.items() if _FAR_LOSS < largest_loss(pair) < math.inf
+    }
+    near: dict[Pair, int] = {pair: n for pair, n in counts.items() if pair not in far}
+    squared = math.fsum(n * pair.mu**2 for pair, n in near.items() if isinstance(pair, Gaussian))
+    if squared > _FAR_MU**2:
+        squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in near.items())
+        near = {Gaussian(math.sqrt(squared) * (1 + 1e-15)): 1}
+    return near, largest_sum(far)
+
+
+# --- upper bounds ---------------------------------------------------------------------------------
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
@@ -84,7 +115,7 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         counts: how often each pair was released.
         delta: the probability with which the loss may pass epsilon.
     """
-    if _refused(counts):
+    if _has_no_guarantee(counts):
         return math.inf
     return beside_failures(
         counts,
@@ -104,12 +135,34 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     if largest:
         return (largest + _upper_epsilon(counts, delta)) * (1 + 1e-15)
     levels = merge(counts)
-    if (mu := only_mu(levels)) is not None:
+    if (mu := _only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta)
     try:
         return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta)
     except OverflowError:
         return math.inf
+
+
+def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    """An upper bound on delta at ``epsilon``."""
+    if _has_no_guarantee(counts):
+        return 1.0
+    return with_failures(counts, lambda others: least_delta(others, epsilon, _upper_delta))
+
+
+def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    if (exact := RandomizedResponses.of(counts)) is not None:
+        return exact.delta(epsilon)
+    counts, largest = without_extremes(counts)
+    if largest:
+        return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0
+    levels = merge(counts)
+    if (mu := _only_mu(levels)) is not None:
+        return max(0.0, min(1.0, gaussian_delta(mu, epsilon) * (1 + 1e-10)))
+    try:
+        return min(1.0, _worse(levels, lambda c: c.upper_delta(epsilon), epsilon=epsilon))
+    except OverflowError:
+        return 1.0
 
 
 def _worse(
@@ -123,148 +176,55 @@ def _worse(
     worst, interval = math.nan, None
     for reverse in directions(levels):
         if not math.isnan(worst):
-            (rough,) = compose(
-                levels,
-                delta=delta,
-                epsilon=epsilon,
-                accuracy=_ROUGH_ACCURACY,
-                interval=interval,
-                reverse=reverse,
-            )
-            if ask(rough) <= worst:
+            most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
+            if most * (1 + 1e-12) <= (worst if epsilon is None else epsilon):
                 continue
-        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
-        interval = None if delta is None else 4 * fine.interval
+            # on finer and finer grids, each of which may show it
+            tried = [None] if interval is None else [4 * interval, interval / 2, interval / 16]
+            rough = (
+                compose(
+                    levels,
+                    delta=delta,
+                    epsilon=epsilon,
+                    accuracy=_ROUGH_ACCURACY,
+                    interval=step,
+                    reverse=reverse,
+                    is_pilot=True,
+                )[0]
+                for step in tried
+            )
+            if any(ask(composition) <= worst for composition in rough):
+                continue
+        parts = delta is not None and len(levels) <= _MOST_PARTED and can_be_parted(levels)
+        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=parts)
+        interval = None if delta is None else fine.interval
         found = ask(fine)
-        if delta is not None and _lacks_digits(levels, fine, found):
+        is_parted = False
+        if delta is not None and parts and _lacks_digits(fine, found):
             with suppress(OverflowError):  # losses too far apart: it stays loose
                 found = epsilon_in_parts(levels, delta, reverse, found)
-        worst = found if math.isnan(worst) else _worst([worst, found])
-    return math.inf if math.isnan(worst) else worst
+                is_parted, interval = True, None
+        if fine.interval > fine.window.wanted_interval and parts and not is_parted:
+            (fine,) = compose(levels, delta=delta, reverse=reverse)
+            interval, found = fine.interval, min(found, ask(fine))
+        if math.isnan(found):
+            return math.inf
+        worst = found if math.isnan(worst) else max(worst, found)
+    return worst
 
 
-def _lacks_digits(levels: Mapping[Pair, int], found: Composition, epsilon: float) -> bool:
-    return (
-        len(levels) <= EXACT_LEVELS
-        and can_be_parted(levels)
-        and 0 < epsilon < math.inf
-        and (
-            found.interval > _OF_EPSILON * epsilon or found.share_of_round_off(epsilon) > _ROUND_OFF
-        )
+def _lacks_digits(found: Composition, epsilon: float) -> bool:
+    return 0 < epsilon < math.inf and (
+        found.interval > _OF_EPSILON * epsilon or found.share_of_round_off(epsilon) > _ROUND_OFF
     )
 
 
-class Extension:
-    """The function from steps to an upper bound on epsilon of ``counts`` and ``steps`` times
-    ``more``.
-
-    A call costs one inverse FFT. The bound is tightest near ``guess`` steps.
-    """
-
-    def __init__(
-        self,
-        counts: Mapping[Pair, int],
-        more: Mapping[Pair, int],
-        delta: float,
-        guess: int,
-        corners: int = 0,
-        accuracy: float = ACCURACY,
-    ) -> None:
-        self._delta = delta
-        self._counts, self._more = dict(counts), dict(more)
-        self._directions: list[tuple[Composition, Composition]] = []
-        self._beyond = False
-        joint = added(counts, more, guess)
-        # of these a bound that needs no grid is asked for each time
-        self._gridless = set(map(type, joint)) <= {Gaussian, Failure} or without_extremes(
-            apart(joint)[1]
-        ) != (apart(joint)[1], 0.0)
-        if self._gridless:
-            return
-        failures, others = apart(added(counts, more, guess))
-        delta = max(left_of(delta, min(failing(failures), delta)), SMALLEST_DELTA)
-        base, step = merge(apart(counts)[1]), merge(apart(more)[1])
-        joint = merge(others)
-        tail = tail_of(delta, 4 * sum(joint.values()))
-
-        def composed(reverse: bool, accuracy: float) -> tuple[Composition, Composition]:
-            window = choose_window(
-                joint, reverse, tail, log_delta=math.log(delta), accuracy=accuracy
-            )
-            before = Composition(window, base, reverse, tail)
-            return before, before.like(step)
-
-        try:
-            # the better direction does not decide: it may stay rough
-            if len(base) > EXACT_LEVELS and accuracy < _COARSE_ACCURACY:
-                rough = [composed(reverse, _COARSE_ACCURACY) for reverse in directions(joint)]
-                rough.sort(key=lambda pair: pair[0].upper_epsilon(delta))
-                self._directions = [*rough[:-1], composed(rough[-1][0].reverse, accuracy)]
-            else:
-                self._directions = [composed(reverse, accuracy) for reverse in directions(joint)]
-        except OverflowError:
-            self._beyond = True
-
-    def extend(self, counts: Mapping[Pair, int], more: Mapping[Pair, int]) -> None:
-        """``counts`` were released too, and ``more`` is to be asked for from now on. The grid
-        stays what it was.
-        """
-        self._counts, self._more = added(self._counts, counts), dict(more)
-        new, step = merge(apart(counts)[1]), merge(apart(more)[1])
-        try:
-            self._directions = [
-                (base.followed_by(base.like(new), 1) if new else base, base.like(step))
-                for base, _ in self._directions
-            ]
-        except OverflowError:
-            self._beyond = True
-
-    def __call__(self, steps: int) -> float:
-        if self._gridless:
-            return upper_epsilon(added(self._counts, self._more, steps), self._delta)
-        if self._beyond:
-            return math.inf
-
-        def price(_: dict[Pair, int], delta: float) -> float:
-            try:
-                joint = [
-                    before.followed_by(after, steps) if steps else before
-                    for before, after in self._directions
-                ]
-                return _worst([c.upper_epsilon(delta) for c in joint])
-            except OverflowError:
-                return math.inf
-
-        return beside_failures(added(self._counts, self._more, steps), self._delta, price)
-
-
-def without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
-    """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the
-    rest, which costs far more than any guarantee is worth: bounded losses count at their largest
-    (basic composition), and beside such a Gaussian other releases count as Gaussians without
-    amplification.
-    """
-    far: dict[Pair, int] = {
-        pair: n for pair, n in counts.items() if _FAR_LOSS < largest_loss(pair) < math.inf
-    }
-    near: dict[Pair, int] = {pair: n for pair, n in counts.items() if pair not in far}
-    if (
-        math.fsum(n * pair.mu**2 for pair, n in near.items() if isinstance(pair, Gaussian))
-        > _FAR_MU**2
-    ):
-        squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in near.items())
-        near = {Gaussian(math.sqrt(squared) * (1 + 1e-15)): 1}
-    return near, largest_sum(far)
-
-
-def _worst(values: list[float]) -> float:
-    """The largest; ``max`` would pass over a NaN that does not come first."""
-    return math.inf if any(map(math.isnan, values)) else max(values)
+# --- lower bounds ---------------------------------------------------------------------------------
 
 
 def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     """A lower bound: no accountant that knows no more than the events can prove less than this."""
-    if _refused(counts):
+    if _has_no_guarantee(counts):
         return math.inf
     failures, others = apart(counts)
     if failures:
@@ -272,14 +232,18 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         if failed > delta:
             return math.inf
         delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
-    if (near := without_extremes(others)[0]) != others:  # leaving the others out only lowers it
-        others = (
-            {pair: n for pair, n in others.items() if isinstance(pair, Gaussian)}
-            if _FAR_MU < (only_mu(near) or 0.0)
-            else near
-        )
-    levels = merge(others, _LOWER_RATIO, upper=False)
-    if (mu := only_mu(levels)) is not None:
+    # leaving releases out only lowers it: those whose pair is a bound, and what is far too large
+    known: dict[Pair, int] = {}
+    for pair, count in others.items():
+        if not isinstance(pair, BoundedRange | Allocated | Mixed):
+            if isinstance(pair, Sampled) and pair.kind == "symmetric":
+                pair = Sampled("directed", pair.rate, pair.noise)
+            known[pair] = known.get(pair, 0) + count
+    near = without_extremes(known)[0]
+    if _FAR_MU < (_only_mu(near) or 0.0):
+        near = {pair: n for pair, n in known.items() if isinstance(pair, Gaussian)}
+    levels = grouped(merge(near), _LOWER_RATIO, upper=False)
+    if (mu := _only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta) * (1 - 1e-9)
     accuracy = ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= EXACT_LEVELS else 3)
     try:
@@ -292,23 +256,27 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         return 0.0
 
 
-def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
-    """An upper bound on delta at ``epsilon``."""
-    if _refused(counts):
-        return 1.0
-    return with_failures(counts, lambda others: least_delta(others, epsilon, _upper_delta))
+def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
+    """The largest whole n >= 1 at which the increasing function is at most 0, or 0 if none is.
 
+    At most ``2 * MOST_STEPS``. ``start`` is a guess.
+    """
 
-def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return exact.delta(epsilon)
-    counts, largest = without_extremes(counts)
-    if largest:
-        return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0
-    levels = merge(counts)
-    if (mu := only_mu(levels)) is not None:
-        return max(0.0, min(1.0, gaussian_delta(mu, epsilon) * (1 + 1e-10)))
-    try:
-        return min(1.0, _worse(levels, lambda c: c.upper_delta(epsilon), epsilon=epsilon))
-    except OverflowError:
-        return 1.0
+    @cache
+    def value(n: int) -> float:
+        return min(excess(n), LARGEST_EXCESS) or -math.ulp(0.0)  # 0 is to count as below
+
+    low = high = max(start, 1)
+    while value(low) > 0:
+        if low == 1:
+            return 0
+        low, high = max(1, low // 2), low
+    while value(high) <= 0:
+        if high >= MOST_STEPS:
+            return high
+        low, high = high, 2 * high
+    if high - low > 1:
+        low = math.floor(
+            optimize.brentq(lambda x: value(math.floor(x)), low, high, xtol=0.5, rtol=1e-15)
+        )
+    return low if value(low) <= 0 else low - 1

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
+from scipy import optimize
 
-from . import bounds, events, failures, pairs, renyi
-from .admission import Admission
-from .choices import (
+from ..errors import ArgumentError
+from . import bounds, events, renyi
+from .bounds import LARGEST_EXCESS, MOST_STEPS, largest
+from .dominating_pairs import Pair, added, dominating_pair
+from .events import (
+    DpEvent,
+    GaussianDpEvent,
     Method,
     Neighboring,
     NeighboringRelation,
+    PoissonSampledDpEvent,
     accounting_method,
     check_delta,
     check_epsilon,
     check_probability,
-    neighboring_relation,
 )
-from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from .pairs import Pair
-from .profiles import profiles, trade_offs
-from .risk import highest
-from .search import crossing
+from .privacy_loss import apart, without_delta
+from .risk import highest, profiles, trade_offs
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
 _FINE_PRECISION = 2e-5  # of a true-positive rate, which may change faster than the noise
-_SMALLEST_NOISE = 1e-2
-_LARGEST_NOISE = 1e7
+_SMALLEST_NOISE, _LARGEST_NOISE = 1e-2, 1e7
 
 
 def noise_multiplier_for(
@@ -56,7 +58,7 @@ def noise_multiplier_for(
         z, at most 0.05 percent above the smallest that meets the target.
 
     Raises:
-        ValueError: the history alone passes the target, or no noise up to 1e7 meets it.
+        ArgumentError: the history alone passes the target, or no noise up to 1e7 meets it.
     """
     return calibrated(make_event, target_epsilon, target_delta, steps, neighboring, history, "pld")
 
@@ -74,134 +76,21 @@ def calibrated(
     wants a little more noise for it.
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
-    steps = events.positive_count(steps, "steps")
-    neighboring, method = neighboring_relation(neighboring), accounting_method(method)
+    upper = renyi.upper_epsilon if accounting_method(method) == "rdp" else bounds.upper_epsilon
     before = _counts(history, neighboring)
-    price = renyi.upper_epsilon if method == "rdp" else bounds.upper_epsilon
-    if before and price(before, delta) > epsilon:
-        if why := failures.without_delta(before, delta):
-            raise ValueError(
-                f"what was charged before costs more than epsilon = {epsilon:g} alone. {why}"
-            )
-        raise ValueError(
+    if before and upper(before, delta) > epsilon:
+        why = without_delta(before, delta)
+        raise ArgumentError(
             f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g}"
-            " alone: no noise is large enough for another step."
+            f" alone{': no noise is large enough for another step.' if not why else '. ' + why}"
         )
 
     def excess(counts: dict[Pair, int]) -> float:
-        if why := failures.without_delta(counts, delta):
-            raise ValueError(f"no noise multiplier meets the target. {why}")
-        return price(counts, delta) - epsilon
+        if why := without_delta(counts, delta):
+            raise ArgumentError(f"no noise multiplier meets the target. {why}")
+        return upper(counts, delta) - epsilon
 
     return _smallest_noise(make_event, before, steps, neighboring, excess, _PRECISION)
-
-
-def _smallest_noise(
-    make_event: Callable[[float], DpEvent],
-    before: dict[Pair, int],
-    steps: int,
-    neighboring: Neighboring,
-    excess: Callable[[dict[Pair, int]], float],
-    precision: float,
-) -> float:
-    """The smallest noise multiplier at which ``excess`` of everything is at most 0."""
-
-    def excess_at(log_noise: float) -> float:
-        counts = dict(before)
-        _add(counts, make_event(math.exp(log_noise)), steps, neighboring)
-        return excess(counts)
-
-    least, most = math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE)
-    log_noise = crossing(excess_at, 0.0, least, most, precision)
-    if log_noise is None:
-        raise ValueError(
-            f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
-            " smaller sampling rate, or a larger target."
-        )
-    return math.exp(log_noise)
-
-
-def noise_multiplier_against_attacks(
-    make_event: Callable[[float], DpEvent],
-    *,
-    target_advantage: float | None = None,
-    target_true_positive_rate: float | None = None,
-    false_positive_rate: float | None = None,
-    steps: int,
-    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
-    history: Iterable[tuple[Any, ...]] = (),
-) -> float:
-    """The smallest noise multiplier z at which no attack on ``history`` and ``steps`` times
-    ``make_event(z)`` does better than the target (Kulynych, Gomez, Kaissis, Calmon, Troncoso 2024).
-
-    Args:
-        make_event: from a noise multiplier to what one step charges.
-        target_advantage: the largest difference of true- and false-positive rate; or
-        target_true_positive_rate: the largest true-positive rate at
-        false_positive_rate: this false-positive rate, which is smaller.
-        steps: how many steps are planned.
-        neighboring: the accountant's relation.
-        history: what was charged before.
-
-    Returns:
-        z, at which ``PrivacyAccountant.risk`` lies at most 0.1 percent below the target.
-
-    Raises:
-        ValueError: the history alone passes the target, or no noise up to 1e7 meets it.
-    """
-    neighboring = neighboring_relation(neighboring)
-    steps = events.positive_count(steps, "steps")
-    if (target_advantage is None) == (target_true_positive_rate is None):
-        raise ValueError(
-            "give target_advantage, or target_true_positive_rate with false_positive_rate."
-        )
-    if target_advantage is not None:
-        target = check_probability(target_advantage, "target_advantage")
-
-        def found(counts: dict[Pair, int]) -> float:
-            return bounds.upper_delta(counts, 0.0)
-
-    else:
-        target = check_probability(target_true_positive_rate, "target_true_positive_rate")
-        rate = np.array([check_probability(false_positive_rate, "false_positive_rate")])
-        if rate[0] >= target:
-            raise ValueError(
-                "target_true_positive_rate must be above false_positive_rate, which guessing has."
-            )
-
-        def found(counts: dict[Pair, int]) -> float:
-            curves = trade_offs(*profiles(frozenset(counts.items()), "pld"))
-            return float(highest(curves, rate)[0])
-
-    before = _counts(history, neighboring)
-    if before and found(before) > target:
-        raise ValueError(
-            f"attacks on what was charged before do better than {target:g} already: no noise is"
-            " large enough for another step."
-        )
-    precision = _PRECISION if target_advantage is not None else _FINE_PRECISION
-    return _smallest_noise(
-        make_event, before, steps, neighboring, lambda counts: found(counts) - target, precision
-    )
-
-
-def _counts(history: Iterable[tuple[Any, ...]], neighboring: Neighboring) -> dict[Pair, int]:
-    counts: dict[Pair, int] = {}
-    for event, count, *rest in history:
-        if len(rest) > 1 and rest[1]:
-            raise ValueError(
-                "the history holds adaptive charges, whose guarantee is their accountant's budget"
-                " as a whole: no target below it can be calibrated for. Choose the noise multiplier"
-                " yourself and charge with adaptive=True."
-            )
-        _add(counts, event, events.positive_count(count), neighboring)
-    return counts
-
-
-def _add(counts: dict[Pair, int], event: DpEvent, count: int, neighboring: Neighboring) -> None:
-    for part, times in events.elementary(event, count):
-        pair = pairs.dominating_pair(part, neighboring)
-        counts[pair] = counts.get(pair, 0) + times
 
 
 def get_noise_multiplier(
@@ -217,7 +106,8 @@ def get_noise_multiplier(
     false_positive_rate: float | None = None,
 ) -> float:
     """The smallest noise multiplier at which ``steps`` Poisson-sampled steps, after ``history``,
-    meet the target: of (epsilon, delta), or of what an attacker can tell.
+    meet the target: of (epsilon, delta), or of what an attacker can tell (Kulynych, Gomez, Kaissis,
+    Calmon, Troncoso 2024).
 
     Args:
         target_epsilon: for everything together, with
@@ -227,8 +117,7 @@ def get_noise_multiplier(
         false_positive_rate: the false-positive rate at which.
         sample_rate: expected batch size / number of records; 1 for full batches.
         steps: how many steps are planned.
-        neighboring: ``"add_or_remove_one"`` or ``"replace_one"``, as :class:`PrivacyAccountant`
-            takes it.
+        neighboring: the accountant's relation, as :class:`PrivacyAccountant` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
 
     Returns:
@@ -240,29 +129,48 @@ def get_noise_multiplier(
     def make_event(noise: float) -> DpEvent:
         return PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
 
-    if target_epsilon is None and target_delta is None:
-        return noise_multiplier_against_attacks(
-            make_event,
-            target_advantage=target_advantage,
-            target_true_positive_rate=target_true_positive_rate,
-            false_positive_rate=false_positive_rate,
-            steps=steps,
-            neighboring=neighboring,
-            history=history,
+    of_attacks = (target_advantage, target_true_positive_rate, false_positive_rate)
+    if target_epsilon is not None and target_delta is not None and of_attacks == (None,) * 3:
+        return calibrated(
+            make_event, target_epsilon, target_delta, steps, neighboring, history, "pld"
         )
-    given = (target_advantage, target_true_positive_rate, false_positive_rate)
-    if target_epsilon is None or target_delta is None or any(x is not None for x in given):
-        raise ValueError(
+    if (
+        target_epsilon is not None
+        or target_delta is not None
+        or ((target_advantage is None) == (target_true_positive_rate is None))
+    ):
+        raise ArgumentError(
             "give one target: target_epsilon with target_delta, target_advantage, or"
             " target_true_positive_rate with false_positive_rate."
         )
-    return noise_multiplier_for(
-        make_event,
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
-        steps=steps,
-        neighboring=neighboring,
-        history=history,
+    precision = _PRECISION
+    if target_advantage is not None:
+        target = check_probability(target_advantage, "target_advantage")
+
+        def found(counts: dict[Pair, int]) -> float:
+            return bounds.upper_delta(counts, 0.0)
+
+    else:
+        target = check_probability(target_true_positive_rate, "target_true_positive_rate")
+        false_positives = check_probability(false_positive_rate, "false_positive_rate")
+        precision = _FINE_PRECISION
+        if false_positives >= target:
+            raise ArgumentError(
+                "target_true_positive_rate must be above false_positive_rate, which guessing has."
+            )
+
+        def found(counts: dict[Pair, int]) -> float:
+            curves = trade_offs(*profiles(frozenset(counts.items()), "pld"))
+            return float(highest(curves, np.array([false_positives]))[0])
+
+    before = _counts(history, neighboring)
+    if before and found(before) > target:
+        raise ArgumentError(
+            f"attacks on what was charged before do better than {target:g} already: no noise is"
+            " large enough for another step."
+        )
+    return _smallest_noise(
+        make_event, before, steps, neighboring, lambda counts: found(counts) - target, precision
     )
 
 
@@ -285,8 +193,78 @@ def get_num_steps(
         events.sampling_rate(sample_rate),
         GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
     )
-    neighboring = neighboring_relation(neighboring)
     before, step = _counts(history, neighboring), _counts([(event, 1)], neighboring)
-    admission = Admission((epsilon, delta), "pld")
-    admission.restart(before)
-    return admission.remaining(before, step)
+    # by Renyi curves fewer fit: where to begin
+    left = renyi.allowed(epsilon, delta) - renyi.curve(apart(before)[1])
+    each = np.maximum(renyi.curve(step), 1e-300)
+    with np.errstate(over="ignore"):
+        start = int(np.clip(np.max(left / each), 1, MOST_STEPS))
+    return largest(
+        lambda n: bounds.upper_epsilon(added(before, step, n), delta) - epsilon, start=start
+    )
+
+
+def _smallest_noise(
+    make_event: Callable[[float], DpEvent],
+    before: dict[Pair, int],
+    steps: int,
+    neighboring: Neighboring | NeighboringRelation,
+    excess: Callable[[dict[Pair, int]], float],
+    precision: float,
+) -> float:
+    """The smallest noise multiplier at which ``excess`` of everything is at most 0."""
+    steps = events.positive_count(steps, "steps")
+
+    def excess_at(log_noise: float) -> float:
+        return excess(
+            added(before, _counts([(make_event(math.exp(log_noise)), steps)], neighboring))
+        )
+
+    least, most = math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE)
+    log_noise = _crossing(excess_at, least, most, precision)
+    if log_noise is None:
+        raise ArgumentError(
+            f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
+            " smaller sampling rate, or a larger target."
+        )
+    return math.exp(log_noise)
+
+
+def _crossing(
+    excess: Callable[[float], float], least: float, most: float, precision: float
+) -> float | None:
+    """Where the falling function turns non-positive, or up to ``precision`` above: ``least`` if it
+    is not positive there, ``None`` if it is still positive at ``most``.
+    """
+    value = cache(lambda x: min(excess(x), LARGEST_EXCESS))
+    low = high = 0.0
+    step = 0.7
+    while value(high) > 0:
+        if high >= most:
+            return None
+        low, high, step = high, min(high + step, most), 2 * step
+    while value(low) <= 0:
+        if low <= least:
+            return least
+        low, high, step = max(low - step, least), low, 2 * step
+    found = float(optimize.brentq(value, low, high, xtol=precision / 2, rtol=1e-15))
+    while value(found) > 0:
+        found += precision / 2
+    return found
+
+
+def _counts(
+    history: Iterable[tuple[Any, ...]], neighboring: Neighboring | NeighboringRelation
+) -> dict[Pair, int]:
+    """How often each pair was released in pairs (event, count), or in an accountant's history."""
+    counts: dict[Pair, int] = {}
+    for event, count, *rest in history:
+        if len(rest) > 1 and rest[1]:
+            raise ArgumentError(
+                "the history holds adaptive charges, whose guarantee is their accountant's budget"
+                " as a whole: no target below it can be calibrated for. Choose the noise multiplier"
+                " yourself and charge with adaptive=True."
+            )
+        for part, times in events.elementary(event, events.positive_count(count)):
+            counts = added(counts, {dominating_pair(part, neighboring): times})
+    return counts

@@ -1,9 +1,9 @@
-"""What can be charged: the vocabulary of releases.
+"""What can be charged: the vocabulary of releases, and the checks of the numbers in them.
 
-dp_accounting's event classes are used where they exist; the ones it lacks stand beside them in the
-same frozen form. An event describes one release and nothing else. ``noise_multiplier`` is **noise
-standard deviation / clip bound** everywhere; the neighbouring relation belongs to the accountant,
-which turns the clip bound into a sensitivity.
+dp_accounting's event classes are used where they exist; those that it lacks have the same frozen
+form. An event describes one release. ``noise_multiplier`` is **noise standard deviation / clip
+bound** everywhere; the accountant's neighbouring relation turns the clip bound into a sensitivity,
+in :mod:`dominating_pairs`. Unless said otherwise a guarantee in an event holds under that relation.
 """
 
 from __future__ import annotations
@@ -12,157 +12,129 @@ import math
 import numbers
 from collections.abc import Iterator
 from functools import singledispatch
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import attr
+from dp_accounting import NeighboringRelation as NeighboringRelation
+from dp_accounting.dp_event import ComposedDpEvent as ComposedDpEvent
+from dp_accounting.dp_event import DpEvent as DpEvent
+from dp_accounting.dp_event import GaussianDpEvent as GaussianDpEvent
+from dp_accounting.dp_event import LaplaceDpEvent as LaplaceDpEvent
+from dp_accounting.dp_event import NonPrivateDpEvent as NonPrivateDpEvent
+from dp_accounting.dp_event import NoOpDpEvent as NoOpDpEvent
+from dp_accounting.dp_event import PoissonSampledDpEvent as PoissonSampledDpEvent
 from dp_accounting.dp_event import (
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    LaplaceDpEvent,
-    NonPrivateDpEvent,
-    NoOpDpEvent,
-    PoissonSampledDpEvent,
-    SampledWithoutReplacementDpEvent,
-    SelfComposedDpEvent,
-    ZCDpEvent,
+    SampledWithoutReplacementDpEvent as SampledWithoutReplacementDpEvent,
 )
+from dp_accounting.dp_event import SelfComposedDpEvent as SelfComposedDpEvent
+from dp_accounting.dp_event import ZCDpEvent as ZCDpEvent
 
-__all__ = [
-    "BoundedRangeDpEvent",
-    "ComposedDpEvent",
-    "DpEvent",
-    "FailureDpEvent",
-    "GaussianDpEvent",
-    "MuGaussianDpEvent",
-    "NoOpDpEvent",
-    "NonPrivateDpEvent",
-    "PoissonSampledDpEvent",
-    "PureDpEvent",
-    "RecordwiseBatchGaussianDpEvent",
-    "SampledWithoutReplacementDpEvent",
-    "SelfComposedDpEvent",
-    "ShuffledEpochDpEvent",
-    "UnspecifiedBatchGaussianDpEvent",
-    "ZCDpEvent",
-]
+from ..errors import ArgumentError, ArgumentTypeError
 
+Neighboring = Literal["add_or_remove_one", "replace_one", "zero_out"]
+Method = Literal["pld", "rdp"]
+Unit = Literal["record", "user"]
+Parts = Iterator[tuple[DpEvent, int]]
+
+SMALLEST_DELTA = 1e-30  # down to which bounds were compared with the truth
 # of the numbers in events: squares of them, and of many together, are floats
-_LEAST, _LARGEST = 1e-50, 1e50
+_LEAST, LARGEST = 1e-50, 1e50
 _GRID = 1.005  # ratio of the noise multipliers that reserves are rounded down to
+_RELATIONS: dict[Any, str] = {
+    NeighboringRelation.ADD_OR_REMOVE_ONE: "add_or_remove_one",
+    NeighboringRelation.REPLACE_ONE: "replace_one",
+    NeighboringRelation.REPLACE_SPECIAL: "zero_out",
+}
+
+# --- settings and numbers -------------------------------------------------------------------------
 
 
-@attr.s(frozen=True, slots=True, auto_attribs=True)
-class UnspecifiedBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch of which no more is known than a shuffled loader tells.
+def _one_of(value: Any, words: Any, what: str) -> Any:
+    known = get_args(words)
+    if isinstance(value, str) and value in known:
+        return known[known.index(value)]
+    spelt = " or ".join([", ".join(map(repr, known[:-1])), repr(known[-1])])
+    raise ArgumentError(f"{what} must be {spelt}, got {value!r}.")
 
-    Valid under replace-one only, where one member may turn into another: sensitivity 2C, no
-    amplification. What the records hold must not decide who is in a batch. Under add-or-remove-one
-    one record more may change the batch altogether (a seeded shuffle does), so there it is refused.
+
+def neighboring_relation(value: Any) -> Neighboring:
+    """The neighbouring relation as its documented string, from that or from
+    ``dp_accounting.NeighboringRelation``. "zero_out": one record contributes nothing instead, and
+    stays in its batch (``REPLACE_SPECIAL``).
     """
-
-    noise_multiplier: float
-
-
-@attr.s(frozen=True, slots=True, auto_attribs=True)
-class RecordwiseBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch; the caller states that who is in it does not depend on other
-    records.
-
-    That is, whether a record is in the batch is a function of this record, of public things, and of
-    chance that has nothing to do with other records: not of its position, of how many records there
-    are, or of what they hold. A batch chosen by a hash of the record's name or by its date is one;
-    a shuffled or a sorted loader's is not. Charged at sensitivity 2C under both relations, without
-    amplification, which also covers a record that takes another's place.
-    ``PrivacyAccountant.summary()`` shows the statement.
-    """
-
-    noise_multiplier: float
+    if isinstance(value, NeighboringRelation):
+        value = _RELATIONS[value]
+    found: Neighboring = _one_of(value, Neighboring, "neighboring")
+    return found
 
 
-@attr.s(frozen=True, slots=True, auto_attribs=True)
-class ShuffledEpochDpEvent(DpEvent):
-    """One pass over an ordinary shuffled loader, in which every record is used at most once.
-
-    Valid under replace-one only: the replaced record moves one batch sum by at most 2C, the other
-    batches not at all. Under add-or-remove-one an added record displaces others from their batches.
-    A started epoch counts as a whole, so charge the event when the epoch begins, with the smallest
-    noise multiplier that the epoch will use.
-    """
-
-    noise_multiplier: float
+def accounting_method(value: Any) -> Method:
+    """The accountant's method, ``"pld"`` or ``"rdp"``."""
+    found: Method = _one_of(value, Method, "method")
+    return found
 
 
-@attr.s(frozen=True, slots=True, auto_attribs=True)
-class MuGaussianDpEvent(DpEvent):
-    """A release that is mu-Gaussian differentially private (Dong, Roth, Su 2022) under the
-    accountant's relation.
-    """
-
-    mu: float
+def privacy_unit(value: Any) -> Unit:
+    """What neighbouring data sets differ by, ``"record"`` or ``"user"``."""
+    found: Unit = _one_of(value, Unit, "unit")
+    return found
 
 
-@attr.s(frozen=True, slots=True, auto_attribs=True)
-class PureDpEvent(DpEvent):
-    """A release that is epsilon-differentially private, delta = 0, under the accountant's
-    relation.
-    """
-
-    epsilon: float
-
-
-@attr.s(frozen=True, slots=True, auto_attribs=True)
-class BoundedRangeDpEvent(DpEvent):
-    """A release whose log-likelihood ratios span at most ``epsilon``: the exponential mechanism
-    (Dong, Durfee, Rogers 2020). It is epsilon-differentially private under the accountant's
-    relation, and composes better than that.
-    """
-
-    epsilon: float
+def check_epsilon(epsilon: Any) -> float:
+    """``epsilon`` as a positive finite ``float``."""
+    value = float(epsilon)
+    if not 0 < value < math.inf:
+        raise ArgumentError(
+            f"epsilon must be positive and finite, got {epsilon!r}. No limit is epsilon=None."
+        )
+    return value
 
 
-@attr.s(frozen=True, slots=True, auto_attribs=True)
-class FailureDpEvent(DpEvent):
-    """A release that fails with probability ``delta``, 0 < delta < 1: then it reveals everything,
-    else nothing, under the accountant's relation.
+def check_delta(delta: Any) -> float:
+    """``delta`` as a ``float`` in [1e-30, 1)."""
+    value = float(delta)
+    if not 0 < value < 1:
+        raise ArgumentError(
+            f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of"
+            " records."
+        )
+    if value < SMALLEST_DELTA:
+        raise ArgumentError(
+            f"delta = {value:g} is below {SMALLEST_DELTA:g}, down to which bounds were compared"
+            " with the truth. Use delta >= 1e-30."
+        )
+    return value
 
-    An (epsilon, delta)-differentially private release is dominated exactly by
-    ``ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])`` (Kairouz, Oh, Viswanath 2015,
-    Theorem 3.3). At a total delta below that of the failures epsilon is infinite.
-    """
 
-    delta: float
-
-
-GaussianSum: TypeAlias = (
-    GaussianDpEvent
-    | UnspecifiedBatchGaussianDpEvent
-    | RecordwiseBatchGaussianDpEvent
-    | ShuffledEpochDpEvent
-)
+def check_probability(value: Any, what: str) -> float:
+    """``value`` as a ``float`` in (0, 1)."""
+    number = float(value)
+    if not 0 < number < 1:
+        raise ArgumentError(f"{what} must lie between 0 and 1, both excluded, got {value!r}.")
+    return number
 
 
 def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> float:
     """``value`` as a positive finite ``float``, or the error that says what to write instead."""
-    multiplier = _real(value, what)
+    multiplier = real(value, what)
     if multiplier == 0:
-        raise ValueError(
+        raise ArgumentError(
             f"{what} is 0: a sum without noise is not private at any epsilon. Charge"
             " NonPrivateDpEvent() (epsilon becomes infinite), or use a positive noise multiplier."
         )
-    if not _LEAST <= multiplier <= _LARGEST:
-        raise ValueError(
+    if not _LEAST <= multiplier <= LARGEST:
+        raise ArgumentError(
             f"{what} must be positive and finite (noise standard deviation / clip bound), between"
-            f" {_LEAST:g} and {_LARGEST:g}: got {value!r}."
+            f" {_LEAST:g} and {LARGEST:g}: got {value!r}."
         )
     return multiplier
 
 
 def sampling_rate(value: Any, what: str = "sample_rate") -> float:
     """``value`` as a ``float`` in (0, 1]."""
-    rate = _real(value, what)
+    rate = real(value, what)
     if not 0 < rate <= 1:
-        raise ValueError(
+        raise ArgumentError(
             f"{what} must lie in (0, 1] (it is expected batch size / number of records, both"
             f" public), got {value!r}."
         )
@@ -172,92 +144,142 @@ def sampling_rate(value: Any, what: str = "sample_rate") -> float:
 def positive_count(value: Any, what: str = "count") -> int:
     """``value`` as a positive ``int``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{what} must be a positive whole number, got {value!r}.")
+        raise ArgumentError(f"{what} must be a positive whole number, got {value!r}.")
     if int(value) > 2**53:
-        raise ValueError(
+        raise ArgumentError(
             f"{what} must be at most 2**53, up to which it can be saved exactly, got {value!r}."
         )
     return int(value)
 
 
-def _real(value: Any, what: str) -> float:
-    # float(): dp_accounting drops multipliers that are not Python floats when they stand inside a
-    # composed event.
+def real(value: Any, what: str) -> float:
+    # float(): dp_accounting drops multipliers that are not Python floats inside a composed event.
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{what} must be a number, got {value!r}.") from None
+        raise ArgumentTypeError(f"{what} must be a number, got {value!r}.") from None
 
 
-def _non_negative(value: Any, what: str) -> float:
-    """``value`` as 0 or a ``float`` that can be squared. A smaller one is rounded up, which
-    costs no more than it can be told apart.
-    """
-    number = _real(value, what)
-    if not 0 <= number <= _LARGEST:
-        raise ValueError(
-            f"{what} must be at least 0 and at most {_LARGEST:g}, beyond which nothing is private:"
+def non_negative(value: Any, what: str) -> float:
+    """``value`` as 0 or a ``float`` that can be squared; a smaller one is rounded up."""
+    number = real(value, what)
+    if not 0 <= number <= LARGEST:
+        raise ArgumentError(
+            f"{what} must be at least 0 and at most {LARGEST:g}, beyond which nothing is private:"
             f" got {value!r}."
         )
     return max(number, _LEAST) if number else 0.0
 
 
-def sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
-    """The one Gaussian that ``event`` costs as much as inside of a ``sampler``, or the error that
-    says why there is none. Several releases from one batch may follow from one another.
+# --- events ---------------------------------------------------------------------------------------
+
+
+@attr.frozen
+class UnspecifiedBatchGaussianDpEvent(DpEvent):
+    """A Gaussian sum over a batch of which no more is known than a shuffled loader tells.
+
+    Refused under add-or-remove-one, where one record more may change the batch altogether (a seeded
+    shuffle does). Under replace-one sensitivity 2C, without amplification; what records hold must
+    not decide who is in a batch.
     """
-    is_joint = isinstance(event, (ComposedDpEvent, SelfComposedDpEvent))
-    parts = list(parts_of(event, 1)) if is_joint else [(event, 1)]
-    if any(type(part) is NonPrivateDpEvent for part, _ in parts):
-        raise TypeError(
-            f"{sampler} of a non-private release is not private: charge NonPrivateDpEvent() itself."
-        )
-    if not parts or any(type(part) is not GaussianDpEvent for part, _ in parts):
-        raise TypeError(
-            f"{sampler} must hold GaussianDpEvents, for which amplification is proved, got"
-            f" {event!r}: charge what else there is as releases of their own."
-        )
-    multipliers = [gaussian_noise_multiplier(part.noise_multiplier) for part, _ in parts]
-    if not is_joint:
-        return GaussianDpEvent(multipliers[0])
-    # Gaussian sums over one batch are one, with the batch's contributions side by side
-    squared = math.fsum(n / z**2 for z, (_, n) in zip(multipliers, parts, strict=True))
-    return GaussianDpEvent(gaussian_noise_multiplier(squared**-0.5 * (1 - 1e-15)))
+
+    noise_multiplier: float
 
 
-def _epsilon_delta(event: DpEvent) -> list[DpEvent]:
-    """The pure release and the failure that dominate what is released from one batch, if all of it
-    is known by its (epsilon, delta); else nothing.
+@attr.frozen
+class RecordwiseBatchGaussianDpEvent(DpEvent):
+    """A Gaussian sum over a batch; the caller states that who is in it does not depend on other
+    records, which ``PrivacyAccountant.summary()`` repeats.
+
+    Whether a record is in the batch is a function of this record, of public things, and of chance
+    that has nothing to do with other records: not of its position or of how many records there are.
+    A hash of the record's name will do; a shuffled or sorted loader will not. Sensitivity 2C.
     """
-    if isinstance(event, GaussianDpEvent | LaplaceDpEvent | NonPrivateDpEvent):
-        return []
-    parts = list(parts_of(event, 1))
-    known = PureDpEvent | BoundedRangeDpEvent | FailureDpEvent
-    if not all(isinstance(part, known) for part, _ in parts):
-        return []
-    failures = [n * part.delta for part, n in parts if isinstance(part, FailureDpEvent)]
-    epsilons = [n * part.epsilon for part, n in parts if not isinstance(part, FailureDpEvent)]
-    found: list[DpEvent] = []
-    if epsilons:
-        epsilon = epsilons[0] if len(epsilons) == 1 else math.fsum(epsilons) * (1 + 1e-15)
-        found.append(PureDpEvent(epsilon))
-    if failures:
-        found.append(FailureDpEvent(min(math.fsum(failures) * (1 + 1e-15), 1 - 1e-16)))
-    return found
+
+    noise_multiplier: float
 
 
-Parts = Iterator[tuple[DpEvent, int]]
+@attr.frozen
+class ShuffledEpochDpEvent(DpEvent):
+    """One pass over an ordinary shuffled loader, in which every record is used at most once.
+
+    Refused under add-or-remove-one, where an added record displaces others from their batches.
+    Under replace-one one batch sum moves by at most 2C. A started epoch counts as a whole: charge
+    it when it begins, with the smallest noise multiplier in it.
+    """
+
+    noise_multiplier: float
+
+
+@attr.frozen
+class MuGaussianDpEvent(DpEvent):
+    """A release that is mu-Gaussian differentially private (Dong, Roth, Su 2022)."""
+
+    mu: float
+
+
+@attr.frozen
+class PureDpEvent(DpEvent):
+    """A release that is epsilon-differentially private, delta = 0."""
+
+    epsilon: float
+
+
+@attr.frozen
+class BoundedRangeDpEvent(DpEvent):
+    """A release whose log-likelihood ratios span at most ``epsilon``: the exponential mechanism
+    (Dong, Durfee, Rogers 2020). It composes better than a pure release.
+    """
+
+    epsilon: float
+
+
+@attr.frozen
+class FailureDpEvent(DpEvent):
+    """A release that reveals everything with probability ``delta``, 0 < delta < 1, else nothing.
+
+    At a total delta below that of the failures epsilon is infinite.
+    """
+
+    delta: float
+
+
+@attr.frozen
+class UserLevelDpEvent(DpEvent):
+    """A release of which ``event`` bounds what all records of one user do together.
+
+    Neighbouring data sets differ by a user with all their records. Where each of at most k records
+    moves a sum by at most C, noise of z clip bounds is ``GaussianDpEvent(z / k)`` to a user.
+    ``PrivacyAccountant(unit="user")`` takes nothing else; an accountant of records refuses it.
+    """
+
+    event: DpEvent
+
+
+# besides Gaussian sums, what Poisson sampling amplifies: mechanisms add theirs
+AMPLIFIED: list[type] = [LaplaceDpEvent, ZCDpEvent]
+_KNOWN_BY_NUMBERS = (PureDpEvent, BoundedRangeDpEvent, FailureDpEvent)
+GaussianSum: TypeAlias = (
+    GaussianDpEvent
+    | UnspecifiedBatchGaussianDpEvent
+    | RecordwiseBatchGaussianDpEvent
+    | ShuffledEpochDpEvent
+)
+
+
+# --- from an event to elementary ones -------------------------------------------------------------
 
 
 def elementary(event: DpEvent, count: int = 1) -> Parts:
     """The releases that ``event`` consists of, validated, with plain ``float`` parameters.
 
     Yields:
-        Pairs (elementary event, how often). ``NoOpDpEvent`` and sampling at rate 0 yield nothing.
+        Pairs (elementary event, how often). ``NoOpDpEvent`` and sampling at rate 0 yield nothing;
+        a sum without noise is non-private.
 
     Raises:
-        TypeError: the event is of a kind that this library does not account for.
-        ValueError: a parameter is out of range.
+        ArgumentTypeError: the event is of a kind that this library does not account for.
+        ArgumentError: a parameter is out of range.
     """
     return parts_of(event, count)
 
@@ -265,17 +287,16 @@ def elementary(event: DpEvent, count: int = 1) -> Parts:
 @singledispatch
 def parts_of(event: Any, count: int) -> Parts:
     """:func:`elementary` of one kind of event. A new kind registers its own, and in
-    :mod:`pairs` the pair that dominates it; it is then charged, saved and read like the others.
+    :mod:`dominating_pairs` the pair that dominates it.
     """
-    raise TypeError(f"an event from torch_dpbayes.accounting.events is needed, got {event!r}.")
-
-
-@parts_of.register
-def _(event: DpEvent, count: int) -> Parts:
-    raise TypeError(
+    if not isinstance(event, DpEvent):
+        raise ArgumentTypeError(
+            f"an event from torch_dpbayes.accounting.events is needed, got {event!r}."
+        )
+    raise ArgumentTypeError(
         f"{type(event).__name__} is not accounted for here: charge what its guarantee is under the"
-        " accountant's relation, PureDpEvent(epsilon), MuGaussianDpEvent(mu), or for (epsilon,"
-        " delta) ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])."
+        " accountant's relation, PureDpEvent(epsilon), MuGaussianDpEvent(mu) or"
+        " EpsilonDeltaDpEvent(epsilon, delta)."
     )
 
 
@@ -304,57 +325,95 @@ def _(event: NonPrivateDpEvent, count: int) -> Parts:
 
 
 @parts_of.register
-def _(event: GaussianSum, count: int) -> Parts:
-    yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
+def _(event: GaussianSum | LaplaceDpEvent, count: int) -> Parts:
+    if real(event.noise_multiplier, "noise_multiplier") == 0:
+        yield NonPrivateDpEvent(), count
+    else:
+        yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
 
 
 @parts_of.register
 def _(event: PoissonSampledDpEvent, count: int) -> Parts:
-    if bounded := _epsilon_delta(event.event):
-        if _real(event.sampling_probability, "sampling_probability") != 0:
-            rate = sampling_rate(event.sampling_probability, "sampling_probability")
-            for part in bounded:
-                yield PoissonSampledDpEvent(rate, part), count
+    parts = list(parts_of(event.event, 1))
+    if real(event.sampling_probability, "sampling_probability") == 0:
         return
-    if type(event.event) is LaplaceDpEvent:
-        release: DpEvent = LaplaceDpEvent(gaussian_noise_multiplier(event.event.noise_multiplier))
+    rate = sampling_rate(event.sampling_probability, "sampling_probability")
+    if parts and all(isinstance(part, _KNOWN_BY_NUMBERS) for part, _ in parts):
+        for part in _epsilon_delta(parts):
+            yield PoissonSampledDpEvent(rate, part), count
+    elif len(parts) == 1 and parts[0][1] == 1 and isinstance(parts[0][0], tuple(AMPLIFIED)):
+        yield PoissonSampledDpEvent(rate, parts[0][0]), count
     else:
-        release = sampled_gaussian(event.event, "PoissonSampledDpEvent")
-    if _real(event.sampling_probability, "sampling_probability") != 0:
-        rate = sampling_rate(event.sampling_probability, "sampling_probability")
-        yield PoissonSampledDpEvent(rate, release), count
+        release = sampled_gaussian(event, "PoissonSampledDpEvent")
+        if isinstance(release, GaussianDpEvent):
+            release = PoissonSampledDpEvent(rate, release)
+        yield release, count
 
 
 @parts_of.register
 def _(event: SampledWithoutReplacementDpEvent, count: int) -> Parts:
-    gaussian = sampled_gaussian(event.event, "SampledWithoutReplacementDpEvent")
+    gaussian = sampled_gaussian(event, "SampledWithoutReplacementDpEvent")
     size = positive_count(event.source_dataset_size, "source_dataset_size")
     batch = positive_count(event.sample_size, "sample_size")
     if batch > size:
-        raise ValueError(
+        raise ArgumentError(
             f"sample_size {batch} is larger than source_dataset_size {size}: a batch holds at most"
             " all records."
         )
-    yield SampledWithoutReplacementDpEvent(size, batch, gaussian), count
+    if isinstance(gaussian, GaussianDpEvent):
+        yield SampledWithoutReplacementDpEvent(size, batch, gaussian), count
+    else:
+        yield gaussian, count
+
+
+def sampled_gaussian(event: Any, sampler: str) -> DpEvent:
+    """The one Gaussian that ``event.event`` costs as much as inside of a ``sampler``: Gaussian sums
+    over one batch are one, with the batch's contributions side by side.
+    """
+    parts = list(parts_of(event.event, 1))
+    if any(type(part) is NonPrivateDpEvent for part, _ in parts):
+        return NonPrivateDpEvent()
+    if not parts or any(type(part) is not GaussianDpEvent for part, _ in parts):
+        raise ArgumentTypeError(
+            f"{sampler} must hold GaussianDpEvents, for which amplification is proved, got"
+            f" {event.event!r}: charge what else there is as releases of their own."
+        )
+    if isinstance(event.event, GaussianDpEvent):
+        return parts[0][0]
+    squared = math.fsum(n / part.noise_multiplier**2 for part, n in parts)
+    return GaussianDpEvent(gaussian_noise_multiplier(squared**-0.5 * (1 - 1e-15)))
+
+
+def _epsilon_delta(parts: list[tuple[Any, int]]) -> list[DpEvent]:
+    """The pure release and the failure that dominate what is released from one batch."""
+    failures = [n * part.delta for part, n in parts if isinstance(part, FailureDpEvent)]
+    epsilons = [n * part.epsilon for part, n in parts if not isinstance(part, FailureDpEvent)]
+    found: list[DpEvent] = []
+    if epsilons:
+        epsilon = epsilons[0] if len(epsilons) == 1 else math.fsum(epsilons) * (1 + 1e-15)
+        found.append(PureDpEvent(epsilon))
+    if failures:
+        found.append(FailureDpEvent(min(math.fsum(failures) * (1 + 1e-15), 1 - 1e-16)))
+    return found
 
 
 @parts_of.register
 def _(event: MuGaussianDpEvent, count: int) -> Parts:
-    if mu := _non_negative(event.mu, "mu"):
+    if mu := non_negative(event.mu, "mu"):
         yield MuGaussianDpEvent(mu), count
 
 
 @parts_of.register
 def _(event: PureDpEvent | BoundedRangeDpEvent, count: int) -> Parts:
-    if epsilon := _non_negative(event.epsilon, "epsilon"):
+    if epsilon := non_negative(event.epsilon, "epsilon"):
         yield type(event)(epsilon), count
 
 
 @parts_of.register
 def _(event: FailureDpEvent, count: int) -> Parts:
-    delta = _real(event.delta, "delta")
+    delta = real(event.delta, "delta")
     if not 0 < delta < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. What never fails"
             " needs no such event, and what always fails is NonPrivateDpEvent()."
         )
@@ -363,9 +422,38 @@ def _(event: FailureDpEvent, count: int) -> Parts:
 
 @parts_of.register
 def _(event: ZCDpEvent, count: int) -> Parts:
-    rho, xi = _non_negative(event.rho, "rho"), _non_negative(event.xi, "xi")
+    rho, xi = non_negative(event.rho, "rho"), non_negative(event.xi, "xi")
     if rho or xi:
         yield ZCDpEvent(rho, xi), count
+
+
+@parts_of.register
+def _(event: UserLevelDpEvent, count: int) -> Parts:
+    for part, times in parts_of(event.event, count):
+        if isinstance(part, UserLevelDpEvent):
+            raise ArgumentTypeError(
+                f"a UserLevelDpEvent holds no other one, got {event!r}: write only one."
+            )
+        yield UserLevelDpEvent(part), times
+
+
+def require_unit(event: DpEvent, unit: Unit) -> None:
+    """Raise where an elementary event is not about what the accountant protects."""
+    if isinstance(event, UserLevelDpEvent) == (unit == "user"):
+        return
+    if unit == "user":
+        raise ArgumentError(
+            f"this accountant protects users, and {type(event).__name__} is about one record:"
+            " use make_private(..., people=ids), or UserLevelDpEvent(event) where it bounds all"
+            " of a user's records."
+        )
+    raise ArgumentError(
+        "this accountant protects records, and a UserLevelDpEvent is about users, whose epsilon is"
+        ' another number: charge it to PrivacyAccountant(unit="user").'
+    )
+
+
+# --- events as text -------------------------------------------------------------------------------
 
 
 def in_words(event: DpEvent | None) -> str:
@@ -379,32 +467,21 @@ def in_words(event: DpEvent | None) -> str:
     return str(event)
 
 
-@singledispatch
-def lowered(event: DpEvent, slack: float) -> DpEvent:
-    """An elementary event that dominates ``event`` and all those with up to ``slack`` times less
-    noise, on a grid of ratio 1.005. The event itself where no noise is known.
+def lowered(event: Any, slack: float) -> Any:
+    """``event`` with its Gaussian noise lowered by at least the factor ``slack``, on a grid of
+    ratio 1.005; the event itself where it has none.
     """
+
+    def down(noise: float) -> float:
+        return min(_GRID ** math.floor(math.log(noise / slack) / math.log(_GRID)), noise / slack)
+
+    if isinstance(getattr(event, "event", None), DpEvent):
+        return attr.evolve(event, event=lowered(event.event, slack))
+    if isinstance(event, MuGaussianDpEvent):
+        return MuGaussianDpEvent(1 / down(1 / event.mu))
+    if hasattr(event, "noise_multiplier") and not isinstance(event, LaplaceDpEvent):
+        return attr.evolve(event, noise_multiplier=down(event.noise_multiplier))
     return event
-
-
-def _down(noise: float, slack: float) -> float:
-    return min(_GRID ** math.floor(math.log(noise / slack) / math.log(_GRID)), noise / slack)
-
-
-@lowered.register
-def _(event: PoissonSampledDpEvent | SampledWithoutReplacementDpEvent, slack: float) -> DpEvent:
-    changed: DpEvent = attr.evolve(event, event=lowered(event.event, slack))
-    return changed
-
-
-@lowered.register
-def _(event: GaussianSum, slack: float) -> DpEvent:
-    return type(event)(_down(event.noise_multiplier, slack))
-
-
-@lowered.register
-def _(event: MuGaussianDpEvent, slack: float) -> DpEvent:
-    return MuGaussianDpEvent(1 / _down(1 / event.mu, slack))
 
 
 def encode(event: DpEvent) -> list[Any]:
@@ -423,7 +500,9 @@ def decode(code: Any) -> DpEvent:
     """The event that :func:`encode` wrote."""
     kinds = {kind.__name__: kind for kind in parts_of.registry if issubclass(kind, DpEvent)}
     if not isinstance(code, list) or not code or code[0] not in kinds:
-        raise ValueError(f"this is not a saved event: {code!r}. Load what state_dict() returned.")
+        raise ArgumentError(
+            f"this is not a saved event: {code!r}. Load what state_dict() returned."
+        )
 
     def decoded(value: Any) -> Any:
         if not isinstance(value, list):
@@ -432,19 +511,8 @@ def decode(code: Any) -> DpEvent:
 
     kind = kinds[code[0]]
     values = [
-        int(value) if field.type in (int, "int") else decoded(value)
+        int(value) if "int" in str(field.type) else decoded(value)
         for value, field in zip(code[1:], attr.fields(kind), strict=True)
     ]
     event: DpEvent = kind(*values)
-    return event
-
-
-def recorded(code: Any, neighboring: str) -> DpEvent:
-    """The event of a saved history under this relation.
-
-    Under add-or-remove-one earlier versions charged unspecified batches as recordwise ones are.
-    """
-    event = decode(code)
-    if neighboring != "replace_one" and isinstance(event, UnspecifiedBatchGaussianDpEvent):
-        return RecordwiseBatchGaussianDpEvent(event.noise_multiplier)
     return event

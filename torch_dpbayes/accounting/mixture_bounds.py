@@ -32,8 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from .loss_grid import loss_nodes
-from .pairs import Array, Sampled, SampledKind, has_two_directions
+from .dominating_pairs import Array, Sampled, SampledKind, has_two_directions
+from .privacy_loss import loss_nodes
 
 Indices = NDArray[np.int64]
 

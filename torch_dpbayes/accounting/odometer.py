@@ -31,8 +31,8 @@ import numpy as np
 from scipy import optimize, special
 
 from . import renyi
-from .failures import apart
-from .pairs import Array, NonPrivate, Pair
+from .dominating_pairs import Array, NonPrivate, Pair
+from .privacy_loss import apart
 
 _COUNTS = np.geomspace(1, 1e7, 36)  # of the first release, for which orders are good
 _LIKELY, _LIKELY_SPREAD = math.log(3e3), 3.0  # of the logarithm of their number

@@ -1,10 +1,9 @@
 """Renyi differential privacy: from releases to one curve, and from the curve to (epsilon, delta).
 
-The curve of a release is that of the pair which dominates it
-(:func:`pairs.dominating_pair`): every Renyi divergence is a positive combination of
-hockey-stick divergences, so it can only grow from the release to its dominating pair. Curves add up
-under composition, also when parameters are chosen adaptively, for as long as the sum at one order
-fixed in advance stays below a limit fixed in advance (Feldman, Zrnic 2021).
+The curve of a release is that of the pair which dominates it: a Renyi divergence is a positive
+combination of hockey-stick divergences, so it only grows from the release to its pair. Curves add
+up under composition, also when parameters are chosen adaptively, for as long as the sum at one
+order fixed in advance stays below a limit fixed in advance (Feldman, Zrnic 2021).
 """
 
 from __future__ import annotations
@@ -16,31 +15,57 @@ from functools import cache, lru_cache, singledispatch
 import numpy as np
 from scipy import special
 
-from .bounded import least_delta, least_epsilon
-from .failures import beside_failures, with_failures
-from .levels import EXACT_LEVELS, merge
-from .loss_grid import log_mixture, pieces
-from .pairs import Array, BoundedRange, Concentrated, Gaussian, Pair, Pure, Sampled
+from .dominating_pairs import (
+    EXACT_LEVELS,
+    Amplified,
+    Array,
+    BoundedRange,
+    Concentrated,
+    DiscreteGaussian,
+    FewLosses,
+    Gaussian,
+    GaussianMixture,
+    Laplace,
+    Mixed,
+    Pair,
+    Pure,
+    Sampled,
+    grouped,
+    has_two_directions,
+    largest_loss,
+    merge,
+)
+from .privacy_loss import (
+    beside_failures,
+    least_delta,
+    least_epsilon,
+    log_mixture,
+    loss_nodes,
+    pieces,
+    with_failures,
+)
 
 ORDERS: tuple[float, ...] = (
     *(1 + i / 10 for i in range(1, 100)),
     *range(11, 65),
     *(80, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096),
 )
-# Quadrature follows the integrand to x = order; beyond this order it would cost more than it
-# brings.
+# Quadrature follows the integrand to x = order; beyond this it would cost more than it brings.
 _LARGEST_QUADRATURE_ORDER = 256
-_RATIO = 1.005
+_LARGEST_SAMPLED_ORDER = 256  # of a Poisson sample of what is not a Gaussian sum
+_MOST_VALUES = 2**14  # of discrete Gaussian noise that are looked at one by one
+_RATIO = 1.005  # of the grid to which many different releases are brought
 _MOST_EXACT = 20_000  # different releases that are composed as they are
 _STRIDE = 16  # between the orders that are looked at first, a power of 2
 _MARGIN = 1e-9  # relative error of the quadrature, by far
 
+# --- of one release -------------------------------------------------------------------------------
+
 
 @singledispatch
 def divergences(pair: Pair, alpha: Array) -> Array:
-    """The Renyi divergence of one release at the orders ``alpha``; infinite where nothing is known.
-
-    A new kind of pair registers its own.
+    """The Renyi divergence of one release at the orders ``alpha``, in the worse direction; infinite
+    where nothing is known. A new kind of pair registers its own.
     """
     return np.full(len(alpha), math.inf)
 
@@ -51,16 +76,11 @@ def _(pair: Gaussian, alpha: Array) -> Array:
 
 
 @divergences.register
-def _(pair: Concentrated, alpha: Array) -> Array:
-    return pair.xi + pair.rho * alpha
-
-
-@divergences.register
 def _(pair: Pure, alpha: Array) -> Array:
     # log E exp(theta L) for L = e with probability e^e / (1 + e^e), else -e
     e, theta = pair.epsilon, alpha - 1
     log_moment = np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e))
-    return of_bounded_loss(log_moment, e, alpha)
+    return _of_bounded_loss(log_moment, e, alpha)
 
 
 @divergences.register
@@ -72,7 +92,122 @@ def _(pair: BoundedRange, alpha: Array) -> Array:
         + np.log(-np.expm1(-2 * slope * b) / (2 * slope))
         - math.log(-math.expm1(-b))
     )
-    return of_bounded_loss(log_moment, b, alpha)
+    return _of_bounded_loss(log_moment, b, alpha)
+
+
+@divergences.register
+def _(pair: Laplace | FewLosses, alpha: Array) -> Array:
+    return _of_bounded_loss(_log_moments(pair, alpha) + 1e-12, largest_loss(pair), alpha)
+
+
+def _log_moments(pair: Pair, alpha: Array) -> Array:
+    """log E exp((alpha - 1) L) in the worse direction, from the nodes of all losses."""
+    losses, masses, _ = loss_nodes(pair, 0.0)
+    with np.errstate(divide="ignore"):
+        logs = np.log(masses)
+    moments = np.array([special.logsumexp(logs + (a - 1) * losses) for a in alpha])
+    if has_two_directions(pair):
+        back = [special.logsumexp(logs - a * losses) for a in alpha]
+        moments = np.maximum(moments, back)
+    return moments
+
+
+def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
+    """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute
+    margin for their round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes
+    (Bun, Steinke 2016, Proposition 3.3).
+    """
+    margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
+    return np.minimum((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2) * (1 + 1e-14)
+
+
+@divergences.register
+def _(pair: DiscreteGaussian, alpha: Array) -> Array:
+    # With S(c) = sum over x of exp(-(x - c)^2 / (2 s^2)), of period 1, the divergence is alpha m^2
+    # / (2 s^2) + log(S(alpha m) / S(0)) / (alpha - 1) <= the first term (Canonne, Kamath, Steinke
+    # 2020, Proposition 5). From s = 2 on the second one is below 1e-30.
+    std, move = pair.std, pair.move
+    whole = alpha * move**2 / (2 * std**2)
+    if std >= 2:
+        return np.asarray(whole)
+    place = (alpha * move) % 1.0
+    x = np.arange(-math.ceil(40 * std) - 1, math.ceil(40 * std) + 3)
+    sums = special.logsumexp(-((x - place[:, None]) ** 2) / (2 * std**2), axis=1)
+    at_zero = special.logsumexp(-(x**2) / (2 * std**2))
+    return np.asarray(whole + np.minimum(sums - at_zero + 1e-12, 0.0) / (alpha - 1))
+
+
+@divergences.register
+def _(pair: Amplified, alpha: Array) -> Array:
+    if isinstance(pair.pair, FewLosses):
+        return _of_bounded_loss(_log_moments(pair, alpha) + 1e-12, largest_loss(pair), alpha)
+    q, std, move = pair.rate, pair.pair.std, pair.pair.move
+    found = np.full(len(alpha), math.inf)
+    for i, order in enumerate(alpha.tolist()):
+        reach = math.ceil(order * move + 40 * std)
+        if order <= _LARGEST_SAMPLED_ORDER and reach <= _MOST_VALUES:
+            x = np.arange(-reach, reach + 1, dtype=np.float64)
+            with_record, without = (-((x - c) ** 2) / (2 * std**2) for c in (move, 0))
+            norm = special.logsumexp(without)
+            mixed = np.logaddexp(math.log1p(-q) + without, math.log(q) + with_record)
+            both = (
+                special.logsumexp(order * p - (order - 1) * r) - norm
+                for p, r in ((mixed, without), (without, mixed))
+            )
+            found[i] = (max(*both, 0.0) + 1e-12) / (order - 1)
+    once = divergences(pair.pair, _WHOLE)
+    return np.minimum(found, _of_curve_sampled(once, q, alpha))
+
+
+@divergences.register
+def _(pair: Concentrated, alpha: Array) -> Array:
+    if pair.rate == 1:
+        return pair.xi + pair.rho * alpha
+    return np.minimum(
+        _of_curve_sampled(pair.xi + pair.rho * _WHOLE, pair.rate, alpha),
+        pair.xi + pair.rho * alpha,
+    )
+
+
+_WHOLE = np.arange(2.0, _LARGEST_SAMPLED_ORDER + 1)
+
+
+def _of_curve_sampled(once: Array, q: float, alpha: Array) -> Array:
+    """The curve of a Poisson sample of a release with the divergences ``once`` at the whole orders
+    from 2 on: Zhu, Wang 2019, Theorem 5; between, the divergence of the next whole order.
+    """
+    found = np.full(len(alpha), math.inf)
+    for i, order in enumerate(np.ceil(np.maximum(alpha, 2.0)).astype(int).tolist()):
+        if order <= _LARGEST_SAMPLED_ORDER:
+            j = np.arange(2, order + 1)
+            terms = (
+                special.gammaln(order + 1)
+                - special.gammaln(j + 1)
+                - special.gammaln(order - j + 1)
+                + j * math.log(q)
+                + (order - j) * math.log1p(-q)
+                + (j - 1) * once[: order - 1]
+                + np.where(j > 2, math.log(3.0), 0.0)
+            )
+            first = (order - 1) * math.log1p(-q) + math.log1p((order - 1) * q)
+            found[i] = (np.logaddexp(first, special.logsumexp(terms)) + 1e-12) / (order - 1)
+    return found
+
+
+@divergences.register
+def _(pair: GaussianMixture, alpha: Array) -> Array:
+    # that of the release that announces which of the Gaussians it is
+    stay = math.log(max(1 - math.fsum(pair.chances), 1e-300))
+    terms = [np.full(len(alpha), stay)]
+    for move, chance in zip(pair.moves, pair.chances, strict=True):
+        terms.append(math.log(chance) + alpha * (alpha - 1) * move**2 / 2)
+    return np.asarray(np.maximum(special.logsumexp(terms, axis=0), 0.0) / (alpha - 1) + 1e-14)
+
+
+@divergences.register
+def _(pair: Mixed, alpha: Array) -> Array:
+    terms = [np.log(weight) + (alpha - 1) * divergences(part, alpha) for weight, part in pair.parts]
+    return np.asarray(np.maximum(special.logsumexp(terms, axis=0), 0.0) / (alpha - 1))
 
 
 @divergences.register
@@ -83,53 +218,31 @@ def _(pair: Sampled, alpha: Array) -> Array:
     return found * (1 + _MARGIN) + 2e-15 * (1 + alpha) / (alpha - 1)
 
 
-@lru_cache(maxsize=2**18)
-def _divergence(pair: Pair, order: float) -> float:
-    return float(divergences(pair, np.array([order], dtype=np.float64))[0])
-
-
-@lru_cache(maxsize=4096)
-def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
-    return divergences(pair, np.array(orders, dtype=np.float64))
-
-
-def of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
-    """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute
-    margin for their round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes
-    (Bun, Steinke 2016, Proposition 3.3).
-    """
-    margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
-    return np.minimum((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2) * (1 + 1e-14)
-
-
 def _sampled(pair: Sampled, order: float) -> float:
+    q, z = pair.rate, pair.noise
     if pair.kind == "directed" and float(order).is_integer():
-        return _binomial(pair.rate, pair.noise, int(order))
+        return _binomial(q, z, int(order))
     if order > _LARGEST_QUADRATURE_ORDER:
         return math.inf
-    q, z = pair.rate, pair.noise
     start = 0.5 if pair.kind == "symmetric" else -12 * z
     # Right of the centre the log ratio grows at most as x / z^2 per order; for the antipodal pair
     # twice that.
     end = (2 if pair.kind == "antipodal" else 1) * order + 12 * z
-    x, weight = pieces(
-        np.linspace(start, end, 2 + int((end - start) / (0.1 * z * min(1.0, 2 * z)))), 5
-    )
+    edges = np.linspace(start, end, 2 + int((end - start) / (0.1 * z * min(1.0, 2 * z))))
+    x, weight = pieces(edges, 5)
     base = np.log(weight) - x**2 / (2 * z**2) - math.log(z * math.sqrt(2 * math.pi))
     up = log_mixture(x, q, z)
     if pair.kind == "directed":
-        # For a Gaussian the divergence of the removed record is the larger one (Mironov, Talwar,
-        # Zhang 2019, Thm 5).
-        return float(special.logsumexp(base + order * up)) / (order - 1)
-    if pair.kind == "antipodal":
-        return float(special.logsumexp(base + order * up - (order - 1) * log_mixture(-x, q, z))) / (
-            order - 1
-        )
-    central = 1 - float(np.sum(np.exp(base) + np.exp(base + up)))
-    terms = np.concatenate(
-        [base + order * up, base - (order - 1) * up, [math.log(max(central, 1e-300))]]
-    )
-    return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
+        # the removed record's is the larger one (Mironov, Talwar, Zhang 2019, Theorem 5)
+        terms = base + order * up
+    elif pair.kind == "antipodal":
+        terms = base + order * up - (order - 1) * log_mixture(-x, q, z)
+    else:
+        central = 1 - float(np.sum(np.exp(base) + np.exp(base + up)))
+        middle = [math.log(max(central, 1e-300))]
+        terms = np.concatenate([base + order * up, base - (order - 1) * up, middle])
+        return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
+    return float(special.logsumexp(terms)) / (order - 1)
 
 
 def _binomial(q: float, z: float, order: int) -> float:
@@ -142,31 +255,34 @@ def _binomial(q: float, z: float, order: int) -> float:
     return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
 
 
+# --- of a composition -----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2**18)
+def _divergence(pair: Pair, order: float) -> float:
+    return float(divergences(pair, np.array([order], dtype=np.float64))[0])
+
+
+@lru_cache(maxsize=4096)
+def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
+    return divergences(pair, np.array(orders, dtype=np.float64))
+
+
 def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array:
     """The Renyi divergence of the composition, in the worse direction, at each order."""
     total = np.zeros(len(orders))
-    for pair, count in merge(counts, _RATIO, concentrated=True, fixed=True).items():
+    for pair, count in grouped(merge(counts), _RATIO, upper=True).items():
         total = total + count * _curve(pair, tuple(orders))
     return total
 
 
-def epsilon(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> float:
-    """Epsilon at ``delta``: Canonne, Kamath, Steinke 2020, Proposition 12, at the best order."""
-    return max(0.0, float(np.min(_epsilons(of_orders, delta, orders))))
+def _conversion(alpha: Array, delta: float) -> Array:
+    """Canonne, Kamath, Steinke 2020, Proposition 12."""
+    return np.asarray((math.log(delta) + np.log(alpha)) / (alpha - 1) - np.log1p(-1 / alpha))
 
 
 def _epsilons(of_orders: Array, delta: float, orders: Sequence[float]) -> Array:
     return of_orders - _conversion(np.asarray(orders, dtype=np.float64), delta)
-
-
-def best_order(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> int:
-    """Index of the order that decides :func:`epsilon`."""
-    return int(np.argmin(of_orders - _conversion(np.asarray(orders, dtype=np.float64), delta)))
-
-
-def delta(of_orders: Array, epsilon: float, orders: Sequence[float] = ORDERS) -> float:
-    """Delta at ``epsilon``, by the same bound."""
-    return math.exp(min(0.0, float(np.min(_log_deltas(of_orders, epsilon, orders)))))
 
 
 def _log_deltas(of_orders: Array, epsilon: float, orders: Sequence[float]) -> Array:
@@ -175,15 +291,43 @@ def _log_deltas(of_orders: Array, epsilon: float, orders: Sequence[float]) -> Ar
     return np.asarray(found)
 
 
+def epsilon(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> float:
+    """Epsilon at ``delta``, at the best order."""
+    return max(0.0, float(np.min(_epsilons(of_orders, delta, orders))))
+
+
+def best_order(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> int:
+    """Index of the order that decides :func:`epsilon`."""
+    return int(np.argmin(_epsilons(of_orders, delta, orders)))
+
+
+def delta(of_orders: Array, epsilon: float, orders: Sequence[float] = ORDERS) -> float:
+    """Delta at ``epsilon``, by the same bound."""
+    return math.exp(min(0.0, float(np.min(_log_deltas(of_orders, epsilon, orders)))))
+
+
+def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
+    """The divergence at each order up to which (epsilon, delta) is kept."""
+    return epsilon + _conversion(np.asarray(orders, dtype=np.float64), delta)
+
+
+def filter_order(epsilon: float, delta: float) -> float:
+    """The order at which a Renyi filter for this budget lets a Gaussian run longest: a function of
+    the budget only.
+    """
+    orders = 1 + np.geomspace(1e-3, 1e6, 2000)
+    return float(orders[np.argmax(allowed(epsilon, delta, orders.tolist()) / orders)])
+
+
 def _least(
     counts: Mapping[Pair, int], at_orders: Callable[[Array, Sequence[float]], Array]
 ) -> float:
     """The least of ``at_orders(curve, orders)`` over orders, each of which gives a bound.
 
     Of many different releases the best order is searched for, from afar to near, with each release
-    as it is; of very many, close ones are merged first.
+    as it is; of very many, close ones are grouped first.
     """
-    levels = merge(counts, concentrated=True)
+    levels = merge(counts)
     if not EXACT_LEVELS < len(levels) <= _MOST_EXACT:
         return float(np.min(at_orders(curve(counts), ORDERS)))
 
@@ -202,39 +346,22 @@ def _least(
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    """Epsilon at ``delta`` of releases whose parameters were fixed in advance; those that may
-    fail outright have no curve but a part of delta.
+    """Epsilon at ``delta`` of releases whose parameters were fixed in advance; those that may fail
+    outright have no curve but a part of delta.
     """
+
+    def bound(others: Mapping[Pair, int], left: float) -> float:
+        return max(0.0, _least(others, lambda found, at: _epsilons(found, left, at)))
+
     return beside_failures(
-        counts,
-        delta,
-        lambda others, left: least_epsilon(
-            others, lambda c: max(0.0, _least(c, lambda r, at: _epsilons(r, left, at)))
-        ),
+        counts, delta, lambda others, left: least_epsilon(others, lambda c: bound(c, left))
     )
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     """Delta at ``epsilon``, likewise."""
 
-    def price(c: Mapping[Pair, int], largest: float) -> float:
-        return math.exp(min(0.0, _least(c, lambda r, at: _log_deltas(r, largest, at))))
+    def bound(others: Mapping[Pair, int], largest: float) -> float:
+        return math.exp(min(0.0, _least(others, lambda r, at: _log_deltas(r, largest, at))))
 
-    return with_failures(counts, lambda others: least_delta(others, epsilon, price))
-
-
-def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
-    """The divergence at each order up to which (epsilon, delta) is kept."""
-    return epsilon + _conversion(np.asarray(orders, dtype=np.float64), delta)
-
-
-def _conversion(alpha: Array, delta: float) -> Array:
-    return np.asarray((math.log(delta) + np.log(alpha)) / (alpha - 1) - np.log1p(-1 / alpha))
-
-
-def filter_order(epsilon: float, delta: float) -> float:
-    """The order at which a Renyi filter for this budget lets a Gaussian run longest: a
-    function of the budget only.
-    """
-    orders = 1 + np.geomspace(1e-3, 1e6, 2000)
-    return float(orders[np.argmax(allowed(epsilon, delta, orders.tolist()) / orders)])
+    return with_failures(counts, lambda others: least_delta(others, epsilon, bound))

@@ -1,31 +1,39 @@
-"""A history in words, and by labels."""
+"""What an accountant holds: as text, as a bar, and as a picture."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from . import renyi
-from .charging import Charging
-from .failures import apart, without_delta
-from .history import History, Part, needed
-from .pairs import NonPrivate
+from .dominating_pairs import NonPrivate, Pair, added, dominating_pair
+from .events import DpEvent, Neighboring
+from .history import History
+from .privacy_loss import apart, without_delta
 from .risk import Risk
 
-Shares = dict[str | None, tuple[float | None, int]]
+if TYPE_CHECKING:
+    from .accountant import PrivacyAccountant
+
+DELTA = 1e-5  # where there is no budget to take it from
 
 
 def summary(
-    charging: Charging,
+    history: History,
     bounds: tuple[float, float],
     delta: float,
-    statements: Iterable[str],
+    path: Path | None,
+    notes: Iterable[str],
     risk: Risk,
 ) -> str:
     """Everything there is to say, with the lower and the upper bound on epsilon at ``delta``; see
     ``PrivacyAccountant.summary``.
     """
-    history, (lower, upper) = charging.history, bounds
+    lower, upper = bounds
     budget, method, neighboring, unit = history.settings
     allowed = "none" if budget is None else f"epsilon = {budget[0]:g} at delta = {budget[1]:g}"
     lines = [
@@ -35,9 +43,9 @@ def summary(
         f"  spent       epsilon <= {upper:.5g} at delta = {delta:g} (and >= {lower:.5g}),"
         f" {sum(history.charges.values())} releases",
     ]
-    if math.isinf(upper) and (why := without_delta(history.guaranteed(), delta)):
+    if math.isinf(upper) and (why := without_delta(history.counts, delta)):
         lines.append(f"              {why}")
-    lines.append(f"  guarantee   {guarantee_in_words(charging, delta)}")
+    lines.append(f"  guarantee   {guarantee_in_words(history, delta)}")
     if risk.records_per_person > 1:
         lines.append(
             f"  people      of at most {risk.records_per_person} records each: epsilon <="
@@ -47,11 +55,15 @@ def summary(
         f"  risk        an attack that accuses {risk.false_positive_rate:.1%} wrongly finds at most"
         f" {risk.true_positive_rate:.4g} of those there; advantage <= {risk.advantage:.4g}"
     )
-    if charging.session is not None:
-        lines.append(f"  ledger      {charging.session.ledger.path}")
-    for i, statement in enumerate(statements):
-        lines.append(f"  {'' if i else 'rests on':<11} {statement}")
-    by_label = {label or "(no label)": share for label, share in shares(history, delta).items()}
+    if path is not None:
+        lines.append(f"  ledger      {path}")
+    for i, note in enumerate(notes):
+        lines.append(f"  {'' if i else 'rests on':<11} {note}")
+    charges = [(event, count, label) for (event, label, _), count in history.charges.items()]
+    by_label = {
+        label or "(no label)": share
+        for label, share in by_labels(charges, neighboring, delta).items()
+    }
     width = max(map(len, by_label), default=0)
     for label, (share, count) in by_label.items():
         cost = "" if share is None else f"{share:.1%} of the cost, "
@@ -59,29 +71,22 @@ def summary(
     return "\n".join(lines)
 
 
-def guarantee_in_words(charging: Charging, delta: float) -> str:
+def guarantee_in_words(history: History, delta: float) -> str:
     """What epsilon is a bound for."""
-    history = charging.history
     if history.guarantee == "none":
         return (
             "none for jobs that began after others had charged: there is no budget that a"
             " filter could keep. Had all parameters been fixed before the first release,"
-            f" epsilon <= {history.price(history.counts, delta):.5g} at delta = {delta:g}"
+            f" epsilon <= {history.fixed_epsilon(delta):.5g} at delta = {delta:g}"
         )
-    if history.guarantee == "registered":
-        left = sum(charging.open_registered().values())
-        return (
-            "upper bound for the schedule that was registered before the first release,"
-            f" whoever releases what of it; {left} releases of it are left"
-        )
-    if history.guarantee == "fixed" or history.filter is None:
+    if history.filter is None:
         kind = "privacy loss distributions"
         if history.settings.method == "rdp":
             kind = "Renyi curves, at the best order"
         return f"upper bound by {kind}; valid for parameters fixed before the first release"
     text = (
         f"filter on {history.filter.describe()}, valid for parameters chosen from earlier"
-        f" outputs; {charging.used_share():.1%} of it used"
+        f" outputs; {history.used_share():.1%} of it used"
     )
     if not history.declared:
         _, own = history.settings.budget or (0.0, 0.0)
@@ -92,21 +97,99 @@ def guarantee_in_words(charging: Charging, delta: float) -> str:
     return text
 
 
-def shares(history: History, delta: float) -> Shares:
-    """Of each label the share of the cost, and the releases; see ``PrivacyAccountant.shares``."""
-    labels: dict[str | None, list[Part]] = {}
-    for (event, label, _), count in history.charges.items():
-        labels.setdefault(label, []).append(Part(event, count, history.pair(event)))
-    found: Shares = {
-        label: (None, sum(part.times for part in parts)) for label, parts in labels.items()
-    }
-    _, others = apart(history.counts)
-    if not others or any(isinstance(pair, NonPrivate) for pair in others):
+def by_labels(
+    charges: Iterable[tuple[DpEvent, int, str | None]], neighboring: Neighboring, delta: float
+) -> dict[str | None, tuple[float | None, int]]:
+    """Of each label the share of the cost, and the releases.
+
+    The cost that adds up is the Renyi divergence at the order which decides epsilon at ``delta``;
+    the share is ``None`` if something was released without noise. What fails outright with some
+    probability is not in it.
+    """
+    labels: dict[str | None, dict[Pair, int]] = {}
+    found: dict[str | None, tuple[float | None, int]] = {}
+    total: dict[Pair, int] = {}
+    for event, count, label in charges:
+        more = {dominating_pair(event, neighboring): count}
+        labels[label] = added(labels.get(label, {}), more)
+        total = added(total, more)
+        found[label] = None, sum(labels[label].values())
+    _, others = apart(total)
+    if not others or NonPrivate() in others:
         return found
-    total = renyi.curve(others)
-    best = renyi.best_order(total, delta)
-    if 0 < total[best] < math.inf:
-        for label, parts in labels.items():
-            share = float(renyi.curve(apart(needed(parts))[1])[best] / total[best])
+    curve = renyi.curve(others)
+    best = renyi.best_order(curve, delta)
+    if 0 < curve[best] < math.inf:
+        for label, counts in labels.items():
+            share = float(renyi.curve(apart(counts)[1])[best] / curve[best])
             found[label] = share, found[label][1]
     return found
+
+
+# --- in a few words -------------------------------------------------------------------------------
+
+
+def _spent(accountant: PrivacyAccountant) -> tuple[float, float]:
+    """(epsilon, delta) of what the accountant holds; epsilon is NaN where its ledger cannot be
+    read.
+    """
+    delta = DELTA if accountant.delta is None else accountant.delta
+    try:
+        return accountant.get_epsilon(delta), delta
+    except Exception:  # what says something for a person never fails
+        return math.nan, delta
+
+
+def spent_in_words(accountant: PrivacyAccountant) -> str:
+    """As in ``epsilon = 0.5 of 3 spent at delta = 1e-05``."""
+    epsilon, delta = _spent(accountant)
+    budget = "" if accountant.epsilon is None else f" of {accountant.epsilon:g}"
+    return f"epsilon = {epsilon:.4g}{budget} spent at delta = {delta:g}"
+
+
+def bar(accountant: PrivacyAccountant) -> str:
+    """Epsilon as a bar of HTML where there is a budget; nothing elsewhere."""
+    epsilon, _ = _spent(accountant)
+    if accountant.epsilon is None or not math.isfinite(epsilon):
+        return ""
+    share = min(1.0, epsilon / accountant.epsilon)
+    return (
+        '<div style="width:20em;border:1px solid #888"><div style="height:0.7em;'
+        f'background:#47c;width:{share:.1%}"></div></div>'
+    )
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def draw(risk: Risk, axes: Any = None) -> Any:
+    """True- against false-positive rates of the best attack, on logarithmic axes."""
+    if axes is None:
+        try:
+            from matplotlib import pyplot
+        except ImportError:
+            raise ImportError("plot_risk() needs matplotlib: pip install matplotlib") from None
+        axes = pyplot.subplots(figsize=(5.5, 4.5))[1]
+    lowest = min(1e-5, risk.false_positive_rate / 10)
+    rates = np.geomspace(lowest, 1.0, 500)
+    best = risk.true_positive_rates(rates)
+    axes.fill_between(rates, rates, best, alpha=0.15, linewidth=0)
+    axes.plot(rates, best, label="best attack, at most")
+    axes.plot(rates, rates, color="black", linestyle=":", linewidth=1, label="guessing")
+    axes.plot(
+        [risk.false_positive_rate],
+        [risk.true_positive_rate],
+        "o",
+        label=f"finds {risk.true_positive_rate:.3g} at {risk.false_positive_rate:g}",
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(lowest, 1.0)
+    axes.set_ylim(lowest, 1.2)
+    axes.set_xlabel("false-positive rate: accused, though not there")
+    axes.set_ylabel("true-positive rate: there, and accused")
+    people = "" if risk.records_per_person == 1 else f", {risk.records_per_person} records a person"
+    axes.set_title(f"advantage ≤ {risk.advantage:.3g}{people}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    return axes

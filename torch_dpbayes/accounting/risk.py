@@ -2,55 +2,370 @@
 
 The attacker knows everything but whether the person took part (under replace-one: which of two
 records was theirs), sees all that was released, and decides. Everything here is read off the
-trade-off curve between the two errors of that decision, which the composed privacy losses bound
-from both sides.
+trade-off curve: the largest true-positive rate of an attack at each false-positive rate.
 
-People with several records.
+*From privacy profiles.* If P(S) <= e^epsilon Q(S) + delta for every S, then a test that rejects Q
+on S has true-positive rate P(S) at most e^epsilon times its false-positive rate Q(S), plus delta;
+and with P and Q exchanged, for the complement of S, at most 1 - e^-epsilon (1 - Q(S) - delta'). The
+curve is the lower envelope of such lines. Leaving lines out only raises it.
 
-*A path of neighbours.* Data sets that differ in k records are the ends of k steps between
-neighbours. If T(a) bounds the true-positive rate between neighbours at false-positive rate a, then
-T(T(...T(a))), k times, bounds it between the ends (Dong, Roth, Su 2022, Theorem 2.14). That holds
-for everything that was charged, under every guarantee, and is exact for Gaussians.
-
-*Sampled sums.* Under add-or-remove-one, each of k records of a person joins a Poisson batch by
-itself: the pair (sum over j of Binomial(k, q)(j) N(j, z^2), N(0, z^2)) dominates one release, and
-is tight (Ganesh 2024). Where all releases are such sums, or Gaussian ones (whose mu counts k
-times), these pairs are composed too, and the smaller bound counts. What is known of a release by a
-pair only, such as a failure beside a pure loss, is not: the parts of a pair do not stand for
-releases of their own.
+*Users with several records.* If T bounds the curve between neighbours, then T(T(...T)), k times,
+bounds it between data sets that differ in k records (Dong, Roth, Su 2022, Theorem 2.14). Of
+Poisson sums under add-or-remove-one the pair (sum over j of Binomial(k, q)(j) N(j, z^2), N(0, z^2))
+is tight (Ganesh 2024); the smaller bound counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import singledispatch
-from typing import Any
+from functools import lru_cache, singledispatch
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
-from . import profiles, renyi
-from .events import GaussianDpEvent, MuGaussianDpEvent, PoissonSampledDpEvent
-from .failures import apart
-from .history import History
-from .levels import EXACT_LEVELS
-from .pairs import (
+from . import renyi
+from .bounds import without_extremes
+from .dominating_pairs import (
+    EXACT_LEVELS,
     Array,
     Concentrated,
     Gaussian,
     GaussianMixture,
+    NonPrivate,
     Pair,
     Repeated,
     Sampled,
+    directions,
     dominating_mu,
     largest_loss,
+    merge,
 )
-from .trade_off import TradeOff
+from .events import GaussianDpEvent, Method, MuGaussianDpEvent, PoissonSampledDpEvent
+from .fft_composition import Composition, compose, tail_of
+from .gdp import gaussian_delta, gaussian_epsilon
+from .privacy_loss import RandomizedResponses, apart, failing, largest_sum, loss_nodes
+from .tilted_window import choose_window
 
+if TYPE_CHECKING:
+    from .history import History
+
+_ROUND_OFF = 1e-12  # relative, of what is computed of a curve; by far
+_PROFILE_ROUND_OFF = 1e-10  # relative, of closed forms
+_MOST_VERTICES = 20_000
+_LARGEST_LOSS = 700.0  # whose exponential is a float
+_LEAST_SLACK = 1e-9  # down to which mu is told apart
+_POINTS = 700  # epsilons of a profile, evenly spaced, and as many towards 0
+SMALLEST = 1e-36  # delta up to which they reach
+# delta that compositions are tuned for, beside the advantage
+_DELTAS = (1e-3, 1e-8, 1e-16, 1e-30)
+# relative excess of epsilon that discretisation aims at; of many different levels
+_ACCURACY, _ROUGH_ACCURACY = 5e-4, 1e-3
+_OF_ADVANTAGE = 2e-5  # of the advantage
+_REFINED = 3  # times at most, until that is met
+_MOST_LOSSES = 2**18  # on the grid, of one release, for the advantage
+_MOST_BEYOND = 2**15  # the same for larger losses, and for mixtures, whose inverse is by bisection
 _SMALL_ORDERS = (1.001, 1.01, 1.03, 1.06)  # before those of the Renyi curves
 _NO_DEARER = 1.02  # what holds at all orders is preferred up to this factor
+_LEAST_CHANCE = 1e-280
+
+# --- trade-off curves -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """``deltas[i]`` bounds the hockey-stick divergence of P from Q at ``epsilons[i]`` >= 0."""
+
+    epsilons: Array
+    deltas: Array
+
+    def ending(self, largest: float) -> Profile:
+        """The same, where the loss never passes ``largest``."""
+        if largest == math.inf:
+            return self
+        return Profile(np.append(self.epsilons, largest), np.append(self.deltas, 0.0))
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """A concave, piecewise linear upper bound: between the vertices
+    ``(false_positive_rates[i], true_positive_rates[i])``, from rate 0 to rate 1.
+    """
+
+    false_positive_rates: Array
+    true_positive_rates: Array
+
+    @classmethod
+    def of_profiles(cls, forward: Profile, backward: Profile) -> TradeOff:
+        """The curve of tests of Q against P, from the profile of (P, Q) and that of (Q, P)."""
+        near = forward.epsilons <= _LARGEST_LOSS
+        back = backward.epsilons <= _LARGEST_LOSS
+        small = np.exp(-backward.epsilons[back])
+        # the exponential of a tiny loss, rounded, would say that there is none
+        steep = np.nextafter(np.exp(forward.epsilons[near]), np.inf)
+        slopes = np.concatenate([steep, small, [0.0]])
+        forwards = np.clip(forward.deltas[near], 0.0, 1.0)
+        backwards = -np.expm1(-backward.epsilons[back])
+        backwards += small * np.clip(backward.deltas[back], 0.0, 1.0)
+        return cls.of_lines(slopes, np.concatenate([forwards, backwards, [1.0]]))
+
+    @classmethod
+    def of_lines(cls, slopes: Array, intercepts: Array) -> TradeOff:
+        """The minimum of lines; ``intercepts`` are at least 0."""
+        order = np.lexsort((intercepts, -slopes))
+        return cls(*_envelope(slopes[order].tolist(), intercepts[order].tolist()))
+
+    @property
+    def vertices(self) -> tuple[Array, Array]:
+        """Both rates."""
+        return self.false_positive_rates, self.true_positive_rates
+
+    def __call__(self, false_positive_rate: Array | float) -> Array:
+        """The true-positive rate at most, at false-positive rates in [0, 1]."""
+        found = np.interp(false_positive_rate, self.false_positive_rates, self.true_positive_rates)
+        return np.minimum(found * (1 + _ROUND_OFF), 1.0)
+
+    def after(self, other: TradeOff) -> TradeOff:
+        """``self(other(rate))`` as a curve: to a neighbour, and on to the next one."""
+        before, between = other.vertices
+        # where ``other`` arrives at a vertex of this curve
+        rising = np.concatenate([[True], np.diff(between) > 0])
+        inner = np.interp(self.false_positive_rates, between[rising], before[rising])
+        inner = inner[self.false_positive_rates >= between[0]]
+        rates = np.unique(np.concatenate([before, inner]))
+        return TradeOff(rates, self(other(rates))).thinned()
+
+    def thinned(self) -> TradeOff:
+        """A curve above this one, of few enough vertices."""
+        rates, powers = self.vertices
+        if len(rates) <= _MOST_VERTICES:
+            return self
+        # Every second one, raised by as much as what is left out lies above the lines between them.
+        kept = np.unique(np.linspace(0, len(rates) - 1, _MOST_VERTICES // 2).astype(np.int64))
+        above = powers / np.maximum(np.interp(rates, rates[kept], powers[kept]), 1e-300)
+        between = np.maximum.reduceat(above, kept[:-1])
+        factors = np.maximum(np.append(between, 1.0), np.append(1.0, between)) * (1 + _ROUND_OFF)
+        return TradeOff(rates[kept], powers[kept] * factors)
+
+    def of_groups(self, size: int) -> TradeOff:
+        """The curve where data sets are ``size`` neighbours apart."""
+        curve, power, left = None, self, size
+        while True:
+            if left & 1:
+                curve = power if curve is None else curve.after(power)
+            left >>= 1
+            if not left:
+                assert curve is not None
+                return curve
+            power = power.after(power)
+
+    @property
+    def advantage(self) -> float:
+        """The largest difference of the two rates."""
+        return float(np.clip(np.max(self.true_positive_rates - self.false_positive_rates), 0, 1))
+
+    def best_guess(self, prior: float) -> float:
+        """The probability with which the best attack is right, where P holds with probability
+        ``prior``, else Q.
+        """
+        right = prior * self.true_positive_rates + (1 - prior) * (1 - self.false_positive_rates)
+        return float(min(np.max(right) * (1 + _ROUND_OFF), 1.0))
+
+    def delta(self, epsilon: float) -> float:
+        """The hockey-stick divergence at ``epsilon`` at most."""
+        rise = math.exp(min(epsilon, _LARGEST_LOSS))
+        excess = self.true_positive_rates - rise * self.false_positive_rates
+        return float(np.clip(np.max(excess), 0.0, 1.0))
+
+    def epsilon(self, delta: float) -> float:
+        """The least epsilon >= 0 with ``delta(epsilon) <= delta``; infinite if there is none."""
+        rates, excess = self._above(delta)
+        if not len(rates) or rates[0] <= 0:
+            return math.inf if len(rates) else 0.0
+        slope = float(np.max(excess / rates))
+        return max(math.log(slope) * (1 + _ROUND_OFF), 0.0) if slope > 0 else 0.0
+
+    def mu(self, slack: float) -> float:
+        """The least mu of a Gaussian whose true-positive rate, and ``slack`` more, is nowhere
+        passed; infinite if there is none.
+        """
+        rates, powers = self._above(max(slack, _LEAST_SLACK))
+        if not len(rates) or rates[0] <= 0:
+            return math.inf if len(rates) else 0.0
+        # A line between two points of the curve stays below a concave function that is above both.
+        with np.errstate(invalid="ignore"):
+            mus = special.ndtri(powers) - special.ndtri(rates)
+        return max(float(np.nanmax(mus)) * (1 + 1e-9), 0.0)
+
+    def _above(self, slack: float) -> tuple[Array, Array]:
+        above = self.true_positive_rates > slack
+        return self.false_positive_rates[above], self.true_positive_rates[above] - slack
+
+
+def _envelope(slopes: list[float], intercepts: list[float]) -> tuple[Array, Array]:
+    """Vertices of the minimum of lines on [0, 1], which are sorted by falling slope."""
+    kept: list[int] = []
+
+    def meet(first: int, second: int) -> float:
+        fall = slopes[first] - slopes[second]
+        return (intercepts[second] - intercepts[first]) / fall if fall > 0 else 0.0
+
+    for i in range(len(slopes)):
+        if kept and intercepts[i] <= intercepts[kept[-1]]:
+            # nowhere above the earlier ones that start higher
+            while kept and intercepts[i] <= intercepts[kept[-1]]:
+                kept.pop()
+        elif kept and slopes[i] == slopes[kept[-1]]:
+            continue
+        while len(kept) > 1 and meet(kept[-1], i) <= meet(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(i)
+    rates, powers = [0.0], [intercepts[kept[0]]]
+    for first, second in pairwise(kept):
+        rate = meet(first, second)
+        if rate >= 1.0:
+            break
+        rates.append(rate)
+        # the larger of the two, so that what lies between two vertices is above the line there
+        at = (intercepts[i] + slopes[i] * rate for i in (first, second))
+        powers.append(max(at) * (1 + _ROUND_OFF))
+    return np.array([*rates, 1.0]), np.minimum([*powers, 1.0], 1.0)
+
+
+def trade_offs(forward: Profile, backward: Profile) -> tuple[TradeOff, ...]:
+    """The curves of the attack that has to reject "without the record", and "with" it; one, where
+    they are the same.
+    """
+    there = TradeOff.of_profiles(forward, backward)
+    return (there,) if forward is backward else (there, TradeOff.of_profiles(backward, forward))
+
+
+def highest(curves: tuple[TradeOff, ...], false_positive_rates: Array) -> Array:
+    """The largest true-positive rates over the curves."""
+    return np.asarray(np.max([curve(false_positive_rates) for curve in curves], axis=0))
+
+
+# --- privacy profiles -----------------------------------------------------------------------------
+
+
+def points(largest: float, number: int = _POINTS) -> Array:
+    """Epsilons from 0 to ``largest``."""
+    share = np.linspace(0.0, 1.0, number)
+    return max(largest, 1e-12) * np.union1d(share, share**3)
+
+
+def of_function(delta: Callable[[float], float], largest: float) -> Profile:
+    """The profile of which ``delta`` is known at every epsilon."""
+    at = points(min(largest, _LARGEST_LOSS))
+    return Profile(at, np.array([delta(epsilon) for epsilon in at.tolist()]))
+
+
+def _certain() -> Profile:
+    """The profile of what reveals everything."""
+    return Profile(np.zeros(1), np.ones(1))
+
+
+@lru_cache(maxsize=16)
+def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profile, Profile]:
+    """Bounds on the hockey-stick divergences of a composition whose parameters were fixed in
+    advance: of (P, Q), where a record was removed, and of (Q, P).
+    """
+    failures, others = apart(dict(counts))
+    if NonPrivate() in others:
+        return (_certain(),) * 2
+    failed = failing(failures)
+    found = (Profile(np.zeros(1), np.zeros(1)),) * 2
+    if others and method == "rdp":
+        curve = renyi.curve(others)
+        profile = of_function(lambda e: renyi.delta(curve, e), renyi.epsilon(curve, SMALLEST))
+        found = (profile.ending(largest_sum(others)),) * 2
+    elif others:
+        found = _profiles(others)
+    forward, backward = (
+        Profile(
+            p.epsilons,
+            np.minimum(failed + (1 - failed) * p.deltas * (1 + _PROFILE_ROUND_OFF), 1.0),
+        )
+        for p in found
+    )
+    return (forward, forward) if found[0] is found[1] else (forward, backward)
+
+
+def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
+    largest = largest_sum(counts)
+    if (exact := RandomizedResponses.of(counts)) is not None:
+        return (of_function(exact.delta, largest).ending(largest),) * 2
+    near, far = without_extremes(counts)
+    levels = merge(near)
+    if not levels:
+        return (_certain().ending(far),) * 2
+    if len(levels) == 1 and isinstance(only := next(iter(levels)), Gaussian):
+        at = points(gaussian_epsilon(only.mu, 1e-100), 5 * _POINTS)
+        deltas = [gaussian_delta(only.mu, e) * (1 + _PROFILE_ROUND_OFF) for e in at.tolist()]
+        found = [Profile(at, np.clip(deltas, 0.0, 1.0))]
+    else:
+        try:
+            found = [_composed(levels, reverse) for reverse in directions(levels)]
+        except OverflowError:
+            return (_certain().ending(largest),) * 2
+    found = [
+        Profile(profile.epsilons + far * (1 + 1e-15), profile.deltas).ending(largest)
+        for profile in found
+    ]
+    return found[0], found[-1]
+
+
+def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
+    """A composition on a tilted grid is accurate near the delta for which its tilt was chosen: a
+    few are made, and the smallest of their bounds is taken at each epsilon.
+    """
+    few = len(levels) <= EXACT_LEVELS
+    accuracy = _ACCURACY if few else _ROUGH_ACCURACY
+    mixed = any(isinstance(pair, GaussianMixture) for pair in levels)
+    most = _MOST_BEYOND if mixed else _MOST_LOSSES
+    widest = max(float(np.ptp(loss_nodes(pair, 1e-20).losses)) for pair in levels)
+    least = widest / most if few else 0.0
+    tail = tail_of(SMALLEST, sum(levels.values()))
+    found = []
+    for target in _DELTAS:
+        window = choose_window(levels, reverse, tail, accuracy=accuracy, log_delta=math.log(target))
+        interval = max(window.interval, least * most / min(most, _MOST_BEYOND))
+        found += compose(levels, delta=target, interval=interval, reverse=reverse)
+    window = choose_window(levels, reverse, tail, accuracy=accuracy, epsilon=0.0)
+    finest, last = max(window.interval, least), found[0]
+    for _ in range(_REFINED if few else 1):
+        interval = max(finest, min(_interval_for_advantage(last), last.interval)) if few else finest
+        if last is not found[0] and last.interval <= 1.5 * interval:
+            break
+        (last,) = compose(levels, epsilon=0.0, interval=interval, reverse=reverse)
+        found.append(last)
+    # of very small losses the bounds do not reach the smallest delta: then to one that they reach
+    ends = (
+        min(composition.upper_epsilon(delta) for composition in found)
+        for delta in (SMALLEST, *reversed(_DELTAS))
+    )
+    at = points(next(filter(math.isfinite, ends), _LARGEST_LOSS))
+    return Profile(at, np.min([composition.upper_deltas(at) for composition in found], axis=0))
+
+
+def _interval_for_advantage(composition: Composition) -> float:
+    """The grid on which rounding, of variance h^2 / 6 for each release, adds little to delta at 0:
+    half of that variance times the density of the losses there.
+    """
+    near = np.abs(composition.losses) <= 10 * composition.interval
+    scale = composition.log_scale - composition.window.tilt * composition.losses[near]
+    mass = float(np.sum(np.maximum(composition.tilted[near], 0.0) * np.exp(scale)))
+    density = mass / (21 * composition.interval)
+    if not density > 0:
+        return 0.0
+    variance = 2 * _OF_ADVANTAGE * composition.upper_delta(0.0) / density
+    return math.sqrt(6 * variance / composition.transform.count)
+
+
+# --- the risk of a history ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,29 +373,23 @@ class Risk:
     """Upper bounds on what an attacker learns about one person; ``print`` it.
 
     "With" means that the person took part, "without" that not; under replace-one they are the
-    person's record and any other in its place. Every number holds for whichever of the two the
-    attacker accuses somebody of, and is rounded up.
+    person's record and any other in its place. Every number holds for either accusation.
 
     Attributes:
-        advantage: the largest difference of true- and false-positive rate, which is delta at
-            epsilon = 0. Guessing has 0.
-        false_positive_rate: how often the attack accuses somebody wrongly; as it was asked for.
-        true_positive_rate: how often it then accuses somebody rightly, at most.
+        advantage: the largest difference of true- and false-positive rate: delta at epsilon = 0.
+        false_positive_rate: how often the attack accuses wrongly; as it was asked for.
+        true_positive_rate: how often it then accuses rightly, at most.
         prior: the attacker's probability before; as it was asked for.
-        posterior: the probability at most that an accusation by the attack above is right.
-        posterior_odds: the same as odds, the prior's odds times ``true_positive_rate /
-            false_positive_rate``.
+        posterior: the probability at most that an accusation by this attack is right.
+        posterior_odds: the same as odds.
         best_guess: the probability at most that the best decision for this prior is right; without
             what was released it is ``max(prior, 1 - prior)``.
         epsilon: at ``delta``.
         delta: what ``epsilon`` and ``gdp_mu`` are stated with.
-        gdp_mu: mu-Gaussian differential privacy (Dong, Roth, Su 2022), up to ``delta``: no
-            true-positive rate is more than ``delta`` above that against a Gaussian of mean ``mu``.
-            Without ``delta`` sampling would not show in it. A ``delta`` below 1e-9 counts as 1e-9.
-        zcdp_rho: the Renyi divergence of each order a < ``zcdp_order`` is at most ``zcdp_rho *
-            a``: zero-concentrated differential privacy if the order is infinite (Bun, Steinke
-            2016), else its truncated form (Bun, Dwork, Rothblum, Steinke 2018), which alone shows
-            what sampling gains.
+        gdp_mu: mu-Gaussian differential privacy, up to ``delta`` (at least 1e-9): no true-positive
+            rate is more than ``delta`` above that against a Gaussian of mean ``mu``.
+        zcdp_rho: the Renyi divergence of each order a < ``zcdp_order`` is at most ``zcdp_rho * a``
+            (Bun, Dwork, Rothblum, Steinke 2018; of infinite order Bun, Steinke 2016).
         zcdp_order: see ``zcdp_rho``.
         records_per_person: how many records a person has at most.
         neighboring: the relation.
@@ -119,9 +428,7 @@ class Risk:
         who = "a person"
         if self.records_per_person > 1:
             who += f" with at most {self.records_per_person} records"
-        what = (
-            "took part" if self.neighboring == "add_or_remove_one" else "gave one record or another"
-        )
+        what = "gave one record or another" if self.neighboring == "replace_one" else "took part"
         order = "" if math.isinf(self.zcdp_order) else f" up to order {self.zcdp_order:.4g}"
         return "\n".join(
             [
@@ -150,11 +457,13 @@ def assess(
 ) -> Risk:
     """The risk of a history; ``epsilon`` is that of one record at ``delta``."""
     curves = curves_of(history)
-    rho, order = concentration(history, delta)
+    rho, order = _concentration(history, delta)
     if records_per_person > 1:
-        curves = curves_of_people(history, curves, records_per_person, delta)
+        curves = _curves_of_users(history, curves, records_per_person, delta)
         epsilon = max(curve.epsilon(delta) for curve in curves)
-        rho, order = concentration_of_people(rho, order, records_per_person)
+        # Bun, Dwork, Rothblum, Steinke 2018
+        size = records_per_person
+        rho, order = (size**2 * rho, order / size) if order > size else (math.inf, math.inf)
     rate = float(highest(curves, np.array([false_positive_rate]))[0])
     accused = prior * rate + (1 - prior) * false_positive_rate
     return Risk(
@@ -176,23 +485,17 @@ def assess(
     )
 
 
-def highest(curves: tuple[TradeOff, ...], false_positive_rates: Array) -> Array:
-    """The largest true-positive rates over the curves."""
-    return np.asarray(np.max([curve(false_positive_rates) for curve in curves], axis=0))
-
-
 def curves_of(history: History) -> tuple[TradeOff, ...]:
     """The trade-off curves of a history, under the guarantee that it has."""
     if not history.counts:
-        return profiles.trade_offs(*profiles.profiles(frozenset(), "pld"))
+        return trade_offs(*profiles(frozenset(), "pld"))
     if history.guarantee == "none":
-        return profiles.trade_offs(*(profiles.certain(),) * 2)
+        return trade_offs(_certain(), _certain())
     if history.guarantee == "filter" and history.filter is not None:
         limit = history.filter
-        profile = profiles.of_function(limit.delta, limit.epsilon(profiles.SMALLEST))
-        return profiles.trade_offs(profile, profile)
-    found = profiles.profiles(frozenset(history.guaranteed().items()), history.settings.method)
-    return profiles.trade_offs(*found)
+        profile = of_function(limit.delta, limit.epsilon(SMALLEST))
+        return trade_offs(profile, profile)
+    return trade_offs(*profiles(frozenset(history.counts.items()), history.settings.method))
 
 
 @singledispatch
@@ -202,20 +505,13 @@ def concentrated(pair: Pair) -> float:
 
 
 @concentrated.register
-def _(pair: Concentrated) -> float:
-    return pair.rho + pair.xi  # xi <= xi * order
+def _(pair: Concentrated | Repeated) -> float:
+    return pair.rho + pair.xi if isinstance(pair, Concentrated) else math.inf  # xi <= xi * order
 
 
-@concentrated.register
-def _(pair: Repeated) -> float:
-    return math.inf
-
-
-def concentration(history: History, delta: float) -> tuple[float, float]:
-    """``zcdp_rho`` and ``zcdp_order`` of :class:`Risk`.
-
-    The order is infinite where that is at most 2 percent dearer; else it is the one that decides
-    epsilon at ``delta``.
+def _concentration(history: History, delta: float) -> tuple[float, float]:
+    """``zcdp_rho`` and ``zcdp_order`` of :class:`Risk`. The order is infinite where that is at most
+    2 percent dearer; else it is the one that decides epsilon at ``delta``.
     """
     if not history.counts:
         return 0.0, math.inf
@@ -225,13 +521,9 @@ def concentration(history: History, delta: float) -> tuple[float, float]:
         limit = history.filter
         gaussian = limit.kind == "gaussian"
         return (limit.limit / 2, math.inf) if gaussian else (limit.limit, limit.order)
-    failures, others = apart(history.guaranteed())
+    failures, counts = apart(history.counts)
     if failures:
         return math.inf, math.inf
-    return _concentration(others, delta)
-
-
-def _concentration(counts: Mapping[Pair, int], delta: float) -> tuple[float, float]:
     strict = math.fsum(count * concentrated(pair) for pair, count in counts.items()) * (1 + 1e-12)
     curve = renyi.curve(counts)
     last = renyi.best_order(curve, delta)
@@ -239,7 +531,7 @@ def _concentration(counts: Mapping[Pair, int], delta: float) -> tuple[float, flo
         return strict, math.inf
     orders = np.array([*_SMALL_ORDERS, *renyi.ORDERS[: last + 1]])
     found = np.append(renyi.curve(counts, _SMALL_ORDERS), curve[: last + 1])
-    rho = max(float(found[0]), *(_largest_ratio(orders, found)).tolist())
+    rho = max(float(found[0]), *_largest_ratio(orders, found).tolist())
     if strict <= _NO_DEARER * rho:
         return strict, math.inf
     return rho * (1 + 1e-12), renyi.ORDERS[last]
@@ -262,55 +554,40 @@ def _largest_ratio(orders: Array, divergences: Array) -> Array:
     return np.maximum((slope * peak - below) / (peak * (1 + peak)), ends)
 
 
-# --- people with several records ------------------------------------------------------------------
-
-_LEAST_CHANCE = 1e-280
-
-
-def curves_of_people(
+def _curves_of_users(
     history: History, curves: tuple[TradeOff, ...], size: int, delta: float
 ) -> tuple[TradeOff, ...]:
-    """The trade-off curves of people with at most ``size`` records, from those of one record;
-    those with the smaller epsilon at ``delta``.
+    """The trade-off curves of users with at most ``size`` records, from those of one record; those
+    with the smaller epsilon at ``delta``.
     """
     path = tuple(curve.of_groups(size) for curve in curves)
-    pairs = _pairs(history, size)
+    pairs = _pairs_of_users(history, size)
     if pairs is None:
         return path
-    composed = profiles.trade_offs(*profiles.profiles(frozenset(pairs.items()), "pld"))
+    composed = trade_offs(*profiles(frozenset(pairs.items()), "pld"))
     return min(composed, path, key=lambda found: max(curve.epsilon(delta) for curve in found))
 
 
-def _pairs(history: History, size: int) -> dict[Pair, int] | None:
+def _pairs_of_users(history: History, size: int) -> dict[Pair, int] | None:
     """The pairs that dominate releases for ``size`` records; ``None``: not all are known."""
-    if history.guarantee not in ("fixed", "registered") or history.settings.method != "pld":
+    if history.guarantee != "fixed" or history.settings.method != "pld":
         return None
-    counted = history.schedule or history.charges
     found: dict[Pair, int] = {}
-    for (event, _, _), count in counted.items():
+    for (event, *_), count in history.charges.items():
+        # the parts of other events' pairs do not stand for releases of their own
         if not isinstance(event, PoissonSampledDpEvent | GaussianDpEvent | MuGaussianDpEvent):
             return None
-        pair = _pair(history.pair(event), size)
-        if pair is None:
+        pair = history.pair(event)
+        if isinstance(pair, Gaussian):
+            pair = Gaussian(size * pair.mu)
+        elif isinstance(pair, Sampled) and pair.kind == "directed":
+            joined = np.arange(1, size + 1)
+            chances = stats.binom.pmf(joined, size, pair.rate)
+            if chances.min() < _LEAST_CHANCE:
+                return None
+            moves = (joined / pair.noise).tolist()
+            pair = GaussianMixture(tuple(moves), tuple(chances.tolist()))
+        else:
             return None
         found[pair] = found.get(pair, 0) + count
     return found if len(found) <= EXACT_LEVELS else None
-
-
-def _pair(pair: Pair, size: int) -> Pair | None:
-    if isinstance(pair, Gaussian):
-        return Gaussian(size * pair.mu)
-    if not isinstance(pair, Sampled) or pair.kind != "directed":
-        return None
-    joined = np.arange(1, size + 1)
-    chances = stats.binom.pmf(joined, size, pair.rate)
-    if chances.min() < _LEAST_CHANCE:
-        return None
-    return GaussianMixture(tuple((joined / pair.noise).tolist()), tuple(chances.tolist()))
-
-
-def concentration_of_people(rho: float, order: float, size: int) -> tuple[float, float]:
-    """(rho, order)-truncated concentration of ``size`` records (Bun, Dwork, Rothblum, Steinke
-    2018): ``size``^2 * rho for orders below order / ``size``.
-    """
-    return (size**2 * rho, order / size) if order > size else (math.inf, math.inf)

@@ -20,25 +20,14 @@ Theorem 2),
 .. math:: D_a(A) \le D_a(M) + (1 + \eta)\Big(1 - \frac1b\Big) D_b(M)
     + \frac{1 + \eta}{b} \log\frac1\gamma + \frac{\log E[K]}{a - 1}.
 
-The smaller bound counts.
-
-Repeat-and-select: dp-accounting's event of private selection, by its Renyi curve.
-
-Runs are made a hidden number K of times, independently and each from the start, and the best is
-released. With D_a the Renyi divergence of one run in the worse direction, that of the selection at
-order a is at most (Papernot, Steinke 2022)
-
-.. math:: D_a + (1 + \eta)\Big(1 - \frac1b\Big) D_b + \frac{1 + \eta}{b} \log\frac1\gamma
-    + \frac{\log E[K]}{a - 1} \qquad \text{for all } b > 1
-
-where K is truncated negative binomial of shape eta (Theorem 2), and
+The smaller bound counts. dp-accounting's event of private selection is charged by the second one;
+where K is a Poisson number (shape infinity), and what is released at K = 0 has nothing to do with
+the data, that is (Theorem 6)
 
 .. math:: D_a + E[K]\,\delta + \frac{\log E[K]}{a - 1}, \qquad
-    \text{one run being } \Big(\log\frac{a}{a - 1}, \delta\Big)\text{-private},
+    \text{one run being } \Big(\log\frac{a}{a - 1}, \delta\Big)\text{-private}.
 
-where K is a Poisson number, shape infinity, and what is released at K = 0 has nothing to do with
-the data (Theorem 6). Divergences grow with the order, so that the bound at a larger order holds at
-a smaller one.
+Divergences grow with the order, so that the bound at a larger order holds at a smaller one.
 """
 
 from __future__ import annotations
@@ -52,12 +41,24 @@ import numpy as np
 from dp_accounting.dp_event import RepeatAndSelectDpEvent, SelfComposedDpEvent
 from scipy import optimize
 
-from . import bounds, events, pairs, renyi
-from .choices import Neighboring, NeighboringRelation, check_delta, neighboring_relation
-from .events import ComposedDpEvent, DpEvent, FailureDpEvent, NonPrivateDpEvent, Parts, PureDpEvent
-from .pairs import Array, Pair, Repeated, dominating_pair
-from .people import PersonDpEvent
-from .profiles import profiles, trade_offs
+from ..errors import ArgumentError, ArgumentTypeError
+from . import bounds, events, renyi
+from .dominating_pairs import Array, Pair, Repeated, added, dominating_pair, pair_of
+from .events import (
+    ComposedDpEvent,
+    DpEvent,
+    FailureDpEvent,
+    Neighboring,
+    NeighboringRelation,
+    NonPrivateDpEvent,
+    Parts,
+    PureDpEvent,
+    UserLevelDpEvent,
+    check_delta,
+    neighboring_relation,
+    parts_of,
+)
+from .risk import profiles, trade_offs
 
 _UNSEEN = 1e-32  # probability of larger K, which count as the largest
 _MOST_RUNS = 2**20
@@ -79,11 +80,11 @@ class Repetitions:
 
     def __post_init__(self) -> None:
         if not -1 < self.shape <= 1:
-            raise ValueError(f"shape must be above -1 and at most 1, got {self.shape!r}.")
+            raise ArgumentError(f"shape must be above -1 and at most 1, got {self.shape!r}.")
         if not 1 < self.mean < math.inf:
-            raise ValueError(f"mean must be above 1 and finite, got {self.mean!r}.")
+            raise ArgumentError(f"mean must be above 1 and finite, got {self.mean!r}.")
         if self._most > _MOST_RUNS:
-            raise ValueError(
+            raise ArgumentError(
                 f"a mean of {self.mean:g} runs at shape {self.shape:g} may take more than"
                 f" {_MOST_RUNS} of them: use a smaller mean, or a larger shape."
             )
@@ -165,7 +166,7 @@ def selection_epsilon(
     # and _UNSEEN counts on both sides
     least = delta * (1 - 1e-6) - 1e-25
     if least <= 0:
-        raise ValueError("delta of a selection must be at least 1e-24.")
+        raise ArgumentError("delta of a selection must be at least 1e-24.")
     by_profile = _by_profile(counts, repetitions, least)
     by_curve = _by_curve(counts, repetitions, least)
     return min(by_profile, by_curve) * (1 + _DRAWING) + 4 * _DRAWING
@@ -204,30 +205,30 @@ def selection_event(
     neighboring: Neighboring | NeighboringRelation,
 ) -> DpEvent:
     """What a selection charges: that it is (:func:`selection_epsilon`, ``delta``)-private. Of a
-    schedule of :class:`~torch_dpbayes.accounting.people.PersonDpEvent` it is one, too.
+    schedule of :class:`~torch_dpbayes.accounting.events.UserLevelDpEvent` it is one, too.
 
     Args: as of :func:`selection_epsilon`; ``neighboring`` has to be that of the accountant which is
         charged.
     """
     planned = list(schedule)
     units = {
-        isinstance(part, PersonDpEvent)
+        isinstance(part, UserLevelDpEvent)
         for event, _ in planned
         for part, _ in events.elementary(event, 1)
     }
     if len(units) > 1:
-        raise ValueError(
-            "a schedule is of people or of records: put each event of it into a PersonDpEvent, or"
-            " none."
+        raise ArgumentError(
+            "a schedule is of users or of records: put each event of it into a"
+            " UserLevelDpEvent, or none."
         )
     epsilon = selection_epsilon(planned, repetitions, delta, neighboring)
     if math.isinf(epsilon):
-        raise ValueError(
+        raise ArgumentError(
             "a run of this schedule is not private at this delta, so its selection is not either:"
             " give a larger delta, or a schedule without what fails or has no noise."
         )
     selection = ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
-    return PersonDpEvent(selection) if True in units else selection
+    return UserLevelDpEvent(selection) if True in units else selection
 
 
 # --- repeat-and-select ----------------------------------------------------------------------------
@@ -236,23 +237,25 @@ _LEAST_MEAN = 1 + 1e-6  # smaller ones count as this, which costs more
 _MARGIN = 1e-9  # relative, by far that of gamma
 
 
-@events.parts_of.register
+@parts_of.register
 def _(event: RepeatAndSelectDpEvent, count: int) -> Parts:
     mean, shape = float(event.mean), float(event.shape)
     if not 1 <= mean <= 1e100:
-        raise ValueError(f"the mean number of runs must be from 1 to 1e100, got {event.mean!r}.")
+        raise ArgumentError(f"the mean number of runs must be from 1 to 1e100, got {event.mean!r}.")
     if not shape > -1:
-        raise ValueError(
+        raise ArgumentError(
             f"shape must be above -1, or math.inf for a Poisson number, got {event.shape!r}."
         )
-    parts = [*events.parts_of(event.event, 1)]
+    parts = [*parts_of(event.event, 1)]
     if any(isinstance(part, NonPrivateDpEvent | FailureDpEvent) for part, _ in parts):
-        raise ValueError(
+        raise ArgumentError(
             "runs that may fail outright have no Renyi curve: charge"
             " accounting.selection.selection_event(...), which prices them by their profile."
         )
-    if any(isinstance(part, PersonDpEvent) for part, _ in parts):
-        raise TypeError("a selection holds a PersonDpEvent: write PersonDpEvent(selection).")
+    if any(isinstance(part, UserLevelDpEvent) for part, _ in parts):
+        raise ArgumentTypeError(
+            "a selection holds a UserLevelDpEvent: write UserLevelDpEvent(selection)."
+        )
     if mean == 1 and math.isfinite(shape):  # one run, always
         yield from ((part, count * times) for part, times in parts)
     elif parts:
@@ -260,11 +263,11 @@ def _(event: RepeatAndSelectDpEvent, count: int) -> Parts:
         yield RepeatAndSelectDpEvent(run, mean, shape), count
 
 
-@pairs.pair_of.register
+@pair_of.register
 def _(event: RepeatAndSelectDpEvent, replace: bool) -> Pair:
     counts: dict[Pair, int] = {}
-    for part, times in events.parts_of(event.event, 1):
-        counts = pairs.added(counts, {pairs.pair_of(part, replace): times})
+    for part, times in parts_of(event.event, 1):
+        counts = added(counts, {pair_of(part, replace): times})
     return Repeated(tuple(counts.items()), event.mean, event.shape)
 
 

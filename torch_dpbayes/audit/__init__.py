@@ -1,15 +1,10 @@
 """Audits: what a release reveals at least, measured."""
 
-from ..troubleshooting import explain_all
-from .history import History
 from .result import AuditResult
 from .training_run import one_run
 from .transcripts import from_scores, repeated
 
-__all__ = ["AuditResult", "History", "from_scores", "one_run", "repeated"]
-
-
-explain_all(globals())
+__all__ = ["AuditResult", "from_scores", "one_run", "repeated"]
 
 
 def __dir__() -> list[str]:

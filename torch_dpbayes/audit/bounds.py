@@ -1,217 +1,210 @@
 """Lower bounds on what a mechanism reveals, from how many guesses about its input were right.
 
-Each of m canaries is in the data by the toss of a fair coin. Somebody who sees the mechanism's
-output guesses r of the coins, and v of the guesses are right. What a private mechanism allows for v
-is known, also where one output serves all the guesses, which therefore depend on each other:
+Each of m canaries is in the data with probability 1/2, independently. An attacker sees the output
+and guesses r of these inclusions; v are right. Privacy limits v, also where one output serves all
+guesses, so that they depend on each other:
 
 * (ε, δ): Steinke, Nasr and Jagielski 2023, Theorem 5.2. With W ~ Binomial(r, e^ε/(1+e^ε))::
 
       P(V ≥ v) ≤ P(W ≥ v) + 2mδ·max_{1≤i≤v} P(v > W ≥ v − i)/i
 
-* a trade-off curve f: Mahloujifar, Melis and Chaudhuri 2025, Algorithm 3. With p_n = P(V = n),
-  R_j = Σ_{n≥j} n·p_n/m and H_j = Σ_{n≥j} (r − n)·p_n/m, a coin that is tossed again turns right
-  guesses into wrong ones, so that R_j ≤ f̄(H_{j−1}), f̄ = 1 − f, for every j. If P(V ≥ v) were τ,
-  R_v + H_v would be τr/m; the least R and H that this leaves for v − 1, …, 0 add up to more than
-  R_0 + H_0 = r/m where τ is too large.
+* a trade-off curve f: Mahloujifar, Melis and Chaudhuri 2025, Algorithm 3. Let p_n = P(V = n),
+  R_j = Σ_{n≥j} n·p_n/m and H_j = Σ_{n≥j} (r − n)·p_n/m. Drawing one inclusion again turns right
+  guesses into wrong ones, so R_j ≤ f̄(H_{j−1}) for every j, with f̄ = 1 − f. If P(V ≥ v) is τ, then
+  R_v + H_v = τr/m. The least R and H that this leaves for v − 1, …, 0 add up to more than
+  R_0 + H_0 = r/m if τ is too large.
 
-* a trade-off curve, for releases that show each canary apart: what is seen of one depends on no
-  other one's coin, nor on noise that another one shares. Given all that is seen, the coins are
-  independent then, so that m guesses on m canaries, by whatever rule, are right no more often than
-  m independent ones that are right with probability Φ(μ/2) each. Noise drawn for each parameter and
-  canaries along parameters of their own are of this kind; losses of one model are not.
+* a trade-off curve, for releases that show each canary separately: what is seen of one depends
+  neither on another one's inclusion nor on noise that another one shares, as along coordinates of
+  a vector with independent noise, unlike losses of one model. Given the output, the inclusions are
+  then independent, and m guesses on m canaries, by any rule, are right no more often than m
+  independent guesses that are each right with probability Φ(μ/2).
 
-A hypothesis that makes this many right guesses less probable than 1 − confidence is refuted. The
-lower bound is the strongest hypothesis that is not. m and r are fixed before anything is scored.
+A hypothesis is refuted if it makes v or more right guesses less probable than 1 − confidence. The
+lower bound is the strongest hypothesis that is not refuted. m and r are fixed before scoring.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special, stats
 
-from ..accounting.trade_off import TradeOff
+from ..accounting import Risk
+from ..accounting.gdp import gaussian_epsilon, gaussian_mu
+from ..errors import AuditError
 
 Array = npt.NDArray[np.float64]
-Refuted = npt.NDArray[np.bool_]
+Refuted = npt.NDArray[np.bool_]  # one for each hypothesis
+# f̄⁻¹: a test that is right with the given probability under one data set is wrong with at least the
+# returned one under its neighbour; for one hypothesis or several
+Inverse = Callable[[Array], Array]
 
-_LARGEST = 40.0  # no number of canaries that fits into a computer supports a larger ε or μ
-_POINTS = 41  # hypotheses that are tried at a time
-_ACCURACY = 1e-4
+_LARGEST_HYPOTHESIS = 40.0  # ε or μ; more needs e^40 right guesses. Φ(−40) is 0
+_HYPOTHESES = 41  # tested at a time
+_ACCURACY = 1e-4  # of a bound on ε or μ
+_LARGEST_EPSILON, _SMALLEST_DELTA = 50.0, 1e-12  # for which the number of guesses is planned
 
 
 class Guesses(NamedTuple):
-    """How the guesses went.
-
-    Attributes:
-        canaries: m, records whose coin was tossed.
-        made: r, coins that were guessed; nothing was said about the others.
-        correct: v, guesses that were right.
-    """
+    """The outcome of guesses: m canaries, r guesses ``made``, v of them ``correct``."""
 
     canaries: int
     made: int
     correct: int
 
 
-class Curves(ABC):
-    """Trade-off curves f, one for each entry of an array of hypotheses."""
-
-    @abstractmethod
-    def least(self, right: Array) -> Array:
-        """f̄⁻¹: what is ``right`` with this probability under one data set is wrong with at least
-        that probability under its neighbour.
-        """
+def gaussian_inverse(mu: Array) -> Inverse:
+    """Of f(x) = Φ(Φ⁻¹(1 − x) − μ), a Gaussian of sensitivity μ and standard deviation 1."""
+    return lambda right: np.asarray(special.ndtr(special.ndtri(np.minimum(right, 1.0)) - mu))
 
 
-class GaussianCurves(Curves):
-    """f(x) = Φ(Φ⁻¹(1 − x) − μ): a Gaussian of sensitivity μ and std 1.
-
-    Args:
-        mu: one for each hypothesis.
-    """
-
-    def __init__(self, mu: Array) -> None:
-        self._mu = mu
-
-    def least(self, right: Array) -> Array:
-        wrong: Array = special.ndtr(special.ndtri(np.minimum(right, 1.0)) - self._mu)
-        return wrong
+def stated_inverse(risk: Risk) -> Inverse:
+    """Of what an attack on either of two neighbours can do at most, by the accountant."""
+    inverses = []
+    for curve in risk.curves:
+        rates, powers = curve.vertices
+        rising = np.append(True, np.diff(powers) > 0)  # a flat end has no inverse
+        inverses.append((powers[rising], rates[rising]))
+    return lambda right: np.min([np.interp(np.minimum(right, 1.0), *i) for i in inverses], axis=0)
 
 
-class StatedCurve(Curves):
-    """One hypothesis: what an attack on either of two neighbours can do at most.
-
-    Args:
-        curves: upper bounds on its true-positive rate at each false-positive rate.
-    """
-
-    def __init__(self, curves: Sequence[TradeOff]) -> None:
-        self._vertices = []
-        for curve in curves:
-            rates, powers = curve.vertices
-            rising = np.append(True, np.diff(powers) > 0)  # from 1 on it says nothing
-            self._vertices.append((powers[rising], rates[rising]))
-
-    def least(self, right: Array) -> Array:
-        right = np.minimum(right, 1.0)
-        wrong: Array = np.min([np.interp(right, *inverse) for inverse in self._vertices], axis=0)
-        return wrong
-
-
-def refuted(curves: Curves, guesses: Guesses, confidence: float) -> Refuted:
-    """Which of the curves make this many right guesses less probable than 1 − confidence."""
+def refuted(inverse: Inverse, guesses: Guesses, confidence: float) -> Refuted:
+    """Which curves make this many right guesses less probable than 1 − confidence."""
     canaries, made, correct = guesses
     right = np.array([(1 - confidence) * correct / canaries])
     wrong = np.array([(1 - confidence) * (made - correct) / canaries])
     for n in range(correct - 1, -1, -1):
-        more = np.maximum(curves.least(right) - wrong, 0.0)
+        more = np.maximum(inverse(right) - wrong, 0.0)
         wrong = wrong + more
         right = right + n / (made - n) * more
-    result: Refuted = right + wrong > made / canaries
-    return result
-
-
-def independent_refuted(best_guess: float, guesses: Guesses, confidence: float) -> bool:
-    """The same for independent guesses, none of them left out, each of which is right with
-    probability ``best_guess`` at most.
-    """
-    return _least_accuracy(guesses, confidence) > best_guess
+    return np.asarray(right + wrong > made / canaries)
 
 
 def epsilon_lower_bound(guesses: Guesses, delta: float, confidence: float = 0.95) -> float:
-    """The least ε at which a mechanism that keeps (ε, δ) allows this many right guesses.
-
-    Source: Steinke, Nasr and Jagielski 2023, Theorem 5.2.
-    """
+    """The least ε at which an (ε, δ)-private mechanism allows this (Steinke and others 2023)."""
     canaries, made, correct = guesses
+    fewer = np.arange(1, correct + 1)
 
     def is_refuted(epsilons: Array) -> Refuted:
         accuracy = special.expit(epsilons)[:, None]
         tail = stats.binom.sf(correct - 1, made, accuracy[:, 0])
-        fewer = np.arange(1, correct + 1)
-        below = np.cumsum(stats.binom.pmf(correct - fewer, made, accuracy), axis=1) / fewer
-        worst = below.max(axis=1, initial=0.0)
-        result: Refuted = tail + 2 * canaries * delta * worst < 1 - confidence
-        return result
+        below = np.cumsum(stats.binom.pmf(correct - fewer, made, accuracy), axis=1)
+        worst = (below / fewer).max(axis=1, initial=0.0)
+        return np.asarray(tail + 2 * canaries * delta * worst < 1 - confidence)
 
     return _least_that_stands(is_refuted)
 
 
 def mu_lower_bound(guesses: Guesses, confidence: float = 0.95) -> float:
-    """The least μ at which a mechanism no less private than a Gaussian of sensitivity μ and std
-    1 allows this many right guesses.
-
-    Source: Mahloujifar, Melis and Chaudhuri 2025, Algorithm 3, for Gaussian trade-off curves.
-    """
-    return _least_that_stands(lambda mu: refuted(GaussianCurves(mu), guesses, confidence))
+    """The least μ at which a μ-Gaussian private one allows this (Mahloujifar and others 2025)."""
+    return _least_that_stands(lambda mu: refuted(gaussian_inverse(mu), guesses, confidence))
 
 
-def independent_epsilon_lower_bound(
-    guesses: Guesses, delta: float, confidence: float = 0.95
-) -> float:
-    """The same from independent guesses, none of them left out: each is right with
-    probability (e^ε + δ)/(e^ε + 1) at most, whose exact interval is that of Clopper and Pearson.
-    """
+def independent_epsilon_lower_bound(guesses: Guesses, delta: float, confidence: float) -> float:
+    """The same for independent guesses: right with probability ≤ (e^ε + δ)/(e^ε + 1) each."""
     least = _least_accuracy(guesses, confidence)
     return 0.0 if least - delta <= 1 - least else math.log((least - delta) / (1 - least))
 
 
 def independent_mu_lower_bound(guesses: Guesses, confidence: float = 0.95) -> float:
-    """The same for μ: each is right with probability Φ(μ/2) at most."""
+    """The same for μ: each guess is right with probability at most Φ(μ/2)."""
     return max(0.0, 2 * float(special.ndtri(_least_accuracy(guesses, confidence))))
 
 
 def _least_accuracy(guesses: Guesses, confidence: float) -> float:
-    _, made, correct = guesses
-    return (
-        float(special.betaincinv(correct, made - correct + 1, 1 - confidence)) if correct else 0.0
-    )
+    """By the exact interval of Clopper and Pearson."""
+    wrong = guesses.made - guesses.correct
+    least = special.betaincinv(guesses.correct, wrong + 1, 1 - confidence)
+    return float(least) if guesses.correct else 0.0
 
 
 def _least_that_stands(is_refuted: Callable[[Array], Refuted]) -> float:
-    """A hypothesis of which the lesser ones are refuted, the next not."""
-    low, high = 0.0, _LARGEST
+    """A hypothesis below which all are refuted, within the accuracy of one that is not."""
+    low, high = 0.0, _LARGEST_HYPOTHESIS
     while high - low > _ACCURACY:
-        tried = np.linspace(low, high, _POINTS)
-        stands = ~np.broadcast_to(is_refuted(tried), tried.shape)
+        tested = np.linspace(low, high, _HYPOTHESES)
+        stands = ~np.broadcast_to(is_refuted(tested), tested.shape)
         if not stands.any():
             return high
         first = int(stands.argmax())
         if first == 0:
             return float(low)
-        low, high = tried[first - 1], tried[first]
+        low, high = tested[first - 1], tested[first]
     return float(low)
 
 
-# -- how many guesses to make ----------------------------------------------------------------------
-
-
 def expected_guesses(canaries: int, made: int, mu: float) -> Guesses:
-    """How guesses go on scores N(±μ/2, 1) if the extreme ones are guessed, half of them high."""
-    if made == canaries:
-        threshold = 0.0
-    else:
+    """Guesses on the extreme ones of scores N(±μ/2, 1), half of them high."""
+    threshold = 0.0
+    if made < canaries:
         threshold = optimize.brentq(
             lambda t: float(special.ndtr(mu / 2 - t) + special.ndtr(-mu / 2 - t)) - made / canaries,
             0.0,
-            mu / 2 + 40.0,
+            mu / 2 + _LARGEST_HYPOTHESIS,
         )
     accuracy = float(special.ndtr(mu / 2 - threshold)) * canaries / made
     return Guesses(canaries, made, min(made, int(made * accuracy)))
 
 
-def best_number(canaries: int, mu: float, bound: Callable[[Guesses], float]) -> int:
-    """How many guesses give the largest bound where a canary is as visible as under a Gaussian of
-    sensitivity μ and std 1; even.
-    """
-    shares = 2.0 ** -np.arange(0.0, 8.0, 0.5)
-    numbers = sorted({max(2, 2 * round(canaries * share / 2)) for share in shares})
-    numbers = [number for number in numbers if number <= canaries]
-    bounds = [bound(expected_guesses(canaries, number, mu)) for number in numbers]
-    return numbers[int(np.argmax(bounds))]
+@dataclass(frozen=True)
+class LowerBound:
+    """From guesses to a lower bound on ε at δ; ``is_repeated``: each is about its own release."""
+
+    kind: str
+    delta: float
+    confidence: float
+    is_repeated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("gaussian", "independent", "basic"):
+            raise AuditError(f'bound is "gaussian", "independent" or "basic", not {self.kind!r}')
+        if not 0 <= self.delta < 1 or not 0.5 <= self.confidence < 1:
+            raise AuditError(
+                "delta and confidence are probabilities below 1, confidence is at least 0.5; got"
+                f" {self.delta} and {self.confidence}"
+            )
+        if self.kind != "basic" and self.delta == 0:
+            raise AuditError('a Gaussian\'s ε is infinite at delta=0: pass bound="basic"')
+
+    def __call__(self, guesses: Guesses) -> float:
+        is_independent = self.is_repeated or self.kind == "independent"
+        if self.kind == "basic":
+            bound = independent_epsilon_lower_bound if is_independent else epsilon_lower_bound
+            return bound(guesses, self.delta, self.confidence)
+        of_mu = independent_mu_lower_bound if is_independent else mu_lower_bound
+        mu = of_mu(guesses, self.confidence)
+        return gaussian_epsilon(mu, self.delta) if mu > 0 else 0.0
+
+    def refutes(self, risk: Risk, guesses: Guesses) -> bool:
+        """Whether the trade-off curves of ``risk``, which has prior 1/2, make this many right
+        guesses less probable than 1 − confidence.
+        """
+        if self.is_repeated or self.kind == "independent":
+            return _least_accuracy(guesses, self.confidence) > risk.best_guess
+        return bool(refuted(stated_inverse(risk), guesses, self.confidence).all())
+
+    def best_guesses(self, canaries: int, epsilon: float) -> Guesses:
+        """Expected guesses, as many as give the largest bound, on a Gaussian that reveals ε."""
+        mu = gaussian_mu(min(epsilon, _LARGEST_EPSILON), max(self.delta, _SMALLEST_DELTA))
+        if self.kind == "independent":  # which is for guesses on all canaries
+            return expected_guesses(canaries, canaries, mu)
+        shares = 2.0 ** -np.arange(0.0, 8.0, 0.5)  # of the canaries
+        numbers = sorted({min(canaries, max(2, 2 * round(canaries * s / 2))) for s in shares})
+        return max((expected_guesses(canaries, number, mu) for number in numbers), key=self)
+
+    def require_enough(self, canaries: int, epsilon: float | None = None) -> None:
+        """Raise if not even all guesses right, or those expected at ε, give a bound."""
+        guesses, where = Guesses(canaries, canaries, canaries), ""
+        if epsilon is not None:
+            guesses, where = self.best_guesses(canaries, epsilon), f" and epsilon = {epsilon:g}"
+        if self(guesses) == 0:
+            raise AuditError(
+                f"{canaries} guesses give no lower bound at {self.confidence:.0%} confidence"
+                f"{where}: use hundreds or thousands, or audit a larger epsilon"
+            )

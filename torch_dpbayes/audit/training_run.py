@@ -2,214 +2,223 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, default_collate
 
-from ..accounting.accountant import PrivacyAccountant
-from .audited_engine import AuditedEngine
-from .bounds import Array, Guesses
-from .canaries import GradientCanaries, WithPlaces, WithRecords
-from .coin import Coins, auditor, toss
-from .result import AuditResult, Pricing
-from .scores import minus_loss, require_finite
-from .transcripts import from_scores
-
-Train = Callable[[Any, AuditedEngine], Any]
-Loss = Callable[[Any, Any], Tensor]
-
-_MANY = 2**15
+from ..accounting import PrivacyAccountant
+from ..batches.poisson_loader import PoissonLoader
+from ..engine.privacy_engine import PrivacyEngine
+from ..errors import ArgumentTypeError, AuditError
+from ..optim.base import PrivateOptimizer
+from ..per_sample.gradient_source import GradientSource
+from ..release.layout import Layout
+from .bounds import Array, LowerBound
+from .result import AuditResult
+from .transcripts import Inclusion, draw_inclusion, from_scores, generator_of
 
 _WHITE_BOX = (
-    "white-box: canaries have gradients of norm C of their own, {scores} of every release are seen,"
-    " and all other records are known; clipping in the model is not part of it"
+    "white-box: canaries are gradients of norm C, all else is known; clipping is not tested"
 )
-_BLACK_BOX = (
-    "black-box: canaries are records, of which the trained model's loss is seen, and nothing of the"
-    " training"
-)
+_BLACK_BOX = "black-box: canaries are records, and the trained model's loss is all that is seen"
+
+
+class Slot(int):
+    """The item at a canary's position in the data set. Batches draw slots as they draw records."""
+
+
+class _WithoutSlots:
+    """A collate function that removes slots from the batch and remembers them."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.wrapped_collator_fn, self.slots = collate_fn, np.array([], dtype=np.intp)
+
+    def __call__(self, records: list[Any]) -> Any:
+        self.slots = np.array([r for r in records if isinstance(r, Slot)], dtype=np.intp)
+        return self.wrapped_collator_fn([r for r in records if not isinstance(r, Slot)])
+
+
+class GradientCanaries:
+    """Canaries of one training. In each step, each has a gradient ±C along a parameter that no
+    other canary uses in this step.
+
+    If a canary is ``included`` and its slot in the batch, its gradient joins the sum of clipped
+    gradients. The attacker sees the releases and knows all other records, so their share of a sum
+    is subtracted. The directions come from the auditor's ``generator``. ``scores`` holds each
+    canary's log p(releases | in) − log p(releases | out).
+    """
+
+    def __init__(
+        self,
+        included: Inclusion,
+        generator: np.random.Generator,
+        optimizer: PrivateOptimizer,
+        loader: PoissonLoader,
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._size = sum(p.numel() for p in parameters if p.requires_grad)
+        if self._size < len(included) or loader.num_workers > 0:
+            raise AuditError(
+                f"the model has {self._size} parameters: {len(included)} gradient canaries need as"
+                " many, and a DataLoader with num_workers=0"
+            )
+        self._included, self._generator = included, generator
+        self._batch_size, self._bound = optimizer.expected_batch_size, optimizer.max_grad_norm
+        self._rate, self._draws = loader.sample_rate, loader.sampler_of_draws
+        outer: Any = loader.collate_fn
+        inner = outer.wrapped_collator_fn = self._collate = _WithoutSlots(outer.wrapped_collator_fn)
+        if (deliver := self._draws.delivery) is not None:
+            self._draws.delivery = lambda batch, drawn: deliver(batch, drawn - len(inner.slots))
+        self._query = query = optimizer.release.query
+        self._collect_records, vars(query)["collect"] = query.collect, self._collect
+        optimizer.release.watch = self._score
+        self.scores: Array = np.zeros(len(included))
+        self._draw = -1
+
+    def _collect(self, source: GradientSource, layout: Layout) -> int:
+        """Add the gradients of the records and canaries in this batch, or part of a batch; returns
+        the number of records and slots.
+        """
+        records = self._collect_records(source, layout)
+        if getattr(self._query, "scale", None) is not None:
+            raise AuditError("an audit has no sensitivity_scale: leave it out while auditing")
+        if self._draws.draw != self._draw:  # a new batch: nothing is left of a step that failed
+            self._draw, self._own = self._draws.draw, torch.zeros_like(layout.gradient)
+            self._along = self._generator.choice(self._size, len(self._included), replace=False)
+            self._signs: Array = self._generator.choice([-1.0, 1.0], len(self._included))
+        self._others = layout.gradient - self._own
+        joined = self._collate.slots[self._included[self._collate.slots]]
+        added = torch.zeros_like(layout.gradient)
+        added[self._along[joined]] = torch.as_tensor(self._bound * self._signs[joined]).to(added)
+        self._own += added
+        layout.gradient.add_(added)
+        return records + len(self._collate.slots)
+
+    def _score(self, layout: Layout) -> None:
+        """Add the log likelihood ratios of the release that ``layout`` holds. A canary that is in
+        moves its Gaussian of standard deviation z by 1 with probability q.
+        """
+        if layout.smallest_noise_multiplier == 0:
+            raise AuditError("the run has no noise, so its ε is infinite and cannot be refuted")
+        total = (layout.gradient * self._batch_size - self._others) / self._bound
+        seen = total.cpu().double().numpy()[self._along] * self._signs
+        z = np.concatenate([np.full(len(g.gradient), g.noise_multiplier) for g in layout.groups])
+        joined = np.log(self._rate) + (seen - 0.5) / z[self._along] ** 2
+        absent = math.log1p(-self._rate) if self._rate < 1 else -math.inf
+        self.scores += np.logaddexp(absent, joined)
+
+
+class AuditedEngine(PrivacyEngine):
+    """An engine that calls ``attach`` for every training that it makes private."""
+
+    attach: Callable[[PrivateOptimizer, PoissonLoader], None]
+
+    def make_private(self, **options: Any) -> Any:
+        return self._attached(*super().make_private(**options))
+
+    def make_private_with_epsilon(self, **options: Any) -> Any:
+        return self._attached(*super().make_private_with_epsilon(**options))
+
+    def _attached(self, model: Any, optimizer: PrivateOptimizer, loader: PoissonLoader) -> Any:
+        self.attach(optimizer, loader)
+        return model, optimizer, loader
 
 
 def one_run(
-    train: Train,
+    train: Callable[[Any, AuditedEngine], Any],
     dataset: Any,
     *,
     num_canaries: int,
     canaries: Sequence[Any] | None = None,
-    loss: Loss | None = None,
+    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
     delta: float | None = None,
     confidence: float = 0.95,
     bound: str = "gaussian",
     num_guesses: int | None = None,
-    scores: str = "sums",
     accountant: PrivacyAccountant | None = None,
-    process_group: torch.distributed.ProcessGroup | None = None,
     seed: int | None = None,
 ) -> AuditResult:
-    r"""Train once on data with canaries in it, and say what ε the run has at least.
+    """Train once on data with canaries in it, and bound the run's ε from below.
 
-    Each canary is in the data by the toss of a fair coin; what is released scores how much each of
-    them looks as if it were; the coins of the most extreme scores are guessed, as many as are best
-    at the ε that the accountant states. How many guesses are right bounds ε from below.
+    Each canary is in the data with probability 1/2. Releases score how much it looks as if it were.
+    Canaries with extreme scores are guessed, as many as is best at the stated ε, and the number of
+    right guesses gives the bound.
 
     Args:
-        train: ``train(dataset, engine)``, your training: it calls ``engine.make_private`` or
-            ``engine.make_private_with_epsilon`` once, takes its steps, and returns the model. Its
-            loader reads ``dataset``, which is not quite yours.
-        dataset: the records, in a map-style data set.
+        train: ``train(dataset, engine)``, your training. It calls ``engine.make_private`` or
+            ``engine.make_private_with_epsilon`` with a loader of ``dataset``, takes its steps, and
+            returns the model. Several trainings are audited together.
+        dataset: the records, a map-style data set.
         num_canaries: m; thousands.
-        canaries: None: gradients of norm C, each along a direction of its own in each step
-            (white-box). m records: they join the data set, and the trained model's ``loss`` scores
-            them (black-box); mislabelled ones show most.
-        loss: of black-box canaries, ``(output, target) -> scalar`` for one record, as a batch of
-            one; None: ``torch.nn.functional.cross_entropy``.
+        canaries: None: white-box; a canary is a gradient of norm C, in another direction in each
+            step. m records: black-box; they join the data set, and the trained model's ``loss``
+            scores them. Mislabelled records show most.
+        loss: of black-box canaries, ``(output, target) -> scalar`` for a batch of one.
         delta: δ at which to compare; None: that of the accountant's budget.
-        confidence: the probability that the bound is right.
-        bound: ``"gaussian"``, ``"independent"`` or ``"basic"``, see :class:`AuditResult`;
-            ``"independent"`` is for white-box canaries, and for batches that draw each record for
-            itself, as full and Poisson batches do; with others it is refused.
-        num_guesses: how many coins to guess; None: the best number at the stated ε.
-        scores: of white-box canaries: ``"sums"``, or ``"differences"`` of consecutive releases,
-            which tell noise that is used twice.
-        accountant, process_group: of the engine that ``train`` gets, as for
-            :class:`~torch_dpbayes.PrivacyEngine`.
-        seed: of coins and directions; None: the operating system's entropy. They have a generator
-            of their own, which shares nothing with those of the training.
-
-    Returns:
-        The bound, the stated ε, confidence, threat and guesses.
+        confidence, bound, num_guesses: as for :func:`from_scores`. ``bound="independent"`` is for
+            white-box canaries.
+        accountant: of the engine; None: a new one.
+        seed: of the auditor's own randomness, which the training never uses; None: the operating
+            system's entropy.
 
     Raises:
-        ValueError: too few canaries for any bound, canaries that are none of this data set's kind,
-            or on which the model fails, fewer records than canaries, no δ, a run without noise or
-            without ``engine``, or a bound that its batches do not allow.
+        AuditError: too few canaries for any bound, no δ, a run without noise or without
+            ``engine``, or a bound that its canaries or batches do not allow.
 
-    **Privacy.** The result is computed from releases and from unprotected sums. Without canaries,
-    it depends on no record: what others add is subtracted. A model that was trained with canaries
-    is for the audit alone; in use it would carry them.
+    **Privacy.** The bound is computed from releases and unprotected sums. It depends on canaries
+    alone: other records' share is subtracted. The model has learned them and is not for use.
     """
-    delta = delta_of(accountant, delta)
-    pricing = Pricing(bound, delta, confidence)
-    require_enough(num_canaries, pricing, None if accountant is None else accountant.epsilon)
-    generator = auditor(seed)
-    coins = toss(num_canaries, generator)
-    found: Array
-    if canaries is None:
-        gradients, engine, threat = white_box(
-            coins, generator, scores, pricing, accountant, process_group
+    if delta is None and (accountant is None or (delta := accountant.delta) is None):
+        raise AuditError("no accountant with a budget says at which δ to compare: pass delta=1e-5")
+    epsilon = None if accountant is None else accountant.epsilon
+    LowerBound(bound, delta, confidence).require_enough(num_canaries, epsilon)
+    if canaries is not None and (bound == "independent" or len(canaries) != num_canaries):
+        raise AuditError(
+            f"num_canaries = {num_canaries} records are needed, got {len(canaries)}; and the losses"
+            ' of one model depend on each other\'s canaries: pass bound="gaussian"'
         )
-        finished(train, WithPlaces(dataset, num_canaries), engine)
-        found = gradients.scores
-    else:
-        if bound == "independent":
-            raise ValueError(
-                'the losses of one model depend on each other\'s canaries: pass bound="gaussian"'
-            )
-        _require_alike(canaries, dataset, num_canaries)
-        loss = loss or nn.functional.cross_entropy
-        try_model = partial(require_finite, records=canaries, loss=loss)
-        engine, threat = AuditedEngine(accountant, process_group, None, try_model), _BLACK_BOX
-        trained = finished(train, WithRecords(dataset, canaries, coins), engine)
-        if not isinstance(trained, nn.Module):
-            raise TypeError(
-                f"train must return the trained model, whose losses score the canaries; it returned"
-                f" {type(trained).__name__}"
-            )
-        found = minus_loss(trained, canaries, loss)
+    generator, engine, found = generator_of(seed), AuditedEngine(accountant), list[Array]()
+    included = draw_inclusion(num_canaries, generator)
+    joined: Any = [Slot(i) for i in range(num_canaries)]
+    if canaries is not None:
+        joined = [canary for canary, is_in in zip(canaries, included, strict=True) if is_in]
+
+    def attach(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
+        if engine.accountant.unit != "record":
+            raise AuditError("a canary is one record: audit the run on an accountant of records")
+        if canaries is None:
+            found.append(GradientCanaries(included, generator, optimizer, loader).scores)
+
+    engine.attach = attach
+    charged = 0 if accountant is None else len(accountant)
+    trained = train(ConcatDataset([dataset, joined]), engine)
+    if len(engine.accountant) == charged:
+        raise AuditError("train took no private step: call engine.make_private, and step")
     return from_scores(
-        found,
-        coins,
+        sum(found) if canaries is None else _minus_losses(trained, canaries, loss),
+        included,
         delta=delta,
         accountant=engine.accountant,
         confidence=confidence,
         bound=bound,
         num_guesses=num_guesses,
-        threat=threat,
+        threat=_WHITE_BOX if canaries is None else _BLACK_BOX,
     )
 
 
-def white_box(
-    coins: Coins,
-    generator: np.random.Generator,
-    scores: str,
-    pricing: Pricing,
-    accountant: PrivacyAccountant | None,
-    process_group: torch.distributed.ProcessGroup | None,
-) -> tuple[GradientCanaries, AuditedEngine, str]:
-    """Canaries that are gradients, the engine that lets them in, and who sees them."""
-    gradients = GradientCanaries(coins, generator, scores, are_apart=pricing.bound == "independent")
-    engine = AuditedEngine(accountant, process_group, gradients)
-    return gradients, engine, _WHITE_BOX.format(scores=scores)
-
-
-def finished(train: Train, dataset: Any, engine: AuditedEngine) -> Any:
-    """What ``train`` returns, after private steps."""
-    trained = train(dataset, engine)
-    if not engine.is_used or len(engine.accountant) == 0:
-        raise ValueError(
-            "train took no private step with the engine that it was given: call"
-            " engine.make_private, and step"
-        )
-    return trained
-
-
-def delta_of(accountant: PrivacyAccountant | None, delta: float | None) -> float:
-    if delta is not None:
-        return float(delta)
-    if accountant is None or accountant.delta is None:
-        raise ValueError("no accountant with a budget says at which δ to compare: pass delta=1e-5")
-    return accountant.delta
-
-
-def require_enough(canaries: int, pricing: Pricing, epsilon: float | None) -> None:
-    """Raise where no guesses, or none that the budget allows, give a bound."""
-    if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 1:
-        raise ValueError(f"num_canaries must be a positive integer, got {canaries!r}")
-
-    def gives(number: int) -> bool:
-        if epsilon is not None:
-            return pricing.expected(number, epsilon) > 0
-        return pricing(Guesses(number, number, number)) > 0
-
-    if gives(canaries):
-        return
-    enough = 2 * canaries
-    while enough < _MANY and not gives(enough):
-        enough *= 2
-    what = f"num_canaries={enough}" if enough < _MANY else f"more than {_MANY}"
-    raise ValueError(
-        f"{canaries} canaries give no lower bound at {pricing.confidence:.0%} confidence"
-        f"{'' if epsilon is None else f' and epsilon = {epsilon:g}'}: use {what}"
-    )
-
-
-def _require_alike(canaries: Sequence[Any], dataset: Any, number: int) -> None:
-    if len(canaries) != number:
-        raise ValueError(f"num_canaries = {number}, but there are {len(canaries)} canaries")
-    if len(dataset) < number:
-        raise ValueError(
-            f"{len(dataset)} records cannot hide {number} canaries, which would make most of the"
-            f" training: use {len(dataset)} canaries at most"
-        )
-    kind = _kind(dataset[0])
-    for i, canary in enumerate(canaries):
-        if _kind(canary) != kind:
-            raise ValueError(
-                f"canary {i} is none of this data set's records: it has {_kind(canary)}, they have"
-                f" {kind}"
-            )
-
-
-def _kind(record: Any) -> Any:
-    """Types and shapes."""
-    if isinstance(record, Tensor):
-        return (tuple(record.shape), str(record.dtype).removeprefix("torch."))
-    if isinstance(record, (tuple, list)):
-        return tuple(_kind(part) for part in record)
-    if isinstance(record, dict):
-        return {name: _kind(part) for name, part in record.items()}
-    return type(record).__name__
+@torch.no_grad()
+def _minus_losses(
+    model: Any, canaries: Sequence[Any], loss: Callable[[Any, Any], Tensor]
+) -> list[float]:
+    """Of every canary ``(input, target)``: a record that was trained on has less loss."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"train must return the trained model, not {type(model).__name__}")
+    device = next(model.parameters()).device
+    model.eval()
+    pairs = ([part.to(device) for part in default_collate([canary])] for canary in canaries)
+    return [-float(loss(model(x), y)) for x, y in pairs]

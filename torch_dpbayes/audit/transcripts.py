@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
-from ..accounting.accountant import PrivacyAccountant
-from ..accounting.allocation import RandomAllocationDpEvent
+from ..accounting import PrivacyAccountant
 from ..accounting.events import SampledWithoutReplacementDpEvent
-from .bounds import Guesses
-from .coin import auditor, toss
-from .result import AuditResult, Pricing
-from .scores import guess
+from ..accounting.random_allocation import RandomAllocationDpEvent
+from ..errors import AuditError
+from .bounds import Array, Guesses, LowerBound
+from .result import AuditResult
 
-_DRAWN_TOGETHER = (
+Inclusion = npt.NDArray[np.bool_]
+
+_AUDIT = 0x61756469  # beside the seed, so that a training with this seed draws other numbers
+_DRAWN_JOINTLY = (
     RandomAllocationDpEvent,
     SampledWithoutReplacementDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
 
 
+def generator_of(seed: int | None) -> np.random.Generator:
+    """The auditor's own randomness; None: from the operating system's entropy."""
+    return np.random.default_rng(None if seed is None else [_AUDIT, seed])
+
+
+def draw_inclusion(canaries: int, generator: np.random.Generator) -> Inclusion:
+    """Whether each canary is in the data: with probability 1/2, independently."""
+    return generator.integers(0, 2, size=canaries, dtype=np.int8).astype(bool)
+
+
+def guess(scores: Array, included: Inclusion, made: int) -> Guesses:
+    """Guess "in" for the highest scores and "out" for the lowest, half each."""
+    order = np.argsort(scores, kind="stable")
+    low, high = order[: made // 2], order[len(order) - (made - made // 2) :]
+    return Guesses(len(included), made, int((~included[low]).sum() + included[high].sum()))
+
+
 def from_scores(
     scores: Any,
-    coins: Any,
+    included: Any,
     *,
     delta: float,
     epsilon: float | None = None,
@@ -35,55 +54,55 @@ def from_scores(
     bound: str = "gaussian",
     num_guesses: int | None = None,
     threat: str = "scores of the caller's",
-    neighboring: str = "add_or_remove_one",
 ) -> AuditResult:
-    """What scores of canaries say about the release that they were made from.
+    """Bound the ε of a release from below, by scores of canaries that were made from it.
 
-    Scores of several releases on the same canaries add up, those of all that a ledger holds too.
+    Several releases on the same canaries are audited together by the sum of their scores.
 
     Args:
-        scores: one for each canary; higher where it looks more as if it were in the data.
-        coins: whether it was: independent fair coins, tossed before.
-        delta: δ.
-        epsilon: what is stated at ``delta``. Without an accountant, ``is_refuted`` compares it with
-            the bound, which for any but ``"basic"`` is right where what was released is Gaussian:
-            randomised response and draws of bounded range reveal more of a coin at the same ε.
-        accountant: that states it for the release, by its whole trade-off curve.
+        scores: one for each canary, higher if it looks more as if it were in the data.
+        included: whether it was, drawn before the release as independent fair bits.
+        delta, epsilon: the stated ε at δ. ``is_refuted`` compares it with the bound, which for any
+            but ``"basic"`` is right if the release is Gaussian: others may show more at the same ε.
+        accountant: states ε for the release instead, by its whole trade-off curve.
         confidence: the probability that the bound is right.
-        bound: ``"gaussian"``, ``"independent"`` or ``"basic"``, see :class:`AuditResult`.
-            ``"independent"`` is right only where what is seen of a canary depends on no other
-            one's coin, nor on noise that another one shares; it is refused for an ``accountant``
-            that was charged batches which are neither full nor Poisson draws.
-        num_guesses: how many coins to guess, chosen before the scores were seen; None: the best
-            number at ``epsilon``, or all of them for ``"independent"``.
+        bound: see :class:`AuditResult`. ``"independent"`` is right only if what is seen of a canary
+            depends neither on another one's inclusion nor on noise that another one shares. It is
+            refused if the ``accountant`` was charged for batches neither full nor Poisson.
+        num_guesses: chosen before the scores were seen; None: the best number at ``epsilon``, or
+            all canaries for ``"independent"``.
         threat: who was simulated, for the report.
-        neighboring: the relation that ``epsilon`` is for, or that of the accountant.
 
     Raises:
-        ValueError: scores and coins do not belong together, or an argument is out of range.
+        AuditError: scores and inclusions do not belong together, or an argument is out of range.
+
+    **Privacy.** Nothing is charged: the bound is computed from the release.
     """
-    found, tossed = np.asarray(scores, dtype=float), np.asarray(coins)
-    if found.ndim != 1 or found.shape != tossed.shape or tossed.dtype != bool:
-        raise ValueError(
-            "scores and coins are vectors of one length, the coins of bool; got shapes"
-            f" {found.shape} and {tossed.shape}, {tossed.dtype}"
+    found, drawn = np.asarray(scores, dtype=float), np.asarray(included)
+    if (
+        found.ndim != 1
+        or found.shape != drawn.shape
+        or drawn.dtype != bool
+        or (found != found).any()
+    ):
+        raise AuditError(
+            "scores, without nan, and inclusions of bool are vectors of one length; got shapes"
+            f" {found.shape} and {drawn.shape}, {drawn.dtype}. Score 0 leaves a canary undecided."
         )
-    if np.isnan(found).any():
-        raise ValueError("a score is not a number: leave the canary undecided with score 0")
-    pricing = Pricing(bound, delta, confidence)
-    if bound == "independent" and accountant is not None:
-        _require_apart(accountant)
-    epsilon = stated(epsilon, accountant, delta)
-    # by public numbers: neither scores nor coins decide it
-    made = num_guesses if num_guesses is not None else pricing.best_number(len(found), epsilon)
-    if not 1 <= made <= len(found):
-        raise ValueError(f"num_guesses must be from 1 to {len(found)}, got {made}")
-    if bound == "independent" and made != len(found):
-        raise ValueError(
-            'bound="independent" is for guesses on all canaries: leave num_guesses out, or pass'
-            ' bound="gaussian"'
-        )
-    return _result(pricing, guess(found, tossed, made), epsilon, accountant, threat, neighboring)
+    lower_bound = LowerBound(bound, delta, confidence)
+    for charge in accountant.history if accountant is not None and bound == "independent" else ():
+        if isinstance(charge.event, _DRAWN_JOINTLY):
+            raise AuditError(
+                'bound="independent" is for full and Poisson batches, and the accountant was'
+                f' charged a {type(charge.event).__name__}: pass bound="gaussian"'
+            )
+    epsilon = _stated(epsilon, accountant, delta)
+    # by public numbers: neither scores nor inclusions decide it
+    best = lower_bound.best_guesses(len(found), epsilon)
+    made = best.made if num_guesses is None else num_guesses
+    if not 1 <= made <= len(found) or (bound == "independent" and made != len(found)):
+        raise AuditError(f"num_guesses is 1 to {len(found)}, all if independent; got {made}")
+    return _result(lower_bound, guess(found, drawn, made), epsilon, accountant, threat)
 
 
 def repeated(
@@ -95,88 +114,59 @@ def repeated(
     repeats: int = 1000,
     confidence: float = 0.95,
     bound: str = "gaussian",
-    threat: str = "many releases on worst-case data, each with its likelihood ratio",
-    neighboring: str = "add_or_remove_one",
+    threat: str = "repeated releases on worst-case data, each with its likelihood ratio",
     seed: int | None = None,
 ) -> AuditResult:
-    """Make a release many times, each with or without one record by the toss of a fair coin, and
-    guess each coin.
+    """Repeat a release, each time with or without one record at random, and guess which it was.
 
-    Where a release is cheap and its density known, this shows more than one run can: guesses are
-    independent, and the likelihood ratio guesses best.
+    Guesses are independent, and likelihood ratios guess best: this shows more than one run can.
 
     Args:
-        release: ``release(is_in)`` makes it on data with or without the record, and returns
-            log p(release | in) − log p(release | out), or another number that is positive where
-            "in" is the better guess.
-        delta: δ.
-        epsilon: what is stated at ``delta`` for one release, as for :func:`from_scores`.
-        accountant: that was charged one release, and no more.
-        repeats: how many releases are made, each with noise of its own.
-        confidence: the probability that the bound is right.
-        bound: ``"gaussian"`` or ``"basic"``, see :class:`AuditResult`.
-        threat: who was simulated, for the report.
-        neighboring: the relation of the two data sets, or that of the accountant.
-        seed: of the coins; None: the operating system's entropy.
+        release: ``release(is_in)`` makes it on data with or without the record and returns
+            log p(release | in) − log p(release | out), or another number that is positive if "in"
+            is the better guess.
+        delta, epsilon, accountant: what is stated for one release, as for :func:`from_scores`.
+        repeats: number of releases, each with its own noise.
+        confidence, bound, threat: as there.
+        seed: of the inclusions; None: the operating system's entropy.
 
     Raises:
-        ValueError: too few repeats for any bound, or an argument is out of range.
+        AuditError: too few repeats for any bound, or an argument is out of range.
+
+    **Privacy.** Nothing is charged: the data are the auditor's own.
     """
-    pricing = Pricing(bound, delta, confidence, is_independent=True)
-    enough = int(np.ceil(np.log(1 - confidence) / np.log(0.5))) + 1
-    if repeats < enough:
-        raise ValueError(
-            f"{repeats} repeats give no lower bound at {confidence:.0%} confidence: use at least"
-            f" {enough}, and hundreds for a useful one"
-        )
-    epsilon = stated(epsilon, accountant, delta)
-    coins = toss(repeats, auditor(seed))
-    correct = sum((release(bool(coin)) > 0) == bool(coin) for coin in coins)
-    guesses = Guesses(repeats, repeats, int(correct))
-    return _result(pricing, guesses, epsilon, accountant, threat, neighboring)
+    lower_bound = LowerBound(bound, delta, confidence, is_repeated=True)
+    lower_bound.require_enough(repeats)
+    epsilon = _stated(epsilon, accountant, delta)
+    included = draw_inclusion(repeats, generator_of(seed)).tolist()
+    correct = sum(bool(release(is_in) > 0) == is_in for is_in in included)
+    return _result(lower_bound, Guesses(repeats, repeats, correct), epsilon, accountant, threat)
 
 
-def _require_apart(accountant: PrivacyAccountant) -> None:
-    for charge in accountant.history:
-        if isinstance(charge.event, _DRAWN_TOGETHER):
-            raise ValueError(
-                'bound="independent" is for full and Poisson batches, and the accountant was'
-                f' charged a {type(charge.event).__name__}: pass bound="gaussian"'
-            )
-
-
-def stated(epsilon: float | None, accountant: PrivacyAccountant | None, delta: float) -> float:
+def _stated(epsilon: float | None, accountant: PrivacyAccountant | None, delta: float) -> float:
     """The ε to compare with."""
     if accountant is None and epsilon is not None:
         return epsilon
     if accountant is None or epsilon is not None:
-        raise ValueError("state what was charged, once: pass accountant=, or epsilon=")
-    found = accountant.get_epsilon(delta)
-    if math.isinf(found):
-        raise ValueError("the accountant states no ε for this run, so none can be refuted")
+        raise AuditError("state what was charged, once: pass accountant=, or epsilon=")
+    if np.isinf(found := accountant.get_epsilon(delta)):
+        raise AuditError("the accountant states no ε for this run, so none can be refuted")
     return found
 
 
 def _result(
-    pricing: Pricing,
+    lower_bound: LowerBound,
     guesses: Guesses,
     epsilon: float,
     accountant: PrivacyAccountant | None,
     threat: str,
-    neighboring: str,
 ) -> AuditResult:
+    kind, delta, confidence = lower_bound.kind, lower_bound.delta, lower_bound.confidence
+    found, neighboring, refutes = lower_bound(guesses), None, None
+    if accountant is not None:
+        neighboring = accountant.neighboring
+    if accountant is not None and kind != "basic":
+        refutes = lower_bound.refutes(accountant.risk(prior=0.5, delta=delta), guesses)
     return AuditResult(
-        epsilon_lower_bound=pricing(guesses),
-        epsilon=epsilon,
-        delta=pricing.delta,
-        confidence=pricing.confidence,
-        threat=threat,
-        bound=pricing.bound,
-        guesses=guesses,
-        neighboring=neighboring if accountant is None else accountant.neighboring,
-        refutes_curve=(
-            None
-            if accountant is None or pricing.bound == "basic"
-            else pricing.refutes(accountant, guesses)
-        ),
+        found, epsilon, delta, confidence, threat, kind, guesses, neighboring, refutes
     )

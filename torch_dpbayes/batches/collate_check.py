@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
+from ..errors import ArgumentError
 from ..per_sample.nested import tensors_in
 
 _ROWS = (5, 7)  # a tensor that has as many rows as there are records, in both, has one for each
@@ -43,7 +44,7 @@ def check_collate(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         for few, many in zip(*map(_by_tensor, by_rows), strict=True):
             if _has_rows(few, _ROWS[0]) and _has_rows(many, _ROWS[1]):
                 if _is_moved(*few) or _is_moved(*many):
-                    raise ValueError(_MIXES)
+                    raise ArgumentError(_MIXES, code="loader-collate")
 
 
 def _collated(

@@ -14,6 +14,13 @@ import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
 from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    FixedAttributeError,
+    StateError,
+)
 from ..noise import fresh_generator, stream_of_key, use_position
 from ..ranks import Ranks
 from .joining import MOST_RECORDS, Cells, Darts
@@ -84,24 +91,25 @@ class PoissonSampler(UniformWithReplacementSampler):
         ranks: Ranks | None = None,
     ) -> None:
         if not 0 < sample_rate <= 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"a sampling rate is a probability between 0 and 1, got {sample_rate}: it is batch"
                 " size / number of records"
             )
         if 1 / sample_rate > _MOST_BATCHES:
-            raise ValueError(
+            raise ArgumentError(
                 f"at a sampling rate of {sample_rate:g} a pass has more than 2**63 batches: it is"
                 " batch size / number of records"
             )
         if num_data > MOST_RECORDS:
-            raise ValueError(
+            raise ArgumentError(
                 f"{num_data} records are more than 2**53, from where on positions are no longer"
                 " exact in double precision: train on a part, torch.utils.data.Subset"
             )
         if generator is not None and generator.device.type != "cpu":
-            raise ValueError(
+            raise ArgumentError(
                 "batches are drawn on the CPU, but the DataLoader's generator= lives on"
-                f" {generator.device}: pass torch.Generator()"
+                f" {generator.device}: pass torch.Generator()",
+                code="loader-generator",
             )
         super().__init__(
             num_samples=max(1, num_data),
@@ -135,7 +143,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("sample_rate", "num_samples", "generator") and name in self.__dict__:
-            raise AttributeError(
+            raise FixedAttributeError(
                 f"{name} of a private loader's draws is fixed: every step is charged for the draws"
                 " that were declared. Make a loader with other ones by"
                 " PrivacyEngine.make_private(..., data_loader=DataLoader(dataset, batch_size=...,"
@@ -145,10 +153,11 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.has_user_generator or self.ranks is not None:
-            raise TypeError(
+            raise ArgumentTypeError(
                 "a private loader with a generator of the caller's, or of several ranks, cannot be"
                 " copied: both would draw the same batches. Use PrivacyEngine.make_private on a"
-                " DataLoader for the copy."
+                " DataLoader for the copy.",
+                code="copied",
             )
         return type(self), (self.num_samples, self.sample_rate, None, self.num_workers)
 
@@ -173,10 +182,11 @@ class PoissonSampler(UniformWithReplacementSampler):
     def require_own_process(self) -> None:
         """Raise in a forked child whose draws would be its parent's."""
         if os.getpid() != self._pid and (self.has_user_generator or self.ranks is not None):
-            raise RuntimeError(
+            raise StateError(
                 "this private loader was made in another process, and a forked child draws the same"
                 " batches. Call make_private inside the child on a DataLoader with another"
-                " generator=, or without one."
+                " generator=, or without one.",
+                code="forked",
             )
 
     def _renew(self, generator: torch.Generator) -> None:
@@ -189,9 +199,10 @@ class PoissonSampler(UniformWithReplacementSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self._enter_process()
         if (count := self.count_records()) != self.num_samples:
-            raise RuntimeError(
+            raise StateError(
                 f"the data set has {count} records now, and had {self.num_samples} when it was made"
-                " private: put them back, or call make_private for the records of today."
+                " private: put them back, or call make_private for the records of today.",
+                code="data-changed",
             )
         self._begin()
         self.passes += 1
@@ -212,9 +223,10 @@ class PoissonSampler(UniformWithReplacementSampler):
         """Raise if another pass began after this one."""
         if number != self.passes:
             self._missed = True
-            raise RuntimeError(
+            raise StateError(
                 "two passes over one private loader at a time: end this pass and begin a new one,"
-                " or look at records by DataLoader(loader.dataset, batch_size=...)."
+                " or look at records by DataLoader(loader.dataset, batch_size=...).",
+                code="loader-two-passes",
             )
 
     def _next_draw(self) -> _Draw:
@@ -229,10 +241,11 @@ class PoissonSampler(UniformWithReplacementSampler):
             else:
                 use_position("a batch", self.generator)
         elif _state_of(self.generator) != self._state:
-            raise RuntimeError(
+            raise StateError(
                 "the private loader's own generator was seeded or used from outside: call"
                 " make_private again and leave it alone, or give it DataLoader(...,"
-                " generator=torch.Generator().manual_seed(...))."
+                " generator=torch.Generator().manual_seed(...)).",
+                code="loader-generator",
             )
         joining = self._joining(stream)
         if here is not None:
@@ -278,10 +291,11 @@ class PoissonSampler(UniformWithReplacementSampler):
     def delivered_part(self, is_last: bool) -> None:
         """Opacus' BatchMemoryManager is about to hand out a part of the next draw."""
         if self.num_workers > 0:
-            raise RuntimeError(
+            raise StateError(
                 "BatchMemoryManager with num_workers > 0 announces batches before it delivers them;"
                 " a skipped one would go unnoticed and two draws could mix in one step. Build the"
-                " DataLoader with num_workers=0."
+                " DataLoader with num_workers=0.",
+                code="loader-memory-manager",
             )
         self._deliver(is_part=True, is_last=is_last)
 
@@ -293,17 +307,19 @@ class PoissonSampler(UniformWithReplacementSampler):
         if self._is_last or not is_part:  # of a new draw
             self._missed |= self._delivered > 0
             if self._delivered == self._handed:
-                raise RuntimeError(
+                raise StateError(
                     "this batch was drawn in another pass over the private loader, or by the"
-                    " process from which this one was forked: begin a new pass"
+                    " process from which this one was forked: begin a new pass",
+                    code="loader-no-batch",
                 )
             self._deliveries += self._delivered == 0
             if self._deliveries > _MANY_DELIVERIES:
                 self._deliveries = 0
-                raise RuntimeError(
+                raise StateError(
                     f"this batch was handed out {_MANY_DELIVERIES} times and got no step: call"
                     " backward() and step() on every batch, whatever is in it. To look at records,"
-                    " use DataLoader(loader.dataset, batch_size=...)."
+                    " use DataLoader(loader.dataset, batch_size=...).",
+                    code="loader-no-step",
                 )
             self._size, self.checksum = (
                 len(self._draws[self._delivered].records),
@@ -320,23 +336,26 @@ class PoissonSampler(UniformWithReplacementSampler):
         """
         self.require_own_process()
         if self._handed > 0 and not self._is_delivering and os.getpid() == self._pid:
-            raise RuntimeError(
+            raise StateError(
                 "another loader took over the draws of the private one, as those of accelerate's"
                 " prepare() and Lightning's Fabric do: take batches from the loader that"
-                " make_private returned."
+                " make_private returned.",
+                code="loader-replaced",
             )
         if not self._ready or os.getpid() != self._pid:
-            raise RuntimeError(
+            raise StateError(
                 "no new batch came from the private loader since the last step, or since this"
                 " process was forked: take batches from the loader that make_private returned, one"
-                " for each step()."
+                " for each step().",
+                code="loader-no-batch",
             )
         self._ready = False
         if self._missed:
-            raise RuntimeError(
+            raise StateError(
                 "a batch of this pass over the private loader got no step, or the one after it was"
                 " taken first: call backward() and step() on every batch, empty ones included."
-                " Opacus' BatchMemoryManager accumulates gradients."
+                " Opacus' BatchMemoryManager accumulates gradients.",
+                code="loader-no-step",
             )
         return self._is_last
 
@@ -397,11 +416,11 @@ class PoissonSampler(UniformWithReplacementSampler):
         if isinstance(position, torch.Tensor):  # of versions that had no keys
             are_same = self._end_where_the_next_begin(position)
         elif "turn" in position or "keyed" not in position:
-            raise ValueError(_OTHER_LAW)
+            raise CheckpointError(_OTHER_LAW)
         else:
             are_same = len(position["states"]) == 1 or position["of"] == self._described()
         if not are_same:
-            raise ValueError(
+            raise CheckpointError(
                 "the saved run left draws that got no step, which cannot be shown to be of these"
                 " data and batches: keep data and batch size, or leave out generator=."
             )

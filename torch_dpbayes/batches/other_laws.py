@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
-from ..accounting.allocation import RandomAllocationDpEvent
-from ..accounting.events import (
-    DpEvent,
-    GaussianDpEvent,
-    SampledWithoutReplacementDpEvent,
-)
+from ..accounting.events import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
+from ..accounting.random_allocation import RandomAllocationDpEvent
+from ..errors import ArgumentError, CheckpointError
 from ..ranks import Ranks
 from .draws import _OTHER_LAW, PoissonSampler, _Draw
 from .joining import some_of, uniform
@@ -166,9 +163,10 @@ class RandomAllocationSampler(PoissonSampler):
         if self._paid is None or self._is_begun:
             return False
         if noise_multiplier < self._paid:
-            raise ValueError(
+            raise ArgumentError(
                 f"the noise multiplier fell from {self._paid:g} to {noise_multiplier:g} within a"
-                " pass, which was charged as a whole when it began: change lr between passes."
+                " pass, which was charged as a whole when it began: change lr between passes.",
+                code="pass-charged",
             )
         self._is_begun = True
         return True
@@ -203,9 +201,9 @@ class RandomAllocationSampler(PoissonSampler):
 
     def require_position(self, position: Any) -> None:
         if not (isinstance(position, dict) and "turn" in position):
-            raise ValueError(_OTHER_LAW)
+            raise CheckpointError(_OTHER_LAW)
         if len(position["states"]) > 1 and position.get("of") != [self.num_samples, self.steps]:
-            raise ValueError(
+            raise CheckpointError(
                 "the saved run began a pass over other data or of other batches, which cannot"
                 f" go on over {self.num_samples} records in {self.steps} batches: keep data"
                 " and batch size, or leave out generator=."

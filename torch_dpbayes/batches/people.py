@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from ..accounting.people import PersonDpEvent
+from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, UserLevelDpEvent
+from ..errors import ArgumentError, ArgumentTypeError, FixedAttributeError
 from ..ranks import Ranks
 from .draws import PoissonSampler
 
@@ -34,7 +34,7 @@ class People:
 
     def __init__(self, ids: Iterable[Any], num_data: int, most: int) -> None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"records_per_person must be a positive whole number, got {most!r}")
+            raise ArgumentError(f"records_per_person must be a positive whole number, got {most!r}")
         persons = torch.from_numpy(_numbered(ids, num_data))
         self._most = most
         # records by person, and where each person's begin
@@ -80,10 +80,12 @@ class People:
 def _numbered(ids: Iterable[Any], num_data: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """A number from 0 on for each id, the same for equal ones."""
     if np.ma.is_masked(ids):
-        raise TypeError(_IDS.format(num_data, "got a masked array in which some are missing"))
+        raise ArgumentTypeError(
+            _IDS.format(num_data, "got a masked array in which some are missing")
+        )
     values = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
     if values.shape != (num_data,):
-        raise ValueError(_IDS.format(num_data, f"got ids of shape {tuple(values.shape)}"))
+        raise ArgumentError(_IDS.format(num_data, f"got ids of shape {tuple(values.shape)}"))
     if values.dtype.kind in "iu":
         return np.unique(values, return_inverse=True)[1].astype(np.int64)
     # not as NumPy's strings, of which some that differ are equal
@@ -91,7 +93,7 @@ def _numbered(ids: Iterable[Any], num_data: int) -> np.ndarray[Any, np.dtype[np.
     kinds = {type(value) for value in whole}
     if kinds not in ({str}, {int}):
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise TypeError(_IDS.format(num_data, f"got {found}"))
+        raise ArgumentTypeError(_IDS.format(num_data, f"got {found}"))
     known: dict[Any, int] = {}
     return np.array([known.setdefault(value, len(known)) for value in whole], dtype=np.int64)
 
@@ -136,7 +138,7 @@ class PeopleSampler(PoissonSampler):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "people" and name in self.__dict__:
-            raise AttributeError(
+            raise FixedAttributeError(
                 "people of a private loader are fixed: every step is charged for them. Make a"
                 " loader with other ones by make_private(..., people=, records_per_person=)."
             )
@@ -154,7 +156,7 @@ class PeopleSampler(PoissonSampler):
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         to_a_person = GaussianDpEvent(gaussian.noise_multiplier / self.people.most)
-        return PersonDpEvent(PoissonSampledDpEvent(self.sample_rate, to_a_person))
+        return UserLevelDpEvent(PoissonSampledDpEvent(self.sample_rate, to_a_person))
 
 
 def _of_people(

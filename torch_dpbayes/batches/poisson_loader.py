@@ -12,9 +12,9 @@ import torch
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from torch.utils.data import DataLoader, default_collate
 
+from ..errors import ArgumentError, FixedAttributeError, StateError
 from ..per_sample.nested import map_tensors, tensors_in
 from ..ranks import Ranks
-from ..troubleshooting import explained
 from .draws import PoissonSampler
 from .fetching import Batched, as_it_is, can_be_read_at_once
 
@@ -40,9 +40,10 @@ class _CollatedAlone:
 
     def __call__(self, records: list[Any]) -> Any:
         if not self.is_vouched and not isinstance(records, list):
-            raise ValueError(
+            raise ArgumentError(
                 "the data set's __getitems__ gives one object for all records, and collate_fn sees"
-                " all at once: give a list, or vouch by assume_independent_records=True"
+                " all at once: give a list, or vouch by assume_independent_records=True",
+                code="loader-collate",
             )
         if self.is_vouched:
             return self.wrapped_collator_fn(records)
@@ -50,9 +51,10 @@ class _CollatedAlone:
         no_value = torch.empty(0)
         shells = [repr(map_tensors(part, lambda _: no_value)) for part in parts]
         if any(shell != shells[0] for shell in shells):
-            raise ValueError(
+            raise ArgumentError(
                 "collate_fn makes something else than tensors of the records: make tensors with a"
-                " row for each record"
+                " row for each record",
+                code="loader-collate",
             )
         columns = zip(*(tensors_in(part) for part in parts), strict=True)
         whole = iter([_of_all(column) for column in columns])
@@ -61,11 +63,11 @@ class _CollatedAlone:
 
 def _of_all(column: Sequence[torch.Tensor]) -> torch.Tensor:
     if any(t.dim() == 0 or len(t) != 1 or t.shape != column[0].shape for t in column):
-        shapes = sorted({tuple(t.shape) for t in column})[:3]
-        raise ValueError(
-            f"collate_fn makes tensors of shapes {shapes} of single records: it needs one row for"
-            " each, of one length for all (the longest record of a batch shows in its padding), or"
-            " assume_independent_records=True"
+        raise ArgumentError(
+            "collate_fn makes tensors of different shapes: it needs one row for each record, of one"
+            " length for all (the longest record of a batch shows in its padding), or"
+            " assume_independent_records=True",
+            code="loader-collate",
         )
     return torch.cat(list(column))
 
@@ -130,9 +132,10 @@ class PoissonLoader(DPDataLoader):
             and isinstance(data_loader, PoissonLoader)
             and data_loader.sampler_of_draws.ranks is not None
         ):
-            raise ValueError(
+            raise ArgumentError(
                 "this loader's draws are shared by several ranks, but here nothing is said about"
-                " the others: do this on one process"
+                " the others: do this on one process",
+                code="ranks-alone",
             )
         self.sample_rate = sample_rate
         self.distributed = ranks is not None
@@ -154,10 +157,11 @@ class PoissonLoader(DPDataLoader):
             fields = record.items() if isinstance(record, Mapping) else ()
             texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
             what = f"{', '.join(texts)} is text" if texts else str(error).partition(". ")[0]
-            raise ValueError(
+            raise ArgumentError(
                 "no empty batch can be made of these records, which Poisson sampling delivers now"
                 f" and then: {what}. Records are tensors and numbers, in tuples, lists or dicts;"
-                " leave names and paths out."
+                " leave names and paths out.",
+                code="loader-collate",
             ) from error
         generator = data_loader.generator
         if (
@@ -200,7 +204,7 @@ class PoissonLoader(DPDataLoader):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("sample_rate", "num_workers") and "batch_sampler" in self.__dict__:
-            raise AttributeError(
+            raise FixedAttributeError(
                 f"{name} of a private loader is fixed. Make a loader with another one by"
                 " PrivacyEngine.make_private(..., data_loader=DataLoader(dataset, batch_size=...,"
                 " num_workers=...))"
@@ -244,14 +248,14 @@ class PoissonLoader(DPDataLoader):
         """B = qN."""
         return self.sample_rate * self.sampler_of_draws.num_samples
 
-    @explained
     def __iter__(self) -> Iterator[Any]:
         sampler, this, process = self.sampler_of_draws, 0, os.getpid()
         for batch in super().__iter__() if self._batched is None else self._batched:
             if self.num_workers > 0 and os.getpid() != process:
-                raise RuntimeError(
+                raise StateError(
                     "this pass over the private loader began in another process, whose workers'"
-                    " batches come from draws of that process: begin a new pass"
+                    " batches come from draws of that process: begin a new pass",
+                    code="forked",
                 )
             this = this or sampler.passes
             sampler.require_latest(this)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
+from ..errors import ArgumentError
+
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _REPEATED = (
     "the data set holds some records several times, by a Subset or a ConcatDataset: epsilon would"
@@ -27,7 +29,7 @@ def require_each_once(dataset: Any) -> None:
     for owner in np.unique(owners):
         own = np.sort(places[owners == owner])
         if (own[1:] == own[:-1]).any():
-            raise ValueError(_REPEATED)
+            raise ArgumentError(_REPEATED, code="loader-repeats")
 
 
 def _parts(dataset: Any) -> tuple[list[Any], list[Any]]:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..accounting import events
 from ..batches.poisson_loader import PoissonLoader, reads_private_data
+from ..errors import ArgumentError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource
-from ..per_sample.followed import Delivery
 from ..per_sample.gradient_source import GradientSource
+from ..per_sample.operations import Delivery
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -61,22 +62,23 @@ def private_clipped_fraction(
         or not isinstance(data_loader, PoissonLoader)
         or not optimizer.release.is_of(source, data_loader.sampler_of_draws)
     ):
-        raise ValueError(
+        raise ArgumentError(
             "pass the model, optimizer and loader that one PrivacyEngine.make_private call returned"
         )
     noise_multiplier = events.gaussian_noise_multiplier(noise_multiplier)
     bound = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
     if not 0 < bound < float("inf"):
-        raise ValueError(f"max_grad_norm must be positive and finite, got {bound}")
+        raise ArgumentError(f"max_grad_norm must be positive and finite, got {bound}")
     # a draw of its own: the caller's pass over the data goes on undisturbed
     draw = data_loader.aside()
 
     def norms_of() -> Tensor:
         norms = _norms(module, source, next(iter(draw)), criterion)
         if len(norms) != draw.sampler_of_draws.size:
-            raise ValueError(
+            raise ArgumentError(
                 "a record of the draw appears not exactly once in the gradients: pass each batch"
-                " whole through the model once"
+                " whole through the model once",
+                code="step-records",
             )
         return norms
 
@@ -114,9 +116,10 @@ def simulate_gradient_norms(
     ``torch.utils.data.Subset`` of them. Copies of private records are not recognised.
     """
     if reads_private_data(public_or_synthetic_loader):
-        raise ValueError(
+        raise ArgumentError(
             "this loader reads a data set that was made private: use private_clipped_fraction, or a"
-            " loader over public or made-up records."
+            " loader over public or made-up records.",
+            code="data-private",
         )
     attached = GradientSource.attached_to(module)
     source = BookkeepingGradientSource(module) if attached is None else attached

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
-from ..errors import DPBayesError, ModelError
+from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..per_sample.bookkeeping import BookkeepingGradientSource
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
@@ -48,13 +48,14 @@ def attached_source(
     """
     mode, loss_reduction, loss, assume_independent, _ = recording
     if isinstance(module, AbstractGradSampleModule):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"the model is wrapped in Opacus' {type(module).__name__} already: pass the model"
-            " inside, module=model._module"
+            " inside, module=model._module",
+            code="model-wrapped",
         )
     if mode not in (None, "bookkeeping", "vmap", "hooks"):
         ours = _OPACUS_MODES.get(str(mode))
-        raise ValueError(
+        raise ArgumentError(
             f'grad_sample_mode must be "bookkeeping", "vmap" or "hooks", got {mode!r}'
             + (f", which is {ours} here" if ours else "")
         )
@@ -65,7 +66,7 @@ def attached_source(
             code="model-vouch",
         )
     if loss is not None and assume_independent:
-        raise ValueError(
+        raise ArgumentError(
             "loss= keeps records apart by construction: leave out assume_independent_records"
         )
     if (before := GradientSource.attached_to(module)) is not None:

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import Unit
+from ..accounting.events import Unit
 from ..batches.collate_check import check_collate
 from ..batches.draws import PoissonSampler
 from ..batches.other_laws import (
@@ -29,6 +29,7 @@ from ..batches.other_laws import (
 from ..batches.people import People, PeopleSampler
 from ..batches.poisson_loader import PoissonLoader
 from ..batches.repeated_records import require_each_once
+from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks
@@ -55,43 +56,43 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.sampling not in _LAWS:
-            raise ValueError(
+            raise ArgumentError(
                 f"sampling must be one of {', '.join(map(repr, _LAWS))}, got {self.sampling!r}"
             )
         most = self.max_batch_size
         if self.people is not None and (self.sampling != "poisson" or most is not None):
-            raise ValueError(
+            raise ArgumentError(
                 "people= draws people by Poisson sampling: leave out sampling= and max_batch_size="
             )
         if self.people is None and self.records_per_person != 1:
-            raise ValueError(
+            raise ArgumentError(
                 "records_per_person= needs people=, the id of each record's person in the order of"
                 " the data set"
             )
         if most is None:
             return
         if self.sampling != "poisson":
-            raise ValueError(
+            raise ArgumentError(
                 f"max_batch_size cuts Poisson draws: leave it out with sampling={self.sampling!r}"
             )
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"max_batch_size must be a positive integer, got {most!r}")
+            raise ArgumentError(f"max_batch_size must be a positive integer, got {most!r}")
 
     @property
     def unit(self) -> Unit:
         """What is protected by such batches."""
-        return "record" if self.people is None else "person"
+        return "record" if self.people is None else "user"
 
     def require_unit(self, accountant: PrivacyAccountant | None) -> None:
         """Raise where the accountant protects something else."""
         if accountant is None or accountant.unit == self.unit:
             return
-        if self.unit == "person":
-            raise ValueError(
+        if self.unit == "user":
+            raise ArgumentError(
                 "people= makes epsilon that of people, and this accountant's is that of records:"
-                ' pass PrivacyEngine(PrivacyAccountant(..., unit="person"))'
+                ' pass PrivacyEngine(PrivacyAccountant(..., unit="user"))'
             )
-        raise ValueError(
+        raise ArgumentError(
             "this accountant protects people: pass people=, the id of each record's person in the"
             " order of the data set"
         )
@@ -105,7 +106,7 @@ class Batches:
         if self.people is not None:
             people = People(self.people, size, self.records_per_person)
             if batch_size > people.counted:
-                raise ValueError(
+                raise ArgumentError(
                     f"batch_size = {batch_size:g} is more than the {people.counted} records that"
                     " all people bring together: pass a smaller one, or a larger"
                     " records_per_person="
@@ -113,7 +114,7 @@ class Batches:
             draws_of_people = partial(PeopleSampler, people=people)
             return PoissonLoader(data_loader, batch_size / people.counted, ranks, draws_of_people)
         if most is not None and most < batch_size:
-            raise ValueError(
+            raise ArgumentError(
                 f"max_batch_size = {most} is below the batch size {batch_size:g}, so that most"
                 " draws would be cut: pass a smaller batch_size, or a larger max_batch_size"
             )
@@ -136,14 +137,15 @@ def private_loader(
 ) -> PoissonLoader:
     """A private loader in place of the user's, or an error that says why there is none."""
     if not isinstance(data_loader, DataLoader):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
         )
     if isinstance(data_loader.dataset, IterableDataset):
-        raise ValueError(
+        raise ArgumentError(
             "an iterable data set hands out records in its own order, so no record can be left out"
             " at random, and amplification by sampling does not hold. Use a map-style data set"
-            " (__len__ and __getitem__)."
+            " (__len__ and __getitem__).",
+            code="loader-iterable",
         )
     if batches.people is None:
         require_each_once(data_loader.dataset)
@@ -160,10 +162,11 @@ def private_loader(
             return PoissonLoader(data_loader, rate, ranks)
         return batches.loader(data_loader, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
-        raise ValueError(
+        raise ArgumentError(
             "a batch sampler decides itself which records share a batch; amplification holds only"
             " for records drawn independently. Pass DataLoader(dataset, batch_size=...): it is"
-            " redrawn by Poisson sampling at that expected size."
+            " redrawn by Poisson sampling at that expected size.",
+            code="loader-sampler",
         )
     dataset: Any = data_loader.dataset
     num_data = len(dataset)
@@ -173,12 +176,13 @@ def private_loader(
         or getattr(sampler, "replacement", False)
         or len(sampler) != num_data
     ):
-        raise ValueError(
+        raise ArgumentError(
             f"{type(sampler).__name__} does not visit every record once a pass: leave out sampler=,"
-            " also on several ranks, and take torch.utils.data.Subset for a part of the data."
+            " also on several ranks, and take torch.utils.data.Subset for a part of the data.",
+            code="loader-sampler",
         )
     if data_loader.batch_size > num_data:
-        raise ValueError(
+        raise ArgumentError(
             f"batch_size = {data_loader.batch_size} is larger than the data set ({num_data}"
             f" records): use batch_size={num_data}"
         )
@@ -187,16 +191,18 @@ def private_loader(
 
 def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
     if loader.sampler_of_draws.has_user_generator and optimizer.accountant.path is not None:
-        raise ValueError(
+        raise ArgumentError(
             "the data loader's generator= draws the same batches in every job that seeds it alike,"
-            " which a ledger does not charge for: leave it out, or use an accountant without path=."
+            " which a ledger does not charge for: leave it out, or the accountant's path=.",
+            code="loader-generator",
         )
     noise, draws = optimizer.release.noise.generator, loader.sampler_of_draws.generator
     if noise is not None and (
         noise is draws
         or (noise.device == draws.device and stream_position(noise) == stream_position(draws))
     ):
-        raise ValueError(
+        raise ArgumentError(
             "noise and sampling would use the same random numbers, so the noise could be read off"
-            " the batches: give the DataLoader and the optimizer generators with different seeds"
+            " the batches: give the DataLoader and the optimizer generators with different seeds",
+            code="loader-generator",
         )

@@ -14,6 +14,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
 from ..accounting.events import DpEvent, GaussianDpEvent
 from ..batches.poisson_loader import PoissonLoader
+from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..ranks import CALIBRATION, Ranks
 
@@ -40,29 +41,36 @@ def build(
     if isinstance(optimizer, PrivateOptimizer):
         built = optimizer
         if accountant is not None and accountant is not built.accountant:
-            raise ValueError(
+            raise ArgumentError(
                 "engine and optimizer have different accountants: build the optimizer with"
-                " accountant=engine.accountant"
+                " accountant=engine.accountant",
+                code="optimizer-settings",
             )
     else:
         if isinstance(optimizer, Optimizer):
             inner: Any = optimizer
             while isinstance(getattr(inner, "optimizer", None), Optimizer):  # of a framework
                 inner = inner.optimizer
-            raise TypeError(_not_private(type(optimizer), type(inner), inner.param_groups[0]))
+            raise ArgumentTypeError(
+                _not_private(type(optimizer), type(inner), inner.param_groups[0]),
+                code="optimizer-not-private",
+            )
         _require_private(optimizer)
         if accountant is None:
             accountant = PrivacyAccountant()
         if isinstance(optimizer, partial):
             for name, value in {**stated, **declared, "accountant": accountant}.items():
                 if optimizer.keywords.get(name, value) != value:
-                    raise ValueError(
+                    raise ArgumentError(
                         f"{name} = {optimizer.keywords[name]} in the optimizer factory, but here it"
-                        f" is {value}"
+                        f" is {value}",
+                        code="optimizer-settings",
                     )
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not parameters:
-            raise ValueError("every parameter of the model is frozen: there is nothing to sample")
+            raise ArgumentError(
+                "every parameter of the model is frozen: there is nothing to sample"
+            )
         law = loader.sampler_of_draws.law
         # of other laws nothing may be assumed before the release knows the draws
         sampling = "poisson" if law == "poisson" else None
@@ -70,28 +78,32 @@ def build(
             parameters, **declared, **stated, sampling=sampling, accountant=accountant
         )
         if not isinstance(built, PrivateOptimizer):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the factory made a {type(built).__name__}, which is not one of"
-                " torch_dpbayes.optim"
+                " torch_dpbayes.optim",
+                code="optimizer-not-private",
             )
         if built.accountant is not accountant:
-            raise ValueError(
+            raise ArgumentError(
                 "the factory must pass on the accountant= that it is called with:"
-                " PrivacyEngine(accountant=...) chooses it"
+                " PrivacyEngine(accountant=...) chooses it",
+                code="optimizer-settings",
             )
     for name, value in {**stated, **declared}.items():
         if not math.isclose(getattr(built, name), value, rel_tol=1e-9):
-            raise ValueError(
+            raise ArgumentError(
                 f"the optimizer was built with {name} = {getattr(built, name)}, but here it is"
-                f" {value}"
+                f" {value}",
+                code="optimizer-settings",
             )
     mine = {id(p) for group in built.param_groups for p in group["params"] if p.requires_grad}
     theirs = {id(p) for p in module.parameters() if p.requires_grad}
     if mine != theirs:
-        raise ValueError(
+        raise ArgumentError(
             "the optimizer must have exactly the model's trainable parameters, for a record's"
             " gradient is clipped over all of them: use parameter groups for different settings,"
-            " and requires_grad_(False) to freeze"
+            " and requires_grad_(False) to freeze",
+            code="optimizer-parameters",
         )
     return built
 
@@ -103,13 +115,14 @@ def _require_private(factory: Any) -> None:
     while isinstance(made, partial):
         made, options = made.func, {**made.keywords, **options}
     if not callable(made):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"optimizer={factory!r}: pass partial(torch_dpbayes.optim.DPSGLD, lr=0.1), or another"
-            " of torch_dpbayes.optim"
+            " of torch_dpbayes.optim",
+            code="optimizer-not-private",
         )
     if isinstance(made, type) and issubclass(made, Optimizer):
         if not issubclass(made, PrivateOptimizer):
-            raise TypeError(_not_private(made, made, options))
+            raise ArgumentTypeError(_not_private(made, made, options), code="optimizer-not-private")
 
 
 def _not_private(kind: type, inner: type, options: Mapping[str, Any]) -> str:
@@ -138,18 +151,20 @@ def build_calibrated(
     history stay within (epsilon, delta).
     """
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise ValueError(f"epochs must be a positive integer, got {epochs!r}")
+        raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}")
     if accountant.epsilon is not None and accountant.delta is not None:
         if epsilon > accountant.epsilon or delta > accountant.delta:
-            raise ValueError(
+            raise ArgumentError(
                 f"the target ({epsilon}, {delta}) exceeds the accountant's budget"
-                f" ({accountant.epsilon}, {accountant.delta}), which includes what was spent before"
+                f" ({accountant.epsilon}, {accountant.delta}), which holds what was spent before",
+                code="budget-target",
             )
     if is_held(accountant) and (epsilon, delta) != (accountant.epsilon, accountant.delta):
-        raise ValueError(
+        raise ArgumentError(
             f"this accountant's guarantee is its budget as a whole, ({accountant.epsilon},"
             f" {accountant.delta}): pass that as the target, or use make_private."
-            " accountant.summary() says why."
+            " accountant.summary() says why.",
+            code="budget-whole",
         )
     charges, draws = loader.num_charges(epochs), loader.sampler_of_draws
 
@@ -189,12 +204,12 @@ def event_of(
 
 def is_held(accountant: PrivacyAccountant) -> bool:
     """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
-    return accountant.is_later_job or accountant.guarantee in ("filter", "registered")
+    return accountant.is_later_job or accountant.guarantee == "filter"
 
 
 def limit(accountant: PrivacyAccountant, delta: float) -> float:
     """Epsilon of an accountant whose guarantee is a limit."""
-    if accountant.guarantee in ("filter", "registered"):
+    if accountant.guarantee == "filter":
         return accountant.get_epsilon(delta)
     return (
         accountant.epsilon
@@ -231,9 +246,10 @@ def _calibrated(
     while not fits(high):
         low, high = high, 2 * high
         if high > 1e7:
-            raise ValueError(
+            raise ArgumentError(
                 f"nothing is left of the accountant's budget for {steps} steps, however large the"
-                " noise"
+                " noise",
+                code="budget-spent",
             )
     while high > 1.0005 * low:
         middle = math.sqrt(low * high)

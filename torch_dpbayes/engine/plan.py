@@ -12,6 +12,7 @@ from .optimizers import event_of, is_held, limit
 
 _WASTE = 1.02  # times the noise that the target needs, beyond which somebody should hear of it
 
+_ALL = 0.995  # of a target, from which on it counts as used
 _MOST = 0.8  # of a target: what is left wants twice the noise
 
 
@@ -67,6 +68,8 @@ class Plan:
             self.langevin_noise_multiplier > _WASTE * self.noise_multiplier > 0
         ):
             return []
+        if self.epsilon > self.target_epsilon * _ALL:
+            return []  # a filter guarantees the whole budget, however much of it is used
         colder = self.temperature * (self.noise_multiplier / self.langevin_noise_multiplier) ** 2
         return [
             f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature"

@@ -17,20 +17,19 @@ from torch.utils.data import DataLoader
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import check_epsilon
+from ..accounting.events import check_epsilon
 from ..batches.poisson_loader import PoissonLoader
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.mapped_forward import Loss
-from ..per_sample.nested import map_tensors
-from ..per_sample.synthetic import Keywords, ways_to_pass
+from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
 from ..ranks import Ranks, refuse_wrapped, require_alone
 from .gradient_sources import Recording, attached_source
 from .loaders import Batches, private_loader, require_own_streams
 from .optimizers import OptimizerFactory, build, build_calibrated, is_held
 from .plan import Plan, little_left, overridden_floor, plan_of
 from .same_on_all_ranks import compare
-from .unknown_arguments import OPACUS, answered
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -68,19 +67,18 @@ class PrivacyEngine:
     ranks hand out sees the releases of one process.
     """
 
-    @answered(OPACUS)
     def __init__(
         self,
         accountant: PrivacyAccountant | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         if isinstance(accountant, str):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f'accountant={accountant!r}: pass PrivacyAccountant(method="rdp") for Rényi'
                 " divergences, or leave it out for privacy loss distributions, which are tighter"
             )
         if not isinstance(accountant, PrivacyAccountant | None):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the accountant is a {type(accountant).__name__}: pass"
                 " torch_dpbayes.PrivacyAccountant(), or leave it out"
             )
@@ -94,7 +92,7 @@ class PrivacyEngine:
     def accountant(self) -> PrivacyAccountant:
         """The accountant that all optimizers of this engine charge."""
         if self._accountant is None:
-            raise RuntimeError(
+            raise StateError(
                 "the accountant is made by make_private; pass PrivacyEngine(accountant=...) to have"
                 " it earlier"
             )
@@ -123,7 +121,6 @@ class PrivacyEngine:
         """ε of everything that was charged, at ``delta``; None takes the budget's."""
         return self.accountant.get_epsilon(delta)
 
-    @answered(OPACUS)
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -148,7 +145,9 @@ class PrivacyEngine:
         state = {**(checkpoint_dict or {})}
         for name, of in ((_MODULE, module), (_OPTIMIZER, optimizer)):
             if name in state:
-                raise ValueError(f"checkpoint_dict has the key {name!r}, which is used: rename it")
+                raise ArgumentError(
+                    f"checkpoint_dict has the key {name!r}, which is used: rename it"
+                )
             state[name] = of.state_dict()
         target = Path(os.path.realpath(path))
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -158,7 +157,6 @@ class PrivacyEngine:
         finally:
             temporary.unlink(missing_ok=True)
 
-    @answered(OPACUS)
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -180,25 +178,25 @@ class PrivacyEngine:
                 not hold what the saved run was charged; nothing is changed then.
         """
         if not isinstance(optimizer, PrivateOptimizer):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the optimizer is a {type(optimizer).__name__}: make the run private first, and"
-                " pass the module and optimizer that make_private returned"
+                " pass the module and optimizer that make_private returned",
+                code="optimizer-not-private",
             )
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
         except Exception as error:  # whatever a file of something else makes of torch's reader
-            raise ValueError(_NOT_OURS.format(os.fspath(path))) from error
+            raise CheckpointError(_NOT_OURS.format(os.fspath(path))) from error
         if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
-            raise ValueError(_NOT_OURS.format(os.fspath(path)))
+            raise CheckpointError(_NOT_OURS.format(os.fspath(path)))
         of_module = state.pop(_MODULE)
         _require_same_tensors(of_module, module)  # before charges are taken over
         optimizer.load_state_dict(state.pop(_OPTIMIZER))
         module.load_state_dict(of_module)
         return state
 
-    @answered(OPACUS)
     def make_private(
         self,
         *,
@@ -249,7 +247,7 @@ class PrivacyEngine:
                 a fixed amount of memory; at least the batch size.
             people: the id of each record's person, a whole number or a string, in the order of the
                 data set: ε is then of a person with all of their records. Each person joins a batch
-                independently; the accountant has ``unit="person"``.
+                independently; the accountant has ``unit="user"``.
             records_per_person: with ``people``, how many records of somebody join a batch at most,
                 drawn anew each time. Noise hides so many clip norms: 1 costs least, and somebody
                 with more records counts as so many.
@@ -287,7 +285,7 @@ class PrivacyEngine:
         With ``people`` the number of people and that of records, those beyond
         ``records_per_person`` = k of somebody not counted, are the public constants, under
         replace-one too, where another person may bring more records. A step charges
-        ``PersonDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
+        ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.people.PeopleSampler`.
         """
         with self._together():
@@ -305,7 +303,6 @@ class PrivacyEngine:
                     _log.warning("%s", warning)
             return made
 
-    @answered(OPACUS)
     def make_private_with_epsilon(
         self,
         *,
@@ -353,7 +350,9 @@ class PrivacyEngine:
         with self._together():
             refuse_wrapped(module)
             if target_epsilon is None and additional_epsilon is None:
-                raise TypeError("target_epsilon is needed, or additional_epsilon on top of before")
+                raise ArgumentTypeError(
+                    "target_epsilon is needed, or additional_epsilon on top of before"
+                )
             batches = Batches(sampling, max_batch_size, people, records_per_person)
             accountant, target = self._target(
                 optimizer, batches, target_epsilon, additional_epsilon, target_delta
@@ -372,10 +371,11 @@ class PrivacyEngine:
                 self._ranks,
             )
             if built.noise_multiplier < floor:
-                raise ValueError(
+                raise ArgumentError(
                     f"the optimizer was built with noise_multiplier = {built.noise_multiplier};"
                     f" epsilon = {target} after {epochs} epochs needs at least {floor:.4f}:"
-                    " build it with that, or pass a factory"
+                    " build it with that, or pass a factory",
+                    code="optimizer-settings",
                 )
             recording = Recording(
                 grad_sample_mode, loss_reduction, loss, assume_independent_records, example_inputs
@@ -387,58 +387,6 @@ class PrivacyEngine:
                     _log.warning("%s", warning)
             return made
 
-    @answered(OPACUS)
-    def suggest_lr(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: OptimizerFactory | PrivateOptimizer,
-        data_loader: DataLoader[Any],
-        epochs: int = 1,
-        target_delta: float | None = None,
-        target_epsilon: float | None = None,
-        additional_epsilon: float | None = None,
-        max_grad_norm: float | None = None,
-        noise_multiplier: float | None = None,
-        sampling: str = "poisson",
-        max_batch_size: int | None = None,
-        people: Iterable[Any] | None = None,
-        records_per_person: int = 1,
-    ) -> float:
-        """The largest lr at which privacy is free: the sampler's own noise is the floor's.
-
-        A smaller lr leaves part of the budget unused, a larger one samples at a higher temperature.
-        ``lr="free"`` in the factory takes this one. Whether a step of that length is stable is the
-        model's matter: an lr above what SGD bears is too large here, too.
-
-        Args:
-            module, optimizer, data_loader, epochs, target_delta: as for :meth:`plan`.
-            target_epsilon, additional_epsilon, max_grad_norm, noise_multiplier: as there.
-            sampling, max_batch_size, people, records_per_person: as there.
-
-        Raises:
-            ValueError: there is no floor: neither a target nor ``noise_multiplier``.
-        """
-        _, built, _, _, _ = self._planned(
-            module,
-            optimizer,
-            data_loader,
-            epochs,
-            target_delta,
-            target_epsilon,
-            additional_epsilon,
-            max_grad_norm,
-            noise_multiplier,
-            Batches(sampling, max_batch_size, people, records_per_person),
-        )
-        if built.noise_multiplier == 0:
-            raise ValueError(
-                "without a floor under the noise privacy is free at every lr: pass target_epsilon="
-                " and target_delta=, or noise_multiplier="
-            )
-        return built.free_lr
-
-    @answered(OPACUS)
     def plan(
         self,
         *,
@@ -479,9 +427,7 @@ class PrivacyEngine:
             noise_multiplier,
             Batches(sampling, max_batch_size, people, records_per_person),
         )
-        if delta is None:
-            raise ValueError("target_delta is needed: the accountant has no budget to take it from")
-        result = plan_of(built, loader, accountant, epochs, delta, target)
+        result = plan_of(built, loader, accountant, epochs, _delta_of(accountant, delta), target)
         if self._ranks is None or self._ranks.rank == 0:
             print(result)
             result.was_printed()
@@ -504,15 +450,13 @@ class PrivacyEngine:
         accountant, target = self._target(
             optimizer, batches, target_epsilon, additional_epsilon, target_delta
         )
-        delta = accountant.delta if target_delta is None else target_delta
         loader = private_loader(data_loader, self._ranks, batches)
         if target is None:
             built = build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
-            return accountant, built, loader, delta, target
+            return accountant, built, loader, target_delta, target
         if noise_multiplier is not None:
-            raise ValueError("target_epsilon sets the floor: leave out noise_multiplier")
-        if delta is None:
-            raise ValueError("target_delta is needed: the accountant has no budget to take it from")
+            raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
+        delta = _delta_of(accountant, target_delta)
         built, _ = build_calibrated(
             module, optimizer, loader, accountant, max_grad_norm, target, delta, epochs, None
         )
@@ -530,18 +474,17 @@ class PrivacyEngine:
         if additional_epsilon is None:
             return self._accountant_for(optimizer, batches, target_epsilon, delta), target_epsilon
         if target_epsilon is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "target_epsilon is of everything on the accountant, additional_epsilon of this run:"
                 " pass one of them"
             )
         accountant = self._accountant_for(optimizer, batches, additional_epsilon, delta)
-        delta = accountant.delta if delta is None else delta
-        if delta is None:
-            raise ValueError("target_delta is needed: the accountant has no budget to take it from")
+        delta = _delta_of(accountant, delta)
         if is_held(accountant):
-            raise ValueError(
+            raise ArgumentError(
                 "additional_epsilon needs an accountant that adds up its charges; this one's"
-                " guarantee is its budget as a whole: pass that as target_epsilon"
+                " guarantee is its budget as a whole: pass that as target_epsilon",
+                code="budget-whole",
             )
         return accountant, accountant.get_epsilon(delta) + check_epsilon(additional_epsilon)
 
@@ -595,10 +538,11 @@ class PrivacyEngine:
         except ValueError as error:
             if examples is not None or not (names := _lists_in(loader.dataset[0])):
                 raise
-            raise ValueError(
+            raise ArgumentError(
                 f"the model fails on records in which {names} are lists, of which torch's collate"
                 " function makes a tensor for each place: return tensors, as"
-                ' dataset.with_format("torch") of Hugging Face does'
+                ' dataset.with_format("torch") of Hugging Face does',
+                code="loader-collate",
             ) from error
         try:
             if self._ranks is not None:
@@ -640,6 +584,15 @@ class PrivacyEngine:
         return module, optimizer, loader
 
 
+def _delta_of(accountant: PrivacyAccountant, delta: float | None) -> float:
+    if (delta := accountant.delta if delta is None else delta) is None:
+        raise ArgumentError(
+            "target_delta is needed: the accountant has no budget to take it from",
+            code="budget-delta",
+        )
+    return delta
+
+
 def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> bool:
     """Whether the model may have been trained on an accountant that this new one does not hold."""
     if module not in _accountants or len(accountant):
@@ -674,7 +627,7 @@ def _require_same_tensors(saved: Mapping[str, Any], module: nn.Module) -> None:
             for state in (saved, own)
         ]
         if sides[0] != sides[1]:
-            raise ValueError(
+            raise CheckpointError(
                 f"the checkpoint is of another network: {name!r} is {sides[0]} in the file and"
                 f" {sides[1]} in the module. Load it into the network that was saved; nothing was"
                 " changed."

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..batches.poisson_loader import PoissonLoader
+from ..errors import ArgumentError
 
 
 def records_digests(loader: PoissonLoader) -> dict[str, str | None]:
@@ -40,7 +41,7 @@ def records_digests(loader: PoissonLoader) -> dict[str, str | None]:
     first, second = look(), look()
     lasting = {part: digests for part, digests in first.items() if second[part] == digests}
     if len(lasting) < len(first) and all(len(set(digests)) == 1 for digests in lasting.values()):
-        raise ValueError(
+        raise ArgumentError(
             "the records differ at every look: let the data set draw from torch's, NumPy's or"
             " Python's global random numbers, or hand out a label with every record, so that ranks"
             " can compare them."

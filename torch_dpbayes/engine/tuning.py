@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import Neighboring, Unit, check_delta
-from ..accounting.events import DpEvent
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..accounting.dominating_pairs import Pair, added, dominating_pair, take
+from ..accounting.events import (
+    DpEvent,
+    Neighboring,
+    Unit,
+    check_delta,
+    elementary,
+    in_words,
+    positive_count,
+)
 from ..accounting.selection import Repetitions, selection_event
+from ..errors import ArgumentError, StateError
 from .privacy_engine import PrivacyEngine
 
 Candidate = TypeVar("Candidate")
@@ -78,7 +87,7 @@ def best_of_runs(
     """
     choices = list(candidates)
     if not choices:
-        raise ValueError("candidates are empty: give at least one setting.")
+        raise ArgumentError("candidates are empty: give at least one setting.")
     delta = check_delta(delta)
     repetitions = Repetitions(mean_runs, shape)
     planned: Schedule = [(event, count) for event, count in schedule]
@@ -86,7 +95,6 @@ def best_of_runs(
     accountant.compose(event, label="selection")
     accountant.note(_STATEMENT)
     relation, unit = accountant.neighboring, accountant.unit
-    price = _price(planned, delta, relation, unit)
     source = random.SystemRandom()
     best: BestRun[Candidate, Result] | None = None
     seen: list[Any] = []
@@ -95,12 +103,12 @@ def best_of_runs(
         for _ in range(repetitions.draw()):
             torch.manual_seed(source.randrange(2**63))
             candidate = source.choice(choices)
-            own = PrivacyAccountant(price, delta, neighboring=relation, unit=unit).register(planned)
+            own = _PlannedAccountant(planned, relation, unit)
             result, score = train(PrivacyEngine(own), candidate)
-            if not len(own) or own.guarantee != "registered":
-                raise RuntimeError(
-                    "a run has to release something, by the engine that train() is given, and no"
-                    " more than schedule=: nothing is returned."
+            if not len(own):
+                raise StateError(
+                    "a run has to release something, by the engine that train() is given: nothing"
+                    " is returned."
                 )
             _require_fresh(result, seen)
             number = float(score)
@@ -111,12 +119,61 @@ def best_of_runs(
     return best
 
 
-def _price(schedule: Schedule, delta: float, neighboring: Neighboring, unit: Unit) -> float:
-    """The budget of a run, into which nothing fits beside the schedule."""
-    together = PrivacyAccountant(neighboring=neighboring, unit=unit)
-    for event, count in schedule:
-        together.compose(event, count)
-    return together.get_epsilon(delta) * (1 + 1e-9) + 1e-12
+class _PlannedAccountant(PrivacyAccountant):
+    """The accountant of one run: it admits what the schedule covers, and nothing else.
+
+    A release is covered by one that is left in the schedule and has at most as much noise and at
+    least its sampling rate. Which part of the schedule a run releases may depend on outputs: adding
+    an independent loss never lowers E[(1 - e^(epsilon - L))_+], so by induction no choice gains
+    anything over releasing all of it.
+    """
+
+    def __init__(self, planned: Schedule, neighboring: Neighboring, unit: Unit) -> None:
+        super().__init__(neighboring=neighboring, unit=unit)
+        self._left: dict[Pair, int] = {}
+        for event, count in planned:
+            self._left = added(self._left, self._pairs(event, count))
+
+    def _pairs(self, event: DpEvent, count: int) -> dict[Pair, int]:
+        found: dict[Pair, int] = {}
+        for part, times in elementary(event, positive_count(count)):
+            found = added(found, {dominating_pair(part, self.neighboring): times})
+        return found
+
+    def compose(
+        self, event: DpEvent, count: int = 1, label: str | None = None, adaptive: bool = False
+    ) -> PrivacyAccountant:
+        """Records a release, or raises before anything is recorded."""
+        left = dict(self._left)
+        for pair, times in self._pairs(event, count).items():
+            if not _covered(left, pair, times):
+                raise PrivacyBudgetExceeded(
+                    f"a run of best_of_runs may release no more than schedule=, which does not"
+                    f" cover {count} x {in_words(event)}. Nothing was recorded; release nothing."
+                )
+        super().compose(event, count, label)
+        self._left = left
+        return self
+
+    def remaining(self, event: DpEvent) -> int | float:
+        """How many times the rest of the schedule covers ``event``."""
+        need, left, times = self._pairs(event, 1), dict(self._left), 0
+        while need and all(_covered(left, pair, count) for pair, count in need.items()):
+            times += 1
+        return times if need else math.inf
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refused: a run starts afresh."""
+        raise ArgumentError("a run of best_of_runs starts afresh: it loads no saved accountant.")
+
+
+def _covered(left: dict[Pair, int], pair: Pair, times: int) -> bool:
+    """Takes releases that dominate ``times`` times ``pair`` out of ``left``."""
+    while times and (kept := take(left, pair, 1)) is not None:
+        more = min(times - 1, left[kept])
+        left[kept] -= more
+        times -= more + 1
+    return not times
 
 
 def _require_fresh(result: Any, seen: list[Any]) -> None:
@@ -126,7 +183,7 @@ def _require_fresh(result: Any, seen: list[Any]) -> None:
     for module in modules:
         own = {id(parameter) for parameter in module.parameters()}
         if any(own & {id(p) for p in other.parameters()} for other in seen):
-            raise RuntimeError(
+            raise StateError(
                 "two runs returned the same model, so that neither started afresh: build the model"
                 " inside train(). Nothing is returned."
             )

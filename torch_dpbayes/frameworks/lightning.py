@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..engine.privacy_engine import PrivacyEngine
+from ..errors import StateError
 from ..per_sample.gradient_source import GradientSource
 from .stays_private import checked_engine, require_private
 
@@ -36,9 +37,10 @@ class PrivacyCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise unless loader and optimizer are the private ones."""
         if GradientSource.attached_to(pl_module) is not None:
-            raise RuntimeError(
+            raise StateError(
                 "the LightningModule itself was made private, on which Lightning writes while it"
-                " trains: pass the network inside it, as make_private(module=self.net, ...)"
+                " trains: pass the network inside it, as make_private(module=self.net, ...)",
+                code="framework-module",
             )
         require_private(
             self._engine,

@@ -6,13 +6,14 @@ from typing import Any
 
 from ..batches.poisson_loader import PoissonLoader
 from ..engine.privacy_engine import PrivacyEngine
+from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..optim.base import PrivateOptimizer
 
 
 def checked_engine(engine: PrivacyEngine) -> PrivacyEngine:
     """The engine, or an error that says what a callback is given."""
     if not isinstance(engine, PrivacyEngine):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"PrivacyCallback takes the engine whose make_private was called, got"
             f" {type(engine).__name__}"
         )
@@ -48,30 +49,35 @@ def require_private(
         ValueError: there is no δ.
     """
     if delta is None and engine.accountant.delta is None:
-        raise ValueError(
+        raise ArgumentError(
             "the accountant has no budget to take delta from: write PrivacyCallback(engine,"
-            " delta=1e-5)"
+            " delta=1e-5)",
+            code="budget-delta",
         )
     strangers = [o for o in optimizers if not isinstance(o, PrivateOptimizer)]
     if strangers or not optimizers:
         what = type(strangers[0]).__name__ if strangers else "no optimizer"
-        raise RuntimeError(
+        raise StateError(
             f"{framework} trains with {what} in the place of the private optimizer, without noise:"
-            f" {pass_optimizer}"
+            f" {pass_optimizer}",
+            code="framework-replaced",
         )
     if not isinstance(loader, PoissonLoader):
-        raise RuntimeError(
+        raise StateError(
             f"{framework} replaced the private loader by a {type(loader).__name__}, whose batches"
-            f" are no Poisson draws: {pass_loader}"
+            f" are no Poisson draws: {pass_loader}",
+            code="framework-replaced",
         )
     for optimizer in optimizers:
         if optimizer.accountant is not engine.accountant:
-            raise RuntimeError(
+            raise StateError(
                 f"{framework} steps with an optimizer that charges another accountant than this"
-                " callback's engine: pass the engine whose make_private returned the optimizer"
+                " callback's engine: pass the engine whose make_private returned the optimizer",
+                code="framework-replaced",
             )
         if optimizer.release.draws is not loader.sampler_of_draws:
-            raise RuntimeError(
+            raise StateError(
                 f"{framework} trains on the loader of another make_private call than its"
-                " optimizer's: pass the loader and the optimizer that one call returned"
+                " optimizer's: pass the loader and the optimizer that one call returned",
+                code="framework-replaced",
             )

@@ -9,15 +9,16 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..engine.privacy_engine import PrivacyEngine
+from ..errors import StateError
 from .stays_private import checked_engine, require_private
 
 
 class PrivacyCallback(TrainerCallback):
     """Adds ``epsilon`` to what ``Trainer`` logs, and refuses a run that is not private.
 
-    ``Trainer`` is given the private optimizer by ``optimizers=(optimizer, None)``, the private
-    loader by a subclass whose ``get_train_dataloader`` returns it, and a mean over records by
-    ``compute_loss_func=``.
+    ``Trainer`` is given the private optimizer by ``optimizers=(optimizer, None)`` and the private
+    loader by a subclass whose ``get_train_dataloader`` returns it. The model's
+    ``accepts_loss_kwargs = False`` keeps it from dividing losses by a count over the batch.
 
     Args:
         engine: that made model, optimizer and loader private.
@@ -38,6 +39,12 @@ class PrivacyCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Raise unless loader and optimizer are the private ones."""
+        if args.gradient_accumulation_steps > 1:
+            raise StateError(
+                f"gradient_accumulation_steps = {args.gradient_accumulation_steps} adds batches up,"
+                " of which each must get its step: leave it out, and take a larger batch",
+                code="framework-replaced",
+            )
         optimizer = kwargs.get("optimizer")
         require_private(
             self._engine,

@@ -2,7 +2,6 @@
 say in.
 """
 
-from ..troubleshooting import explain_all
 from .features import frozen_features, group_normalised
 from .methods import SGHMC, NoiseAware, OneDraw
 from .private_linear import HeadPosterior, PrivateLinear
@@ -21,9 +20,6 @@ __all__ = [
     "group_normalised",
     "private_whitening",
 ]
-
-
-explain_all(globals())
 
 
 def __dir__() -> list[str]:

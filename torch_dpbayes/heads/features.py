@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..troubleshooting import explained
-
 Forward = Callable[[nn.Module, Any], Any]
 
 _MADE_UP = 4  # records
@@ -52,7 +50,6 @@ def group_normalised(features: Tensor, groups: int, eps: float = 1e-5) -> Tensor
     return nn.functional.group_norm(features.flatten(2), groups, eps=eps).reshape(features.shape)
 
 
-@explained
 @torch.no_grad()
 def frozen_features(
     network: nn.Module,

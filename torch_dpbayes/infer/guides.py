@@ -18,6 +18,7 @@ from pyro.infer.autoguide import (
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..mcmc.density import Prior, without_value_checks
 from ..mcmc.density.arguments import Call
 from ..mcmc.density.pyro_runs import public_randomness
@@ -48,9 +49,10 @@ class GaussianGuide:
     def __init__(self, guide: AutoGuide) -> None:
         if type(guide) not in _GAUSSIAN:
             names = ", ".join(kind.__name__ for kind in _GAUSSIAN)
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the guide is a {type(guide).__name__}, of which it is not known that it never"
-                f" looks at data and is a differentiable function of noise: use {names}."
+                f" looks at data and is a differentiable function of noise: use {names}.",
+                code="pyro-guide",
             )
         _require_unused(guide)
         self._guide = guide
@@ -70,9 +72,10 @@ class GaussianGuide:
         store = pyro.get_param_store()
         stem = f"{getattr(guide, _NAME)}."
         if taken := sorted(name for name in store.keys() if name.startswith(stem)):
-            raise ValueError(
+            raise ArgumentError(
                 f"Pyro's parameter store holds {taken[0]!r} from another run, which the guide would"
-                " take over: call pyro.clear_param_store() before."
+                " take over: call pyro.clear_param_store() before.",
+                code="pyro-guide",
             )
         args, kwargs = call
         with store.scope(), poutine.block(), public_randomness(), without_value_checks():
@@ -82,18 +85,20 @@ class GaussianGuide:
         start = torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device)
         shapes = {name: value.shape for name, value in prior.unflatten(start).items()}
         if set(sites) != set(shapes):
-            raise ValueError(
+            raise ArgumentError(
                 f"the guide is for the latents {sorted(sites)}, the model's continuous ones are"
-                f" {sorted(shapes)}: build the guide from this model."
+                f" {sorted(shapes)}: build the guide from this model.",
+                code="pyro-guide",
             )
         for name, distribution in sites.items():
             ones = torch.ones(shapes[name], dtype=prior.dtype, device=prior.device)
             value = biject_to(distribution.support)(ones)
             expected = prior.transforms[name].inv(ones)
             if value.shape != expected.shape or not torch.equal(value, expected):
-                raise ValueError(
+                raise ArgumentError(
                     f"latent {name!r} has another support or shape in the guide than in the model:"
-                    " build the guide from this model."
+                    " build the guide from this model.",
+                    code="pyro-guide",
                 )
         # θ's coordinates are the sites in sorted order, the guide's those of the trace
         places = dict(
@@ -123,9 +128,10 @@ class GaussianGuide:
     def require_own(self) -> None:
         """Raise if the guide has other parameters than those that the run made."""
         if any(p is not self.parameters.get(n) for n, p in self._guide.named_parameters()):
-            raise RuntimeError(
+            raise StateError(
                 "the guide's parameters were exchanged since the last step, by Pyro's parameter"
-                " store or otherwise: build a new guide and DPSVI after pyro.clear_param_store()."
+                " store or otherwise: build a new guide and DPSVI after pyro.clear_param_store().",
+                code="pyro-guide",
             )
 
     @torch.no_grad()
@@ -137,7 +143,8 @@ class GaussianGuide:
 
 def _require_unused(guide: Any) -> None:
     if guide.prototype_trace is not None:
-        raise ValueError(
+        raise ArgumentError(
             "the guide was run before, so its parameters may come from the data: pass a new one;"
-            " start values go into init_loc_fn=."
+            " start values go into init_loc_fn=.",
+            code="pyro-guide",
         )

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 from ..batches.draws import PoissonSampler
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
 from ..mcmc.checks import check_clip_bound
 from ..mcmc.density import Model, RecordDensity
 from ..mcmc.density.refusals import frozen_ones_kept
@@ -105,13 +106,15 @@ class DPSVI:
         data_plate: str = "data",
     ) -> None:
         if not callable(model) or isinstance(model, type):
-            raise TypeError(f"model must be a Pyro model, a function or a module; got {model!r}")
+            raise ArgumentTypeError(
+                f"model must be a Pyro model, a function or a module; got {model!r}"
+            )
         _check_optim(optim)
         _check_loss(loss)
         if accountant is None:
             accountant = PrivacyAccountant(neighboring="replace_one")
         elif not isinstance(accountant, PrivacyAccountant):
-            raise TypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
+            raise ArgumentTypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
         if num_data is not None:
             positive_count(num_data, "num_data")
         self._accountant, self._stated_num_data = accountant, num_data
@@ -151,7 +154,7 @@ class DPSVI:
                 before, the charge is kept.
         """
         if torch.is_inference_mode_enabled():
-            raise RuntimeError("call step() outside of torch.inference_mode(): it needs gradients.")
+            raise StateError("call step() outside of torch.inference_mode(): it needs gradients.")
         with self._turn:
             if self._density is None:
                 self._set_up(args, kwargs)
@@ -180,9 +183,9 @@ class DPSVI:
         """Refused: the loss is a function of the records.
 
         Raises:
-            NotImplementedError: always.
+            StateError: always.
         """
-        raise NotImplementedError(
+        raise StateError(
             "the loss is a function of the records that nothing hides: judge the run by"
             " posterior(), which tests the released gradients, or by public data."
         )
@@ -226,7 +229,7 @@ class DPSVI:
         **Privacy.** Post-processing, the refusals included.
         """
         if self._density is None or not self._transcript:
-            raise ValueError("nothing was released yet: call step() or run() before posterior().")
+            raise StateError("nothing was released yet: call step() or run() before posterior().")
         delta = 1e-5 if self.accountant.delta is None else self.accountant.delta
         return posterior_from_gradients(
             self._transcript,
@@ -252,7 +255,7 @@ class DPSVI:
         average, the optimizer's state, and what was released. No records.
         """
         if self._density is None:
-            raise ValueError("there is no state before the first step.")
+            raise StateError("there is no state before the first step.")
         return {
             "release": saved_state.save(self._release),
             "iterate": {name: value.clone() for name, value in self._iterate.items()},
@@ -275,13 +278,14 @@ class DPSVI:
             ValueError: the accountant does not hold what the saved run was charged.
         """
         if self._density is not None:
-            raise ValueError("load_state_dict comes before the first step: build a new DPSVI.")
+            raise StateError("load_state_dict comes before the first step: build a new DPSVI.")
         self._saved = state
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise ArgumentTypeError(
             "a DPSVI holds the records, and a copy would repeat its draws: save state_dict(), and"
-            " load it into a new DPSVI."
+            " load it into a new DPSVI.",
+            code="copied",
         )
 
     # -- inside ------------------------------------------------------------------------------------
@@ -344,7 +348,7 @@ class DPSVI:
         if {n: v.shape for n, v in saved["iterate"].items()} != {
             n: p.shape for n, p in parameters.items()
         }:
-            raise ValueError("the saved state is of another guide or model.")
+            raise CheckpointError("the saved state is of another guide or model.")
         saved_state.resume_charges(release, saved["release"])
         saved_state.resume_streams(release, saved["release"])
         self._iterate = {name: value.clone() for name, value in saved["iterate"].items()}
@@ -361,13 +365,15 @@ class DPSVI:
         if len(leaves) != len(self._leaves) or not all(
             _is_same(now, then) for now, then in zip(leaves, self._leaves, strict=True)
         ):
-            raise ValueError(
+            raise ArgumentError(
                 "step() takes all of the data, in the same tensors at every step: batches are drawn"
-                " here, and charged as Poisson draws."
+                " here, and charged as Poisson draws.",
+                code="data-changed",
             )
         if self._versions != [_version(leaf) for leaf in self._leaves]:
-            raise RuntimeError(
-                "the data were written to since the first step: make a new DPSVI for other data."
+            raise StateError(
+                "the data were written to since the first step: make a new DPSVI for other data.",
+                code="data-changed",
             )
 
     def _step(self) -> None:
@@ -390,7 +396,7 @@ class DPSVI:
             for p in parameters.values():
                 p.grad = None
         if not all(bool(p.isfinite().all()) for p in parameters.values()):
-            raise FloatingPointError(
+            raise DivergedError(
                 "the step took the guide's parameters beyond their dtype; they are as before: use a"
                 " smaller learning rate."
             )
@@ -408,9 +414,10 @@ class DPSVI:
             point = theta.detach().to(prior.device, prior.dtype)
             if bool(point.isfinite().all()) and self._density.has_gradients(point):
                 return theta, entropy
-        raise ValueError(
+        raise ArgumentError(
             f"the model cannot be evaluated at any of {_DRAWS} draws of the guide: use"
-            " init_loc_fn= with public values, a smaller init_scale= or learning rate."
+            " init_loc_fn= with public values, a smaller init_scale= or learning rate.",
+            code="pyro-start",
         )
 
     def _released(self, theta: Tensor) -> Tensor:
@@ -436,15 +443,16 @@ class DPSVI:
 
 def _check_optim(optim: Any) -> None:
     if not isinstance(optim, PyroOptim):
-        raise TypeError(f"optim must be one of pyro.optim's optimizers, got {optim!r}")
+        raise ArgumentTypeError(f"optim must be one of pyro.optim's optimizers, got {optim!r}")
     if callable(optim.pt_optim_args) or callable(optim.pt_clip_args):
-        raise TypeError(
+        raise ArgumentTypeError(
             "optim takes its arguments by parameter name: pass a dict, Adam({'lr': 0.01})."
         )
     if optim.optim_objs or getattr(optim, _WAITING):
-        raise ValueError(
+        raise ArgumentError(
             "the optimizer was used before, and what it remembers may come from the data: pass a"
-            " new one."
+            " new one.",
+            code="pyro-guide",
         )
 
 
@@ -460,7 +468,7 @@ def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -
             tried([made_up])
         except Exception as error:
             kind = getattr(optim.pt_optim_constructor, "__name__", optim.pt_optim_constructor)
-            raise ValueError(
+            raise ArgumentError(
                 f"optim cannot step the guide's {name!r}: {kind}: {error}. Nothing was charged."
                 " Pass another to a new guide and DPSVI, as pyro.optim.Adam({'lr': 0.01})."
             ) from error
@@ -469,12 +477,12 @@ def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -
 def _check_loss(loss: Any) -> None:
     if type(loss) not in _ELBO:
         names = ", ".join(kind.__name__ for kind in _ELBO)
-        raise TypeError(
+        raise ArgumentTypeError(
             f"loss must be the ELBO, whose gradient follows from that of log p(x|θ): {names}; got"
             f" {type(loss).__name__}."
         )
     if loss.num_particles != 1:
-        raise ValueError(
+        raise ArgumentError(
             f"num_particles = {loss.num_particles} would be as many releases a step: use 1, and"
             " more steps or a smaller learning rate."
         )

@@ -14,7 +14,6 @@ for the next one.
 * ``planning``, ``reach``: noise for a budget, and how far it carries; ``mixing``: whether it did.
 """
 
-from ..troubleshooting import explain_all
 from .density import RecordDensity, clipped_ratio_sum
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
@@ -35,9 +34,6 @@ __all__ = [
     "clipped_ratio_sum",
     "plan",
 ]
-
-
-explain_all(globals())
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentTypeError
 from .density import Prior, UnfitModel
 from .density.pyro_runs import public_randomness
 
@@ -38,7 +39,7 @@ def draws_of(approximation: Approximation) -> dict[str, Tensor]:
         with public_randomness():
             draws = approximation.sample(_DRAWS)
     else:
-        raise TypeError(
+        raise ArgumentTypeError(
             "approximation is a noise-aware posterior, or draws by site, {name: (draws, ...)}; got"
             f" {type(approximation).__name__}."
         )

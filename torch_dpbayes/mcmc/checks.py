@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ..accounting.events import gaussian_noise_multiplier
+from ..errors import ArgumentError
 
 
 def can_hide(scale: float) -> bool:
@@ -21,17 +22,18 @@ def check_noise(name: str, value: float) -> float:
     return float(value) if value == 0 else gaussian_noise_multiplier(value, name)
 
 
-def check_positive(name: str, value: Any, what: str) -> float:
+def check_positive(name: str, value: Any, what: str = "") -> float:
     """``value`` as a positive finite float."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive finite number, {what}; got {value!r}.")
+        what = what and f", {what}"
+        raise ArgumentError(f"{name} must be a positive finite number{what}; got {value!r}.")
     return float(value)
 
 
 def check_clip_bound(name: str, value: Any, what: str) -> float:
     """``value`` as a clip bound that noise can hide."""
     if not can_hide(bound := check_positive(name, value, what)):
-        raise ValueError(
+        raise ArgumentError(
             f"{name} = {value!r} is too extreme for sums in 64-bit floats: take a value between"
             " 1e-30 and 1e150, in other units of the parameters or the data if need be."
         )

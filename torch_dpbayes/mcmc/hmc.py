@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
+from ..errors import ArgumentError, StateError
 from .approximation import Approximation
 from .checks import check_clip_bound, check_noise, check_positive
 from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
@@ -103,7 +104,7 @@ class DPHMC(PrivateKernel):
     ) -> None:
         super().__init__(model, accountant, target_accept_prob, approximation)
         if approximation is not None and mass_matrix is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "approximation= brings the mass matrix: leave out mass_matrix=, or give it and pass"
                 " a start by initial_params= of MCMC."
             )
@@ -237,7 +238,7 @@ def _require_gradients() -> None:
     a GPU, and if passes are nested deeply. The child has none of them.
     """
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(
+        raise StateError(
             "torch computes no gradients under torch.inference_mode(): call MCMC.run outside of it."
             " Nothing was released."
         )
@@ -246,16 +247,17 @@ def _require_gradients() -> None:
         try:
             torch.autograd.grad(one * one, one)
         except RuntimeError as error:
-            raise RuntimeError(
+            raise StateError(
                 "this chain was forked from a process that had computed gradients, and cannot"
-                ' compute any: pass mp_context="spawn" to MCMC. Nothing was released.'
+                ' compute any: pass mp_context="spawn" to MCMC. Nothing was released.',
+                code="forked",
             ) from error
 
 
 def checked_jitter(jitter: float) -> float:
     """A share of the step size."""
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-        raise ValueError(
+        raise ArgumentError(
             "jitter is how far step sizes scatter, as a share of step_size between 0 and 1; got"
             f" {jitter!r}."
         )
@@ -275,22 +277,22 @@ class _Mass:
             or matrix.shape[0] != matrix.shape[-1]
             or not matrix.isfinite().all()
         ):
-            raise ValueError(
+            raise ArgumentError(
                 "mass_matrix is a finite tensor (dimension,) or (dimension, dimension)."
             )
         if matrix.dim() == 1:
             if not matrix.gt(0).all():
-                raise ValueError("a diagonal mass_matrix needs positive entries.")
+                raise ArgumentError("a diagonal mass_matrix needs positive entries.")
             self._factor = matrix.sqrt()
         else:
             self._factor, failed = torch.linalg.cholesky_ex(matrix)
             if int(failed) or not torch.allclose(matrix, matrix.T, rtol=1e-5):
-                raise ValueError("mass_matrix must be symmetric and positive definite.")
+                raise ArgumentError("mass_matrix must be symmetric and positive definite.")
         self._matrix = matrix
 
     def require_dimension(self, dimension: int) -> None:
         if self._matrix is not None and len(self._matrix) != dimension:
-            raise ValueError(
+            raise ArgumentError(
                 f"mass_matrix is for {len(self._matrix)} coordinates, the model has {dimension}"
                 " unconstrained ones."
             )

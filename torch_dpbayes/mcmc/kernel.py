@@ -27,6 +27,7 @@ from torch import Tensor
 from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise, fresh_generator
 from .approximation import Approximation, draws_of, in_coordinates_of
 from .chain_processes import (
@@ -87,12 +88,12 @@ class PrivateKernel(MCMCKernel):
         approximation: Approximation | None = None,
     ) -> None:
         if not isinstance(accountant, PrivacyAccountant):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"accountant must be a PrivacyAccountant, got {accountant!r}: every iteration is"
                 " charged somewhere."
             )
         if target_accept_prob is not None and not 0 < target_accept_prob < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"target_accept_prob must lie in (0, 1) or be None, got {target_accept_prob!r}."
             )
         super().__init__()
@@ -202,7 +203,7 @@ class PrivateKernel(MCMCKernel):
     @save_params.setter
     def save_params(self, names: Iterable[str]) -> None:
         if isinstance(names, str):
-            raise TypeError(f"save_params is a list of names, [{names!r}].")
+            raise ArgumentTypeError(f"save_params is a list of names, [{names!r}].")
         self._saved = sorted(set(names))
 
     @property
@@ -250,7 +251,7 @@ class PrivateKernel(MCMCKernel):
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainStart:
         prior = self._prepare(args, kwargs)
         if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
-            raise ValueError(
+            raise ArgumentError(
                 f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
             )
         self._prior, self._transforms = prior, prior.transforms
@@ -278,7 +279,7 @@ class PrivateKernel(MCMCKernel):
         if runner is None or isinstance(runner.transforms, ReadAtTheEnd | None):
             return  # there are none, or the kernel's of an earlier run
         if strange := prior.mapped_otherwise_by(runner.transforms):
-            raise ValueError(
+            raise ArgumentError(
                 f"MCMC(transforms=...) would map the draws of {strange} by other transforms than"
                 " the kernel's, those of the sites' supports: leave it out. For another"
                 " space give the site a distribution there, and pyro.deterministic its value."
@@ -297,10 +298,11 @@ class PrivateKernel(MCMCKernel):
                 theta = draws[int(torch.randint(len(draws), (1,), generator=fresh_generator()))]
             if self._can_start(theta):
                 return theta
-        raise ValueError(
+        raise ArgumentError(
             f"the model cannot be evaluated at any of {_DRAWS} draws from its"
             f" {'prior' if draws is None else 'approximation'}: pass initial_params= to MCMC, made"
-            " without data."
+            " without data.",
+            code="pyro-start",
         )
 
     def sample(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -312,7 +314,7 @@ class PrivateKernel(MCMCKernel):
         """
         with self._owners.in_iteration(self._iteration), torch.no_grad():
             if self._prior is None or self._public is None:
-                raise RuntimeError(
+                raise StateError(
                     "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"
                     " ...).run(data)."
                 )
@@ -340,10 +342,11 @@ class PrivateKernel(MCMCKernel):
         """
         log_prior = self._log_prior_at(theta)
         if not math.isfinite(log_prior) or not self._is_valid(theta):
-            raise ValueError(
+            raise ArgumentError(
                 "the chain would start where the prior has no density or the model cannot be"
                 " evaluated: pass other initial_params=, in unconstrained space, where zeros are"
-                " safe."
+                " safe.",
+                code="pyro-start",
             )
         return log_prior
 
@@ -442,7 +445,7 @@ class PrivateKernel(MCMCKernel):
         if get_spawning_popen() is not None:
             runner = runner_of(self)
             if runner is not None and not isinstance(runner.transforms, ReadAtTheEnd | None):
-                raise ValueError(
+                raise ArgumentError(
                     "MCMC(transforms=...) cannot be compared with the kernel's own transforms in"
                     " spawned processes: leave it out."
                 )

@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import __version__
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..errors import ArgumentError, OwnerError
 from ..noise import GaussianNoise
 from .checks import can_hide
 from .density import InvalidPoint, Model, RecordDensity, without_value_checks
@@ -58,14 +59,14 @@ class ManyOwners(SoleOwner):
     ) -> None:
         for argument, value in noise.items():
             if not value:
-                raise ValueError(
+                raise ArgumentError(
                     f"{argument} must be positive: without noise of its own an owner sends the"
                     " exact sum over its records to the others."
                 )
         if name is not None and (
             not isinstance(name, str) or not 0 < len(name) <= 100 or not name.isprintable()
         ):
-            raise ValueError(
+            raise ArgumentError(
                 "owner must be a name that the other owners may see, of at most 100 printable"
                 f" characters; got {name!r}."
             )
@@ -97,9 +98,8 @@ class ManyOwners(SoleOwner):
         """Compare what has to be the same, and agree on a seed, a start and a shape.
 
         Raises:
-            ValueError: this owner's model or data are not fit, or the owners differ; nothing was
-                released.
-            RuntimeError: another owner could not set up, or cannot be reached.
+            ValueError: this owner's model or data are not fit; nothing was released.
+            OwnerError: the owners differ, or another could not set up or be reached.
         """
         ranks = self._ranks_here()
         problem: BaseException | None = None
@@ -114,7 +114,7 @@ class ManyOwners(SoleOwner):
             everyone = self._read(ranks.texts(json.dumps({"owner": self._name, **facts})))
             if failed := [rank for rank, theirs in enumerate(everyone) if "failed" in theirs]:
                 ranks.live = False
-                raise problem or RuntimeError(
+                raise problem or OwnerError(
                     f"{ranks.listed(failed)} could not set up, so all owners stop: see the reason"
                     " in that process. Nothing was released."
                 )
@@ -163,7 +163,7 @@ class ManyOwners(SoleOwner):
                 ):
                     raise ValueError
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise RuntimeError(
+                raise OwnerError(
                     f"owner {rank} sent settings that cannot be read: run the same version of this"
                     " library on all ranks."
                 ) from None
@@ -190,7 +190,7 @@ class ManyOwners(SoleOwner):
                         )
         if differences:
             self.ranks.live = False
-            raise ValueError(
+            raise OwnerError(
                 f"the owners differ: {'; '.join(differences)}. Give all ranks the same model,"
                 " settings and versions; noise multipliers and accountants may differ. Nothing was"
                 " released."
@@ -218,7 +218,7 @@ class ManyOwners(SoleOwner):
             not _nearly_equal(own, self._of_first(Place.SET_UP, own), tolerance)
         ):
             ranks.live = False
-            raise ValueError(
+            raise OwnerError(
                 f"the model of {ranks.listed(different)} has another density than that of"
                 f" {ranks.names[0]} on made-up records: give all ranks the same model. Nothing was"
                 " released."
@@ -230,7 +230,7 @@ class ManyOwners(SoleOwner):
             first = self._of_first(Place.SET_UP, theta).to(theta)
             if start.is_given and (different := ranks.which(not torch.equal(first, theta))):
                 ranks.live = False
-                raise ValueError(
+                raise OwnerError(
                     f"{ranks.listed(different)} got other initial_params than {ranks.names[0]}:"
                     " give all owners the same ones, or none. Nothing was released."
                 )
@@ -242,9 +242,10 @@ class ManyOwners(SoleOwner):
             if ranks.rank == 0:
                 theta = start.prior.sample()
         ranks.live = False
-        raise ValueError(
+        raise ArgumentError(
             "the owners found no start at which the model can be evaluated: pass initial_params= to"
-            " MCMC, made without data."
+            " MCMC, made without data.",
+            code="pyro-start",
         )
 
     # -- one iteration -----------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class ManyOwners(SoleOwner):
     def in_iteration(self, iteration: int) -> Iterator[None]:
         """Around everything that an iteration does: what ends it is told to the others."""
         if not self._ranks_here().live:
-            raise RuntimeError(
+            raise OwnerError(
                 "the owners are not in a run together: call pyro.infer.MCMC(kernel, ...).run(own"
                 " data) on all ranks."
             )
@@ -285,7 +286,7 @@ class ManyOwners(SoleOwner):
         position = [theta.detach().cpu().double(), torch.tensor([accepted], dtype=torch.float64)]
         first = self._of_first(Place.ITERATE, torch.cat(position))
         if first[-1] != accepted or not _nearly_equal(theta, first[:-1], 1e-4):
-            raise RuntimeError(
+            raise OwnerError(
                 f"this owner's chain is at another point than that of {self.ranks.names[0]}, after"
                 f" other accept decisions: start all owners again. {CHARGED}"
             )
@@ -307,10 +308,7 @@ class ManyOwners(SoleOwner):
         if fitting >= 1:
             self._surely_paid = 0 if accountant.path else int(min(fitting, _LONGEST_RUN)) // 2
             return True
-        # Of several events together, remaining() leaves out what a registered schedule covers.
-        return accountant.guarantee == "registered" and all(
-            accountant.remaining(event) >= count for event, count in charges
-        )
+        return False
 
     def gradient_sum(self, own: Callable[[], Tensor], theta: Tensor) -> Tensor:
         """The sum of all owners' noisy gradients.
@@ -362,7 +360,7 @@ class ManyOwners(SoleOwner):
         if invalids:
             return False, math.nan
         if not _nearly_equal(torch.tensor(threshold), torch.tensor(first), 1e-2):
-            raise RuntimeError(
+            raise OwnerError(
                 f"the accept test of this owner differs from that of {ranks.names[0]}, as their"
                 f" priors or shared randomness do: give all the same versions. {CHARGED}"
             )
@@ -379,7 +377,7 @@ class ManyOwners(SoleOwner):
 
     def _ranks_here(self) -> Ranks:
         if not self.ranks.is_here:
-            raise RuntimeError(
+            raise OwnerError(
                 "this kernel was copied into another process than its owner's, where parallel"
                 " chains cannot run: leave out num_chains=, and call run() more than once. Nothing"
                 " was released."

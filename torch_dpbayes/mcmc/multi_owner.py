@@ -82,10 +82,9 @@ class MultiOwnerPenalty(DPPenalty):
             fails.
 
     Raises:
-        ValueError: an argument is out of range; or, in ``MCMC.run``, the model is not fit for it,
-            or differs between owners.
-        RuntimeError: there is no process group; or, in ``MCMC.run``, an owner failed, ended or
-            cannot be reached.
+        ValueError: an argument is out of range; or, in ``MCMC.run``, the model is not fit for it.
+        OwnerError: there is no process group; or, in ``MCMC.run``, owners differ, or one failed,
+            ended or cannot be reached.
         PrivacyBudgetExceeded: in ``MCMC.run`` of all owners, before the first iteration that one of
             them cannot pay.
 

@@ -12,14 +12,18 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import noise_multiplier_for
-from ..accounting.choices import (
+from ..accounting.events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
     Neighboring,
     NeighboringRelation,
+    SelfComposedDpEvent,
     check_delta,
     check_epsilon,
     neighboring_relation,
 )
-from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
+from ..errors import ArgumentError
 from .checks import check_positive
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC, checked_jitter
@@ -129,7 +133,7 @@ class Plan(NamedTuple):
         released or charged.
         """
         if draws.dim() != 2 or len(draws) < 2:
-            raise ValueError("draws are rows (draws, d) of at least two draws of the density.")
+            raise ArgumentError("draws are rows (draws, d) of at least two draws of the density.")
         stddev = draws.double().std(0)
         if step_size is None:
             step_size = self.step_size(stddev, shaped=shaped)
@@ -165,7 +169,7 @@ class Plan(NamedTuple):
     def _iteration(self) -> Iteration:
         ratio, *gradient = self.noise_multipliers.values()
         if self.log_ratio_slope is None or (gradient and self.max_grad_norm is None):
-            raise ValueError(
+            raise ArgumentError(
                 "how far a chain gets depends on the clip bounds: give plan log_ratio_slope="
                 + (" and max_grad_norm=." if gradient else ".")
             )
@@ -241,7 +245,7 @@ def plan(
     is_hmc = kernel in (DPHMC, MultiOwnerHMC)
     if is_hmc:
         if num_steps is None:
-            raise ValueError(
+            raise ArgumentError(
                 "num_steps is needed for DPHMC, the number L of leapfrog steps of an iteration."
             )
         steps = events.positive_count(num_steps, "num_steps")
@@ -260,7 +264,7 @@ def plan(
             **of_hmc,
         )
     else:
-        raise ValueError(
+        raise ArgumentError(
             "kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or"
             f" MultiOwnerHMC, got {kernel!r}."
         )
@@ -281,7 +285,7 @@ def plan(
         if value is not None
     }
     if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
-        raise ValueError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
+        raise ArgumentError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
 
     extra = 0 if reuse_gradients else 1  # gradients an iteration beyond L
 
@@ -307,7 +311,7 @@ def plan(
         split = 1.0
         if is_hmc:
             if slope is None or norm is None:
-                raise ValueError(
+                raise ArgumentError(
                     "log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split"
                     " between ratio and gradients by them."
                 )
@@ -341,22 +345,24 @@ def _accountant(
     accountant = PrivacyAccountant(epsilon, delta, neighboring=neighboring)
     for event, count, *rest in history:
         if len(rest) > 1 and rest[1]:
-            raise ValueError(
+            raise ArgumentError(
                 "the history holds adaptive charges, which only their accountant's budget as a"
-                " whole covers: plan for a new accountant, without history=."
+                " whole covers: plan for a new accountant, without history=.",
+                code="budget-whole",
             )
         try:
             accountant.compose(event, count)
         except PrivacyBudgetExceeded as error:
-            raise ValueError(
+            raise ArgumentError(
                 f"what was charged before costs more than epsilon = {epsilon:g} at delta ="
-                f" {delta:g} alone: raise the target."
+                f" {delta:g} alone: raise the target.",
+                code="budget-spent",
             ) from error
     return accountant
 
 
 def _require_none(kernel: str, **arguments: Any) -> None:
     if superfluous := [name for name, value in arguments.items() if value is not None]:
-        raise ValueError(
+        raise ArgumentError(
             f"{' and '.join(superfluous)} says nothing about a {kernel}: leave it out."
         )

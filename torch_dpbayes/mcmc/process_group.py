@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyBudgetExceeded
+from ..errors import OwnerError
 from ..noise import GaussianNoise
 
 _ROOM = 256  # numbers in a message, after one for each rank
@@ -50,7 +51,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
+            raise OwnerError(
                 "there is no process group: start one process for each owner (torchrun) and call"
                 ' torch.distributed.init_process_group("gloo", timeout=...) in each before the'
                 " kernel is made."
@@ -58,7 +59,7 @@ class Ranks:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise RuntimeError(
+            raise OwnerError(
                 "this process is not in process_group=: make the kernel in the processes of its"
                 " owners only."
             )
@@ -110,7 +111,7 @@ class Ranks:
         except RuntimeError as error:
             self.live = False
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RuntimeError(
+            raise OwnerError(
                 f"the other owners cannot be reached ({reason}): start all of them again, with"
                 f" initial_params= at the last draw. {CHARGED}"
             ) from error
@@ -126,7 +127,7 @@ class Ranks:
         for rank, code in enumerate(found):
             at.setdefault(int(code) % _PLACES if math.isfinite(code) else 0, []).append(rank)
         if failed := at.get(Place.FAILED):
-            raise RuntimeError(
+            raise OwnerError(
                 f"{self.listed(failed)} failed, so all owners stop: see the reason in that"
                 f" process. {CHARGED}"
             )
@@ -141,12 +142,12 @@ class Ranks:
                 )
             )
         if (ended := at.get(Place.ENDED)) and place is not Place.ENDED:
-            raise RuntimeError(
+            raise OwnerError(
                 f"{self.listed(ended)} ended the run after {int(found[ended[0]]) // _PLACES}"
                 " iterations: give all owners the same num_samples and num_chains."
                 f" {CHARGED}"
             )
-        raise RuntimeError(
+        raise OwnerError(
             f"the owners are not in step at {place.name}, iteration {iteration + 1}: run the same"
             f" program on all ranks, and nothing else in their process group. {CHARGED}"
         )
@@ -170,7 +171,7 @@ class Ranks:
         lengths[self.rank] = len(encoded)
         sizes = [int(size) for size in self.sum(Place.SET_UP, 0, lengths)]
         if not 0 < min(sizes) <= max(sizes) <= _LONGEST_TEXT:
-            raise RuntimeError(
+            raise OwnerError(
                 "an owner's settings have no sensible length: run the same version of this library"
                 " on all ranks."
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..accounting import events
+from ..errors import ArgumentError, ArgumentTypeError
 from .checks import check_positive
 
 
@@ -41,14 +42,14 @@ class Moves:
 
     def __init__(self, proposal_scale: float | Tensor | None, proposal: Proposal | None) -> None:
         if (proposal is None) == (proposal_scale is None):
-            raise ValueError(
+            raise ArgumentError(
                 "give either proposal_scale, the standard deviation of a random walk in"
                 " unconstrained space, or proposal=."
             )
         if proposal is not None and not isinstance(
             getattr(proposal, "event", None), events.DpEvent
         ):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "proposal needs an attribute event, a DpEvent that says what a call releases:"
                 " NoOpDpEvent() if it does not use the data."
             )
@@ -68,7 +69,7 @@ class Moves:
     def require_dimension(self, dimension: int) -> None:
         """Refuse a scale for another number of coordinates."""
         if self._factor is not None and len(self._factor) != dimension:
-            raise ValueError(
+            raise ArgumentError(
                 f"proposal_scale is for {len(self._factor)} coordinates, the model has {dimension}"
                 " unconstrained ones."
             )
@@ -95,7 +96,7 @@ def require_no_other_shape(
 ) -> None:
     """Refuse a shape of the random walk beside that of an approximation."""
     if approximation is not None and isinstance(proposal_scale, Tensor):
-        raise ValueError(
+        raise ArgumentError(
             "proposal_scale is a number, in units of the approximation's covariance: leave out its"
             " shape, or approximation=."
         )
@@ -103,17 +104,17 @@ def require_no_other_shape(
 
 def _factor(scale: Tensor) -> Tensor:
     if scale.dim() not in (1, 2) or scale.shape[0] != scale.shape[-1] or not scale.isfinite().all():
-        raise ValueError(
+        raise ArgumentError(
             "proposal_scale as a tensor is finite: (dimension,) standard deviations or a triangular"
             " (dimension, dimension)."
         )
     if not (scale if scale.dim() == 1 else scale.diagonal()).gt(0).all():
-        raise ValueError(
+        raise ArgumentError(
             "proposal_scale needs positive entries (on its diagonal): else the chain cannot reach"
             " the whole space."
         )
     if scale.dim() == 2 and not torch.equal(scale, scale.tril()):
-        raise ValueError(
+        raise ArgumentError(
             "proposal_scale as a matrix is the lower Cholesky factor of the covariance:"
             " torch.linalg.cholesky(covariance)."
         )

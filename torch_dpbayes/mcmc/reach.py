@@ -30,6 +30,8 @@ import torch
 from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
+from ..errors import ArgumentError
+
 FEW = 10  # effective samples, below which a kernel has not mixed
 _DRAWS, _SCALES, _CHAINS = 1024, 40, 32
 _LONGEST, _SHORTEST = 2.5, 0.01  # scales that are tried, over the longest one that makes sense
@@ -220,7 +222,7 @@ def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:
         value = torch.cat(sites) if sites else torch.empty(0)
     vector = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(-1)
     if not len(vector) or not bool((vector.isfinite() & (vector > 0)).all()):
-        raise ValueError(
+        raise ArgumentError(
             "posterior_stddev is one positive standard deviation for each coordinate of the"
             " unconstrained space: a number, a tensor, or tensors by site."
         )

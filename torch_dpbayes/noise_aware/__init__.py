@@ -2,7 +2,6 @@
 surely.
 """
 
-from ..troubleshooting import explain_all
 from .chains import kernel_from
 from .comparison import MethodComparison, MethodForecast, compare_methods
 from .families import (
@@ -33,9 +32,6 @@ __all__ = [
     "laplace_for_module",
     "sufficient_statistics",
 ]
-
-
-explain_all(globals())
 
 
 def __dir__() -> list[str]:

@@ -23,8 +23,7 @@ import math
 from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import Neighboring
-from ..accounting.events import positive_count
+from ..accounting.events import Neighboring, positive_count
 from ..mcmc.checks import check_positive
 from ..mcmc.reach import squared_distance
 from .from_gradients import steps_needed

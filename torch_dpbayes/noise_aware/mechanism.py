@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import Neighboring, neighboring_relation
-from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent
+from ..accounting.events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    Neighboring,
+    neighboring_relation,
+)
 from ..noise import GaussianNoise
 from .groups import Groups
 from .planning import Plan

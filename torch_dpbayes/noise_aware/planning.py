@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
-from ..accounting.choices import (
+from ..accounting.events import (
+    GaussianDpEvent,
     Neighboring,
     check_delta,
     check_epsilon,
     neighboring_relation,
 )
-from ..accounting.events import GaussianDpEvent
 
 LARGEST_FULL_CURVATURE = 4000  # parameters
 _ROUNDING = 1e-9  # the parts' prices add up to the whole but for this

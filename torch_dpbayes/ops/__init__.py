@@ -11,7 +11,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ..troubleshooting import explain_all
 from .certificates import (
     Bounded,
     Certificate,
@@ -45,9 +44,6 @@ __all__ = [
     "Underdamped",
     "hybrid",
 ]
-
-
-explain_all(globals())
 
 
 def __getattr__(name: str) -> Any:

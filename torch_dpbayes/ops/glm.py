@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError, ArgumentTypeError
 from .models import Constants
 
 FAMILIES = ("bernoulli", "gaussian", "poisson")
@@ -76,13 +77,13 @@ class GLM:
         max_count: float | None = None,
     ) -> None:
         if family not in FAMILIES:
-            raise ValueError(
+            raise ArgumentError(
                 f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}: for"
                 " several classes use dpb.ops.Softmax, for other models a Pyro model with asserted"
                 " constants, or dpb.optim.DPSGLD."
             )
         if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
-            raise ValueError(
+            raise ArgumentError(
                 f"max_feature_norm must be a positive finite number, got {max_feature_norm!r}."
             )
         require_representable("max_feature_norm", max_feature_norm)
@@ -91,17 +92,17 @@ class GLM:
             ("max_count", max_count, "poisson"),
         ):
             if family == owner and (value is None or not 0 < value < math.inf):
-                raise ValueError(
+                raise ArgumentError(
                     f"family={family!r} needs {name}, a positive finite public number; got"
                     f" {value!r}"
                 )
             if family != owner and value is not None:
-                raise ValueError(f"{name} belongs to family={owner!r}, not to {family!r}")
+                raise ArgumentError(f"{name} belongs to family={owner!r}, not to {family!r}")
             if value is not None:
                 require_representable(name, value)
         stds = torch.as_tensor(prior_std, dtype=torch.float64, device="cpu").detach().clone()
         if stds.dim() > 1 or stds.numel() == 0 or not bool((stds >= _LEAST_STD).all()):
-            raise ValueError(
+            raise ArgumentError(
                 f"prior_std must be one number of at least {_LEAST_STD:g}, or one for each column"
                 f" of the features; got {prior_std!r}"
             )
@@ -239,16 +240,18 @@ class GLM:
     def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
         """(features, targets), with shapes and types checked."""
         if len(data) != 2:
-            raise TypeError(f"a GLM samples from (features, targets), got {len(data)} arguments")
+            raise ArgumentTypeError(
+                f"a GLM samples from (features, targets), got {len(data)} arguments"
+            )
         features, targets = map(_as_tensor, data)
         _require_matrix(features)
         if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
-            raise ValueError(
+            raise ArgumentError(
                 f"prior_std has {len(self._prior_std)} values, the features have"
                 f" {features.shape[1]} columns"
             )
         if features.shape[1] == 0:
-            raise ValueError("the features have no column: there is no weight to sample")
+            raise ArgumentError("the features have no column: there is no weight to sample")
         if (
             not isinstance(targets, Tensor)
             or targets.is_complex()
@@ -261,7 +264,7 @@ class GLM:
                 if _many(targets)
                 else ""
             )
-            raise ValueError(
+            raise ArgumentError(
                 f"targets must be a real dense tensor [{len(features)}], one number a record, got"
                 f" {_shape(targets)}.{more}"
             )
@@ -481,7 +484,7 @@ class GLMTarget:
 def require_representable(name: str, value: float) -> None:
     """Raise unless sums over records that this number bounds stay within what float32 can hold."""
     if not 1 / _LARGEST <= value <= _LARGEST:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, as sums over"
             " records in float32 need: choose units in which the numbers are closer to 1."
         )
@@ -502,7 +505,7 @@ def _as_tensor(value: Any) -> Any:
         if others:
             names = [repr(value.columns[k]) for k in others] if hasattr(value, "columns") else []
             what = f"{', '.join(names)} of the " if names else "the "
-            raise ValueError(
+            raise ArgumentError(
                 f"{what}{type(value).__name__} is not numeric: code categories as numbers by a list"
                 " that is fixed beforehand, or leave them out"
             )
@@ -519,7 +522,7 @@ def _require_matrix(features: Any) -> None:
         or features.is_complex()
         or features.layout != torch.strided
     ):
-        raise ValueError(
+        raise ArgumentError(
             "features must be a real dense tensor, array or frame of numbers [records, columns],"
             f" got {_shape(features)}"
         )

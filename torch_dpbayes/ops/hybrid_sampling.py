@@ -16,9 +16,9 @@ from ..accounting.calibration import calibrated
 from ..accounting.events import DpEvent, SelfComposedDpEvent, positive_count
 from ..batches.poisson_loader import PoissonLoader
 from ..engine.privacy_engine import PrivacyEngine
+from ..errors import ArgumentError
 from ..optim.base import PrivateOptimizer
 from ..posterior import PosteriorSamples
-from ..troubleshooting import explained
 from .certificates import Certificate
 from .glm import GLM
 from .models import Loss
@@ -44,7 +44,6 @@ class Hybrid(NamedTuple):
     guarantee: str
 
 
-@explained
 def hybrid(
     model: GLM | nn.Module,
     features: Tensor,
@@ -123,7 +122,7 @@ def hybrid(
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
     if isinstance(model, GLM):
         if loss is not None or prior_std is not None:
-            raise ValueError("a GLM has its own loss and prior: leave out loss= and prior_std=")
+            raise ArgumentError("a GLM has its own loss and prior: leave out loss= and prior_std=")
         size = model.num_records(model.prepare((features, targets)))
         records = model.records(features, targets)
         module: nn.Module = _LinearPredictor(model, records.x)
@@ -131,7 +130,7 @@ def hybrid(
         factory = partial(optimizer, **model.prior_of_optimizer(module))
         if num_data is not None and accountant.neighboring == "add_or_remove_one":
             if size > num_data:
-                raise ValueError(
+                raise ArgumentError(
                     f"there are more records than num_data = {num_data}, the upper bound that"
                     " was stated: choose one for every data set that could occur."
                 )
@@ -145,7 +144,7 @@ def hybrid(
         release = partial(OnePosteriorSample, model, certificate)
     else:
         if loss is None or prior_std is None:
-            raise ValueError("a torch module needs loss=, one number a record, and prior_std=")
+            raise ArgumentError("a torch module needs loss=, one number a record, and prior_std=")
         size, module, chain_loss = len(features), model, loss
         factory = partial(optimizer, prior_std=prior_std)
         dataset = TensorDataset(features, targets)
@@ -157,14 +156,14 @@ def hybrid(
         or not isinstance(batch_size, int)
         or not 0 < batch_size <= size
     ):
-        raise ValueError(
+        raise ArgumentError(
             "batch_size must be a whole number between 1 and that of the records, got"
             f" {batch_size!r}"
         )
     if num_data is None and accountant.neighboring == "replace_one":
         num_data = size
     if num_data not in (None, size):
-        raise ValueError(f"num_data = {num_data} was stated, but there are {size} records")
+        raise ArgumentError(f"num_data = {num_data} was stated, but there are {size} records")
     loader = PoissonLoader(DataLoader(dataset, batch_size=batch_size), batch_size / size)
     steps = positive_count(epochs, "epochs") * len(loader)
     probe = factory(
@@ -195,7 +194,7 @@ def hybrid(
             accountant.method,
         )
     else:
-        raise ValueError(
+        raise ArgumentError(
             "start_share must lie between 0 and 1, or be None for the best split, got"
             f" {start_share!r}"
         )

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..accounting.events import positive_count
+from ..errors import ArgumentError
+from ..mcmc.checks import check_positive
 from ..noise import GaussianNoise
 from ..words import shown
-from .checks import require_positive
 from .models import Density, Target
 
 _LARGEST_FRICTION = 1.2  # of the thermostat, as in DPSGNHT: beyond 2 a step explodes
@@ -77,7 +78,7 @@ class Overdamped:
 
     def __post_init__(self) -> None:
         positive_count(self.steps, "steps")
-        require_positive("step_size", self.step_size)
+        check_positive("step_size", self.step_size)
 
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
         return overdamped(density, [self.step_size] * self.steps, noise)
@@ -117,7 +118,7 @@ class Underdamped:
     def __post_init__(self) -> None:
         positive_count(self.steps, "steps")
         for name in ("step_size", "friction", "inverse_mass"):
-            require_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
 
     @torch.no_grad()
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
@@ -175,9 +176,9 @@ class NoseHoover:
     def __post_init__(self) -> None:
         positive_count(self.steps, "steps")
         for name in ("step_size", "friction", "thermostat_gain"):
-            require_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.friction > 1:
-            raise ValueError(
+            raise ArgumentError(
                 "friction is the share of the velocity that a step takes away, at most 1; got"
                 f" {self.friction}."
             )

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.choices import check_delta, check_epsilon
-from ..accounting.events import ComposedDpEvent, DpEvent, positive_count
+from ..accounting.events import ComposedDpEvent, DpEvent, check_delta, check_epsilon, positive_count
+from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
 from .glm import GLM
@@ -81,7 +81,7 @@ class OnePosteriorSample:
         reserve: DpEvent | None = None,
     ) -> None:
         if not isinstance(certificate, Certificate):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "certificate must be one of torch_dpbayes.ops' certificates, as"
                 f" FiniteRunLangevin(steps=1000), got {certificate!r}."
             )
@@ -93,11 +93,11 @@ class OnePosteriorSample:
         if epsilon is not None:
             epsilon = check_epsilon(epsilon)
             if delta is None:
-                raise ValueError(
+                raise ArgumentError(
                     "a target needs both numbers: OnePosteriorSample(..., epsilon=1.0, delta=1e-5)"
                 )
         elif reserve is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "reserve= leaves room below a target: state epsilon= and delta=, or leave it out."
             )
         if accountant is None:
@@ -114,10 +114,11 @@ class OnePosteriorSample:
             and num_data is None
             and certificate.needs_num_data(posterior)
         ):
-            raise ValueError(
+            raise ArgumentError(
                 "the guarantee depends on the number of records, which is private here: state"
                 " num_data=, an upper bound for every data set, or use"
-                " PrivacyAccountant(neighboring='replace_one')."
+                " PrivacyAccountant(neighboring='replace_one').",
+                code="num-data",
             )
         self._solved: dict[int | None, float] = {}
         self._last_num_data: int | None = None
@@ -323,15 +324,17 @@ class OnePosteriorSample:
     def _check_num_data(self, found: int) -> int | None:
         if self._accountant.neighboring == "replace_one":
             if self._num_data is not None and found != self._num_data:
-                raise ValueError(
-                    f"num_data = {self._num_data} was stated, but there are {found} records"
+                raise ArgumentError(
+                    f"num_data = {self._num_data} was stated, but there are {found} records",
+                    code="num-data",
                 )
             return found
         if self._num_data is not None and found > self._num_data:
-            raise ValueError(
+            raise ArgumentError(
                 f"there are more records than num_data = {self._num_data}, the upper bound that was"
                 " stated: choose one for every data set that could occur, without looking at the"
-                " data."
+                " data.",
+                code="num-data",
             )
         return self._num_data
 
@@ -341,9 +344,10 @@ class OnePosteriorSample:
         if not self._certificate.needs_num_data(self._model):
             num_data = None
         elif num_data is None:
-            raise ValueError(
+            raise ArgumentError(
                 "the guarantee depends on the number of records: state OnePosteriorSample(...,"
-                " num_data=N), or draw first."
+                " num_data=N), or draw first.",
+                code="num-data",
             )
         if num_data not in self._solved:
             self._solved[num_data] = self._largest_tempering(num_data)
@@ -353,10 +357,11 @@ class OnePosteriorSample:
         """ε of what the accountant holds, and of ``more``."""
         assert self._delta is not None
         if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
-            raise ValueError(
-                "adaptive or registered charges, or those of a later job, are guaranteed by the"
+            raise ArgumentError(
+                "adaptive charges, or those of a later job, are guaranteed by the"
                 " accountant's budget as a whole: leave out epsilon= and choose a certificate that"
-                " fits the budget."
+                " fits the budget.",
+                code="budget-whole",
             )
         joint = PrivacyAccountant(
             method=self._accountant.method, neighboring=self._accountant.neighboring
@@ -398,10 +403,11 @@ class OnePosteriorSample:
         low, high = _LEAST_TEMPERING, 1.0
         if not meets(low):
             if cost(low) > epsilon:
-                raise ValueError(
+                raise ArgumentError(
                     f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met after what is"
                     " held or reserved for later: use a larger epsilon, an empty accountant, or a"
-                    " certificate with a smaller delta."
+                    " certificate with a smaller delta.",
+                    code="budget-spent",
                 )
         while high > low * (1 + _PRECISION):
             middle = math.sqrt(low * high)
@@ -432,7 +438,7 @@ def _as_model(model: Any, count_is_public: bool) -> Model:
     if isinstance(model, GLM | Softmax):
         return model
     if not callable(model) or isinstance(model, type):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"model must be a dpb.ops.GLM, a dpb.ops.Softmax or a Pyro model, got {model!r}"
         )
     from pyro.nn import PyroModule  # only here: Pyro takes a while to load
@@ -440,7 +446,7 @@ def _as_model(model: Any, count_is_public: bool) -> Model:
     from .pyro_model import PyroModel
 
     if isinstance(model, torch.nn.Module) and not isinstance(model, PyroModule):
-        raise TypeError(
+        raise ArgumentTypeError(
             "for a torch module use OnePosteriorSample.for_module(net, certificate, loss=...,"
             " prior_std=...)"
         )

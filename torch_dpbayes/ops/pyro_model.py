@@ -16,9 +16,10 @@ from torch.distributions import transforms
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..errors import ArgumentError, ArgumentTypeError, CertificateError
+from ..mcmc.checks import check_positive
 from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
 from ..per_sample.model_check import check_layers
-from .checks import require_positive
 from .models import Loss, using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
@@ -66,7 +67,7 @@ class PyroModel:
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
                 if not _is_identity(transform):
-                    raise ValueError(
+                    raise CertificateError(
                         f"{self._wants_unconstrained} needs latents that live on all of R, and"
                         f" {name!r} does not: write the model with a real latent and transform it"
                         " yourself, or use Bounded."
@@ -201,7 +202,7 @@ def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> ModuleMo
     x) = loss(module(x), y).
     """
     require_module(module)
-    require_positive("prior_std", prior_std)
+    check_positive("prior_std", prior_std)
     copy = deepcopy(module).train()
     for layer in copy.modules():  # frozen statistics stay, as the copy will run in eval mode
         if isinstance(layer, _BatchNorm) and not any(p.requires_grad for p in layer.parameters()):
@@ -210,7 +211,7 @@ def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> ModuleMo
     copy.eval()  # dropout is no part of a posterior
     latents = {name: p.detach() for name, p in copy.named_parameters() if p.requires_grad}
     if not latents:
-        raise ValueError("every parameter of the module is frozen: there is nothing to sample")
+        raise ArgumentError("every parameter of the module is frozen: there is nothing to sample")
     for values in latents.values():  # which nothing reads, and which may come from the records
         values.zero_()
     return ModuleModel(copy, latents, loss, prior_std)
@@ -220,7 +221,7 @@ def require_module(module: Any) -> None:
     """Refuses what is no module, such as the class of one."""
     if not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise TypeError(
+        raise ArgumentTypeError(
             f"module must be an instance of a torch.nn.Module, as torch.nn.Linear(3, 2); got {got}."
         )
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ..accounting import bounds, pairs
+from ..accounting import bounds, dominating_pairs
 from ..accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
+from ..errors import ArgumentTypeError, CertificateError
 
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # of an exact draw; another kind is registered
 
@@ -25,7 +26,7 @@ _SHARES_OF_TARGET = (0.01, 0.05, 0.15, 0.33, 0.5, 0.7, 0.9, 0.97)  # of delta
 _SHARES_OF_FIRST = (0.2, 0.5, 0.8)  # of the rest, for the step from Q to P
 
 
-class TooFar(ValueError):
+class TooFar(CertificateError):
     """The sampler is not close enough to its target for any ε at this δ."""
 
 
@@ -47,7 +48,7 @@ def _(event: BoundedRangeDpEvent, divergence: float) -> ExactEvent:
 
 @ratio_bounded.register
 def _(event: MuGaussianDpEvent, divergence: float) -> ExactEvent:
-    added = 2 * pairs.dominating_mu(pairs.Pure(divergence))
+    added = 2 * dominating_pairs.dominating_mu(dominating_pairs.Pure(divergence))
     return MuGaussianDpEvent((event.mu + added) * _ROUND_UP)
 
 
@@ -127,7 +128,7 @@ def _(event: BoundedRangeDpEvent, epsilon: float) -> float:
 
 @_exact_delta.register
 def _(event: MuGaussianDpEvent, epsilon: float) -> float:
-    return bounds.upper_delta({pairs.Gaussian(event.mu): 1}, epsilon)
+    return bounds.upper_delta({dominating_pairs.Gaussian(event.mu): 1}, epsilon)
 
 
 @singledispatch
@@ -146,11 +147,11 @@ def _(event: BoundedRangeDpEvent, delta: float) -> float:
 def _(event: MuGaussianDpEvent, delta: float) -> float:
     if delta < _LEAST_DELTA:
         return math.inf
-    return bounds.upper_epsilon({pairs.Gaussian(event.mu): 1}, delta)
+    return bounds.upper_epsilon({dominating_pairs.Gaussian(event.mu): 1}, delta)
 
 
 def _unknown(event: Any) -> TypeError:
-    return TypeError(
+    return ArgumentTypeError(
         "an exact draw is charged as BoundedRangeDpEvent or MuGaussianDpEvent; register another"
         f" kind in ops/sampling_error.py: {event!r}."
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError, CertificateError
 from .glm import GLM, require_representable
 from .models import Constants
 
@@ -52,10 +53,10 @@ class Softmax:
         self, num_classes: int, prior_std: float = 1.0, max_feature_norm: float = 1.0
     ) -> None:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
-            raise ValueError(f"num_classes must be a whole number from 2, got {num_classes!r}.")
+            raise ArgumentError(f"num_classes must be a whole number from 2, got {num_classes!r}.")
         for name, value in (("prior_std", prior_std), ("max_feature_norm", max_feature_norm)):
             if isinstance(value, Tensor | bool) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
+                raise ArgumentError(f"{name} must be a positive finite number, got {value!r}.")
             require_representable(name, value)
         self._num_classes = num_classes
         # whose features are shortened alike
@@ -99,7 +100,7 @@ class Softmax:
             ValueError: ``max_grad_norm`` is below :attr:`lipschitz`, and nothing is clipped here.
         """
         if max_grad_norm < self.lipschitz:
-            raise ValueError(
+            raise CertificateError(
                 f"gradients of {self!r} reach {self.lipschitz:g} and are never clipped: pass"
                 f" max_grad_norm={math.ceil(self.lipschitz * 100) / 100:g} to the certificate."
             )
@@ -126,7 +127,7 @@ class Softmax:
         """(features, labels), with shapes and types checked."""
         features, labels = self._features.prepare(data)
         if labels.dtype == torch.bool or labels.is_floating_point():
-            raise ValueError(
+            raise ArgumentError(
                 f"labels must be integers from 0 to {self._num_classes - 1}, got {labels.dtype}:"
                 " write labels.long()."
             )

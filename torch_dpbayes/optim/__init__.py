@@ -1,6 +1,5 @@
 """Noisy gradient -> new parameters: ``torch.optim.Optimizer`` subclasses, one algorithm a file."""
 
-from ..troubleshooting import explain_all
 from . import schedules
 from .sgfs import DPSGFS
 from .sghmc import DPSGHMC
@@ -8,9 +7,6 @@ from .sgld import DPSGLD
 from .sgnht import DPSGNHT
 
 __all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT", "schedules"]
-
-
-explain_all(globals())
 
 
 def __dir__() -> list[str]:

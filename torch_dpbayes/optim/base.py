@@ -33,6 +33,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..release import saved_state
 from ..release.layout import GroupGradient, Layout, Member
 from ..release.query import ClippedSum
@@ -103,18 +104,18 @@ class PrivateOptimizer(Optimizer):
         except TypeError as error:
             instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
             if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
-                raise TypeError(f"{cls.__name__} has no {line}") from None
-            raise TypeError(f"{cls.__name__}: {error}") from None
+                raise ArgumentTypeError(f"{cls.__name__} has no {line}") from None
+            raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
         # a subclass that hands on what it is given has no names for it
         missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
         if "num_data" in missing or "expected_batch_size" in missing:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{cls.__name__} also needs {', '.join(missing)}:"
                 f" pass optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0 to"
                 " PrivacyEngine().make_private, which knows the rest"
             )
         if missing:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{cls.__name__} needs {' and '.join(missing)}: pass"
                 f" optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0, the clip norm"
                 " of one record's gradient"
@@ -146,7 +147,7 @@ class PrivateOptimizer(Optimizer):
             and not math.isinf(defaults["prior_std"])
             and defaults["prior_std"] != 1.0
         ):
-            raise ValueError("log_prior replaces the Gaussian prior: leave out prior_std")
+            raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
         self._constants, self._log_prior = settings, log_prior
         self.release = Release(  # what stands between batches and the noisy gradient
             query(settings.max_grad_norm, settings.expected_batch_size),
@@ -165,7 +166,7 @@ class PrivateOptimizer(Optimizer):
         super().__init__(params, {**defaults, "lr": self._resolved(defaults["lr"])})
         self.defaults = Defaults(self.defaults, type(self).__name__)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
-            raise ValueError(
+            raise ArgumentError(
                 "log_prior takes parameters by name: construct the optimizer with"
                 " model.named_parameters()"
             )
@@ -332,7 +333,8 @@ class PrivateOptimizer(Optimizer):
                 the private loader, or is not complete; a buffer or a frozen parameter of the model
                 was written to since the loader's first batch; or the model is not the one that was
                 checked.
-            ValueError: parameters or options are not finite.
+            DivergedError: a parameter is not finite.
+            ArgumentError: an option is not.
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are
                 as before, the charge is kept.
         """
@@ -385,9 +387,10 @@ class PrivateOptimizer(Optimizer):
             # the scaler leaves them behind when step() raises
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
-            raise RuntimeError(
+            raise StateError(
                 "GradScaler scales gradients before they are clipped, and skips steps that one"
-                " record's overflow decides: use torch.autocast with bfloat16 and no scaler."
+                " record's overflow decides: use torch.autocast with bfloat16 and no scaler.",
+                code="grad-scaler",
             )
         layout = self._current_layout()
         largest = finite_steps.require_finite(layout)
@@ -436,9 +439,10 @@ class PrivateOptimizer(Optimizer):
         says that more parts follow.
         """
         if self.release.draws is None:
-            raise RuntimeError(
+            raise StateError(
                 "BatchMemoryManager needs the loader that PrivacyEngine.make_private returns:"
-                " without it the parts of two batches cannot be told apart."
+                " without it the parts of two batches cannot be told apart.",
+                code="loader-memory-manager",
             )
         self.release.draws.delivered_part(is_last=not do_skip)
 
@@ -453,7 +457,7 @@ class PrivateOptimizer(Optimizer):
             return math.inf
         noise_multiplier = self._group_langevin_noise_multiplier(group)
         if not noise_multiplier < LARGEST_NOISE_MULTIPLIER:
-            raise ValueError(
+            raise ArgumentError(
                 f"lr = {group['lr']} is so small that the sampler's own noise overflows (noise"
                 f" multiplier {noise_multiplier:.3g}): use a larger lr, 0 to leave the group as it"
                 " is, or temperature=0."
@@ -466,11 +470,11 @@ class PrivateOptimizer(Optimizer):
         """
         self._require_options(group)
         if not math.isfinite(group["prior_mean"]):
-            raise ValueError(f"prior_mean = {group['prior_mean']} is not finite")
+            raise ArgumentError(f"prior_mean = {group['prior_mean']} is not finite")
         require_positive("prior_std", group["prior_std"], allow_infinite=True)
         require_number("lr", group["lr"])
         if not 0 <= group["lr"] < LARGEST_LR:
-            raise ValueError(
+            raise ArgumentError(
                 f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
             )
         if group["lr"] == 0:
@@ -491,10 +495,10 @@ class PrivateOptimizer(Optimizer):
             require_positive("prior_std", group["prior_std"], allow_infinite=True)
             require_number("prior_mean", group["prior_mean"])
             if not math.isfinite(group["prior_mean"]):
-                raise ValueError(f"prior_mean must be finite, got {group['prior_mean']}")
+                raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
             for p in group["params"]:
                 if not p.is_floating_point():
-                    raise TypeError(
+                    raise ArgumentTypeError(
                         f"parameters must be real floating-point tensors, got {p.dtype}"
                     )
         except Exception:
@@ -508,9 +512,9 @@ class PrivateOptimizer(Optimizer):
         if not isinstance(lr, str):
             return lr
         if lr != "free":
-            raise ValueError(f'lr must be a number or "free", got {lr!r}')
+            raise ArgumentError(f'lr must be a number or "free", got {lr!r}')
         if not (self.noise_multiplier > 0 and self.temperature > 0):
-            raise ValueError(
+            raise ArgumentError(
                 'lr="free" is where the sampler\'s own noise reaches the floor: it needs'
                 " noise_multiplier > 0 (or a target epsilon) and temperature > 0"
             )
@@ -522,7 +526,7 @@ class PrivateOptimizer(Optimizer):
         if foreign := [
             name for name in group if name in _OPTIONS_OF_NO_GROUP and name not in self.defaults
         ]:
-            raise ValueError(
+            raise ArgumentError(
                 f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its"
                 f" groups take {', '.join(self.defaults)}. Set it for all groups when the optimizer"
                 " is made."
@@ -555,10 +559,10 @@ class PrivateOptimizer(Optimizer):
             if trainable:
                 members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
         if not members:
-            raise RuntimeError("every parameter is frozen: there is nothing to sample")
+            raise StateError("every parameter is frozen: there is nothing to sample")
         parameters = [p for _, _, trainables in members for p in trainables]
         if len({p.device for p in parameters}) > 1:
-            raise RuntimeError(
+            raise StateError(
                 "the parameters live on several devices; one norm per record needs them on one"
             )
         self.release.forget_parts()
@@ -595,9 +599,10 @@ class PrivateOptimizer(Optimizer):
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{type(self).__name__} cannot be pickled: a copy would draw the same noise and charge"
-            " another accountant. Save state_dict()."
+            " another accountant. Save state_dict().",
+            code="copied",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -630,11 +635,11 @@ class PrivateOptimizer(Optimizer):
         private = state_dict.get("private_step")
         if private is None or private["algorithm"] != type(self).__name__:
             other = "a non-private optimizer" if private is None else private["algorithm"]
-            raise ValueError(f"this is the state of {other}, not of {type(self).__name__}")
+            raise CheckpointError(f"this is the state of {other}, not of {type(self).__name__}")
         if private["shapes"] != [
             [list(p.shape) for p in group["params"]] for group in self.param_groups
         ]:
-            raise ValueError(
+            raise CheckpointError(
                 "the state belongs to parameters of another number or other shapes than this"
                 " optimizer's"
             )

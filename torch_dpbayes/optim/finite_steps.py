@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..errors import DivergedError
 from ..release.layout import Layout
 from .settings import Settings
 
@@ -19,14 +20,14 @@ def require_finite(layout: Layout) -> float:
     """A number that is at least the norm of the largest parameter.
 
     Raises:
-        ValueError: a parameter is not finite.
+        DivergedError: a parameter is not finite.
     """
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
     # NaN if any is
     largest = sum(map(float, norms)) if len(norms) <= 4 else float(torch.stack(norms).sum())
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
-        raise ValueError(
+        raise DivergedError(
             f"parameter {broken!r} is not finite, so every record's gradient would count as zero:"
             " go back to a saved state and use a smaller lr. Nothing was charged."
         )
@@ -77,7 +78,7 @@ class Undo:
             optimizer.state[p].update(old_state)
         for part in self._layout.groups:
             part.kept.clear()  # built anew from the state
-        raise FloatingPointError(
+        raise DivergedError(
             f"{broken!r} is not finite after this step: use a smaller lr"
             f" (now {', '.join(str(g['lr']) for g in groups)}). Parameters and state are as before;"
             " the charge is kept."

@@ -9,7 +9,8 @@ import os
 import torch
 from torch import Tensor
 
-from ..accounting.choices import neighboring_relation
+from ..accounting.events import neighboring_relation
+from ..errors import ArgumentError, StateError
 from ..noise import add_gaussian
 from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
@@ -54,7 +55,7 @@ class FisherSum(ClippedSum):
         # buffer, estimate, and three matrices in float64
         needed, available = 48 * num_parameters**2, _available_memory(device)
         if needed > available:
-            raise ValueError(
+            raise ArgumentError(
                 f'fisher="full" works on {num_parameters} x {num_parameters} matrices, about'
                 f" {needed / 2**30:.1f} GiB in all of {available / 2**30:.1f} GiB available: use"
                 ' fisher="diagonal", or freeze parameters by requires_grad_(False).'
@@ -73,14 +74,14 @@ class FisherSum(ClippedSum):
     def collect(self, source: GradientSource, layout: Layout) -> int:
         if self.scale is not None:
             if len(self.scale) != len(layout.gradient):
-                raise RuntimeError(
+                raise StateError(
                     "other parameters are trainable than when sensitivity_scale was set: set it"
                     " again"
                 )
             self.scale = self.scale.to(layout.gradient)
             moves = {group.group["lr"] > 0 for group in layout.groups}
             if self.scale.dim() == 2 and len(moves) == 2:
-                raise ValueError(
+                raise ArgumentError(
                     "a sensitivity_scale matrix mixes the groups: at lr = 0 in one of them the"
                     " others have no step. Freeze it instead"
                 )
@@ -123,17 +124,17 @@ class FisherSum(ClippedSum):
 def checked_scale(scale: Tensor) -> Tensor:
     """F as a positive vector or as the triangular factor of FFᵀ, on which norm and noise depend."""
     if not bool(torch.isfinite(scale).all()):
-        raise ValueError("sensitivity_scale is not finite")
+        raise ArgumentError("sensitivity_scale is not finite")
     if scale.dim() == 1:
         if not bool((scale > 0).all()):
-            raise ValueError(
+            raise ArgumentError(
                 "sensitivity_scale must be positive: where it is 0, every gradient would be"
                 " infinitely large"
             )
         return scale
     factor, failed = torch.linalg.cholesky_ex(scale @ scale.T)
     if int(failed):
-        raise ValueError(
+        raise ArgumentError(
             "sensitivity_scale is not invertible: along some direction every gradient would be"
             " infinitely large"
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from ..release.layout import Layout
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
@@ -24,7 +25,7 @@ def gradients(log_prior: LogPrior | None, layout: Layout) -> list[Tensor] | None
         }
         value = log_prior(named)
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise ValueError(
+            raise ArgumentError(
                 "log_prior must return a scalar tensor, the log density of the parameters"
             )
         found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
@@ -33,7 +34,7 @@ def gradients(log_prior: LogPrior | None, layout: Layout) -> list[Tensor] | None
         for p, g in zip(layout.parameters, found, strict=True)
     ]
     if not all(bool(torch.isfinite(g).all()) for g in result):
-        raise ValueError("the gradient of log_prior is not finite at the current parameters")
+        raise ArgumentError("the gradient of log_prior is not finite at the current parameters")
     return result
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..errors import ArgumentError, ArgumentTypeError
 from .base import PrivateOptimizer
 
 
@@ -175,13 +176,13 @@ class PhaseTransition(LRScheduler):
 
     def __init__(self, optimizer: PrivateOptimizer, offset: float, last_epoch: int = -1) -> None:
         if not isinstance(optimizer, PrivateOptimizer):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "PhaseTransition needs the free_lr of a private optimizer, got"
                 f" {type(optimizer).__name__}"
             )
         _require("offset", offset, 0 < offset < math.inf, "positive and finite")
         if not 0 < optimizer.free_lr < math.inf or optimizer.langevin_noise_multiplier == 0:
-            raise ValueError(
+            raise ArgumentError(
                 "there is no transition where privacy noise or the sampler's own is absent:"
                 " PhaseTransition needs noise_multiplier > 0, temperature > 0, and with DPSGHMC a"
                 ' number for momentum, not "matched".'
@@ -210,4 +211,4 @@ def _is_integer(value: object) -> bool:
 
 def _require(name: str, value: object, is_right: bool, wanted: str) -> None:
     if not is_right:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        raise ArgumentError(f"{name} must be {wanted}, got {value!r}")

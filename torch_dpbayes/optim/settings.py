@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..accounting import events
+from ..errors import ArgumentError, ArgumentTypeError
 
 LARGEST_LR = 1e30
 LARGEST_NOISE_MULTIPLIER = 1e30
@@ -37,31 +38,31 @@ class Settings:
     def __post_init__(self) -> None:
         n = self.num_data
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_data must be a positive integer, the public number of records; got {n!r}"
             )
         require_positive("expected_batch_size", self.expected_batch_size)
         if float(self.expected_batch_size) > n:
-            raise ValueError(
+            raise ArgumentError(
                 f"expected_batch_size = {self.expected_batch_size} is larger than num_data = {n}:"
                 " their ratio is the sampling rate"
             )
         require_positive("max_grad_norm", self.max_grad_norm)
         if self.max_grad_norm < 1e-12:
-            raise ValueError(
+            raise ArgumentError(
                 f"max_grad_norm = {self.max_grad_norm} is below what float32 norms can resolve; use"
                 " at least 1e-12"
             )
         require_not_negative("noise_multiplier", self.noise_multiplier)
         z = self.noise_multiplier
         if z and not events.gaussian_noise_multiplier(z) < LARGEST_NOISE_MULTIPLIER:
-            raise ValueError(
+            raise ArgumentError(
                 f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps would"
                 f" overflow: take one below {LARGEST_NOISE_MULTIPLIER:g}"
             )
         require_not_negative("temperature", self.temperature)
         if self.sampling not in (None, "poisson", "recordwise"):
-            raise ValueError(
+            raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
             )
         for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature"):
@@ -87,7 +88,7 @@ class Defaults(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         # OneCycleLR and CyclicLR ask for Adam's where they found no momentum, and where they did
         if name == "betas" and "momentum" not in self:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.of} has no momentum that a schedule could cycle: write cycle_momentum=False"
             )
         return super().__contains__(name)
@@ -96,14 +97,14 @@ class Defaults(dict[str, Any]):
 def require_number(name: str, value: Any) -> None:
     """Raise if ``value`` is not a real number or a tensor."""
     if not isinstance(value, (float, int, Tensor, Real)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
 
 
 def require_positive(name: str, value: float, *, allow_infinite: bool = False) -> None:
     """Raise if ``value`` is not a positive number."""
     require_number(name, value)
     if not value > 0 or (math.isinf(value) and not allow_infinite):
-        raise ValueError(
+        raise ArgumentError(
             f"{name} must be positive{'' if allow_infinite else ' and finite'}, got {value}"
         )
 
@@ -112,4 +113,4 @@ def require_not_negative(name: str, value: float) -> None:
     """Raise if ``value`` is negative or not finite."""
     require_number(name, value)
     if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be zero or positive and finite, got {value}")
+        raise ArgumentError(f"{name} must be zero or positive and finite, got {value}")

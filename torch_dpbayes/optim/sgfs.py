@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
@@ -121,13 +122,13 @@ class DPSGFS(PrivateOptimizer):
         sensitivity_scale: Tensor | None = None,
     ) -> None:
         if fisher not in ("full", "diagonal"):
-            raise ValueError(f'fisher must be "full" or "diagonal", got {fisher!r}')
+            raise ArgumentError(f'fisher must be "full" or "diagonal", got {fisher!r}')
         if not 0 <= fisher_decay < 1:
-            raise ValueError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
+            raise ArgumentError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
         if not 0 < fisher_share < math.inf:
-            raise ValueError(f"fisher_share must be positive and finite, got {fisher_share}")
+            raise ArgumentError(f"fisher_share must be positive and finite, got {fisher_share}")
         if not temperature > 0:
-            raise ValueError(
+            raise ArgumentError(
                 "the step is proportional to the temperature, which must be positive, got"
                 f" {temperature}"
             )
@@ -191,7 +192,7 @@ class DPSGFS(PrivateOptimizer):
             )
             if tuple(scale.shape) not in allowed:
                 shapes = " or ".join(map(str, allowed))
-                raise ValueError(
+                raise ArgumentError(
                     f'with fisher="{self._fisher}" sensitivity_scale must have the shape {shapes},'
                     f" got {tuple(scale.shape)}"
                 )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
@@ -94,21 +95,21 @@ class DPSGHMC(PrivateOptimizer):
         self._is_matched = momentum == "matched"
         if isinstance(momentum, str):
             if not self._is_matched:
-                raise ValueError(
+                raise ArgumentError(
                     f'momentum must be a number in [0, 1) or "matched", got {momentum!r}'
                 )
             if not noise_multiplier > 0:
-                raise ValueError(
+                raise ArgumentError(
                     'momentum="matched" fits the friction to the privacy noise: it needs'
                     " noise_multiplier > 0"
                 )
             if not temperature > 0:
-                raise ValueError(
+                raise ArgumentError(
                     'momentum="matched" needs temperature > 0: no friction makes noise sample'
                     " temperature 0"
                 )
         elif not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+            raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
         self._momentum = momentum
         defaults = {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean}
         super().__init__(
@@ -165,7 +166,7 @@ class DPSGHMC(PrivateOptimizer):
         momentum = group.get("momentum", self._momentum)
         require_number("momentum", momentum)
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+            raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
         return float(momentum)
 
     def _multiplier(self, group: dict[str, Any]) -> float:
@@ -173,7 +174,7 @@ class DPSGHMC(PrivateOptimizer):
             self._momentum_of(group)
         noise_multiplier = super()._multiplier(group)
         if self._is_matched and group["lr"] > self._free_lr() * (1 + 1e-9):
-            raise ValueError(
+            raise ArgumentError(
                 f"lr = {group['lr']} needs a friction of"
                 f" {self._friction(group, noise_multiplier):.4g} > 1 to match the privacy noise,"
                 f" which is more than temperature {self.temperature} allows. Use lr <="

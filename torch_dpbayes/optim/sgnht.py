@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
@@ -101,14 +102,16 @@ class DPSGNHT(PrivateOptimizer):
         thermostat_gain: float = 0.01,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+            raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
         if not temperature > 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes"
                 " temperature 0"
             )
         if not 0 < thermostat_gain < math.inf:
-            raise ValueError(f"thermostat_gain must be positive and finite, got {thermostat_gain}")
+            raise ArgumentError(
+                f"thermostat_gain must be positive and finite, got {thermostat_gain}"
+            )
         self._momentum = float(momentum)
         self._thermostat_gain = float(thermostat_gain)
         super().__init__(
@@ -169,7 +172,7 @@ class DPSGNHT(PrivateOptimizer):
             group["lr"] > 0
             and (needed := self._needed_friction(group, noise_multiplier)) > 1 + 1e-9
         ):
-            raise ValueError(
+            raise ArgumentError(
                 f"lr = {group['lr']} at noise multiplier {noise_multiplier:.4g} needs a friction of"
                 f" {needed:.4g} > 1, where the thermostat is unstable. Use lr <="
                 f" {self._largest_lr(noise_multiplier):.4g}, less noise (a larger"

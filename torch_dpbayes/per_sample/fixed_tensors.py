@@ -53,67 +53,11 @@ class FixedTensors:
     def changed(self) -> str | None:
         """Name of a tensor that is not what it was."""
         self._looks += 1
-        if (
-            self._is_known
-            and sum(map(len, self._homes)) == self._places
-            and all(home.get(name) is None for home, name in self._empty)
-        ):
-            for home, name, t, version, _ in self._cells:
-                if t._version != version or home.get(name) is not t:
-                    break
-            else:
-                if (
-                    self._looks % _LONGEST_WAIT and self._looks & (self._looks - 1)
-                ) or self._has_same_values():
-                    return None
-        return self._changed_value()
-
-    def _has_same_values(self) -> bool:
-        if self._count() != self._number:
-            return False
-        return all(
-            t.dtype is copy.dtype and t.device == copy.device and torch.equal(t, copy)
-            for _, _, t, _, copy in self._cells
-        )
-
-    def _record(self) -> None:
-        self.values.clear()
-        self.values.update((name, t.detach().clone()) for name, t in _fixed(self._module).items())
-        self._names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        self._looks = 0
-        self._watch()
-
-    def _watch(self) -> None:
-        copies = {id(t): self.values[name] for name, t in _fixed(self._module).items()}
-        self._homes = [
-            home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)
-        ]
-        self._number = self._count()
-        self._places = sum(map(len, self._homes))
-        self._empty = [
-            (home, name) for home in self._homes for name, t in home.items() if t is None
-        ]
-        cells = [
-            (home, name, t)
-            for home in self._homes
-            for name, t in home.items()
-            if t is not None and id(t) in copies
-        ]
-        self._is_known = not any(t.is_inference() for _, _, t in cells)  # which have no version
-        self._cells = (
-            [(home, name, t, t._version, copies[id(t)]) for home, name, t in cells]
-            if self._is_known
-            else []
-        )
-
-    def _count(self) -> int:
-        return sum(t is not None for home in self._homes for t in home.values())
-
-    def _changed_value(self) -> str | None:
-        now, parameters = (
-            _fixed(self._module),
-            dict(self._module.named_parameters(remove_duplicate=False)),
-        )
+        is_due = not self._looks % _LONGEST_WAIT or not self._looks & (self._looks - 1)
+        if self._is_known and not is_due and self._is_as_counted():
+            return None
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        now = _fixed(self._module)
         for name in self.values.keys() - now.keys():
             if name not in parameters:
                 return name
@@ -128,6 +72,42 @@ class FixedTensors:
                 self.values[name] = t.detach().clone()  # frozen since, or moved
         self._watch()
         return None
+
+    def _is_as_counted(self) -> bool:
+        """Whether the same tensors stand in the same places, with the same version counters."""
+        if sum(map(len, self._homes)) != self._places:
+            return False
+        return all(
+            home.get(name) is t and (t is None or t._version == version)
+            for home, name, t, version in self._cells
+        )
+
+    def _record(self) -> None:
+        self.values.clear()
+        self.values.update((name, t.detach().clone()) for name, t in _fixed(self._module).items())
+        self._names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        self._looks = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        fixed = {id(t) for t in _fixed(self._module).values()}
+        self._homes = [
+            home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)
+        ]
+        self._places = sum(map(len, self._homes))
+        cells = [
+            (home, name, t)
+            for home in self._homes
+            for name, t in home.items()
+            if t is None or id(t) in fixed
+        ]
+        # tensors of inference mode have no version
+        self._is_known = not any(t is not None and t.is_inference() for _, _, t in cells)
+        self._cells = [
+            (home, name, t, 0 if t is None else t._version)
+            for home, name, t in cells
+            if self._is_known
+        ]
 
 
 def same_values(before: Tensor, now: Tensor) -> bool:

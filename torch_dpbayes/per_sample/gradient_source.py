@@ -8,32 +8,18 @@ the checks of ``release/`` see.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import StepError
-from .mapped_forward import EVALUATED, ForwardPasses
+from ..errors import ArgumentError, StepError
+from .contributions import Contribution, add_clipped, full_precision, joint_norm
+from .mapped_forward import EVALUATED, ForwardPasses, Loss, MappedForward
 
-DISAGREE = (
-    "the parameters disagree on the number of records in the batch: keep records in dimension 0,"
-    " and do not fold time or patches into it, or one record would be clipped as several."
-)
-UNUSED = (
-    "parameter {!r} has no per-sample gradient in this step: call backward() once, on one forward"
-    " pass in training mode, and freeze with requires_grad_(False) what the model does not use."
-)
-REMOVED = (
-    "the model was made private again since: step with the optimizer of the last make_private call"
-)
-UNCLIPPED = (
-    "a parameter of the private model got an ordinary gradient, which is not clipped: train on the"
-    " private loader's batches in training mode, take prior_std= for a penalty, and"
-    " torch.autograd.grad for gradients of inputs."
-)
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
 BY_CONSTRUCTION = "by construction, in the model and in the loss"
 _ATTRIBUTE = "_dpbayes_gradient_source"
@@ -60,22 +46,21 @@ class GradientSource(ABC):
         self, module: nn.Module | None, loss_reduction: str, *, assume_independent: bool = False
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
+            raise ArgumentError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
         self.independence = VOUCHED if assume_independent else BY_CONSTRUCTION
         self.is_copy = self._is_paused = self._is_removed = False
-        self.unrecorded: list[Tensor] | None = None  # while the model is checked
         self._module = module
         self._handles: list[Any] = []
         if module is not None:
-            before = GradientSource.attached_to(module)
-            if before is not None:
+            if (before := GradientSource.attached_to(module)) is not None:
                 before.remove()
             self._handles = [
                 p.register_post_accumulate_grad_hook(self._refuse_gradient)
                 for p in module.parameters()
                 if p.requires_grad
             ]
+            module.__dict__[_ATTRIBUTE] = self  # it, and a copy of it, can be made private again
 
     @staticmethod
     def attached_to(module: nn.Module) -> GradientSource | None:
@@ -83,17 +68,7 @@ class GradientSource(ABC):
         source: GradientSource | None = module.__dict__.get(_ATTRIBUTE)
         return source
 
-    def require_pass_in_training_mode(self) -> None:
-        """Raise where the only forward passes of this step were in eval mode."""
-        if (
-            self.passes is not None
-            and self.passes.count == 0
-            and self._module is not None
-            and not self._module.training
-        ):
-            raise StepError(EVALUATED, code="step-eval")
-
-    @abstractmethod
+    @torch.no_grad()
     def add_clipped_sum(
         self,
         named_parameters: Sequence[tuple[str, Tensor]],
@@ -127,6 +102,30 @@ class GradientSource(ABC):
             StepError: a parameter has no per-sample gradients, or more than one backward pass was
                 made.
         """
+        sums = {p: o for (_, p), o in zip(named_parameters, out, strict=True)}
+        n = 0
+        for parts in self._checked(named_parameters):
+            with full_precision(out[0].device):
+                n += add_clipped(parts, max_grad_norm, sums, scale, second_moment)
+        return n
+
+    @torch.no_grad()
+    def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
+        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the
+        library unless the records are public.
+        """
+        device = named_parameters[0][1].device
+        norms = [torch.zeros(0, device=device)]
+        for parts in self._checked(named_parameters):
+            with full_precision(device):
+                norms.append(joint_norm(parts))
+        return torch.cat(norms).float()
+
+    @abstractmethod
+    def recorded(
+        self, named_parameters: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[Sequence[Contribution]]:
+        """What the last backward pass recorded, some records at a time."""
 
     @abstractmethod
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
@@ -138,27 +137,14 @@ class GradientSource(ABC):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Forget everything that forward and backward passes left behind."""
 
-    def require_nothing_kept(self) -> None:  # noqa: B027 - most have looked before
-        """Raise if a tensor of the last forward pass is still alive, after :meth:`discard`."""
+    def require_pass_in_training_mode(self) -> None:
+        """Raise where the only forward passes of this step were in eval mode."""
+        is_evaluated = self._module is not None and not self._module.training
+        if is_evaluated and self.passes is not None and self.passes.count == 0:
+            raise StepError(EVALUATED, code="step-eval")
 
     def require_unchanged(self) -> None:  # noqa: B027 - a model under vmap may change
         """Raise if code that runs on whole batches is not what it was at ``make_private``."""
-
-    @abstractmethod
-    def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the
-        library unless the records are public.
-        """
-
-    @abstractmethod
-    def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
-        """What was recorded for one parameter, (records, *shape), for the check on synthetic
-        records; None if nothing was.
-        """
-
-    @abstractmethod
-    def paused(self) -> AbstractContextManager[None]:
-        """No per-sample gradients are recorded inside."""
 
     def remove(self) -> None:
         """Take the hooks off the model again."""
@@ -169,34 +155,115 @@ class GradientSource(ABC):
         if self._module is not None:
             self._module.__dict__.pop(_ATTRIBUTE, None)
 
-    def _attach(self) -> None:
-        """Note on the module whose hooks it carries, so that it, and a copy of it, can be made
-        private again.
-        """
-        assert self._module is not None
-        self._module.__dict__[_ATTRIBUTE] = self
-
     def _is_enabled(self) -> bool:
         return not (self._is_paused or self._is_removed)
 
-    def _refuse_gradient(self, parameter: Tensor) -> None:
-        """An ordinary gradient is neither clipped nor noisy: another optimizer would step on it."""
-        if not self._is_enabled():
-            return
-        parameter.grad = None
-        if self.unrecorded is None:
-            raise StepError(UNCLIPPED, code="step-unclipped")
-        self.unrecorded.append(parameter)
-
-
-def require_no_ordinary_gradient(named_parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise where autograd computed a gradient by itself, which is never clipped."""
-    for name, p in named_parameters:
-        if p.grad is not None:
+    def _checked(
+        self, named_parameters: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[Sequence[Contribution]]:
+        """What was recorded, each parameter in it; or an error that says why it was not."""
+        if self._is_removed:
             raise StepError(
-                f"parameter {name!r} has an ordinary gradient, which is not clipped: call the whole"
-                " model, use weights through their modules, take prior_std= instead of a penalty,"
-                " and call optimizer.zero_grad() after other backward passes.",
+                "the model was made private again since: step with the optimizer of the last"
+                " make_private call",
+                code="step-removed",
+            )
+        for parts in self.recorded(named_parameters):
+            found = {id(p) for part in parts for p in part.parameters}  # tensors hash slowly
+            for name, p in named_parameters:
+                if id(p) not in found:
+                    raise StepError(
+                        f"parameter {name!r} has no per-sample gradient in this step: call"
+                        " backward() once, on one forward pass in training mode, and freeze with"
+                        " requires_grad_(False) what the model does not use.",
+                        code="step-unused",
+                    )
+            if self.passes is None or not self.passes.is_empty:
+                yield parts
+
+    def _refuse_gradient(self, parameter: Tensor) -> None:
+        """Autograd computed an ordinary gradient as well: nobody may step on it."""
+        parameter.grad = None
+
+
+class MappedSource(GradientSource):
+    """A source whose model runs as a map over records.
+
+    Args:
+        module: the model; it stays the user's own object.
+        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
+        assume_independent: the user vouches for the loss, which is not followed.
+        loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
+    """
+
+    passes: ForwardPasses
+    _alone: Callable[[], AbstractContextManager[Any]]  # as in the map, for one record
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        loss_reduction: str = "mean",
+        assume_independent: bool = False,
+        loss: Loss | None = None,
+    ) -> None:
+        super().__init__(module, loss_reduction, assume_independent=assume_independent)
+        self.passes = ForwardPasses(
+            self._is_enabled, partial(self.discard, ()), follows=not assume_independent
+        )
+        self.mapped = MappedForward(module, self, self._in_map(module), loss)
+
+    @abstractmethod
+    def _in_map(self, module: nn.Module) -> Sequence[Tensor]:
+        """The trainable parameters that take part in the map."""
+
+    @abstractmethod
+    def over_records(
+        self, of_one: Any, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """As :class:`~torch_dpbayes.per_sample.mapped_forward.MapsRecords` says."""
+
+    def require_nothing_kept(self) -> None:
+        """Raise if a tensor of the last forward pass is still alive, after :meth:`discard`."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No per-sample gradients are recorded inside, and torch functions compute as in maps."""
+        self._is_paused = True
+        try:
+            with self._alone():
+                yield
+        finally:
+            self._is_paused = False
+
+    def remove(self) -> None:
+        super().remove()
+        self.mapped.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a private model takes along how to get rid of the hooks, and no data."""
+        return {**self.__dict__, "_handles": [], "is_copy": True}
+
+    def _checked(
+        self, named_parameters: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[Sequence[Contribution]]:
+        for name, p in named_parameters:
+            if p.grad is not None:
+                raise StepError(
+                    f"parameter {name!r} has an ordinary gradient, which is not clipped: call the"
+                    " whole model, take prior_std= instead of a penalty, and call"
+                    " optimizer.zero_grad() after other backward passes.",
+                    code="step-unclipped",
+                )
+        return super()._checked(named_parameters)
+
+    def _refuse_gradient(self, parameter: Tensor) -> None:
+        if self._is_enabled():
+            parameter.grad = None
+            raise StepError(
+                "a parameter of the private model got an ordinary gradient, which is not clipped:"
+                " train on the private loader's batches in training mode, and take"
+                " torch.autograd.grad for gradients of inputs.",
                 code="step-unclipped",
             )
 
@@ -215,69 +282,3 @@ def require_first_backward(is_again: bool) -> None:
             " penalty on them would not be clipped. Leave out create_graph.",
             code="loss-backward",
         )
-
-
-def add_clipped(
-    gradients: Sequence[Tensor],
-    max_grad_norm: float,
-    out: Sequence[Tensor],
-    scale: Tensor | None,
-    second_moment: Tensor | None,
-) -> int:
-    """:meth:`GradientSource.add_clipped_sum` of per-record gradients, (records, numel) for
-    each parameter.
-    """
-    if scale is not None:
-        gradients = _rescaled(gradients, scale)
-    norm = joint_norms(gradients)
-    # 0/0 does not occur: C/0 = inf, clamped
-    factor = (max_grad_norm / norm).clamp(max=1.0)
-    # not of a norm that is not finite, nor of one so large that a subnormal factor is rounded up
-    kept = factor >= torch.finfo(factor.dtype).tiny
-    factor = torch.where(kept, factor, 0.0)
-    if not kept.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
-        gradients = [torch.where(kept[:, None], g, 0.0) for g in gradients]
-    for g, o in zip(gradients, out, strict=True):
-        o.addmv_(g.to(o.dtype).T, factor.to(o.dtype))
-    if second_moment is not None:
-        _add_second_moment(gradients, factor, second_moment)
-    return len(norm)
-
-
-def joint_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """Every record's norm over all parameters, in float32 or better."""
-    return joint_norm_of_parts(
-        [
-            torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32))
-            for g in gradients
-        ]
-    )
-
-
-def joint_norm_of_parts(norms: Sequence[Tensor]) -> Tensor:
-    """Every record's norm over all parts from those of the parts."""
-    if len(norms) == 1:
-        return norms[0]
-    dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
-    return torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
-
-
-def _rescaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    """F⁻¹g for every record's g."""
-    sizes = [g.shape[1] for g in gradients]
-    if scale.dim() == 1:
-        return [g.to(scale.dtype) / f for g, f in zip(gradients, scale.split(sizes), strict=True)]
-    together = torch.cat([g.to(scale.dtype) for g in gradients], dim=1)
-    return list(torch.linalg.solve_triangular(scale, together.T, upper=False).T.split(sizes, dim=1))
-
-
-def _add_second_moment(gradients: Sequence[Tensor], factor: Tensor, second_moment: Tensor) -> None:
-    clipped = [
-        g.to(second_moment.dtype) * factor[:, None].to(second_moment.dtype) for g in gradients
-    ]
-    if second_moment.dim() == 1:
-        for g, m in zip(clipped, second_moment.split([g.shape[1] for g in clipped]), strict=True):
-            m.add_(g.square().sum(0))
-    else:
-        together = torch.cat(clipped, dim=1)
-        second_moment.addmm_(together.T, together)

@@ -6,7 +6,6 @@ Nothing here keeps records apart: the user vouches that model and loss do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,26 +14,10 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
 from ..errors import ModelError, StepError
-from .gradient_source import (
-    DISAGREE,
-    REMOVED,
-    UNUSED,
-    GradientSource,
-    add_clipped,
-    joint_norms,
-)
-from .mapped_forward import COPIED, ForwardPasses, undivided
-from .nested import Nested, map_tensors, tensors_in
-
-PACKED = (
-    "a recurrent layer was given a packed sequence, which sorts records by length, so their"
-    " gradients cannot be told apart: pad the sequences and pass a tensor."
-)
-_NOT_VOUCHED = (
-    "these per-sample gradients (p.grad_sample) were not recorded by make_private: use"
-    " PrivacyEngine().make_private(...), or vouch that each depends on one record alone by"
-    " assume_independent_records=True."
-)
+from .contributions import Contribution, PerRecord
+from .gradient_source import GradientSource, require_first_backward
+from .mapped_forward import COPIED, ForwardPasses
+from .nested import map_tensors, tensors_in
 
 
 class HooksGradientSource(GradientSource):
@@ -71,23 +54,27 @@ class HooksGradientSource(GradientSource):
                     code="model-no-sampler",
                 ) from error
             self.passes = self._hooks.passes
-            self._attach()
 
-    def add_clipped_sum(
-        self,
-        named_parameters: Sequence[tuple[str, Tensor]],
-        max_grad_norm: float,
-        out: Sequence[Tensor],
-        *,
-        scale: Tensor | None = None,
-        second_moment: Tensor | None = None,
-    ) -> int:
-        return add_clipped(
-            self._records(named_parameters), max_grad_norm, out, scale, second_moment
-        )
-
-    def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
-        return joint_norms(self._records(named_parameters)).float()
+    def recorded(
+        self, named_parameters: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[Sequence[Contribution]]:
+        records = {p: g for n, p in named_parameters if (g := _records_of(n, p)) is not None}
+        if not self._is_vouched:
+            raise StepError(
+                "these per-sample gradients (p.grad_sample) were not recorded by make_private: use"
+                " PrivacyEngine().make_private(...), or vouch that each depends on one record alone"
+                " by assume_independent_records=True.",
+                code="step-vouch",
+            )
+        if self.passes is not None:
+            self.passes.require_one(bool(records))
+        if len({len(g) for g in records.values()}) > 1:
+            raise StepError(
+                "the parameters disagree on the number of records in the batch: keep records in"
+                " dimension 0, and do not fold time or patches into it.",
+                code="step-disagree",
+            )
+        yield [PerRecord(records)]
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
@@ -100,46 +87,10 @@ class HooksGradientSource(GradientSource):
         if self._hooks is not None:
             self._hooks.forget_pass()
 
-    def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
-        records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
-        return records[0] if isinstance(records, list) else records
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        if self._hooks is None:
-            yield
-            return
-        self._hooks.disable_hooks()
-        try:
-            yield
-        finally:
-            self._hooks.enable_hooks()
-
     def remove(self) -> None:
         super().remove()
         if self._hooks is not None:
             self._hooks.remove()
-
-    def _refuse_gradient(self, parameter: Tensor) -> None:
-        """Autograd computes an ordinary gradient beside those of the records: nobody may step on
-        it.
-        """
-        if self._hooks is None or self._hooks.hooks_enabled:
-            parameter.grad = None
-
-    def _records(self, named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        if self._is_removed:
-            raise StepError(REMOVED, code="step-removed")
-        if self._module is None or self._hooks is None:
-            gradients = _records(named_parameters)
-            if not self._is_vouched:
-                raise StepError(_NOT_VOUCHED, code="step-vouch")
-            return gradients
-        parameters = self._module.parameters()
-        passes = self._hooks.passes
-        passes.require_one(any(getattr(p, "grad_sample", None) is not None for p in parameters))
-        gradients = _records(named_parameters)
-        return [g[:0] for g in gradients] if passes.is_empty else gradients
 
 
 class _Hooks(GradSampleHooks):
@@ -148,10 +99,8 @@ class _Hooks(GradSampleHooks):
     """
 
     def __init__(self, module: nn.Module, loss_reduction: str) -> None:
-        # of gradients that are no more divided by their number
-        super().__init__(module, loss_reduction="sum", strict=False)
-        self._is_mean = loss_reduction == "mean"
-        self.passes = ForwardPasses(self._is_enabled, self.forget_pass, follows=False)
+        super().__init__(module, loss_reduction=loss_reduction, strict=False)
+        self.passes = ForwardPasses(lambda: True, self.forget_pass, follows=False)
         self._of_passes = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -176,9 +125,6 @@ class _Hooks(GradSampleHooks):
             if hasattr(p, "_current_grad_sample"):
                 del p._current_grad_sample
 
-    def _is_enabled(self) -> bool:
-        return bool(self.hooks_enabled)
-
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.passes.begin(module, (args, kwargs)):
@@ -197,29 +143,24 @@ class _Hooks(GradSampleHooks):
         if not self.passes.is_open:
             return None
         self.passes.end(failed=output is None)
-        if output is None:  # it raised
-            return None
-        if self.passes.is_empty:
-            return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t)
-        if not self._is_mean:
-            return None
-        nested = Nested(output)
-        return nested.rebuilt([undivided(t, "mean") if t.dim() > 0 else t for t in nested.tensors])
+        is_cut = self.passes.is_empty
+        return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t) if is_cut else None
 
     def capture_activations_hook(
         self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor
     ) -> None:
-        recording = self.hooks_enabled and module.training and torch.is_grad_enabled()
-        if recording and any(
-            p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()
-        ):
-            raise StepError(COPIED, code="model-copied")
-        if (
-            recording
-            and isinstance(module, RNNLinear)
-            and len(forward_input[0]) != getattr(module, "max_batch_len", len(forward_input[0]))
-        ):
-            raise StepError(PACKED, code="model-packed")
+        if self.hooks_enabled and module.training and torch.is_grad_enabled():
+            if any(
+                p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()
+            ):
+                raise StepError(COPIED, code="model-copied")
+            rows = len(forward_input[0])
+            if isinstance(module, RNNLinear) and rows != getattr(module, "max_batch_len", rows):
+                raise StepError(
+                    "a recurrent layer was given a packed sequence, which sorts records by length:"
+                    " pad the sequences and pass a tensor.",
+                    code="model-packed",
+                )
         super().capture_activations_hook(module, forward_input, _forward_output)
 
     def capture_backprops_hook(
@@ -227,70 +168,31 @@ class _Hooks(GradSampleHooks):
     ) -> None:
         if not self.hooks_enabled:
             return
-        if not getattr(module, "activations", None):
-            raise StepError(
-                "backward() ran twice through one forward pass, or through one of an earlier batch:"
-                " add the losses up and call backward() once for each batch.",
-                code="loss-twice",
-            )
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        # which sees gradients before they are multiplied by their number
-        if module is self._module and self._is_mean:
-            forward_output = tuple(g * len(g) for g in forward_output)
-        if len(forward_output[0]) == 0:  # some of Opacus' grad samplers fail on empty batches
-            module.activations.pop()
-            for p in trainable:
-                p._forward_counter -= 1
-                p.grad_sample = torch.zeros(0, *p.shape, dtype=p.dtype, device=p.device)
-            return
+        require_first_backward(not getattr(module, "activations", None))
         super().capture_backprops_hook(module, _forward_input, forward_output, **options)
-        if (
-            isinstance(module, nn.Embedding)
-            and module.padding_idx is not None
-            and module.weight.requires_grad
-        ):
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             # torch gives the padding row no gradient, Opacus does
             records: Any = getattr(module.weight, "grad_sample", None)
             if records is not None:
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
 
-def _records(named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """Per-record gradients of each parameter as (records, numel) matrices."""
-    gradients = [_records_of(name, p) for name, p in named_parameters]
-    if len({len(g) for g in gradients}) > 1:
-        raise StepError(DISAGREE, code="step-disagree")
-    return gradients
-
-
-def _records_of(name: str, parameter: Tensor) -> Tensor:
-    """The parameter's per-record gradients as a (records, numel) matrix, or an error that
-    says what is wrong.
-    """
+def _records_of(name: str, parameter: Tensor) -> Tensor | None:
+    """The parameter's per-record gradients, or an error that says what is wrong with them."""
     if not hasattr(parameter, "grad_sample"):
         raise StepError(
-            f"parameter {name!r} has no per-record gradients: its module is not hooked, and an"
-            " ordinary p.grad, which is not clipped, would release its records. Build model,"
-            " optimizer and loader with torch_dpbayes.PrivacyEngine().make_private(module=...,"
-            " optimizer=..., data_loader=...).",
+            f"parameter {name!r} has no per-record gradients: its module is not hooked, and p.grad"
+            " is not clipped. Build model, optimizer and loader by"
+            " torch_dpbayes.PrivacyEngine().make_private(...).",
             code="step-grad-sample",
         )
-    records = parameter.grad_sample
+    records: Tensor | list[Tensor] | None = parameter.grad_sample
     if isinstance(records, list):
         if len(records) > 1:
             raise StepError(
                 f"{len(records)} backward passes were made since the last step: call step() after"
-                " every backward(), and use Opacus' BatchMemoryManager for batches that do not fit"
-                " into memory.",
+                " each, and take Opacus' BatchMemoryManager for large batches.",
                 code="step-grad-sample",
             )
         records = records[0] if records else None
-    if records is None:
-        raise StepError(UNUSED.format(name), code="step-unused")
-    if records.shape[1:] != parameter.shape:
-        raise StepError(
-            f"the per-record gradient of parameter {name!r} has shape {tuple(records.shape)};"
-            f" expected (records, *{tuple(parameter.shape)})",
-            code="step-grad-sample",
-        )
-    return records.detach().reshape(len(records), parameter.numel())
+    return None if records is None else records.detach()

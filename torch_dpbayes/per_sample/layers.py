@@ -42,14 +42,11 @@ def linear(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
     pieces = []
     for (inputs,), g in calls:
-        if g.dim() < 2:
-            raise ValueError("the input has no dimension of records")
         g = g.flatten(1, -2) if g.dim() > 3 else g
         a = inputs.to(g.dtype)
         pieces.append((a if a.dim() == g.dim() else a.reshape(*g.shape[:-1], a.shape[-1]), g))
-    if len(pieces) == 1:
-        a, g = pieces[0]
-    else:
+    a, g = pieces[0]
+    if len(pieces) > 1:
         a, g = (
             torch.cat([t if t.dim() == 3 else t[:, None] for t in side], dim=1)
             for side in zip(*pieces, strict=True)
@@ -64,15 +61,11 @@ def linear(module: nn.Module, calls: Sequence[Call]) -> Contribution:
 
 
 def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
-    geometry = Geometry(module)
     if len(calls) > 1:
         return together([convolution(module, [call]) for call in calls])
-    (inputs,), g = calls[0]
-    if g.dim() != len(geometry.kernel) + 2:
-        raise ValueError("the input has no dimension of records")
+    geometry, ((inputs,), g) = Geometry(module), calls[0]
     if geometry.weight is None:
-        assert geometry.bias is not None
-        return PerRecord({geometry.bias: g.flatten(2).sum(2)})
+        return PerRecord(geometry.per_record(inputs, g, "unfold"))
     a, g = geometry.padded(inputs.to(g.dtype)), g.contiguous()
     way, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g)
     if is_kept:
@@ -89,35 +82,29 @@ def embedding(module: nn.Module, calls: Sequence[Call]) -> Contribution:
 
 def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
+
+    def normal(a: Tensor) -> Tensor:
+        if isinstance(module, nn.LayerNorm):
+            return F.layer_norm(a, module.normalized_shape, eps=module.eps)
+        if isinstance(module, nn.RMSNorm):
+            return F.rms_norm(a, list(module.normalized_shape), eps=module.eps)
+        if isinstance(module, nn.GroupNorm):
+            return F.group_norm(a, module.num_groups, eps=module.eps)
+        return F.instance_norm(a, eps=module.eps)  # type: ignore[arg-type]
+
+    def summed(t: Tensor) -> Tensor:
+        """Over everything but the records and the parameter's own numbers."""
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            return t.reshape(len(t), -1, math.prod(module.normalized_shape)).sum(1)
+        return t.flatten(2).sum(2) if t.dim() > 2 else t
+
     parts: list[Contribution] = []
     for (inputs,), g in calls:
-        a = inputs.to(g.dtype)
         gradients: dict[Tensor, Tensor] = {}
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            if g.dim() == len(module.normalized_shape):
-                raise ValueError("the input has no dimension of records")
-            shape = list(module.normalized_shape)
-            middle = (len(g), -1, math.prod(shape))
-            if weight is not None:
-                normal = (
-                    F.layer_norm(a, shape, eps=module.eps)
-                    if isinstance(module, nn.LayerNorm)
-                    else F.rms_norm(a, shape, eps=module.eps)
-                )
-                gradients[weight] = normal.mul_(g).reshape(middle).sum(1)
-            if bias is not None:
-                gradients[bias] = g.reshape(middle).sum(1)
-        else:
-            if weight is not None:
-                if isinstance(module, nn.GroupNorm):
-                    normal = F.group_norm(a, module.num_groups, eps=module.eps)
-                else:
-                    normal = F.instance_norm(a, eps=module.eps)  # type: ignore[arg-type]
-                gradients[weight] = (
-                    normal.mul_(g).flatten(2).sum(2) if g.dim() > 2 else normal.mul_(g)
-                )
-            if bias is not None:
-                gradients[bias] = g.flatten(2).sum(2) if g.dim() > 2 else g
+        if weight is not None:
+            gradients[weight] = summed(normal(inputs.to(g.dtype)).mul_(g))
+        if bias is not None:
+            gradients[bias] = summed(g)
         parts.append(PerRecord(gradients))
     return together(parts)
 
@@ -131,71 +118,63 @@ class Kind(NamedTuple):
     Attributes:
         kernel: what a call of it adds to every record's gradient.
         row_dimensions: how many dimensions one row has that goes in: a number, or a function of the
-            layer and of what one record gives to it.
+            layer and of the shape that one record gives to it.
         functions: those of torch.nn.functional that it calls.
         has_positions: whether further dimensions are positions of one record.
     """
 
     kernel: Kernel
-    row_dimensions: int | Callable[[Any, Tensor], int]
+    row_dimensions: int | Callable[[Any, Sequence[int]], int]
     functions: tuple[str, ...]
     has_positions: bool = False
 
 
-def _of_normalized_shape(module: nn.LayerNorm | nn.RMSNorm, _given: Tensor) -> int:
+_LINEAR = Kind(linear, 1, ("linear",), True)
+_CONVOLUTIONS = [Kind(convolution, 1 + d, (f"conv{d}d", "pad")) for d in (1, 2, 3)]
+_INSTANCE_NORMS = [Kind(normalization, 1 + d, ("instance_norm",)) for d in (1, 2, 3)]
+
+
+def _of_shape(module: Any, _given: Sequence[int]) -> int:
     return len(module.normalized_shape)
 
-
-def _convolution(dimensions: int) -> Kind:
-    functions = (f"conv{dimensions}d", "pad")
-    return Kind(convolution, 1 + dimensions, functions)
-
-
-def _instance_norm(dimensions: int) -> Kind:
-    return Kind(normalization, 1 + dimensions, ("instance_norm",))
-
-
-_LINEAR = Kind(linear, 1, ("linear",), True)
 
 # A new kind of layer is a function above and a line here.
 KINDS: dict[type[nn.Module], Kind] = {
     nn.Linear: _LINEAR,
     RNNLinear: _LINEAR,
-    nn.Conv1d: _convolution(1),
-    nn.Conv2d: _convolution(2),
-    nn.Conv3d: _convolution(3),
+    nn.Conv1d: _CONVOLUTIONS[0],
+    nn.Conv2d: _CONVOLUTIONS[1],
+    nn.Conv3d: _CONVOLUTIONS[2],
     nn.Embedding: Kind(embedding, 0, ("embedding",), True),
-    nn.LayerNorm: Kind(normalization, _of_normalized_shape, ("layer_norm",), True),
-    nn.RMSNorm: Kind(normalization, _of_normalized_shape, ("rms_norm",), True),
-    nn.GroupNorm: Kind(normalization, lambda _, given: given.dim() - 1, ("group_norm",)),
-    nn.InstanceNorm1d: _instance_norm(1),
-    nn.InstanceNorm2d: _instance_norm(2),
-    nn.InstanceNorm3d: _instance_norm(3),
+    nn.LayerNorm: Kind(normalization, _of_shape, ("layer_norm",), True),
+    nn.RMSNorm: Kind(normalization, _of_shape, ("rms_norm",), True),
+    nn.GroupNorm: Kind(normalization, lambda _, given: len(given) - 1, ("group_norm",)),
+    nn.InstanceNorm1d: _INSTANCE_NORMS[0],
+    nn.InstanceNorm2d: _INSTANCE_NORMS[1],
+    nn.InstanceNorm3d: _INSTANCE_NORMS[2],
 }
 
 
-def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
-    """Of what one record gives to a layer: whether dimension 0 is one row of the layer's, and
-    whether it is several.
+def rows_of(module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
+    """Of the shape that one record gives to a layer: whether dimension 0 is one row of the layer's,
+    and whether it is several; other rows are positions of the record.
     """
     kind = KINDS[type(module)]
     of_one_row = kind.row_dimensions
     if not isinstance(of_one_row, int):
         of_one_row = of_one_row(module, given)
-    if given.dim() <= of_one_row:
+    if len(given) <= of_one_row:
         return False, False
-    if given.shape[0] == 1:
-        return True, False
-    # other rows are positions of the record
-    return False, not kind.has_positions
+    is_one = given[0] == 1
+    return is_one, not is_one and not kind.has_positions
 
 
-def kind_of(module: nn.Module) -> Kind | None:
-    """What is known of exactly this kind of layer; None where it has parameters that the kernel
-    does not know, as torch's parametrizations and pruning make them.
+def is_known(module: nn.Module) -> bool:
+    """Whether this is exactly a known kind of layer, with a weight of its own (of which torch's
+    pruning makes an attribute) and no option that sees which tokens the batch has.
     """
-    names = {name for name, p in module._parameters.items() if p is not None}
-    return KINDS.get(type(module)) if "weight" in names and names <= {"weight", "bias"} else None
+    is_aware = getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False)
+    return type(module) in KINDS and "weight" in module._parameters and not is_aware
 
 
 # Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a

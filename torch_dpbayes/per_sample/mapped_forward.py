@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -24,7 +25,14 @@ from torch.nn.utils.prune import BasePruningMethod
 from ..errors import DPBayesError, LossError, ModelError, StepError
 from .followed import Batch, Derived, Followed, is_constant
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import SAVED_TENSORS, CannotBeMapped, KeptTensors, in_plain_words, is_of_maps
+from .record_map import (
+    SAVED_TENSORS,
+    CannotBeMapped,
+    KeptTensors,
+    in_plain_words,
+    is_of_maps,
+    without_values,
+)
 
 Loss = Callable[..., Tensor]
 
@@ -50,8 +58,8 @@ EVALUATED = (
     " before the training loop, and again after every validation; evaluate under torch.no_grad()."
 )
 STRANGE_INPUT = (
-    "the model is given a tensor of shape {} that the private loader did not deliver, or that was"
-    " made of several records: pass the loader's batch; constants are buffers of the model"
+    "the model is given a tensor, of rows of shape {}, that the private loader did not deliver, or"
+    " that was made of several records: pass the loader's batch; constants are buffers of the model"
 )
 
 
@@ -148,7 +156,8 @@ class ReplacedForward(ABC):
         self.module, self.owners = module, owners
         self.original: Callable[..., Any] = module.forward
         self.had_own = "forward" in module.__dict__
-        module.__dict__["forward"] = self.forward
+        # no method, which accelerate would bind to the module
+        module.__dict__["forward"] = partial(self.forward)
 
     def __getstate__(self) -> dict[str, Any]:
         """A bound method is pickled by its name, which is taken."""
@@ -262,8 +271,9 @@ class MappedForward(ReplacedForward):
             pending, self.pending = self.pending, None
             pending(args, kwargs)
         if not passes.begin(self.module, (args, kwargs)):
-            if not self.module.training and passes.would_record and _is_open((args, kwargs)):
-                raise StepError(EVALUATED, code="step-eval")
+            if not self.module.training and passes.would_record:
+                if any(t._batch.is_open for t in _followed_in(args, kwargs)):
+                    raise StepError(EVALUATED, code="step-eval")
             return self.original(*args, **kwargs)
         is_done = False
         try:
@@ -277,20 +287,22 @@ class MappedForward(ReplacedForward):
             output = self._mapped(args, kwargs, targets)
             is_done = True
             return output
-        except RuntimeError as error:
-            if (
-                not (is_of_maps(error) or str(error) == SAVED_TENSORS)
-                or isinstance(error, DPBayesError)
-                or self.is_checking
-            ):
+        except IndexError:
+            if self.is_checking:
                 raise
-            raise CannotBeMapped(in_plain_words(error)) from error
+            what = "an index of a record is out of range, as in an embedding: check the data before"
+            raise CannotBeMapped(what) from None
+        except RuntimeError as error:
+            if isinstance(error, DPBayesError) or self.is_checking:
+                raise
+            if is_of_maps(error) or str(error) == SAVED_TENSORS:
+                raise CannotBeMapped(in_plain_words(error)) from error
+            raise CannotBeMapped(without_values(error)) from None
         finally:
             passes.end(failed=not is_done)
             if not is_done and not self.is_checking:
-                for t in tensors_in((args, kwargs)):
-                    if isinstance(t, Followed):  # what one record caused may not choose a pass
-                        t._batch.refusal = t._batch.refusal or "the forward pass failed"
+                for t in _followed_in(args, kwargs):  # what one record caused chooses no pass
+                    t._batch.refusal = t._batch.refusal or "the forward pass failed"
 
     def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
         """The loss of a batch, computed for each record alone: ``net.private_loss(x,
@@ -311,27 +323,16 @@ class MappedForward(ReplacedForward):
         return output
 
     def _mapped(self, args: Any, kwargs: Any, targets: tuple[Any, ...] | None) -> Any:
-        for module in self.module.modules():
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise ModelError(
-                    _BACKWARD_HOOK.format(type(module).__name__), code="model-backward-hook"
-                )
-            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-                raise ModelError(
-                    "a BatchNorm is in training mode, in which its statistics follow the records:"
-                    f" after model.train() write {BATCH_NORM_TO_EVAL}",
-                    code="model-layer",
-                )
+        around = self._around()
         is_plain = len(args) == 1 and not kwargs and targets is None
         given = Nested(args[0] if is_plain else (args, kwargs, targets))
         if given.strangers:
+            kind = type(given.strangers[0]).__name__
             raise CannotBeMapped(
-                f"an argument of type {type(given.strangers[0]).__name__} may hold several records:"
-                " pass tensors"
+                f"an argument of type {kind} may hold several records: pass tensors"
             )
-        if not is_plain and any(
-            map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))
-        ):
+        values = () if is_plain else (*args, *kwargs.values(), *(targets or ()))
+        if any(map(holds_plain_sequence, values)):
             raise CannotBeMapped(
                 "an argument holds several numbers or texts, which every record would see: pass a"
                 " tensor with a row for each"
@@ -344,33 +345,19 @@ class MappedForward(ReplacedForward):
         def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(slices)
-            one = given.rebuilt(
-                [
-                    next(mapped) if is_row else t
-                    for is_row, t in zip(places, given.tensors, strict=True)
-                ]
-            )
+            tensors = zip(given.tensors, places, strict=True)
+            one = given.rebuilt([next(mapped) if is_row else t for t, is_row in tensors])
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
-            with self.around(), uncompiled(self.module), _torchs_attributes(self.module):
-                values = dict(zip(direct, parameters, strict=True))
-                output = self.run_with(values, one_args, one_kwargs)
+            with around():
+                own = dict(zip(direct, parameters, strict=True))
+                output = self.run_with(own, one_args, one_kwargs)
                 if one_targets is not None:
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_targets))
             result = Nested(output, stands_in=_Withheld)
-            if not result.tensors:
-                raise CannotBeMapped(
-                    f"its output is of type {type(output).__name__}, in which no tensor is found:"
-                    " return tensors (for a distribution its parameters), and make of them what"
-                    " you need outside"
-                )
-            if batch is None and any(t.dim() > 0 and t.shape[0] != 1 for t in result.tensors):
-                raise CannotBeMapped(
-                    "its output has several rows for one record: return one row per record in"
-                    " dimension 0"
-                )
-            tensors, result.tensors, result.strangers = result.tensors, [], []
-            return tensors
+            _require_rows(output, result.tensors, may_be_several=batch is not None)
+            found, result.tensors, result.strangers = result.tensors, [], []
+            return found
 
         try:
             found, leaves = self.source.over_records(of_one, rows, direct, n)
@@ -379,64 +366,76 @@ class MappedForward(ReplacedForward):
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
-            is_empty = self.source.passes.is_empty
-            rows = [t[:0] if is_empty else t for t in found]
+            whole = (t[:0] if self.source.passes.is_empty else t for t in found)
             return result.rebuilt(
                 [
                     _Reduced.apply(t, how == "mean")
                     if t.dim() == 1
                     else undivided(t.squeeze(1), how)
-                    for t in rows
+                    for t in whole
                 ]
             )
         batch.loss_reduction = how
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        batch.leaves = [*leaves, *trained]
+        batch.leaves = [*leaves, *(p for p in self.module.parameters() if p.requires_grad)]
         are_rows = self.rows_of_scalars
         if len(are_rows) != len(found) or targets is not None:
             are_rows = (False,) * len(found)
-        return result.rebuilt(
-            [
-                Followed(t, batch)
-                if t.dim() > 1
-                else Followed(t.unsqueeze(1), batch)
-                if is_row
-                else Followed(t, batch, None, how)
-                for t, is_row in zip(found, are_rows, strict=True)
-            ]
-        )
+        outputs = []
+        for t, is_row in zip(found, are_rows, strict=True):
+            is_loss = t.dim() == 1 and not is_row
+            t = t.unsqueeze(1) if t.dim() == 1 and is_row else t
+            outputs.append(Followed(t, batch, None, how) if is_loss else Followed(t, batch))
+        return result.rebuilt(outputs)
+
+    def _around(self) -> Callable[[], AbstractContextManager[Any]]:
+        """In which the modules run as they are written; raises where a module has what a map cannot
+        keep to one record.
+        """
+        is_compiled, changing = False, list[tuple[nn.Module, str]]()
+        for module in self.module.modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ModelError(
+                    f"{type(module).__name__} has a backward hook (register_full_backward_hook),"
+                    " which would not run where records are kept apart: remove it",
+                    code="model-backward-hook",
+                )
+            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+                raise ModelError(
+                    "a BatchNorm is in training mode, in which its statistics follow the records:"
+                    f" after model.train() write {BATCH_NORM_TO_EVAL}",
+                    code="model-layer",
+                )
+            is_compiled |= _is_compiled(module)
+            if isinstance(module, nn.RNNBase):
+                changing += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, BasePruningMethod):
+                    changing.append((module, hook._tensor_name))
+        if is_compiled or changing:
+            return partial(_as_written, self.around, is_compiled, changing)
+        return self.around
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
         """The batch, the rows of all tensors with dimensions, and how many records there are."""
         passes = self.source.passes
         followed = [t for t in tensors if isinstance(t, Followed)]
+        batch = next((t._batch for t in followed if t._batch.is_open), None)
         if not passes.follows:
-            if any(t._batch.is_open for t in followed):
+            if batch is not None:
                 raise LossError(
                     "the model was made private with assume_independent_records=True, and takes"
                     " ordinary tensors: take the loader of the same make_private call",
                     code="model-input",
                 )
-            sizes = {len(t) for t in tensors if t.dim() > 0}
-            if len(sizes) != 1:
-                raise CannotBeMapped(
-                    f"its arguments have shapes {[list(t.shape) for t in tensors]}: each tensor"
-                    " needs a row for every record; keep constants in buffers"
-                )
-            (n,) = sizes
-            passes.is_empty = n == 0
-            whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
-            return None, [t.unsqueeze(1) for t in whole], max(n, 1)
-        batch = next((t._batch for t in followed if t._batch.is_open), None)
-        if batch is None and followed:
+            return None, *self._vouched_rows(tensors)
+        if batch is None:
             raise LossError(
                 "the model is given a batch whose backward() is over, or after which another one"
-                " was delivered: take a new batch from the loader",
+                " was delivered: take a new batch from the loader"
+                if followed
+                else STRANGE_INPUT.format(list(tensors[0].shape[1:]) if tensors else []),
                 code="model-input",
             )
-        if batch is None:
-            shape = list(tensors[0].shape) if tensors else []
-            raise LossError(STRANGE_INPUT.format(shape), code="model-input")
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
         passes.is_empty = batch.is_empty
@@ -444,27 +443,26 @@ class MappedForward(ReplacedForward):
         rows = []
         for t in tensors:
             if isinstance(t, Followed):
-                if t._batch is not batch:
-                    raise batch.refuse("the model is given tensors of two batches")
-                if t._how == "sealed":
-                    raise batch.refuse(
-                        "the model is given a tensor that was made of several records",
-                        "model-input",
-                        "Pass the batch of the loader, or what is made of it record by record",
-                    )
-                if t._how is not None or (t._dim != 0 and t.dim() > 0):
-                    raise batch.refuse(
-                        "the model is given a tensor whose records are not in dimension 0",
-                        "model-input",
-                        "Transpose inside the model",
-                    )
-                rows.append(t._rows)
+                rows.append(_of_batch(t, batch))
             elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
-                raise batch.refuse(STRANGE_INPUT.format(list(t.shape)), "model-input", "")
+                raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
                 rows.append(each.expand(n, *each.shape))
         return batch, rows, n
+
+    def _vouched_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """Rows of ordinary tensors, where the user vouches for the loss."""
+        sizes = {len(t) for t in tensors if t.dim() > 0}
+        if len(sizes) != 1:
+            raise CannotBeMapped(
+                f"its arguments have shapes {[list(t.shape) for t in tensors]}: each tensor needs a"
+                " row for every record; keep constants in buffers"
+            )
+        (n,) = sizes
+        self.source.passes.is_empty = n == 0
+        whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
+        return [t.unsqueeze(1) for t in whole], max(n, 1)
 
     def _trainable(self) -> list[Tensor]:
         """The parameters that take part in the map, each once."""
@@ -489,37 +487,32 @@ class MappedForward(ReplacedForward):
         )
 
 
-@contextmanager
-def uncompiled(module: nn.Module) -> Iterator[None]:
+def _is_compiled(module: nn.Module) -> bool:
+    is_optimized = isinstance(module, torch._dynamo.OptimizedModule)
+    return is_optimized or module._compiled_call_impl is not None
+
+
+def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
     """Run compiled modules as they are written; a map is nothing that a compiler can see."""
-    if any(
-        isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl is not None
-        for layer in module.modules()
-    ):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
+    is_compiled = any(map(_is_compiled, module.modules()))
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 @contextmanager
-def _torchs_attributes(module: nn.Module) -> Iterator[None]:
-    """Give modules back what torch's own code sets on them in every pass: weights under
-    ``torch.nn.utils.prune``, and lists of weights of recurrent layers.
+def _as_written(
+    around: Callable[[], AbstractContextManager[Any]],
+    is_compiled: bool,
+    changing: list[tuple[nn.Module, str]],
+) -> Iterator[None]:
+    """Compiled modules run as they are written. Modules get back what torch's own code sets on them
+    in every pass: weights under ``torch.nn.utils.prune``, lists of weights of recurrent layers.
     """
-    names = [
-        (layer, hook._tensor_name)
-        for layer in module.modules()
-        for hook in layer._forward_pre_hooks.values()
-        if isinstance(hook, BasePruningMethod)
-    ]
-    for layer in module.modules():
-        if isinstance(layer, nn.RNNBase):
-            names += [(layer, "_flat_weights"), (layer, "_flat_weight_refs")]
-    before = [(layer, name, vars(layer).get(name)) for layer, name in names]
-    yield
-    for layer, name, value in before:
-        vars(layer)[name] = value
+    before = [(module, name, vars(module).get(name)) for module, name in changing]
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with around(), eager:
+        yield
+    for module, name, value in before:
+        vars(module)[name] = value
 
 
 class _Withheld:
@@ -540,14 +533,41 @@ class _Withheld:
         )
 
 
-_BACKWARD_HOOK = (
-    "{} has a backward hook (register_full_backward_hook), which would not run where records are"
-    " kept apart: remove it"
-)
+def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: bool) -> None:
+    """Raise unless the result for one record is of tensors with one row each."""
+    if not tensors:
+        raise CannotBeMapped(
+            f"its output is of type {type(output).__name__}, in which no tensor is found: return"
+            " tensors (for a distribution its parameters), and make of them what you need outside"
+        )
+    if not may_be_several and any(t.dim() > 0 and t.shape[0] != 1 for t in tensors):
+        raise CannotBeMapped(
+            "its output has several rows for one record: return one row per record in dimension 0"
+        )
 
 
-def _is_open(given: Any) -> bool:
-    return any(isinstance(t, Followed) and t._batch.is_open for t in tensors_in(given))
+def _of_batch(t: Followed, batch: Batch) -> Tensor:
+    """The rows of an argument, which must be of this batch."""
+    if t._batch is not batch:
+        raise batch.refuse("the model is given tensors of two batches")
+    if t._how == "sealed" or (t._how is not None and t.dim() == 0):
+        raise batch.refuse(
+            "the model is given a tensor that was made of several records",
+            "model-input",
+            "Pass what is made of the loader's batch record by record. For Trainer of transformers"
+            " set net.accepts_loss_kwargs = False",
+        )
+    if t._how is not None or (t._dim != 0 and t.dim() > 0):
+        raise batch.refuse(
+            "the model is given a tensor whose records are not in dimension 0",
+            "model-input",
+            "Transpose inside the model",
+        )
+    return t._rows
+
+
+def _followed_in(*given: Any) -> list[Followed]:
+    return [t for t in tensors_in(given) if isinstance(t, Followed)]
 
 
 def _scalar(loss: Any) -> Tensor:

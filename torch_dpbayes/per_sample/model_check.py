@@ -7,34 +7,26 @@ batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
-from .followed import Delivery, shape_of
+from .followed import shape_of
+from .gradient_source import MappedSource
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
-from .nested import Nested, map_tensors
-from .record_map import (
-    CannotBeMapped,
-    KeptTensors,
-    OutsideTensor,
-    in_plain_words,
-    without_looks,
-)
-from .synthetic import Keywords, output_of, rows_of, synthetic
-from .vmap import VmapGradientSource
-
-MappedSource = BookkeepingGradientSource | VmapGradientSource
+from .nested import Keywords, Nested, map_tensors, output_of, rows_of, synthetic
+from .operations import Delivery
+from .plain_functions import without_looks
+from .record_map import CannotBeMapped, OutsideTensor, in_plain_words
 
 _INSTEAD = (
     "To vouch that it keeps records apart, write make_private(..., assume_independent_records=True)"
@@ -45,28 +37,16 @@ _TRIES = 3  # of fresh synthetic records: a ReLU may be set otherwise by roundin
 _ROOM = 0.02
 
 
-class Unrecorded(Exception):
-    """Parameters are used elsewhere than in the forward pass of their own layer."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(", ".join(names))
-        self.names = list(names)
-
-
 def check_layers(module: nn.Module) -> None:
     """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients.
 
     Raises:
         ModelError: with the layer's name and the remedy.
     """
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     if not module.training:
         raise ModelError(
             "the model is in eval mode, in which no per-sample gradients are recorded: call"
-            " model.train() first"
-            + (
-                f", and keep frozen BatchNorm in eval mode by {BATCH_NORM_TO_EVAL}" if norms else ""
-            ),
+            f" model.train() first. To keep frozen BatchNorm in eval mode: {BATCH_NORM_TO_EVAL}",
             code="model-eval",
         )
     for name, p in module.named_parameters():
@@ -77,54 +57,23 @@ def check_layers(module: nn.Module) -> None:
                 code="model-lazy",
             )
     for name, layer in module.named_modules():
-        if (reason := _reason(layer)) is not None:
-            raise ModelError(
-                f"module {name or type(module).__name__!r}, {type(layer).__name__}, {reason}",
-                code="model-layer",
+        if isinstance(layer, torch.jit.ScriptModule):
+            reason = "is compiled by TorchScript, in which nothing is seen: take the module itself"
+        # torch's own classes only: what a subclass does shows in the map
+        elif isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn."):
+            if not layer.training and layer.track_running_stats:
+                continue
+            reason = (
+                "mixes records: take torch.nn.LayerNorm, or GroupNorm by model ="
+                " opacus.validators.ModuleValidator.fix(model). To keep pretrained statistics:"
+                f" {BATCH_NORM_TO_EVAL}"
             )
-
-
-def _reason(layer: nn.Module) -> str | None:
-    """Why a layer's kind rules out per-sample gradients, and what to write."""
-    if any(type(hook) is WeightNorm for hook in layer._forward_pre_hooks.values()):
-        return (
-            "has torch's old weight_norm, whose weight is left over from the last forward pass:"
-            " take torch.nn.utils.parametrizations.weight_norm, after"
-            " torch.nn.utils.remove_weight_norm"
+        else:
+            continue
+        raise ModelError(
+            f"module {name or type(module).__name__!r}, {type(layer).__name__}, {reason}",
+            code="model-layer",
         )
-    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
-        return (
-            "renormalises rows of its weight in the forward pass (max_norm), which tells without"
-            " noise which ones the batch uses. Leave out max_norm."
-        )
-    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:
-        return (
-            "divides gradients by how often a token occurs in the batch (scale_grad_by_freq). Leave"
-            " it out."
-        )
-    is_trained = any(p.requires_grad for p in layer.parameters())
-    # their own classes only: what a subclass does shows in the map
-    kind = type(layer) if type(layer).__module__.startswith("torch.nn.") else nn.Module
-    if issubclass(kind, nn.BatchNorm1d) and is_trained:
-        return "mixes the records of a batch: take torch.nn.LayerNorm in its place."
-    if issubclass(kind, _BatchNorm) and is_trained:
-        return (
-            "mixes the records of a batch: model = opacus.validators.ModuleValidator.fix(model)"
-            " makes it GroupNorm. Pretrained statistics stay if it is frozen and in eval mode."
-        )
-    if issubclass(kind, _BatchNorm) and layer.training and layer.track_running_stats:
-        return (
-            "is in training mode, in which its statistics follow the records. After model.train()"
-            f" write {BATCH_NORM_TO_EVAL}"
-        )
-    if issubclass(kind, _InstanceNorm) and is_trained and layer.track_running_stats:
-        return (
-            "keeps statistics of the records: track_running_stats=False, or"
-            " model = opacus.validators.ModuleValidator.fix(model)."
-        )
-    if isinstance(layer, torch.jit.ScriptModule):
-        return "is compiled by TorchScript, in which no operation is seen: take the module itself."
-    return None
 
 
 class _WithoutRandomness(TorchFunctionMode):
@@ -200,14 +149,16 @@ def _check(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) 
                 try:
                     _compare(module, source, arguments)
                     return
-                except Unrecorded as found:
-                    named = dict(module.named_parameters())
-                    if isinstance(source, VmapGradientSource) or not source.take_into_map(
-                        [named[name] for name in found.names]
-                    ):
+                except UsedElsewhere as found:
+                    is_moved = isinstance(
+                        source, BookkeepingGradientSource
+                    ) and source.take_into_map(found.parameters)
+                    if not is_moved:
+                        outside = set(found.parameters)
+                        names = [n for n, p in module.named_parameters() if p in outside]
                         raise ModelError(
-                            f"parameters {found.names} get no gradient from the model's forward"
-                            " pass: freeze with requires_grad_(False) what the model does not use",
+                            f"parameters {names} get no gradient from the model's forward pass:"
+                            " freeze with requires_grad_(False) what the model does not use",
                             code="model-unused",
                         ) from None
     finally:
@@ -233,16 +184,28 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
                 b.data.copy_(before)
 
 
+class _Run(NamedTuple):
+    """Outputs and gradients of some synthetic records, by the weights of a linear loss."""
+
+    outputs: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    weights: Sequence[Tensor]
+
+
 def _compare(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) -> None:
     """Raise where mapped outputs and gradients are not those of records alone."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
     before = {name: b.detach().clone() for name, b in module.named_buffers()}
-    reason = ""
+    reason: str | None = None
     for _ in range(_TRIES):
         inputs = synthetic(arguments, _RECORDS, generator)
         source.mapped.rows_of_scalars = _rows_of_scalars(module, source, inputs)
-        mapped = _mapped(module, source, inputs)
-        alone = [_alone(module, source, rows_of(inputs, k), mapped) for k in range(_RECORDS)]
+        mapped = _mapped(module, source, inputs, named)
+        reason = None
+        for k in range(_RECORDS):
+            alone = _alone(module, source, rows_of(inputs, k), named, mapped)
+            reason = reason or _difference(named, mapped, k, alone)
         for name, b in module.named_buffers():
             if not torch.equal(before[name], b) and not bool((b != b).any()):
                 raise ModelError(
@@ -250,10 +213,7 @@ def _compare(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]
                     " without noise: keep statistics out of the model (GroupNorm, not BatchNorm)",
                     code="model-buffer",
                 )
-        if any(a is None for a in alone):  # it draws numbers that cannot be switched off
-            return
-        reason = mapped.difference([a for a in alone if a is not None])
-        if not reason:
+        if reason is None:
             return
     raise ModelError(
         f"{reason}: the model mixes records, or uses parameters outside of their modules."
@@ -262,69 +222,41 @@ def _compare(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]
     )
 
 
-class _Run:
-    """Outputs and per-sample gradients of some synthetic records."""
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Tensor]],
-        outputs: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-        weights: Sequence[Tensor],
-    ) -> None:
-        self.named, self.outputs, self.gradients, self.weights = named, outputs, gradients, weights
-
-    def difference(self, alone: Sequence[_Run]) -> str:
-        """What of these records is not what it is of each one alone; empty if nothing is."""
-        room = 20 * _ROOM if any(_is_coarse(p) for _, p in self.named) else _ROOM
-        for place, (name, _) in enumerate(self.named):
-            if self.gradients[place] is None and all(r.gradients[place] is None for r in alone):
-                raise ModelError(
-                    f"parameter {name!r} is not used by the forward pass: freeze with"
-                    " requires_grad_(False) what the model does not use",
-                    code="model-unused",
-                )
-        for k, run in enumerate(alone):
-            if not all(bool(t.isfinite().all()) for t in run.outputs):
-                continue  # synthetic records are not what the model is made for
-            for mine, theirs in zip(self.outputs, run.outputs, strict=True):
-                if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
-                    return f"the output has shape {list(mine[k].shape)} for one record"
-                a, b = mine[k].double().flatten(), theirs.double().flatten()
-                if not _is_close(a, b, float(b.norm()), room):
-                    return "the output of a record depends on the batch"
-            length = float(
-                torch.stack([g.double().norm() for g in run.gradients if g is not None]).norm()
-            )
-            for (name, _), mine_, theirs_ in zip(
-                self.named, self.gradients, run.gradients, strict=True
-            ):
-                if theirs_ is None and (mine_ is None or not bool(mine_[k].any())):
-                    continue
-                if mine_ is None:
-                    raise Unrecorded([name])
-                true = torch.zeros_like(mine_[k]) if theirs_ is None else theirs_
-                if true.is_sparse:
-                    true = true.to_dense()
-                if not _is_close(mine_[k].double(), true.double(), length, room):
-                    return f"the per-sample gradients of parameter {name!r} are not its gradients"
-        return ""
+def _difference(
+    named: Sequence[tuple[str, Tensor]], mapped: _Run, k: int, alone: _Run | None
+) -> str | None:
+    """What of record k is not what it is of the record alone."""
+    # it draws numbers that cannot be switched off, or is not made for synthetic records
+    if alone is None or not all(bool(t.isfinite().all()) for t in alone.outputs):
+        return None
+    is_coarse = any(
+        p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
+        for _, p in named
+    )
+    room = 20 * _ROOM if is_coarse else _ROOM
+    for mine, theirs in zip(mapped.outputs, alone.outputs, strict=True):
+        if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
+            return f"the output has shape {list(mine[k].shape)} for one record"
+        if not _is_close(mine[k].flatten(), theirs.flatten(), float(_norm(theirs)), room):
+            return "the output of a record depends on the batch"
+    norms = [float(_norm(g)) for g in alone.gradients if g is not None]
+    length = math.hypot(*norms)
+    for (name, p), found, true in zip(named, mapped.gradients, alone.gradients, strict=True):
+        true = torch.zeros_like(p) if true is None else true.to_dense()
+        if found is not None and not _is_close(found[k], true.flatten(), length, room):
+            return f"the per-sample gradients of parameter {name!r} are not its gradients"
+    return None
 
 
-def _is_coarse(p: Tensor) -> bool:
-    return p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
+def _norm(t: Tensor, dim: int | None = None) -> Tensor:
+    """Of half precision in single precision."""
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    return torch.linalg.vector_norm(t.to_dense(), dim=dim, dtype=dtype)
 
 
 def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
-    if not bool(true.isfinite().all()) or not bool(found.isfinite().all()):
-        return True
-    return float((found - true).norm()) <= room * (length + 1e-6)
-
-
-@contextmanager
-def _as_in_maps() -> Iterator[None]:
-    with without_looks(), torch.enable_grad(), _WithoutRandomness():
-        yield
+    distance = float(_norm(found - true))
+    return not distance > room * (length + 1e-6)  # nor where something is not finite
 
 
 def _rows_of_scalars(
@@ -338,25 +270,24 @@ def _rows_of_scalars(
             return ()
 
 
-def _mapped(module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]) -> _Run:
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+def _mapped(
+    module: nn.Module,
+    source: MappedSource,
+    inputs: tuple[Any, ...],
+    named: Sequence[tuple[str, Tensor]],
+) -> _Run:
     parameters = [p for _, p in named]
-    deliver = Delivery(_RECORDS)
     passes = source.passes
-    assert passes is not None
     source.discard(parameters)
-    source.unrecorded, source.mapped.around = [], _WithoutRandomness
+    source.mapped.around = _WithoutRandomness
     try:
         with _blamed(module), torch.enable_grad():
-            given = deliver(inputs, _RECORDS) if passes.follows else inputs
+            given = Delivery(_RECORDS)(inputs, _RECORDS) if passes.follows else inputs
             outputs = Nested(output_of(module, given)).tensors
             rows = [_rows_of_output(t, source.loss_reduction) for t in outputs]
             floats = [t for t in rows if t.is_floating_point()]
             weights = [torch.randn(t.shape[1:], device=t.device).to(t.dtype) for t in floats]
-            each = [
-                (t * w).reshape(len(t), -1).sum(1) for t, w in zip(floats, weights, strict=True)
-            ]
-            total = sum(t.float().sum() for t in each)
+            total = sum((t * w).float().sum() for t, w in zip(floats, weights, strict=True))
             if not isinstance(total, Tensor) or not total.requires_grad:
                 raise ModelError(
                     "the model's output has no gradient: return a tensor of floating-point numbers"
@@ -366,14 +297,26 @@ def _mapped(module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]) ->
             if not passes.follows and source.loss_reduction == "mean":
                 total = total / _RECORDS
             total.backward()
-        if source.unrecorded:
-            own: dict[Tensor, str] = {p: name for name, p in named}
-            raise Unrecorded([own[p] for p in source.unrecorded if p in own])
-        gradients = [source.per_record_gradients(p) for p in parameters]
-        _check_norms(source, named, gradients)
-        return _Run(named, [t.detach() for t in rows], gradients, weights)
+        records: dict[Tensor, list[Tensor]] = {}
+        for parts in source.recorded(named):
+            for p, g in (item for part in parts for item in part.per_record().items()):
+                records.setdefault(p, []).append(g)
+        if missing := [p for p in parameters if p not in records]:
+            raise UsedElsewhere("in no gradient", missing)
+        found = [records.pop(p) for p in parameters]
+        gradients = [(g[0] if len(g) == 1 else torch.cat(g)).reshape(_RECORDS, -1) for g in found]
+        squares = [_norm(g, 1).square() for g in gradients]
+        true, norms = torch.stack(squares).sum(0).sqrt(), source.norms(named)
+        wrong = (norms - true).abs() > _ROOM * true + 1e-6
+        if bool((wrong & norms.isfinite()).any()):  # others are cut out
+            raise ModelError(
+                "the norms of per-sample gradients are wrong, an error of this library: take"
+                ' grad_sample_mode="vmap", and please report the model',
+                code="model-norms",
+            )
+        return _Run([t.detach() for t in rows], gradients, weights)
     finally:
-        source.unrecorded, source.mapped.around = None, nullcontext
+        source.mapped.around = nullcontext
         source.discard(parameters)
         source.require_nothing_kept()
 
@@ -386,55 +329,28 @@ def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
     return rows if t.dim() == 0 else rows.flatten(0, 1).unflatten(0, (_RECORDS, -1))
 
 
-def _check_norms(
-    source: MappedSource,
-    named: Sequence[tuple[str, Tensor]],
-    gradients: Sequence[Tensor | None],
-) -> None:
-    """The norms that clipping uses are those of the recorded gradients."""
-    found = [g.reshape(len(g), -1).double() for g in gradients if g is not None]
-    if len(found) != len(named):
-        return  # the comparison says which are missing
-    true = torch.cat(found, dim=1).norm(dim=1)
-    norms = source.norms(named).double()
-    wrong = (norms - true).abs() > _ROOM * true + 1e-6
-    if bool((wrong & norms.isfinite()).any()):  # others are cut out
-        raise ModelError(
-            "the norms of per-sample gradients are not theirs, an error of this library: take"
-            ' grad_sample_mode="vmap", and please report the model',
-            code="model-norms",
-        )
-
-
 def _alone(
-    module: nn.Module, source: MappedSource, inputs: tuple[Any, ...], mapped: _Run
+    module: nn.Module,
+    source: MappedSource,
+    inputs: tuple[Any, ...],
+    named: Sequence[tuple[str, Tensor]],
+    mapped: _Run,
 ) -> _Run | None:
     """One record, by ordinary autograd; None where two runs differ."""
-    parameters = [p for _, p in mapped.named]
-    with source.paused(), uncompiled(module), _as_in_maps():
-        runs = [
-            [
-                t.unsqueeze(0) if t.dim() == 0 else t
-                for t in Nested(output_of(module, inputs)).tensors
-            ]
-            for _ in range(2)
-        ]
-        if any(
-            a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num())
-            for a, b in zip(*runs, strict=True)
-        ):
-            return None
-        outputs = runs[0]
-        floats = [t for t in outputs if t.is_floating_point()]
-        total = sum(
-            (t.reshape(w.shape) * w).sum().float()
-            for t, w in zip(floats, mapped.weights, strict=True)
-        )
-        assert isinstance(total, Tensor)
-        gradients: Sequence[Tensor | None] = [None] * len(parameters)
-        if total.requires_grad:
-            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    return _Run(mapped.named, [t.detach() for t in outputs], gradients, mapped.weights)
+    parameters = [p for _, p in named]
+    with source.paused(), uncompiled(module), without_looks(), torch.enable_grad():
+        with _WithoutRandomness():
+            first, second = (Nested(output_of(module, inputs)).tensors for _ in range(2))
+            for a, b in zip(first, second, strict=True):
+                if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
+                    return None
+            floats = [t for t in first if t.is_floating_point()]
+            each = zip(floats, mapped.weights, strict=True)
+            total = sum((t.reshape(w.shape) * w).sum().float() for t, w in each)
+            gradients: Sequence[Tensor | None] = [None] * len(parameters)
+            if isinstance(total, Tensor) and total.requires_grad:
+                gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    return _Run([torch.atleast_1d(t.detach()) for t in first], gradients, mapped.weights)
 
 
 @contextmanager
@@ -443,41 +359,32 @@ def _blamed(module: nn.Module) -> Iterator[None]:
     in which it came up.
     """
     running: list[str] = []
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
     handles = []
     for name, layer in module.named_modules():
-        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-        handles.append(layer.register_forward_hook(leave))
-    own: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        handles += [
+            layer.register_forward_pre_hook(lambda *_, name=name: running.append(name)),
+            layer.register_forward_hook(lambda *_: running.__delitem__(-1)),
+        ]
+    own = set(module.parameters())
     try:
         yield
-    except UsedElsewhere as error:
-        raise Unrecorded([own[p] for p in error.parameters]) from error
     except OutsideTensor as error:
         outside = error.tensor if error.tensor in own else error.tensor._base  # weight.T
-        if outside is not None and outside in own:
-            raise Unrecorded([own[outside]]) from error
-        raise ModelError(str(error), code=error.code) from None
-    except KeptTensors as error:
-        raise ModelError(str(error), code=error.code) from None
-    except CannotBeMapped as error:
-        raise _not_mapped(module, running, str(error)) from error
-    except DPBayesError:
-        raise
+        if outside is None or outside not in own:
+            raise
+        raise UsedElsewhere(str(error), [outside]) from error
     except Exception as error:
-        raise _not_mapped(module, running, in_plain_words(error)) from error
+        is_plain = type(error) is CannotBeMapped or not isinstance(
+            error, (DPBayesError, UsedElsewhere)
+        )
+        if not is_plain:
+            raise
+        name = (running[-1] if running else "") or type(module).__name__
+        reason = in_plain_words(error).rstrip(".")
+        raise ModelError(
+            f"module {name!r} cannot be run for one record at a time: {reason}. {_INSTEAD}.",
+            code="model-map",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _not_mapped(module: nn.Module, running: list[str], reason: str) -> ModelError:
-    name = (running[-1] if running else "") or type(module).__name__
-    return ModelError(
-        f"module {name!r} cannot be run for one record at a time: {reason.rstrip('.')}."
-        f" {_INSTEAD}.",
-        code="model-map",
-    )

@@ -1,15 +1,24 @@
-"""Tensors in nested arguments and results of a model."""
+"""Tensors in nested arguments and results of a model, and synthetic records of the same shapes."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, slice)
+_TORCHS = (torch.dtype, torch.device, torch.Size)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -26,7 +35,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         items = [map_tensors(v, function) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_dataclass(value):
         whole = copy.copy(value)
         for field in dataclasses.fields(value):
             object.__setattr__(whole, field.name, map_tensors(getattr(value, field.name), function))
@@ -35,32 +44,18 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that :func:`map_tensors` finds."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from tensors_in(v)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    slice,
-)
+        return
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif _is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif not isinstance(value, (tuple, list)):
+        return
+    for v in value:
+        yield from tensors_in(v)
 
 
 class Nested:
@@ -94,7 +89,7 @@ class Nested:
         if isinstance(leaf, Tensor):
             self.tensors.append(leaf)
             return _PLACE
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and _has_fields_only(leaf):
+        if _is_dataclass(leaf) and _has_fields_only(leaf):
             inner = {
                 f.name: Nested(getattr(leaf, f.name), stands_in=self._stands_in)
                 for f in dataclasses.fields(leaf)
@@ -106,7 +101,7 @@ class Nested:
                 part.tensors, part.strangers = [], []
                 object.__setattr__(shell, name, None)
             return _Dataclass(shell, inner)
-        if not isinstance(leaf, _PLAIN):
+        if not isinstance(leaf, (*_PLAIN, *_TORCHS)):
             self.strangers.append(leaf)
             return leaf if self._stands_in is None else self._stands_in(type(leaf).__name__)
         return leaf
@@ -136,26 +131,7 @@ def _has_fields_only(value: Any) -> bool:
     """Whether nothing else is kept on a dataclass instance, such as a cached property made of
     all records.
     """
-    return (
-        vars(value).keys() <= {f.name for f in dataclasses.fields(value)}
-        if hasattr(value, "__dict__")
-        else True
-    )
-
-
-def holds_plain_sequence(value: Any) -> bool:
-    """Whether several numbers or texts stand in a list, tuple or dict: one for each record,
-    most likely.
-    """
-    if not isinstance(value, (list, tuple, dict)):
-        return False
-    items = list(value.values()) if isinstance(value, dict) else list(value)
-    plain = [
-        item
-        for item in items
-        if isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)
-    ]
-    return (len(plain) > 1 and len(plain) == len(items)) or any(map(holds_plain_sequence, items))
+    return getattr(value, "__dict__", {}).keys() <= {f.name for f in dataclasses.fields(value)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +141,84 @@ class _Dataclass:
 
 
 _PLACE = object()
+
+
+def holds_plain_sequence(value: Any) -> bool:
+    """Whether several numbers or texts stand in a list, tuple or dict: one for each record,
+    most likely.
+    """
+    if not isinstance(value, (list, tuple, dict)):
+        return False
+    items = list(value.values()) if isinstance(value, dict) else list(value)
+    are_plain = all(
+        isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)
+        for item in items
+    )
+    return (are_plain and len(items) > 1) or any(map(holds_plain_sequence, items))
+
+
+# -- synthetic records -----------------------------------------------------------------------------
+
+
+class Keywords(dict[str, Any]):
+    """Arguments that are given by name, after all others."""
+
+
+def output_of(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+    """``module`` of ``arguments``, of which the last may be :class:`Keywords`."""
+    if arguments and isinstance(arguments[-1], Keywords):
+        return module(*arguments[:-1], **arguments[-1])
+    return module(*arguments)
+
+
+def named_inputs(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a mapping whose names ``module`` takes."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(batch)
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return {name: value for name, value in batch.items() if name in names}
+
+
+def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
+    """Arguments as ``module`` may be meant to take such a batch, the likeliest first.
+
+    A tuple or list holds the model's inputs followed by the target. A mapping is passed by name,
+    with or without the target; as it is; or without its names, and the target.
+    """
+    if not isinstance(batch, Mapping):
+        if not isinstance(batch, (tuple, list)):
+            return [(batch,)]
+        return [tuple(batch[:k]) for k in range(max(1, len(batch) - 1), 0, -1)]
+    by_name = {k: v for k, v in batch.items() if isinstance(k, str) and [*tensors_in(v)]}
+    inputs = {k: v for k, v in by_name.items() if k not in TARGETS}
+    if inputs == by_name:
+        inputs = dict(list(by_name.items())[:-1])
+    ways: list[tuple[Any, ...]] = [
+        (Keywords(taken),) for given in (by_name, inputs) if (taken := named_inputs(module, given))
+    ]
+    parameters = inspect.signature(module.forward).parameters.values()
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    by_place = tuple(inputs.values())
+    return [*ways, (batch,), by_place[:places] or by_place]
+
+
+def synthetic(arguments: tuple[Any, ...], rows: int, generator: torch.Generator) -> tuple[Any, ...]:
+    """Arguments of the same shapes for ``rows`` records, with none of their values."""
+
+    def like(t: Tensor) -> Tensor:
+        if t.dim() == 0:
+            return torch.ones_like(t)
+        shape = (rows, *t.shape[1:])
+        if t.is_floating_point():
+            made = torch.randn(shape, generator=generator)
+        else:  # classes and tokens of the smallest vocabulary there is
+            made = torch.randint(2, shape, generator=generator)
+        return made.to(t.dtype).to(t.device)
+
+    return tuple(map_tensors(arguments, like))
+
+
+def rows_of(arguments: tuple[Any, ...], row: int) -> tuple[Any, ...]:
+    """The arguments of one record, as a batch of one."""
+    return tuple(map_tensors(arguments, lambda t: t[row : row + 1] if t.dim() > 0 else t))

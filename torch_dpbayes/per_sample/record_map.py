@@ -5,9 +5,9 @@
 whatever stands in the batch. The exception are torch's own layers, which book-keeping has to see on
 the whole batch: they leave the map (:meth:`RecordMap.on_batch`), and compute every row by itself.
 
-Nothing here is a test on made-up records. What is not prevented is deliberate: functorch's own
-unwrapping (``torch.func.debug_unwrap``), a dispatch mode around the whole model, torch functions
-switched off by a private name, TorchScript that calls an operator of the caller's.
+What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), a
+dispatch mode around the whole model, torch functions switched off by a private name, TorchScript
+that calls an operator of the caller's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,48 +24,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
+
+# functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
+# every layer
+from torch._C._functorch import (
+    _add_batch_dim,
+    _remove_batch_dim,
+    _vmap_decrement_nesting,
+    _vmap_increment_nesting,
+    get_unwrapped,
+    is_batchedtensor,
+    is_gradtrackingtensor,
+    maybe_current_level,
+    maybe_get_bdim,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import DPBayesError
-
-# functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
-# every layer
-try:
-    from torch._C._functorch import (
-        _add_batch_dim,
-        _remove_batch_dim,
-        _vmap_decrement_nesting,
-        _vmap_increment_nesting,
-        maybe_current_level,
-        maybe_get_bdim,
-        pop_dynamic_layer_stack,
-        push_dynamic_layer_stack,
-    )
-
-    HAS_STEPS = True
-except ImportError:  # pragma: no cover - another version of torch
-    HAS_STEPS = False
-
-Run = Callable[..., Tensor]
-
+from . import plain_functions
 
 SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
     " batch at once: leave them out"
 )
-_INSIDE_TRANSFORM = "the model is called inside a torch.func transform: call it by itself"
-
-
-class CannotBeMapped(DPBayesError, RuntimeError):
-    """The model's program cannot be run for one record at a time."""
-
-    def __init__(self, message: str, *, code: str = "model-map") -> None:
-        super().__init__(message, code=code)
-
-
 _TORCHS_WORDS = {
+    "register_meta function for torch.nonzero": (
+        "a mask selects records, whose number depends on them: write (losses * mask).mean()"
+    ),
     "calling .item() on a Tensor": (
         "it reads a number of the records (item(), one_hot without num_classes): compute with"
         " tensors, pass num_classes"
@@ -87,18 +74,15 @@ _TORCHS_WORDS = {
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
     ),
 }
+# In torch's errors on programs, and not on the values of a record.
+_OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
 
 
-def is_of_maps(error: Exception) -> bool:
-    """Whether torch speaks of its transforms."""
-    return any(theirs in str(error) for theirs in _TORCHS_WORDS) or "vmap" in str(error)
+class CannotBeMapped(DPBayesError, RuntimeError):
+    """The model's program cannot be run for one record at a time."""
 
-
-def in_plain_words(error: Exception) -> str:
-    """What an error inside a map says: torch's own are about its transforms."""
-    text = str(error) or repr(error)
-    plain = (ours for theirs, ours in _TORCHS_WORDS.items() if theirs in text)
-    return next(plain, text.splitlines()[0])
+    def __init__(self, message: str, *, code: str = "model-map") -> None:
+        super().__init__(message, code=code)
 
 
 class InnerTransform(CannotBeMapped):
@@ -106,42 +90,6 @@ class InnerTransform(CannotBeMapped):
 
     def __init__(self) -> None:
         super().__init__("what runs on whole batches is called inside a torch.func transform")
-
-
-_LOOKS = frozenset(
-    (
-        *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
-        *(
-            Tensor.item,
-            Tensor.tolist,
-            Tensor.numpy,
-            Tensor.__array__,
-            Tensor.__contains__,
-            Tensor.__format__,
-        ),
-        *(
-            Tensor.is_nonzero,
-            torch.is_nonzero,
-            Tensor.equal,
-            torch.equal,
-            Tensor.allclose,
-            torch.allclose,
-        ),
-    )
-)
-
-
-_GRAD_FN = frozenset((Tensor.grad_fn.__get__,))  # type: ignore[union-attr]
-_RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
-# What an argument of a torch function is as a rule; of the rest, each is looked at.
-_ORDINARY = frozenset(
-    (
-        *(Tensor, nn.Parameter, bool, int, float, str, type(None), slice, type(...)),
-        *(torch.Size, torch.dtype, torch.device, torch.memory_format, torch.layout),
-    )
-)
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
 
 
 class KeptTensors(DPBayesError, RuntimeError):
@@ -171,6 +119,27 @@ class OutsideTensor(CannotBeMapped):
         self.tensor = tensor
 
 
+def is_of_maps(error: Exception) -> bool:
+    """Whether torch speaks of its transforms."""
+    return any(theirs in str(error) for theirs in _TORCHS_WORDS) or "vmap" in str(error)
+
+
+def in_plain_words(error: Exception) -> str:
+    """What an error inside a map says: torch's own are about its transforms."""
+    text = str(error) or repr(error)
+    plain = (ours for theirs, ours in _TORCHS_WORDS.items() if theirs in text)
+    return next(plain, text.splitlines()[0])
+
+
+def without_values(error: Exception) -> str:
+    """The same, but for what the values of a record may have caused: that is not repeated."""
+    text = in_plain_words(error)
+    is_of_program = any(words in text for words in _OF_PROGRAMS)
+    if isinstance(error, DPBayesError) or text not in str(error) or is_of_program:
+        return text
+    return f"it fails on the values of a record ({type(error).__name__})"
+
+
 class RecordMap:
     """A map over the records of one batch.
 
@@ -178,14 +147,11 @@ class RecordMap:
         records: n, the number of rows that every mapped tensor has in dimension 0.
         leaves: whether fused operations run on the batch; not where gradients will be taken inside
             a map, as they then would draw other random numbers.
-        use_steps: whether functorch's own steps are taken, in place of ``torch.func.vmap`` and an
-            ``autograd.Function`` with a ``vmap`` rule. Both do the same.
     """
 
-    def __init__(self, records: int, *, leaves: bool = True, use_steps: bool = HAS_STEPS) -> None:
+    def __init__(self, records: int, *, leaves: bool = True) -> None:
         self.records = records
-        self._leaves = leaves
-        self._use_steps = use_steps
+        self.leaves = leaves
         self._level: int | None = None
         self.error: Exception | None = None  # of a layer, which the model may have caught
         self._seen: list[weakref.ref[Tensor]] = []
@@ -202,8 +168,8 @@ class RecordMap:
         """
         require_no_modes()
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-        mode = _OfOneRecord(self if self._leaves else None, self.see, self._own)
-        with no_hooks, without_looks(), mode:
+        mode = _OfOneRecord(self)
+        with no_hooks, plain_functions.without_looks(), mode:
             found = self.again(function, tensors)
         if mode.error is not None or self.error is not None:
             raise CannotBeMapped(
@@ -216,10 +182,10 @@ class RecordMap:
         self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """As in a call, for what follows from an earlier one and runs nothing of the model's."""
-        if not self._use_steps:
-            return self._by_vmap(function, tensors)
         if maybe_current_level() is not None:
-            raise CannotBeMapped(_INSIDE_TRANSFORM)
+            raise CannotBeMapped(
+                "the model is called inside a torch.func transform: call it by itself"
+            )
         self._level = level = _vmap_increment_nesting(self.records, "different")
         try:
             inside = [_add_batch_dim(t, 0, level) for t in tensors]
@@ -230,7 +196,7 @@ class RecordMap:
             self._level = None
             _vmap_decrement_nesting()
 
-    def on_batch(self, run: Run, tensors: Sequence[Tensor]) -> Tensor:
+    def on_batch(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
         gives such a tensor.
 
@@ -240,22 +206,18 @@ class RecordMap:
         Raises:
             InnerTransform: the call comes from another transform inside the map.
         """
-        if any(is_gradtrackingtensor(t) or is_batchedtensor(_within(t)) for t in tensors):
-            raise InnerTransform
-        if not self._use_steps:
-            anchor, operands = self._anchor, list(tensors)
-            return _OnBatch.apply(run, anchor, *operands)
         level = self._level
-        if level is None or maybe_current_level() != level:
+        if (
+            level is None
+            or maybe_current_level() != level
+            or any(is_gradtrackingtensor(t) or is_batchedtensor(_within(t)) for t in tensors)
+        ):
             raise InnerTransform
-        inside = [
-            (get_unwrapped(t), maybe_get_bdim(t)) if is_batchedtensor(t) else (t, -1)
-            for t in tensors
-        ]
+        outside = [self._with_rows(t) for t in tensors]
         stack = pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
-                result = run(*(self._with_rows(t, None if dim < 0 else dim) for t, dim in inside))
+                result = run(*outside)
         except Exception as error:
             self.error = error
             raise
@@ -265,10 +227,16 @@ class RecordMap:
         self.see(result)
         return result
 
+    def _with_rows(self, t: Tensor) -> Tensor:
+        if not is_batchedtensor(t):
+            return t.expand(self.records, *t.shape)
+        dim = maybe_get_bdim(t)
+        return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
+
     def see(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
         if isinstance(result, Tensor):
-            if _is_of_records(result):
+            if is_of_records(result):
                 self._seen.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
@@ -276,19 +244,19 @@ class RecordMap:
 
     def require_nothing_kept(self) -> None:
         """Raise if a tensor of the finished map is still alive."""
-        alive: list[Tensor] = []
         for generation in (None, 0, 2):  # most of what is in reference cycles is young
             if generation is not None:
-                alive.clear()
                 gc.collect(generation)
             alive = [t for reference in self._seen if (t := reference()) is not None]
             if not alive:
                 return
-        raise KeptTensors(alive)
+            if generation == 2:
+                raise KeptTensors(alive)
+            alive.clear()
 
-    def _own(self, empty: Tensor) -> Tensor:
+    def own(self, empty: Tensor) -> Tensor:
         """Memory for each record, into which a model may write or draw."""
-        if self._level is None or _is_of_records(empty):
+        if self._level is None or is_of_records(empty):
             return empty
         rows = empty.new_empty(self.records, *empty.shape)
         while is_gradtrackingtensor(rows):
@@ -296,61 +264,16 @@ class RecordMap:
         own = _add_batch_dim(rows, 0, self._level)
         return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
 
-    def _with_rows(self, t: Tensor, dim: int | None) -> Tensor:
-        if dim is None:
-            return t.expand(self.records, *t.shape)
-        return t if dim == 0 else t.movedim(dim, 0)
-
-    def _by_vmap(
-        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        def one(anchor: Tensor, *slices: Tensor) -> tuple[Tensor, ...]:
-            self._anchor = anchor
-            self.see(slices)
-            try:
-                return tuple(function(slices))
-            finally:
-                del self._anchor
-
-        device = tensors[0].device if tensors else None
-        anchor = torch.zeros(self.records, device=device)
-        return list(torch.func.vmap(one, randomness="different")(anchor, *tensors))
-
 
 def _within(t: Tensor) -> Tensor:
     return get_unwrapped(t) if is_batchedtensor(t) else t
 
 
-def _is_of_records(t: Tensor) -> bool:
+def is_of_records(t: Tensor) -> bool:
     """Whether a tensor stands for one of each record; it may be tracked by transforms inside."""
     while is_gradtrackingtensor(t):
         t = get_unwrapped(t)
     return is_batchedtensor(t)
-
-
-class _OnBatch(torch.autograd.Function):
-    """Leaves ``torch.func.vmap`` by its public way: only the ``vmap`` rule ever runs, on what
-    stands behind the map.
-    """
-
-    @staticmethod
-    def forward(run: Run, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        raise InnerTransform
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, run: Run, anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, int]:
-        n = info.batch_size
-        rows = [
-            t.expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(tensors, in_dims[2:], strict=True)
-        ]
-        return run(*rows), 0
 
 
 @functools.cache
@@ -359,185 +282,70 @@ def _load_rules() -> None:
     torch.func.vmap(torch.clone)(torch.zeros(1))
 
 
-@contextmanager
-def without_looks() -> Iterator[None]:
-    """Let ``transformers`` build every attention mask, and ``checkpoint`` call its function.
+# -- torch functions inside a map -----------------------------------------------------------------
 
-    The former looks at values of tokens to save work, and does not while it is traced; in a map it
-    cannot, where each record may have another answer. The latter would run a part of the model
-    again in the backward pass, where the map is over.
-    """
-    before = [
-        (home, name, getattr(home, name), instead)
-        for of, name, instead in _REPLACED
-        if (home := sys.modules.get(of)) is not None and hasattr(home, name)
-    ]
-    for home, name, _, instead in before:
-        setattr(home, name, instead)
-    try:
-        yield
-    finally:
-        for home, name, function, _ in before:
-            setattr(home, name, function)
-
-
-def _always(*_: object) -> bool:
-    return True
-
-
-class _PlainCheckpoint:
-    """In the place of ``CheckpointFunction``."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
-    yield
-
-
-_REPLACED = (
-    ("transformers.masking_utils", "is_tracing", _always),
-    ("transformers.modeling_utils", "is_tracing", _always),
-    ("torch.utils.checkpoint", "CheckpointFunction", _PlainCheckpoint),
-    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", _no_checkpoint),
-    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator_impl", _no_checkpoint),
+_LOOKS = frozenset(
+    (
+        *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__contains__),
+        *(Tensor.__format__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal),
+        *(Tensor.allclose, torch.allclose),
+    )
 )
-
-
-@contextmanager
-def one_record_only() -> Iterator[None]:
-    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
-    program.
-    """
-    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-    with no_hooks, without_looks(), _OfOneRecord(None, None):
-        yield
-
-
-def _plain_bag(
-    indices: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Callable[[], Tensor] | None:
-    """``F.embedding_bag`` by operations that vmap has rules for: torch's own would run for one
-    record after another, with a warning at each call. None where its options are refused anyway.
-    """
-    has_wrong_weights = per_sample_weights is not None and mode != "sum"
-    if mode not in ("sum", "mean", "max") or has_wrong_weights:
-        return None
-    if max_norm is not None or scale_grad_by_freq or indices.numel() == 0:
-        return None
-
-    def bags() -> Tensor:
-        found = F.embedding(indices, weight)  # (bags, places, numbers)
-        if per_sample_weights is not None:
-            found = found * per_sample_weights.unsqueeze(-1)
-        is_there: Tensor | None = None
-        if padding_idx is not None:
-            is_there = indices != padding_idx % len(weight)
-        if offsets is not None:  # one list of places, cut at these
-            ends = torch.cat([offsets[1:], torch.full_like(offsets[:1], len(indices))])
-            starts, ends = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, ends)
-            place = torch.arange(len(indices), device=indices.device)
-            is_inside = (place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1))
-            is_there = is_inside if is_there is None else is_inside & is_there
-            found = found.unsqueeze(0)
-        if is_there is None:
-            if mode == "max":
-                return found.max(1).values
-            return found.mean(1) if mode == "mean" else found.sum(1)
-        counts = is_there.sum(1).unsqueeze(-1)
-        if mode == "max":
-            largest = torch.where(is_there.unsqueeze(-1), found, -math.inf).max(1).values
-            return torch.where(counts > 0, largest, 0.0)
-        total = torch.where(is_there.unsqueeze(-1), found, 0.0).sum(1)
-        return total / counts.clamp(min=1) if mode == "mean" else total
-
-    return bags
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
+_INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
+_EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
+# What an argument of a torch function is as a rule; of the rest, each is looked at.
+_ORDINARY = frozenset(
+    (
+        *(Tensor, nn.Parameter, bool, int, float, str, type(None), slice, type(...)),
+        *(torch.Size, torch.dtype, torch.device, torch.memory_format, torch.layout),
+    )
+)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
 
 
 class _OfOneRecord(TorchFunctionMode):
     """What torch functions do inside the map where vmap by itself would be slow, or unsafe.
 
     Args:
-        record_map: the map that fused operations leave; None: they are replaced by plain ones.
-        see: what results are shown to; None outside of a map, where nothing is hidden.
-        own: gives each record memory of its own; None outside of a map.
+        record_map: the map; None outside of one, where nothing is hidden.
     """
 
-    def __init__(
-        self,
-        record_map: RecordMap | None,
-        see: Callable[[Any], None] | None,
-        own: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, record_map: RecordMap | None) -> None:
         super().__init__()
-        self._map, self._see, self._own = record_map, see, own
+        self._map = record_map
         self.error: Exception | None = None  # of a function, which the model may have caught
         self._dispatch_modes = _len_torch_dispatch_stack()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._see is not None:
+        if self._map is not None:
             self._require_nothing_hidden(func, args, kwargs)
+        if args and isinstance(args[0], Tensor) and is_of_records(args[0]):
+            self._require_no_look(func)
         if func is F.scaled_dot_product_attention:
-            if self._map is None or not _are_aligned(*args, **kwargs):
-                with self:
-                    return _plain_attention(*args, **kwargs)
-            try:
-                return self._attention(self._map, *args, **kwargs)
-            except InnerTransform:
-                with self:
-                    return _plain_attention(*args, **kwargs)
-        if func is Tensor.__repr__ and _is_of_records(args[0]):
-            t = args[0]
-            return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
-        if func in _LOOKS and _is_of_records(args[0]):
-            raise CannotBeMapped(
-                f"it reads a number of the records ({func.__name__}): compute with tensors"
-                " (torch.where)"
-            )
-        if func in _GRAD_FN and _is_of_records(args[0]):
-            raise CannotBeMapped(
-                "it takes grad_fn of a tensor made of the records, where a hook"
-                " (grad_fn.register_hook) would not run: leave it out"
-            )
-        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            raise CannotBeMapped(
-                f"it puts a hook on a tensor ({func.__name__}), which would not run"
-            )
+            return self._attention(*args, **kwargs)
+        if func in _REPLACED_FUNCTIONS:
+            with self:
+                found = self._replaced(func, args, kwargs)
+            if found is not None:
+                return found
         # asked for by gradient checkpointing; gradients are taken anyway
-        if func in _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
+        if func == _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
             return None
         if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
             return args[0]
-        if func is F.embedding and (padding := _padding_of(*args, **kwargs)) is not None:
-            tokens, weight, place = padding
-            with self:
-                found = F.embedding(tokens, weight)
-                return torch.where((tokens == place).unsqueeze(-1), found.detach(), found)
-        if (layers := _RECURRENT.get(func)) is not None and len(args) == 9:
-            with self:
-                return layers(*args)
+        if func is Tensor.__repr__ and is_of_records(args[0]):
+            t = args[0]
+            return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
         if func in _EMPTY:
             empty = func(*args, **kwargs)
-            return empty if self._own is None else self._own(empty)
-        if (cell := _CELLS.get(func)) is not None:
-            with self:
-                return cell(*args, **kwargs)
-        if func is F.embedding_bag and (plain := _plain_bag(*args, **kwargs)) is not None:
-            with self:
-                return plain()
+            return empty if self._map is None else self._map.own(empty)
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
@@ -547,12 +355,25 @@ class _OfOneRecord(TorchFunctionMode):
         except Exception as error:
             self.error = error
             raise
-        if self._see is not None:
+        if self._map is not None:
             if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
                 if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
                     _require_no_outside(func, (*args, *kwargs.values()))
-            self._see(result)
+            self._map.see(result)
         return result
+
+    def _require_no_look(self, func: Any) -> None:
+        """Refuse what reads a number of the records, or puts a hook on them."""
+        if func in _LOOKS:
+            raise CannotBeMapped(
+                f"it reads a number of the records ({func.__name__}): compute with tensors"
+                " (torch.where)"
+            )
+        if func == _GRAD_FN:
+            raise CannotBeMapped(
+                "it takes grad_fn of a tensor made of the records, where a hook"
+                " (grad_fn.register_hook) would not run: leave it out"
+            )
 
     def _require_nothing_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse what would run below the map, where tensors hold all records, or out of sight."""
@@ -560,6 +381,10 @@ class _OfOneRecord(TorchFunctionMode):
             raise CannotBeMapped(
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
+            )
+        if func in _HOOKS:
+            raise CannotBeMapped(
+                f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
             _require_ordinary(func, (*args, *kwargs.values()))
@@ -575,42 +400,119 @@ class _OfOneRecord(TorchFunctionMode):
                 f"it changes the size of a tensor in memory ({func.__name__}), where other records"
                 " lie beside it: make a new tensor, as F.pad does"
             )
+        if func in _INDEX_FILLS and isinstance(args[2], Tensor) and is_of_records(args[2]):
+            raise CannotBeMapped(
+                f"{func.__name__} at an index that a record holds would write into other records:"
+                " write torch.where(torch.arange(n) == index, value, x)"
+            )
         if isinstance(func, _OPERATORS):
             _require_torchs_operator(func)
 
+    def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result by operations that vmap has rules for; None where torch's own will do."""
+        if func is F.embedding:
+            return _padded_embedding(*args, **kwargs)
+        if func is F.embedding_bag:
+            return plain_functions.embedding_bag(*args, **kwargs)
+        if func in plain_functions.CELLS:
+            return plain_functions.CELLS[func](*args, **kwargs)
+        return plain_functions.LAYERS[func](*args) if len(args) == 9 else None
+
     def _attention(
         self,
-        record_map: RecordMap,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
+        attn_mask: Any = None,
         *rest: Any,
-        **options: Any,
+        **kw: Any,
     ) -> Tensor:
-        """Fused attention has no batching rule on every device; its rows are those of the batch."""
-        has_mask = attn_mask is not None
+        """Fused attention has no batching rule on every device: it runs on the whole batch where
+        dimension 0 is that of the records in all operands.
+        """
+        mask: Tensor | None = attn_mask
+        operands = [query, key, value, *(() if mask is None else (mask,))]
+        if (
+            self._map is None
+            or not self._map.leaves
+            or any(t.dim() != query.dim() for t in (key, value))
+            or (mask is not None and mask.dim() > query.dim())
+        ):
+            return _with_plain_attention(
+                F.scaled_dot_product_attention, (query, key, value, mask, *rest), kw
+            )
         is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in (query, key, value))
-        if has_mask and is_one_row:
-            assert attn_mask is not None
-            is_one_row = attn_mask.dim() < 4 or attn_mask.shape[0] == 1
+        if mask is not None and mask.dim() == 4:
+            is_one_row &= mask.shape[0] == 1
 
         def run(*tensors: Tensor) -> Tensor:
             q, k, v = (t.squeeze(1) if is_one_row else t for t in tensors[:3])
-            mask = tensors[3] if has_mask else None
-            if mask is not None:  # (n, [1,] [heads,] positions, positions)
-                mask = mask.squeeze(1) if is_one_row and mask.dim() == 5 else mask
-                mask = (
-                    mask
-                    if mask.dim() >= q.dim()
-                    else mask.unflatten(0, (-1, *[1] * (q.dim() - mask.dim())))
-                )
-            out = F.scaled_dot_product_attention(q, k, v, mask, *rest, **options)
+            m = tensors[3] if len(tensors) > 3 else None  # (n, [1,] [heads,] positions, positions)
+            if m is not None:
+                m = m.squeeze(1) if is_one_row and m.dim() == 5 else m
+                m = m.unflatten(0, (-1, *[1] * max(q.dim() - m.dim(), 0)))
+            out = F.scaled_dot_product_attention(q, k, v, m, *rest, **kw)
             return out.unsqueeze(1) if is_one_row else out
 
-        return record_map.on_batch(
-            run, [query, key, value, *([attn_mask] if attn_mask is not None else [])]
-        )
+        try:
+            return self._map.on_batch(run, operands)
+        except InnerTransform:
+            return _with_plain_attention(
+                F.scaled_dot_product_attention, (query, key, value, mask, *rest), kw
+            )
+
+
+_REPLACED_FUNCTIONS = frozenset(
+    (*(F.embedding, F.embedding_bag, *plain_functions.CELLS, *plain_functions.LAYERS),)
+)
+
+
+def _padded_embedding(
+    tokens: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: Any = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor | None:
+    """A table with a copy for each record. vmap looks tokens up in the copies one behind another,
+    so that one beyond the table would be found in that of the next record: NaN, which counts as
+    zero. It also gives the row of the padding a gradient.
+    """
+    if max_norm is not None or not _is_mapped(weight):
+        return None
+    is_wrong = (tokens < 0) | (tokens >= len(weight))
+    found = torch.embedding(weight, tokens.masked_fill(is_wrong, 0))
+    if padding_idx is not None:
+        is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
+        found = torch.where(is_padding, found.detach(), found)
+    return found.masked_fill(is_wrong.unsqueeze(-1), math.nan)
+
+
+def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
+    with sdpa_kernel(SDPBackend.MATH):
+        return func(*args, **kwargs)
+
+
+class attention_as_in_maps(TorchFunctionMode):
+    """Torch's attention layer computes as it does in a map, so that dropout draws the same
+    numbers.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            return _with_plain_attention(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def one_record_only() -> Iterator[None]:
+    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
+    program.
+    """
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
+    with no_hooks, plain_functions.without_looks(), _OfOneRecord(None):
+        yield
 
 
 def require_no_modes() -> None:
@@ -628,182 +530,12 @@ def require_no_modes() -> None:
             )
 
 
-class attention_as_in_maps(TorchFunctionMode):
-    """Torch's attention layer computes as it does in a map, so that dropout draws the same
-    numbers.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.multi_head_attention_forward:
-            return _with_plain_attention(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
-    with sdpa_kernel(SDPBackend.MATH):
-        return func(*args, **kwargs)
-
-
-def _lstm_cell(
-    input: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Any = None,
-    b_hh: Any = None,
-) -> tuple[Tensor, Tensor]:
-    gates = F.linear(input, w_ih, b_ih) + F.linear(hx[0], w_hh, b_hh)
-    i, f, g, o = gates.chunk(4, -1)
-    cell = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
-    return o.sigmoid() * cell.tanh(), cell
-
-
-def _gru_cell(
-    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-) -> Tensor:
-    r, z, n = F.linear(input, w_ih, b_ih).chunk(3, -1)
-    hr, hz, hn = F.linear(hx, w_hh, b_hh).chunk(3, -1)
-    update = (z + hz).sigmoid()
-    return (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * hx
-
-
-def _rnn_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    def cell(
-        input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-    ) -> Tensor:
-        return nonlinearity(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
-
-    return cell
-
-
-# Recurrent cells, by operations that vmap has rules for.
-_CELLS: dict[Any, Callable[..., Any]] = {
-    torch.lstm_cell: _lstm_cell,
-    torch.gru_cell: _gru_cell,
-    torch.rnn_tanh_cell: _rnn_cell(torch.tanh),
-    torch.rnn_relu_cell: _rnn_cell(torch.relu),
-}
-
-
-def _padding_of(
-    tokens: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    *_: Any,
-    **__: Any,
-) -> tuple[Tensor, Tensor, int] | None:
-    """The row without gradient of a table with a copy for each record: vmap gives it one."""
-    if padding_idx is None or max_norm is not None or not _is_mapped(weight):
-        return None
-    return tokens, weight, padding_idx % len(weight)
-
-
-def _recurrent(cell: Callable[..., Any], *, has_memory: bool) -> Callable[..., Any]:
-    """torch.lstm, gru, rnn_tanh and rnn_relu of one record, step by step."""
-
-    def run(
-        input: Tensor,
-        hx: Any,
-        weights: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[Tensor, ...]:
-        states: tuple[Tensor, ...] = tuple(hx) if has_memory else (hx,)
-        directions = 2 if bidirectional else 1
-        each = len(weights) // (num_layers * directions)
-        steps = list(input.transpose(0, 1) if batch_first else input)
-        last: list[Any] = []
-        for layer in range(num_layers):
-            found = []
-            for direction in range(directions):
-                place = layer * directions + direction
-                w_ih, w_hh, *rest = weights[place * each : (place + 1) * each]
-                biases, projection = (rest[:2], rest[2:]) if has_biases else ([], rest)
-                state = tuple(s[place] for s in states)
-                outputs = []
-                for x in reversed(steps) if direction else steps:
-                    new = cell(x, state if has_memory else state[0], w_ih, w_hh, *biases)
-                    state = tuple(new) if has_memory else (new,)
-                    if projection:
-                        state = (F.linear(state[0], projection[0]), state[1])
-                    outputs.append(state[0])
-                found.append(outputs[::-1] if direction else outputs)
-                last.append(state)
-            steps = [torch.cat(at, -1) for at in zip(*found, strict=True)]
-            if layer < num_layers - 1 and dropout > 0 and train:
-                steps = list(F.dropout(torch.stack(steps), dropout))
-        output = torch.stack(steps, 1 if batch_first else 0)
-        return (output, *(torch.stack(s) for s in zip(*last, strict=True)))
-
-    return run
-
-
-_RECURRENT: dict[Any, Callable[..., Any]] = {
-    torch.lstm: _recurrent(_lstm_cell, has_memory=True),
-    torch.gru: _recurrent(_gru_cell, has_memory=False),
-    torch.rnn_tanh: _recurrent(_CELLS[torch.rnn_tanh_cell], has_memory=False),
-    torch.rnn_relu: _recurrent(_CELLS[torch.rnn_relu_cell], has_memory=False),
-}
-_REQUIRE_GRAD = frozenset((Tensor.requires_grad.__set__,))  # type: ignore[attr-defined]
-_EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
-
-
-def _are_aligned(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
-) -> bool:
-    """Whether records stay in dimension 0 of all operands when they are broadcast with one
-    another.
-    """
-    is_small = attn_mask is None or attn_mask.dim() <= query.dim()
-    return query.dim() == key.dim() == value.dim() and is_small
-
-
-def _plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(QKᵀ/√d + mask)·V, operation by operation, each of which has a rule for vmap and
-    for gradients.
-    """
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    scores = (
-        query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    )
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    if attn_mask is None or is_causal:
-        weights = scores.softmax(-1)
-    else:  # what sees nothing gets zeros from torch's own, NaN from softmax
-        is_blind = (scores == -math.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
-    return F.dropout(weights, dropout_p, dropout_p > 0) @ value
-
-
 def _require_torchs_own(function: type) -> None:
     """Refuse an ``autograd.Function`` of the caller's: it, or one inside it, may say itself
     what it does to a whole batch.
     """
-    if (
-        issubclass(function, torch.autograd.Function)
-        and function is not _OnBatch
-        and not function.__module__.startswith("torch.")
+    if issubclass(function, torch.autograd.Function) and not function.__module__.startswith(
+        "torch."
     ):
         raise CannotBeMapped(
             f"{function.__name__} is an autograd.Function of its own, whose rules for whole batches"
@@ -825,7 +557,7 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
             )
         if isinstance(value, (tuple, list)):
             _require_ordinary(func, value)
-        elif callable(value) and not isinstance(value, type) and _OnBatch not in values:
+        elif callable(value) and not isinstance(value, type):
             name = getattr(func, "__name__", str(func))
             raise CannotBeMapped(
                 f"it gives {name} a function to call, in which nothing is seen of what it does:"

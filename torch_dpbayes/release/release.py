@@ -26,12 +26,12 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.draws import PoissonSampler
-from ..errors import StepError
+from ..errors import ArgumentError, StateError, StepError
 from ..noise import GaussianNoise
 from ..per_sample.fixed_tensors import CHANGED, FixedTensors
-from ..per_sample.followed import Delivery
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
+from ..per_sample.operations import Delivery
 from ..ranks import STEP, Ranks, require_alone
 from .layout import Layout
 from .query import ClippedSum
@@ -223,18 +223,20 @@ class Release:
         """
         if self.draws is not None:
             if records != self.draws.part_size or total not in (None, self.draws.size):
-                raise RuntimeError(
+                raise StepError(
                     "the gradients of this step are not those of the batch that the private loader"
                     " delivered, every record once: pass each batch whole through the model once,"
-                    " then step()."
+                    " then step().",
+                    code="step-records",
                 )
         # neighbouring data sets may be one record longer or shorter, and must not be told apart by
         # an error
         elif self._is_full() and abs(records - self.num_data) > 1:
-            raise RuntimeError(
+            raise StateError(
                 f"expected_batch_size = num_data = {self.num_data} declares full batches, but this"
                 " batch is not all of the data: state the batch size, or use"
-                " PrivacyEngine.make_private."
+                " PrivacyEngine.make_private.",
+                code="sampling-unknown",
             )
 
     def _retire(self) -> None:
@@ -372,10 +374,11 @@ class Release:
         if sampling == "recordwise":
             return events.RecordwiseBatchGaussianDpEvent(z)
         if self.accountant.neighboring != "replace_one":
-            raise ValueError(
+            raise ArgumentError(
                 "who is in these batches is not known, and one record more may change them all: use"
                 ' PrivacyEngine.make_private, PrivacyAccountant(neighboring="replace_one"), or'
-                ' sampling="recordwise" if no record\'s place depends on others.'
+                ' sampling="recordwise" if no record\'s place depends on others.',
+                code="sampling-unknown",
             )
         return events.UnspecifiedBatchGaussianDpEvent(z)
 
@@ -414,7 +417,7 @@ class Release:
                     "steps are charged at sensitivity 2C, without amplification: nothing is known"
                     " of how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=9,
+                    stacklevel=8,
                 )
         return self._last_event[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ..errors import CheckpointError
 from .release import Release
 
 _log = logging.getLogger("torch_dpbayes")
@@ -46,7 +47,7 @@ def resume_charges(release: Release, saved: dict[str, Any]) -> None:
                 " counts all of them."
             )
     if _draws_again(release, saved) and len(accountant) > _count(charged):
-        raise ValueError(
+        raise CheckpointError(
             "the accountant was charged after this state was saved, and the DataLoader's generator="
             " would draw those batches again, for releases with other noise: leave it out."
         )

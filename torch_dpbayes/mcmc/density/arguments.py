@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...errors import ArgumentTypeError
 from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
@@ -37,7 +38,7 @@ class Arguments:
         leaves, self._nesting = tree_flatten((tuple(args), dict(kwargs or {})))
         for leaf in leaves:
             if type(leaf).__module__.split(".")[0] in ("numpy", "pandas", "polars", "jax"):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"an argument of the model is a {type(leaf).__name__}: pass data as torch"
                     " tensors, torch.as_tensor(...)."
                 )

@@ -318,7 +318,8 @@ class Prior:
 def _no_finite_density() -> UnfitModel:
     return UnfitModel(
         f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC, made"
-        " without the data."
+        " without the data.",
+        code="pyro-start",
     )
 
 

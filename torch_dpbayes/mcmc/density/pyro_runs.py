@@ -14,6 +14,7 @@ import torch
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
+from ...errors import UnfitModel as UnfitModel
 from ...noise import fresh_generator
 
 Model = Callable[..., Any]
@@ -21,12 +22,6 @@ Trace = Any  # pyro.poutine.trace_struct.Trace
 
 _CHECKS_VALUES = "_validate_args"  # torch has no public switch for one distribution
 FLAVOURS = ("normal", "uniform", "binary", "counts")
-
-
-class UnfitModel(ValueError):
-    """A model or arguments to which record-wise clipping gives no guarantee; the message says
-    what to write instead.
-    """
 
 
 class InvalidPoint(ArithmeticError):

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ...accounting.events import BoundedRangeDpEvent, positive_count
-from ..checks import require_positive
+from ...errors import CertificateError
+from ...mcmc.checks import check_positive
 from ..models import Density, Model, gradient_of
 from .certificate import ROUND_UP, Setting, Statement
 from .exact_draw import ExactDraw
@@ -59,13 +60,15 @@ class Bounded(ExactDraw):
         given = self.log_likelihood_range
         low, high = (-float(given), 0.0) if isinstance(given, int | float) else map(float, given)
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(
+            raise CertificateError(
                 "log_likelihood_range must be a finite interval (lowest, highest) of one record's"
                 f" log likelihood, got {given!r}."
             )
         object.__setattr__(self, "log_likelihood_range", (low, high))
         if self.temper not in ("likelihood", "posterior"):
-            raise ValueError(f'temper must be "likelihood" or "posterior", got {self.temper!r}.')
+            raise CertificateError(
+                f'temper must be "likelihood" or "posterior", got {self.temper!r}.'
+            )
         positive_count(self.warmup_steps, "warmup_steps")
 
     @classmethod
@@ -84,8 +87,8 @@ class Bounded(ExactDraw):
         start. The difference is clipped to that, so that the guarantee holds whether the two
         numbers are right or not; if they are, the clip changes nothing.
         """
-        require_positive("lipschitz", lipschitz)
-        require_positive("radius", radius)
+        check_positive("lipschitz", lipschitz)
+        check_positive("radius", radius)
         bound = lipschitz * radius
         return cls((-bound, bound), temper=temper, warmup_steps=warmup_steps, relative=True)
 
@@ -97,7 +100,7 @@ class Bounded(ExactDraw):
     def check(self, model: Model) -> None:
         constants = model.derived_constants()
         if constants is not None and constants.strength == 0:
-            raise ValueError(
+            raise CertificateError(
                 "prior_std is infinite, and a bounded likelihood with a flat prior has no"
                 " posterior: state a finite prior_std."
             )

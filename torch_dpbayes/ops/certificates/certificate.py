@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...accounting.choices import Neighboring, neighboring_relation
-from ...accounting.events import DpEvent
+from ...accounting.events import DpEvent, Neighboring, neighboring_relation
 from ...noise import GaussianNoise
 from ..models import Model
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
+from ...errors import ArgumentTypeError
 from ...noise import GaussianNoise
 from ..models import Density, Model
 from ..nuts import no_u_turn
@@ -54,7 +55,7 @@ class ExactDraw(Certificate):
 def require_exact(target: Any) -> None:
     """Refuse what is no certificate of an exact draw."""
     if not isinstance(target, ExactDraw):
-        raise TypeError(
+        raise ArgumentTypeError(
             "target must be the certificate of an exact draw, Bounded or StronglyLogConcave; got"
             f" {target!r}."
         )

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ...accounting.dominating_pairs import Array
 from ...accounting.events import DpEvent, MuGaussianDpEvent, positive_count
-from ...accounting.pairs import Array
+from ...errors import CertificateError
+from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise
-from ..checks import require_positive
 from ..langevin import overdamped
 from ..models import Model
 from .certificate import ROUND_UP, Certificate, Setting, Statement
@@ -21,7 +22,7 @@ from .certificate import ROUND_UP, Certificate, Setting, Statement
 _LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
 
 
-class StepTooLarge(ValueError):
+class StepTooLarge(CertificateError):
     """A step size above 2/M."""
 
 
@@ -90,7 +91,7 @@ class FiniteRunLangevin(Certificate):
 
     def __post_init__(self) -> None:
         positive_count(self.steps, "steps")
-        require_positive("max_grad_norm", self.max_grad_norm)
+        check_positive("max_grad_norm", self.max_grad_norm)
         if self.step_size is not None:
             steps = np.asarray(self.step_size, dtype=np.float64)
             # nobody else's list
@@ -98,12 +99,14 @@ class FiniteRunLangevin(Certificate):
                 self, "step_size", float(steps) if steps.ndim == 0 else tuple(steps.tolist())
             )
             if steps.ndim > 1 or (steps.ndim == 1 and len(steps) != self.steps):
-                raise ValueError(
+                raise CertificateError(
                     f"step_size must be one number or one for each of the {self.steps} steps, got"
                     f" {list(steps.shape)} of them."
                 )
             if not (np.isfinite(steps).all() and (steps > 0).all()):
-                raise ValueError(f"step_size must be positive and finite, got {self.step_size!r}.")
+                raise CertificateError(
+                    f"step_size must be positive and finite, got {self.step_size!r}."
+                )
         asserted = {
             "lipschitz": self.lipschitz,
             "strength": self.strength,
@@ -111,20 +114,20 @@ class FiniteRunLangevin(Certificate):
         }
         missing = [name for name, value in asserted.items() if value is None]
         if 0 < len(missing) < 3:
-            raise ValueError(
+            raise CertificateError(
                 f"asserted constants come together: {', '.join(missing)} missing. For a GLM leave"
                 " all three out, they are derived."
             )
         if self.lipschitz is not None and self.strength is not None and self.smoothness is not None:
-            require_positive("lipschitz", self.lipschitz)
-            require_positive("smoothness", self.smoothness)
+            check_positive("lipschitz", self.lipschitz)
+            check_positive("smoothness", self.smoothness)
             if not 0 <= self.strength < math.inf:
-                raise ValueError(
+                raise CertificateError(
                     f"strength must be 0 or positive and finite, got {self.strength}: where U is"
                     " not convex use dpb.optim.DPSGLD, which charges every step."
                 )
             if self.strength > self.smoothness:
-                raise ValueError(
+                raise CertificateError(
                     f"strength = {self.strength} exceeds smoothness = {self.smoothness}: no"
                     " function has both, so state a smaller strength."
                 )
@@ -132,12 +135,12 @@ class FiniteRunLangevin(Certificate):
     def check(self, model: Model) -> None:
         if model.derived_constants(self.max_grad_norm) is not None:
             if self.lipschitz is not None:
-                raise ValueError(
+                raise CertificateError(
                     "the constants of a GLM are derived, not asserted: leave out lipschitz=,"
                     " strength= and smoothness=."
                 )
         elif self.lipschitz is None:
-            raise ValueError(
+            raise CertificateError(
                 "nobody knows the constants of a model that is not a GLM: assert lipschitz=,"
                 " strength= and smoothness=, write a dpb.ops.GLM, or use dpb.optim.DPSGLD."
             )

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...accounting.choices import check_delta
-from ...accounting.events import DpEvent
+from ...accounting.events import DpEvent, check_delta
+from ...errors import CertificateError
 from ...noise import GaussianNoise
 from .. import sampling_error
 from ..langevin import Sampler
@@ -70,7 +70,7 @@ class RenyiClose(Certificate):
             or not isinstance(self.divergence, int | float)
             or not 0 <= self.divergence < math.inf
         ):
-            raise ValueError(
+            raise CertificateError(
                 f"divergence must be finite and not negative, got {self.divergence!r}."
             )
         if (
@@ -78,17 +78,17 @@ class RenyiClose(Certificate):
             or not isinstance(self.order, int | float)
             or not self.order > 1
         ):
-            raise ValueError(
+            raise CertificateError(
                 "order must be above 1 (math.inf for a bound on the ratio of the densities), got"
                 f" {self.order!r}."
             )
         if self.order == math.inf and self.delta is not None:
-            raise ValueError(
+            raise CertificateError(
                 "at order infinity the guarantee has no delta of its own: leave out delta=."
             )
         if self.order < math.inf:
             if self.delta is None:
-                raise ValueError(
+                raise CertificateError(
                     "at a finite order the guarantee is a pair (epsilon, delta): state delta=, as"
                     " RenyiClose(..., order=50, delta=1e-6)."
                 )
@@ -111,7 +111,7 @@ class RenyiClose(Certificate):
     def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
         """(ε, δ) of one draw at a finite order."""
         if self.delta is None:
-            raise ValueError("at order infinity there is no pair: the guarantee is event.")
+            raise CertificateError("at order infinity there is no pair: the guarantee is event.")
         return (
             sampling_error.renyi_close(
                 self.target.event(model, setting), self.divergence, self.order, self.delta

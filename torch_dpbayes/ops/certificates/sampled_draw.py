@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...accounting.events import ComposedDpEvent, FailureDpEvent, PureDpEvent
+from ...errors import ArgumentTypeError
 from .certificate import Certificate
 
 SINGLE_GUARANTEE = (
@@ -22,7 +23,7 @@ def event_of_pair(epsilon: float, delta: float) -> ComposedDpEvent:
 def require_sampler(sampler: Any) -> None:
     """Refuse what is no sampler."""
     if not callable(getattr(sampler, "draw", None)) or isinstance(sampler, type | Certificate):
-        raise TypeError(
+        raise ArgumentTypeError(
             "sampler must be one of dpb.ops, as Underdamped(steps=1000, step_size=0.1); got"
             f" {sampler!r}."
         )

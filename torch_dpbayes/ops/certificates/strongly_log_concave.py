@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...accounting.events import MuGaussianDpEvent, positive_count
-from ..checks import require_positive
+from ...errors import CertificateError
+from ...mcmc.checks import check_positive
 from ..models import Density, Model
 from .certificate import ROUND_UP, Setting, Statement
 from .exact_draw import ExactDraw
@@ -53,32 +54,32 @@ class StronglyLogConcave(ExactDraw):
     warmup_steps: int = 1000
 
     def __post_init__(self) -> None:
-        require_positive("max_grad_norm", self.max_grad_norm)
+        check_positive("max_grad_norm", self.max_grad_norm)
         if (self.lipschitz is None) != (self.strength is None):
-            raise ValueError(
+            raise CertificateError(
                 "lipschitz and strength are asserted together: state both; for a GLM, whose"
                 " constants are derived, none."
             )
         if self.lipschitz is not None:
-            require_positive("lipschitz", self.lipschitz)
-            require_positive("strength", self.strength)
+            check_positive("lipschitz", self.lipschitz)
+            check_positive("strength", self.strength)
         positive_count(self.warmup_steps, "warmup_steps")
 
     def check(self, model: Model) -> None:
         constants = model.derived_constants(self.max_grad_norm)
         if constants is not None:
             if self.lipschitz is not None:
-                raise ValueError(
+                raise CertificateError(
                     "the constants of a GLM are derived, not asserted: leave out lipschitz= and"
                     " strength=."
                 )
             if constants.strength == 0:
-                raise ValueError(
+                raise CertificateError(
                     "prior_std is infinite, so the prior is not strongly log-concave: state a"
                     " finite prior_std."
                 )
         elif self.lipschitz is None:
-            raise ValueError(
+            raise CertificateError(
                 "the constants of a model that is not a GLM have to be asserted:"
                 " StronglyLogConcave(lipschitz=..., strength=...)."
             )

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...accounting.choices import check_delta
-from ...accounting.events import DpEvent
+from ...accounting.events import DpEvent, check_delta
+from ...errors import CertificateError
+from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise
 from .. import sampling_error
-from ..checks import require_positive
 from ..langevin import Sampler
 from ..models import Model
 from .certificate import NOTHING_CHECKED, Certificate, Setting, Statement
@@ -57,9 +57,9 @@ class TotalVariationClose(Certificate):
         if self.sampler is not None:
             require_sampler(self.sampler)
         check_delta(self.delta)
-        require_positive("xi", self.xi)
+        check_positive("xi", self.xi)
         if 2 * self.xi >= self.delta:
-            raise ValueError(
+            raise CertificateError(
                 f"xi = {self.xi:g} must be below delta / 2 = {self.delta / 2:g}: state a larger"
                 " delta, or a sampler that is closer."
             )

@@ -8,28 +8,30 @@ from collections.abc import Mapping
 import numpy as np
 from scipy import optimize, special
 
-from .loss_grid import sampled_point
-from .pairs import Gaussian, Pair, Pure, Sampled
+from .dominating_pairs import Gaussian, Pair, Pure, Sampled
+from .privacy_loss import rounded_up, sampled_point
 
 # from here on the second term of delta, which lowers epsilon by 1 in mu**2/2, is below round-off
 # and left out
 _LARGE_MU = 1e5
+_MARGIN = 1e-12  # relative, of distribution functions
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """Balle and Wang 2018, Theorem 8."""
+    """Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu), rounded up (Balle and Wang 2018,
+    Theorem 8).
+    """
     if mu == 0:
         return 0.0
-    first = float(special.ndtr(mu / 2 - epsilon / mu))
+    first = float(special.ndtr(mu / 2 - epsilon / mu)) * (1 + 1e-15)
     if mu > _LARGE_MU:
-        return first * (1 + 1e-15)
-    # round-off
-    return first * (1 + 1e-15) - float(
-        np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu))
-    ) * (1 - 1e-15)
+        return first
+    second = float(np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))
+    return first - second * (1 - 1e-15)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The least epsilon >= 0 at which a Gaussian keeps ``delta``, rounded up."""
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     largest = mu**2 / 2 - mu * float(special.ndtri(delta))
@@ -53,11 +55,6 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
         lambda mu: gaussian_delta(mu, epsilon) - delta, low, high, xtol=1e-15, rtol=1e-12
     )
     return float(solution) * (1 - 1e-9)
-
-
-# --- one sampled release --------------------------------------------------------------------------
-
-_MARGIN = 1e-12  # relative, of distribution functions
 
 
 def advantage_sum(counts: Mapping[Pair, int]) -> float:
@@ -119,16 +116,9 @@ def sampled_epsilon(pair: Sampled, delta: float) -> float:
     high = 1e-9
     while sampled_delta(pair, high) > delta:
         high *= 4
-    found = float(
-        optimize.brentq(
-            lambda e: math.log(max(sampled_delta(pair, e), 1e-300) / delta),
-            0.0,
-            high,
-            xtol=1e-300,
-            rtol=1e-13,
-        )
-    )
-    margin = 1e-13 * found
-    while sampled_delta(pair, found) > delta:
-        found, margin = found + margin, 2 * margin
-    return found
+
+    def log_excess(e: float) -> float:
+        return math.log(max(sampled_delta(pair, e), 1e-300) / delta)
+
+    found = float(optimize.brentq(log_excess, 0.0, high, xtol=1e-300, rtol=1e-13))
+    return rounded_up(found, 1e-13 * found, lambda e: sampled_delta(pair, e) <= delta)

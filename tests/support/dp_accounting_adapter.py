@@ -1,47 +1,32 @@
-"""dp-accounting's interface, so that what was written for its accountants runs on this one."""
-
-from __future__ import annotations
+"""The accountant behind dp_accounting's interface, so that dp_accounting's own tests run on it."""
 
 import math
-from typing import Any
 
 import dp_accounting
-from dp_accounting.dp_event import ComposedDpEvent, DpEvent, SelfComposedDpEvent
+from dp_accounting.dp_event import ComposedDpEvent, SelfComposedDpEvent
 
-from . import events
-from .accountant import PrivacyAccountant
-from .bounded import largest_sum
-from .choices import SMALLEST_DELTA, Method
-from .failures import apart, failing
-from .pairs import NonPrivate, Pair, added, dominating_pair
+from torch_dpbayes import PrivacyAccountant
+from torch_dpbayes.accounting import events
+from torch_dpbayes.accounting.dominating_pairs import NonPrivate, added, dominating_pair
+from torch_dpbayes.accounting.events import SMALLEST_DELTA
+from torch_dpbayes.accounting.privacy_loss import apart, failing, largest_sum
 
 _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
 
 
 class DpAccountingAdapter(dp_accounting.PrivacyAccountant):
-    """A :class:`~torch_dpbayes.PrivacyAccountant` without a budget behind the interface of
-    ``dp_accounting.PrivacyAccountant``, for its calibration of mechanisms for instance.
-
-    Args:
-        method: as for :class:`~torch_dpbayes.PrivacyAccountant`.
-        neighboring_relation: ``ADD_OR_REMOVE_ONE`` or ``REPLACE_ONE``.
-
-    **Privacy.** Numbers are upper bounds for releases whose parameters and number were fixed in
-    advance. An infinite epsilon is returned where none is proved.
-    """
+    """A ``PrivacyAccountant`` without a budget, as a ``dp_accounting.PrivacyAccountant``."""
 
     def __init__(
         self,
-        neighboring_relation: dp_accounting.NeighboringRelation = (
-            dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-        ),
-        method: Method = "pld",
-    ) -> None:
+        neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+        method="pld",
+    ):
         super().__init__(neighboring_relation)
         self._accountant = PrivacyAccountant(neighboring=neighboring_relation, method=method)
-        self._pairs: dict[Pair, int] = {}
+        self._pairs = {}
 
-    def _maybe_compose(self, event: DpEvent, count: int, do_compose: bool) -> Any:
+    def _maybe_compose(self, event, count, do_compose):
         if isinstance(event, (ComposedDpEvent, SelfComposedDpEvent)):
             is_many = isinstance(event, ComposedDpEvent)
             times = count if is_many else count * event.count
@@ -50,10 +35,9 @@ class DpAccountingAdapter(dp_accounting.PrivacyAccountant):
                     return details
             return None
         try:
-            trial = PrivacyAccountant(
+            PrivacyAccountant(
                 neighboring=self.neighboring_relation, method=self._accountant.method
-            )
-            trial.compose(event)
+            ).compose(event)
         except (TypeError, ValueError) as error:
             return _Details(invalid_event=event, error_message=str(error))
         if do_compose and count > 0:
@@ -63,7 +47,7 @@ class DpAccountingAdapter(dp_accounting.PrivacyAccountant):
                 self._pairs = added(self._pairs, {pair: number})
         return None
 
-    def get_epsilon(self, target_delta: float) -> float:
+    def get_epsilon(self, target_delta):
         """Epsilon at ``target_delta``, which may be 0 or 1."""
         if NonPrivate() in self._pairs:
             return math.inf
@@ -74,7 +58,7 @@ class DpAccountingAdapter(dp_accounting.PrivacyAccountant):
         failures, others = apart(self._pairs)
         return math.inf if failures else largest_sum(others)
 
-    def get_delta(self, target_epsilon: float) -> float:
+    def get_delta(self, target_epsilon):
         """Delta at ``target_epsilon``, which may be infinite."""
         if NonPrivate() in self._pairs:
             return 1.0

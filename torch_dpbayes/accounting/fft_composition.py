@@ -19,293 +19,45 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft, signal, special
+from scipy import fft, signal
 
-from .levels import directions, scattered_of
-from .loss_grid import BEYOND, Masses, grid_masses, loss_nodes
+from .dominating_pairs import (
+    Array,
+    Gaussian,
+    Pair,
+    Sampled,
+    directions,
+    scattered_of,
+)
 from .mixture_bounds import Mixtures, Near, mixtures
-from .pairs import Array, Gaussian, Pair, Pure, Sampled, has_two_directions
+from .privacy_loss import BEYOND, Masses, grid_masses
+from .tilted_window import (
+    ACCURACY,
+    LARGEST_WINDOW,
+    SMALLEST,
+    Part,
+    Window,
+    choose_window,
+    log_expm1,
+    log_of,
+    log_outside,
+)
 
 Spectrum: TypeAlias = NDArray[np.complex128]
 
-# the last ones for losses of billionths
-_TILTS = np.append(np.geomspace(1e-4, 1e6, 104), np.geomspace(3e6, 3e16, 21))
-_WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
-_OUTSIDE = 1e-9  # tilted mass that the window may miss, at ordinary tilts
-_LARGEST_WINDOW = 2**22
-_LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floats
+_WIDE_WINDOW, _PILOT_SIZE = 2**20, 2**16  # where a composition in parts may be tighter
 _ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
 # at a wider window, if the first was too narrow; after that the bound holds, but is loose
 _ATTEMPTS = 4
-_SMALLEST = 1e-40  # delta, below which an answer may be loose
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
-ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
-# of a step's mean absolute loss, at which epsilons that are no larger are looked at
-_OF_LOSS = 0.05
-_OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
-_MOST_OF_CORE = 25.0  # tilt times cut, at which its delta at epsilon is far below any other
 _CUT = 0.25  # of epsilon, between the parts
-_MOST_CELLS = 2**17  # of the losses of one release, where a composition has two parts
-_PILOT_EXCESS = 0.5  # of log(delta)
-_CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
-_FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
-_MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 _MOST_KEPT = 2**24  # numbers in the spectra of all corners
 _AT_ONCE = 2**22  # numbers in the spectra of releases between the same corners
 _NEGLIGIBLE = -45.0  # logarithm of a modulus that is taken to be 0
-
-
-class Part(NamedTuple):
-    """One of two parts of a composition, whose deltas add up: that in which no release has a loss
-    above ``cut``, or the rest, in which at least one has.
-
-    Round-off is relative to the largest mass. Where delta lies in rare, large losses, the bulk of
-    the mass hides them; apart from it they keep their digits.
-    """
-
-    cut: float
-    is_rest: bool
-
-
-class _Losses:
-    """Quadrature nodes of the losses of a composition, for the choice of tilt and window."""
-
-    def __init__(
-        self, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part | None = None
-    ) -> None:
-        self._reverse, self._tail, self._part = reverse, tail, part
-        self.widest = 0.0
-        self._nodes = [(*self._of(pair), count) for pair, count in levels.items()]
-        self._mixed: Mixtures | None = None
-        self._corners: list[tuple[Array, Array]] = []
-
-    def _of(self, pair: Pair) -> tuple[Array, Array]:
-        losses, masses, central = loss_nodes(pair, self._tail)
-        if self._part is not None:
-            if losses.max() - losses.min() > _MOST_CELLS / 8 * self._part.cut:
-                raise OverflowError(BEYOND)
-            # no piece of the quadrature crosses the cut
-            losses, masses, central = loss_nodes(pair, self._tail, self._part.cut / 8)
-        self.widest = max(self.widest, float(losses.max() - losses.min()))
-        if central:
-            losses, masses = np.append(losses, 0.0), np.append(masses, central)
-        log_masses = _log(masses)
-        if self._reverse and has_two_directions(pair):
-            return -losses, log_masses - losses
-        return losses, log_masses
-
-    def set_mixtures(self, mixed: Mixtures) -> None:
-        """Mixtures, in the place of earlier ones."""
-        self._mixed, self._corners = mixed, [self._of(corner) for corner in mixed.corners]
-
-    def cumulants(self, tilts: Array) -> tuple[Array, Array, Array]:
-        """K(theta) = sum of count * log E exp(theta L), with K' and K''."""
-        if self._part is not None:
-            step = 1e-3 * (1 + np.abs(tilts))
-            below, here, above = (self._of_part(tilts + by) for by in (-step, 0.0, step))
-            curvature = np.maximum((above - 2 * here + below) / step**2, 0.0)
-            return here, (above - below) / (2 * step), curvature
-        total = np.zeros((3, len(tilts)))
-        for losses, log_masses, count in self._nodes:
-            total += count * np.stack(_cumulants(losses, log_masses, tilts))
-        if self._mixed is not None:
-            each = np.array([_cumulants(*corner, tilts) for corner in self._corners])
-            log_moment, mean, variance = np.moveaxis(each[self._mixed.among], 2, 0)
-            exponent = _log(self._mixed.weights)[:, :, None] + log_moment  # (groups, 4, tilts)
-            peak = exponent.max(axis=1)
-            share = np.exp(exponent - peak[:, None])
-            norm = share.sum(axis=1)
-            share /= norm[:, None]
-            center = (share * mean).sum(axis=1)
-            spread = (share * (variance + (mean - center[:, None]) ** 2)).sum(axis=1)
-            found = np.stack([peak + np.log(norm), center, spread])
-            total += np.tensordot(found, self._mixed.counts, (1, 0))
-        return total[0], total[1], total[2]
-
-    def _of_part(self, tilts: Array) -> Array:
-        assert self._part is not None
-        core, rise = np.zeros(len(tilts)), np.zeros(len(tilts))
-        for losses, log_masses, count in self._nodes:
-            exponent = tilts[:, None] * losses + log_masses
-            is_rest = losses > self._part.cut
-            inside = special.logsumexp(exponent[:, ~is_rest], axis=1)
-            core += count * inside
-            if is_rest.any():
-                beyond = special.logsumexp(exponent[:, is_rest], axis=1)
-                rise += count * np.logaddexp(0.0, beyond - inside)
-        return core + _log_expm1(rise) if self._part.is_rest else core
-
-    def totals(self) -> tuple[float, float, float]:
-        """The least and the largest possible loss, and the sum of the mean absolute losses."""
-        parts: list[tuple[Array, Array, float]] = [*self._nodes]
-        least = sum(count * float(losses.min()) for losses, _, count in self._nodes)
-        largest = sum(count * float(losses.max()) for losses, _, count in self._nodes)
-        if self._mixed is not None:
-            total = self._mixed.total
-            least += total * min(float(losses.min()) for losses, _ in self._corners)
-            largest += total * max(float(losses.max()) for losses, _ in self._corners)
-            shares = (self._mixed.shares * total).tolist()
-            parts += [(*corner, share) for corner, share in zip(self._corners, shares, strict=True)]
-        size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in parts)
-        return least, largest, size
-
-
-def _log_expm1(x: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.asarray(x + np.log(-np.expm1(-x)))
-
-
-def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, Array, Array]:
-    exponent = tilts[:, None] * losses + log_masses
-    peak = exponent.max(axis=1)
-    weight = np.exp(exponent - peak[:, None])
-    norm = weight.sum(axis=1)
-    mean = weight @ losses / norm
-    variance = np.maximum(weight @ losses**2 / norm - mean**2, 0.0)
-    return peak + np.log(norm), mean, variance
-
-
-class Window(NamedTuple):
-    """Grid, tilt and window for one direction. How tight the result is depends on it, not
-    whether it is a bound.
-    """
-
-    interval: float
-    tilt: float
-    lower_tilt: float
-    upper_tilt: float
-    lower: float
-    upper: float
-    log_delta: float  # about that of the answer
-    wanted_interval: float  # for the accuracy that was asked for
-    excess: float  # of log(delta) that mixtures aim at
-    fewest: int  # rates, and noises, of their grid
-    part: Part | None = None
-
-
-def choose_window(
-    levels: Mapping[Pair, int],
-    reverse: bool,
-    tail: float,
-    *,
-    log_delta: float | None = None,
-    epsilon: float | None = None,
-    accuracy: float = ACCURACY,
-    interval: float | None = None,
-    part: Part | None = None,
-) -> Window:
-    """The window for what is asked at ``epsilon``, or at ``log_delta``."""
-    asked, asked_log_delta = epsilon, log_delta
-    total = sum(levels.values())
-    sampled, others = scattered_of(levels) if part is None else ([], dict(levels))
-    losses = _Losses(others if sampled else levels, reverse, tail, part)
-    near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
-    for _ in range(2 if sampled else 1):
-        if sampled:
-            mixed = mixtures(sampled, excess, fewest, near)
-            if mixed is None:
-                losses, sampled = _Losses(levels, reverse, tail), []
-            else:
-                losses.set_mixtures(mixed)
-        cumulant, mean, variance = losses.cumulants(_TILTS)
-        tilt, epsilon, log_delta = _tangent(cumulant, mean, asked, asked_log_delta)
-        near = Near(tilt, log_delta, reverse)
-        excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
-        fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
-    assert epsilon is not None and log_delta is not None
-    if sampled:
-        accuracy *= _MIXED_ACCURACY
-    least, largest, size = losses.totals()
-    if interval is None:
-        # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
-        # the cell.
-        scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
-        scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
-        most = _MIXED_CELL if sampled else _CELL
-        wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), most * scale)
-        # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
-        # if rounding is all that blurs a step's loss.
-        if not sampled and (epsilon if asked is None else asked) < size:
-            wanted = min(wanted, _OF_LOSS * size / total)
-        # at this tail the losses may reach farther than at that of the delta which is found
-        interval = max(wanted, 4 * losses.widest / _LARGEST_WINDOW, _LEAST_INTERVAL)
-        if part is not None:
-            if not math.isfinite(interval):
-                raise OverflowError(BEYOND)
-            interval = max(min(interval, part.cut / 16), losses.widest / _MOST_CELLS)
-            interval = part.cut / max(math.floor(part.cut / interval), 1)
-        atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
-        if len(atoms) == 1 and (atom := atoms.pop()) > interval:
-            interval = atom / math.ceil(atom / interval)  # both its losses on the grid
-    else:
-        wanted = interval
-    tilt = min(tilt, 0.5 / interval)
-    if part is not None and not part.is_rest:
-        tilt = min(tilt, _MOST_OF_CORE / part.cut)
-    # What the rounding adds at most to a step's variance is h^2 / 4.
-    center, _, spread = (float(value[0]) for value in losses.cumulants(np.array([tilt])))
-    steps = _WINDOW_TILTS / math.sqrt(spread + total * interval**2 / 4)
-    tilts = np.concatenate([tilt + steps, tilt - steps])
-    outer, _, _ = losses.cumulants(tilts)
-    outer += total * interval**2 / 8 * (tilts + tilts**2 - tilt - tilt**2)
-    reach = (outer - center - _log_outside(tilt)) / np.concatenate([steps, steps])
-    above, below = reach[: len(steps)], reach[len(steps) :]
-    top, bottom = int(np.argmin(above)), int(np.argmin(below))
-    # The smallest and the largest possible loss bound the window too.
-    upper = min(float(above[top]), largest + total * interval)
-    lower = max(-float(below[bottom]), least - total * interval)
-    if not np.isfinite([interval, tilt, lower, upper]).all():
-        raise OverflowError(BEYOND)
-    return Window(
-        interval=max(interval, (upper - lower) / _LARGEST_WINDOW),
-        tilt=tilt,
-        lower_tilt=tilt - float(steps[bottom]),
-        upper_tilt=tilt + float(steps[top]),
-        lower=lower,
-        upper=upper,
-        log_delta=log_delta,
-        # of smaller deltas an answer may be loose
-        wanted_interval=wanted if log_delta > math.log(_SMALLEST) else interval,
-        excess=excess,
-        fewest=fewest,
-        part=part,
-    )
-
-
-def _tangent(
-    cumulant: Array, mean: Array, epsilon: float | None, log_delta: float | None
-) -> tuple[float, float, float]:
-    """Tilt, epsilon and log(delta), where one of the latter two is given: the tangent point of the
-    bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath, Steinke 2020),
-    interpolated, so that the result changes smoothly with the levels.
-    """
-    conversion = -_TILTS * np.log1p(1 / _TILTS) - np.log1p(_TILTS)
-    if log_delta is not None:
-        depth = np.maximum.accumulate(_TILTS * mean - cumulant + np.log1p(_TILTS))
-        tilt = float(np.exp(np.interp(-log_delta, depth, np.log(_TILTS))))
-        found = float(np.interp(tilt, _TILTS, (cumulant - log_delta + conversion) / _TILTS))
-        return tilt, max(found, 0.0), log_delta
-    assert epsilon is not None
-    epsilon = min(epsilon, _LARGEST_EPSILON)
-    log_delta = min(float(np.min(cumulant - _TILTS * epsilon + conversion)), 0.0)
-    tangent = np.maximum.accumulate(mean - np.log1p(1 / _TILTS))
-    return float(np.exp(np.interp(epsilon, tangent, np.log(_TILTS)))), epsilon, log_delta
-
-
-def _log_outside(tilt: float) -> float:
-    """Logarithm of the tilted mass that the window may miss. It counts as delta, of which tilted
-    mass at the losses that decide is about 1 / tilt.
-    """
-    return math.log(_OUTSIDE / (1 + 1e-4 * tilt))
-
-
-def _log(masses: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.log(masses))
 
 
 def _power(spectrum: Spectrum, count: int) -> Spectrum:
@@ -356,7 +108,7 @@ def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: fl
 
 def _spectrum(level: Masses, window: Window, size: int) -> Transform:
     grid = window.interval * (level.first + np.arange(len(level.masses)))
-    log_masses = _log(level.masses)
+    log_masses = log_of(level.masses)
     log_moments = np.zeros(3)
     for i, tilt in enumerate((window.upper_tilt, window.lower_tilt, window.tilt)):
         exponent = tilt * grid
@@ -404,7 +156,7 @@ def _transform_of_part(
         return core
     if not rise.all():
         raise OverflowError(BEYOND)
-    moments = core.log_moments + _log_expm1(rise)
+    moments = core.log_moments + log_expm1(rise)
     rest /= math.exp(moments[2] - core.log_moments[2])
     return Transform(rest, offset, extent, core.count, core.infinity, moments)
 
@@ -474,7 +226,7 @@ def _transform_of_mixtures(
         infinity = max(infinity, found.infinity)
     moments = (mixed.weights[:, :, None] * np.exp(log_moments[mixed.among])).sum(axis=1)
     log_scale = float(mixed.counts @ np.log(moments[:, 2]))
-    largest = number * _log(mean) - log_scale  # of the logarithm of the product
+    largest = number * log_of(mean) - log_scale  # of the logarithm of the product
     counted = largest > _NEGLIGIBLE
     most = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 1
     if most > kept:
@@ -529,7 +281,7 @@ class Composition:
 
     Args:
         window: from :func:`choose_window`.
-        levels: how often each pair occurs, or their transform in this window.
+        levels: how often each pair occurs; or what was made of that on the same grid.
         reverse: whether a record was added.
         tail: mass of each release that may be moved upwards.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
@@ -543,8 +295,8 @@ class Composition:
         tail: float,
         mixed: bool = True,
     ) -> None:
-        self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
         self._mixed = mixed
+        self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
         self._first = math.floor(window.lower / window.interval) - 2
         last = math.ceil(window.upper / window.interval) + 2
         self._size = fft.next_fast_len(max(last - self._first + 1, 64), real=True)
@@ -601,8 +353,8 @@ class Composition:
         """The window with the window that the moments measured on the grid ask for."""
         window = self.window
         upper, lower, center = (float(moment) for moment in self.transform.log_moments)
-        end = (upper - center - _log_outside(window.tilt)) / (window.upper_tilt - window.tilt)
-        start = (lower - center - _log_outside(window.tilt)) / (window.lower_tilt - window.tilt)
+        end = (upper - center - log_outside(window.tilt)) / (window.upper_tilt - window.tilt)
+        start = (lower - center - log_outside(window.tilt)) / (window.lower_tilt - window.tilt)
         width = window.upper - window.lower
         if end - start > 3 * width:
             # The outer tilts lie where moments explode: closer ones bound the tails better.
@@ -615,7 +367,7 @@ class Composition:
         end = min(
             max(end, window.upper), self.interval * (self.transform.offset + self.transform.extent)
         )
-        interval = max(window.interval, (end - start) / _LARGEST_WINDOW)
+        interval = max(window.interval, (end - start) / LARGEST_WINDOW)
         return window._replace(lower=start, upper=end, interval=interval)
 
     def _profile(self, tilted: Array) -> tuple[Array, Array]:
@@ -719,6 +471,7 @@ def compose(
     interval: float | None = None,
     reverse: bool | None = None,
     mixed: bool = True,
+    is_pilot: bool = False,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -730,11 +483,12 @@ def compose(
         interval: the discretisation interval, instead.
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
+        is_pilot: a very wide window gets a coarse grid, since a composition in parts may follow.
     """
     total = sum(levels.values())
     compositions = []
     for direction in directions(levels) if reverse is None else (reverse,):
-        wanted, tail = delta, tail_of(_SMALLEST if delta is None else delta, total)
+        wanted, tail = delta, tail_of(SMALLEST if delta is None else delta, total)
         for _ in range(_ATTEMPTS):
             window = choose_window(
                 levels,
@@ -746,21 +500,23 @@ def compose(
                 interval=interval,
             )
             if wanted is None:
-                tail = tail_of(max(math.exp(window.log_delta), _SMALLEST), total)
+                tail = tail_of(max(math.exp(window.log_delta), SMALLEST), total)
                 if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
                     window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
+            if is_pilot and (window.upper - window.lower) / window.interval > _WIDE_WINDOW:
+                window = window._replace(interval=(window.upper - window.lower) / _PILOT_SIZE)
             composition = Composition(window, levels, direction, tail, mixed)
             if epsilon is None:
                 break
             # Where few releases decide, the guess of delta is far too high.
-            found = max(composition.upper_delta(epsilon), _SMALLEST)
+            found = max(composition.upper_delta(epsilon), SMALLEST)
             if tail <= 100 * tail_of(found, total) and (
                 wanted is not None or window.interval <= window.wanted_interval
             ):
                 break
             wanted, tail = found, tail_of(found, total)
         for _ in range(_ATTEMPTS):
-            if composition.wrapped <= 100 * math.exp(_log_outside(composition.window.tilt)):
+            if composition.wrapped <= 100 * math.exp(log_outside(composition.window.tilt)):
                 break
             composition = Composition(composition.wider_window(), levels, direction, tail, mixed)
         compositions.append(composition)

@@ -22,8 +22,7 @@ f(x) = Y(x) - exp(epsilon) Y(-x): the law of a sum of t independent values, whic
 many epsilons. Where it is below what round-off lets see, another bound takes its place: at alpha *
 beta the divergence is at most H_alpha(X || noise) + alpha * H_beta(noise || -X), and the least of
 these is the profile of the two losses added with their quantiles matched. Between, profiles are
-convex in exp(epsilon). :class:`~torch_dpbayes.accounting.pairs.Allocated` of kind "antipodal"
-stands for all of that.
+convex in exp(epsilon). ``Allocated`` of kind "antipodal" stands for all of that.
 
 A replaced record may cost more than with Poisson sampling: it is in some batch for certain. Of two
 steps at z = 1 delta(0) is 0.520, and 0.471 with Poisson sampling.
@@ -40,9 +39,18 @@ import attr
 import numpy as np
 from scipy import fft, optimize, signal, special
 
-from . import events, loss_grid, pairs, renyi
-from .events import DpEvent, GaussianDpEvent, Parts
-from .pairs import Allocated, Array, Gaussian, Pair
+from .dominating_pairs import (
+    WHERE_ZEROED,
+    Allocated,
+    Array,
+    Gaussian,
+    Pair,
+    as_removed,
+    pair_of,
+)
+from .events import DpEvent, GaussianDpEvent, Parts, parts_of, positive_count, sampled_gaussian
+from .privacy_loss import Nodes, loss_nodes, pieces
+from .renyi import divergences
 
 _EXCESS = 2e-4  # of the variance of W - 1 that the grids may add, relative to it
 _COARSEST = 0.01  # ratio of neighbouring values on a grid, less 1
@@ -61,10 +69,10 @@ _UNSEEN = 1e-60  # probability of values of W that its negative moments leave ou
 _ROUND_OFF = 1e-12  # of a moment, by far
 
 
-@attr.s(frozen=True, slots=True, auto_attribs=True)
+@attr.frozen
 class RandomAllocationDpEvent(DpEvent):
-    """One epoch of ``num_steps`` Gaussian sums: every record joins one of the batches, each with
-    the same probability, independently of the other records.
+    """One epoch of ``num_steps`` Gaussian sums ("balls and bins"): every record joins one batch,
+    each with the same probability, independently of the other records.
 
     A started epoch counts as a whole. ``event`` has the smallest noise multiplier in it. Steps may
     depend on earlier outputs of the epoch.
@@ -74,21 +82,20 @@ class RandomAllocationDpEvent(DpEvent):
     event: DpEvent
 
 
-@events.parts_of.register
+WHERE_ZEROED[RandomAllocationDpEvent] = as_removed
+
+
+@parts_of.register
 def _(event: RandomAllocationDpEvent, count: int) -> Parts:
-    gaussian = events.sampled_gaussian(event.event, "RandomAllocationDpEvent")
-    steps = events.positive_count(event.num_steps, "num_steps")
-    yield (gaussian if steps == 1 else RandomAllocationDpEvent(steps, gaussian)), count
+    gaussian = sampled_gaussian(event, "RandomAllocationDpEvent")
+    steps = positive_count(event.num_steps, "num_steps")
+    if steps > 1 and isinstance(gaussian, GaussianDpEvent):
+        gaussian = RandomAllocationDpEvent(steps, gaussian)
+    yield gaussian, count
 
 
-@events.lowered.register
-def _(event: RandomAllocationDpEvent, slack: float) -> DpEvent:
-    return RandomAllocationDpEvent(event.num_steps, events.lowered(event.event, slack))
-
-
-@pairs.pair_of.register
+@pair_of.register
 def _(event: RandomAllocationDpEvent, replace: bool) -> Pair:
-    assert isinstance(event.event, GaussianDpEvent)
     noise = event.event.noise_multiplier
     if not _LEAST_NOISE <= noise <= _LARGEST_NOISE:
         return Gaussian((2.0 if replace else 1.0) / noise)
@@ -98,7 +105,7 @@ def _(event: RandomAllocationDpEvent, replace: bool) -> Pair:
 # --- the law of W without the record --------------------------------------------------------------
 
 
-@attr.s(frozen=True, slots=True, auto_attribs=True)
+@attr.frozen
 class _Law:
     """Probabilities ``masses`` of the values exp(interval * (first + arange(len(masses))))."""
 
@@ -192,7 +199,7 @@ def _one_value(noise: float, interval: float, below: float, beyond: float) -> _L
         np.linspace(low, high, 2 + int(10 * (high - low))),
         np.clip((grid + s**2 / 2) / s, low, high),
     )
-    x, weight = loss_grid.pieces(edges, 5)
+    x, weight = pieces(edges, 5)
     masses = weight * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     masses[0] += below
     return _spread(s * x - s**2 / 2, masses, interval)
@@ -236,16 +243,16 @@ def _power_of_ten(tail: float) -> float:
     return max(10.0 ** math.floor(math.log10(tail)), 1e-290)
 
 
-@loss_grid.loss_nodes.register
-def _(pair: Allocated, tail: float, interval: float | None = None) -> loss_grid.Nodes:
+@loss_nodes.register
+def _(pair: Allocated, tail: float, interval: float | None = None) -> Nodes:
     tail = _power_of_ten(tail)
     if pair.kind == "directed":
         losses, masses = _average(pair.steps, pair.noise, tail, tail)
-        return loss_grid.Nodes(losses, masses * np.exp(losses))
+        return Nodes(losses, masses * np.exp(losses))
     return _read_off(_matched(pair, tail), *_replaced(pair.steps, pair.noise))
 
 
-def _matched(pair: Allocated, tail: float) -> loss_grid.Nodes:
+def _matched(pair: Allocated, tail: float) -> Nodes:
     """Quantiles matched."""
     # Where one loss is large the other one's probability counts that many times.
     s = 1 / pair.noise
@@ -258,7 +265,7 @@ def _matched(pair: Allocated, tail: float) -> loss_grid.Nodes:
     width = np.diff(np.append(starts, 0.5))
     top = losses[::-1][np.searchsorted(upper, starts, "right")]
     bottom = losses[np.searchsorted(lower, starts, "right")]
-    return loss_grid.Nodes(
+    return Nodes(
         np.concatenate([top - bottom, bottom - top]),
         np.concatenate([width * np.exp(top), width * np.exp(bottom)]),
     )
@@ -313,7 +320,7 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     edges = np.linspace(-end, end, 2 + int(10 * end * max(1.0, s)))
 
     def nodes(edges: Array) -> tuple[Array, Array]:
-        u, weight = loss_grid.pieces(edges, 5)
+        u, weight = pieces(edges, 5)
         mass = weight * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
         mass[0] += float(special.ndtr(-end))
         # in units of exp(epsilon), for the range of floats
@@ -392,7 +399,7 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     return min(math.exp(epsilon) * bound + _NO_NODE * (1 + steps), 1.0)
 
 
-def _read_off(nodes: loss_grid.Nodes, epsilons: Array, deltas: Array) -> loss_grid.Nodes:
+def _read_off(nodes: Nodes, epsilons: Array, deltas: Array) -> Nodes:
     """The losses of the smaller of two profiles, of the greatest convex function below both: the
     one that ``nodes`` have, and ``deltas`` at ``epsilons``.
     """
@@ -409,13 +416,13 @@ def _read_off(nodes: loss_grid.Nodes, epsilons: Array, deltas: Array) -> loss_gr
     without = np.maximum(np.diff(slopes), 0.0)  # masses of the other law at each loss above 0
     middle = max(1 + 2 * float(slopes[0]) - float(delta[0]), 0.0)
     loss = at[kept][1:]
-    return loss_grid.Nodes(
+    return Nodes(
         np.concatenate([-loss[::-1], [0.0], loss]),
         np.concatenate([without[::-1], [middle], without * ratio[1:]]),
     )
 
 
-def _profile(nodes: loss_grid.Nodes, epsilons: Array) -> Array:
+def _profile(nodes: Nodes, epsilons: Array) -> Array:
     order = np.argsort(nodes.losses)
     losses, masses = nodes.losses[order], nodes.masses[order]
     above = np.cumsum(masses[::-1])[::-1]
@@ -483,7 +490,7 @@ def _without_record(pair: Allocated, alpha: Array) -> Array:
     return np.minimum(alpha * s2 / 2, bound)
 
 
-@renyi.divergences.register
+@divergences.register
 def _(pair: Allocated, alpha: Array) -> Array:
     if pair.kind == "directed":
         return np.maximum(_with_record(pair, alpha), _without_record(pair, alpha))
@@ -491,8 +498,3 @@ def _(pair: Allocated, alpha: Array) -> Array:
     sum_of_both = (alpha - 0.5) / (alpha - 1) * _with_record(pair, 2 * alpha)
     sum_of_both = sum_of_both + _without_record(pair, 2 * alpha - 1)
     return np.asarray(np.minimum(sum_of_both, 2 * alpha / pair.noise**2))
-
-
-@pairs.dominating_mu.register
-def _(pair: Allocated) -> float:
-    return (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise

@@ -1,0 +1,569 @@
+"""Pairs of distributions that dominate a release, and which pair belongs to which event.
+
+A pair (P, Q) dominates a release if for all neighbouring data sets and every epsilon its
+hockey-stick divergence H(P || Q) = sup_S P(S) - e^epsilon Q(S) is at least that of the release.
+Compositions are dominated by the product of the pairs (Zhu, Dong, Wang 2022, Theorem 10).
+
+What is known of a kind of pair is registered by its type: its privacy loss in :mod:`privacy_loss`,
+its Renyi curve in :mod:`renyi`, and here what has a default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import singledispatch
+from typing import Any, Literal
+
+import attr
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .events import (
+    BoundedRangeDpEvent,
+    DpEvent,
+    FailureDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    MuGaussianDpEvent,
+    Neighboring,
+    NeighboringRelation,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    SampledWithoutReplacementDpEvent,
+    ShuffledEpochDpEvent,
+    UnspecifiedBatchGaussianDpEvent,
+    UserLevelDpEvent,
+    ZCDpEvent,
+    neighboring_relation,
+)
+
+Array = NDArray[np.float64]
+SampledKind = Literal["directed", "antipodal", "symmetric"]
+
+EXACT_LEVELS = 48  # different sampled releases up to which each is composed as it is
+_MOST_LEVELS = 1000
+_MOST_EPOCHS, _EPOCHS_RATIO = 8, 1.01  # of random allocation: each kind takes a second
+# Below this noise / sensitivity sampling is ignored: one step alone then costs epsilon > 1000.
+_LEAST_NOISE = 0.02
+_LEAST_RATE = 1e-30  # smaller ones are rounded up to it, for their inverses to be floats
+
+# --- kinds of pairs -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gaussian:
+    """(N(mu, 1), N(0, 1))."""
+
+    mu: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A Gaussian sum of sensitivity 1 and standard deviation z = ``noise``, taken with probability
+    q = ``rate``.
+
+    kind "directed": ((1-q) N(0, z^2) + q N(1, z^2), N(0, z^2)) for a removed record, the reverse
+    for an added one. kind "antipodal": ((1-q) N(0, z^2) + q N(1, z^2), (1-q) N(0, z^2) + q N(-1,
+    z^2)). kind "symmetric": the pair whose profile for epsilon >= 0 is that of "directed" and which
+    is its own reverse.
+    """
+
+    kind: SampledKind
+    rate: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """A Gaussian sum of sensitivity 1 and standard deviation ``noise`` in one of ``steps`` steps.
+
+    kind "directed": (the average of N(e_i, z^2 1) over the unit vectors, N(0, z^2 1)) for a removed
+    record, the reverse for an added one. kind "antipodal": a bound on the pair of the averages of
+    N(e_i, z^2 1) and of N(-e_i, z^2 1), see :mod:`random_allocation`; its own reverse.
+    """
+
+    kind: Literal["directed", "antipodal"]
+    steps: int
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """One of several releases, drawn with these weights; which one is announced."""
+
+    parts: tuple[tuple[float, Sampled], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Laplace:
+    """((1-q) Lap(0, b) + q Lap(1, b), Lap(0, b)) for a removed record, the reverse for an added
+    one; q = ``rate``, b = ``scale``.
+    """
+
+    rate: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class FewLosses:
+    """Privacy losses with their probabilities, all of them; its own reverse unless ``directed``."""
+
+    losses: tuple[float, ...]
+    masses: tuple[float, ...]
+    directed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiscreteGaussian:
+    """Discrete Gaussians of parameter ``std`` around ``move`` and around 0; its own reverse."""
+
+    std: float
+    move: int
+
+
+@dataclass(frozen=True, slots=True)
+class Amplified:
+    """((1-q) Q + q P, Q) of a pair (P, Q) of discrete losses, q = ``rate``, for a removed record,
+    the reverse for an added one (Zhu, Dong, Wang 2022, Theorem 11).
+    """
+
+    rate: float
+    pair: FewLosses | DiscreteGaussian
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianMixture:
+    """(the mixture of N(moves_i, 1), chances_i and of N(0, 1) for the rest, N(0, 1))."""
+
+    moves: tuple[float, ...]
+    chances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pure:
+    """Randomised response with parameter ``epsilon``: dominates every pure release."""
+
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedRange:
+    """The profile (1 - e^(-(b-g)/2))^2 / (1 - e^(-b)), -b <= g <= b (Dong, Durfee, Rogers 2020),
+    b = ``epsilon``.
+    """
+
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Concentrated:
+    """(xi, rho)-zCDP, on a Poisson sample of this rate. Known by its Renyi curve only."""
+
+    rho: float
+    xi: float
+    rate: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The best of a hidden number of runs, each of which makes the releases ``parts``: pairs with
+    how often. Known by its Renyi curve only, see :mod:`selection`.
+    """
+
+    parts: tuple[tuple[Pair, int], ...]
+    mean: float
+    shape: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Loss +infinity with probability ``delta``, else 0; its own reverse."""
+
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
+class NonPrivate:
+    """No guarantee at all."""
+
+
+Pair = (
+    Gaussian
+    | Sampled
+    | Allocated
+    | Mixed
+    | Laplace
+    | FewLosses
+    | DiscreteGaussian
+    | Amplified
+    | GaussianMixture
+    | Pure
+    | BoundedRange
+    | Concentrated
+    | Repeated
+    | Failure
+    | NonPrivate
+)
+
+
+def sampled_pair(kind: SampledKind, rate: float, noise: float) -> Pair:
+    """A sampled Gaussian sum, or an unsampled one where sampling changes nothing."""
+    if rate == 1.0 or noise < _LEAST_NOISE:
+        return Gaussian((2.0 if kind == "antipodal" else 1.0) / noise)
+    return Sampled(kind, max(rate, _LEAST_RATE), noise)
+
+
+# --- from events to pairs -------------------------------------------------------------------------
+
+
+def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelation) -> Pair:
+    """The pair that dominates one elementary event.
+
+    Only the functions registered here turn a noise / clip bound into a noise / sensitivity.
+
+    Raises:
+        ArgumentError: the event gives no guarantee under this neighbouring relation.
+    """
+    relation = neighboring_relation(neighboring)
+    release = event.event if isinstance(event, UserLevelDpEvent) else event
+    if relation == "zero_out":
+        # who is in a batch stays as it is, whatever the batch
+        if isinstance(release, _UNSAMPLED):
+            return Gaussian(1.0 / release.noise_multiplier)
+        if (found := WHERE_ZEROED.get(type(release))) is None:
+            raise ArgumentError(
+                f"{type(release).__name__} is not accounted for under zero_out: use"
+                " add_or_remove_one or replace_one, or charge what its guarantee is (PureDpEvent,"
+                " MuGaussianDpEvent)."
+            )
+        return found(release)
+    return pair_of(release, relation == "replace_one")
+
+
+@singledispatch
+def pair_of(event: DpEvent, replace: bool) -> Pair:
+    """:func:`dominating_pair` of one kind of event; ``replace``: a record is replaced by another.
+
+    A new kind of event registers its own: ``@pair_of.register``.
+    """
+    raise ArgumentTypeError(f"{event!r} is not an elementary event.")
+
+
+@pair_of.register
+def _(event: GaussianDpEvent, replace: bool) -> Pair:
+    return Gaussian((2.0 if replace else 1.0) / event.noise_multiplier)
+
+
+@pair_of.register
+def _(event: PoissonSampledDpEvent, replace: bool) -> Pair:
+    q = event.sampling_probability
+    if isinstance(event.event, GaussianDpEvent):
+        return sampled_pair("antipodal" if replace else "directed", q, event.event.noise_multiplier)
+    pair = pair_of(event.event, replace)
+    if q == 1:
+        return pair
+    if replace:
+        raise ArgumentError(
+            f"Poisson batches amplify {type(event.event).__name__} under add_or_remove_one only:"
+            " use that relation, or charge the release itself, without amplification."
+        )
+    if isinstance(pair, Laplace):
+        return Laplace(q, pair.scale)
+    if isinstance(pair, FewLosses | DiscreteGaussian):
+        return Amplified(q, pair)
+    if isinstance(pair, Concentrated):
+        return Concentrated(pair.rho, pair.xi, q)
+    # Balle, Barthe, Gaboardi 2018, Theorem 8: (log(1 + q (e^epsilon - 1)), q delta)
+    if isinstance(pair, Failure):
+        return Failure(q * pair.delta * (1 + 1e-15))
+    assert isinstance(pair, Pure)
+    epsilon = pair.epsilon
+    if epsilon > 30:  # no exponential beyond floats
+        epsilon += math.log(q) + math.log1p((1 - q) / q * math.exp(-epsilon))
+    else:
+        epsilon = math.log1p(q * math.expm1(epsilon))
+    return Pure(epsilon * (1 + 1e-14))
+
+
+@pair_of.register
+def _(event: SampledWithoutReplacementDpEvent, replace: bool) -> Pair:
+    # A batch of fixed size swaps one member for another under either relation: sensitivity 2C.
+    rate = event.sample_size / event.source_dataset_size
+    return sampled_pair("symmetric", rate, event.event.noise_multiplier / 2)
+
+
+@pair_of.register
+def _(event: RecordwiseBatchGaussianDpEvent, replace: bool) -> Pair:
+    return Gaussian(2.0 / event.noise_multiplier)
+
+
+@pair_of.register
+def _(event: UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent, replace: bool) -> Pair:
+    if replace:
+        return Gaussian(2.0 / event.noise_multiplier)
+    if isinstance(event, ShuffledEpochDpEvent):
+        raise ArgumentError(
+            "a shuffled loader gives no guarantee under add_or_remove_one, where an added record"
+            " may change every batch: use PrivacyAccountant(neighboring='replace_one'), or Poisson"
+            " sampling (PrivacyEngine.make_private)."
+        )
+    raise ArgumentError(
+        "an unspecified batch may change altogether when one record is added: use"
+        ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private, or charge'
+        " RecordwiseBatchGaussianDpEvent if who is in a batch does not depend on other records."
+    )
+
+
+@pair_of.register
+def _(event: LaplaceDpEvent, replace: bool) -> Pair:
+    # Several coordinates that move cost no more than one that moves by their sum: for noise with a
+    # log-concave density the latter's trade-off curve is theirs, one after the other.
+    return Laplace(1.0, event.noise_multiplier / (1 + replace))
+
+
+@pair_of.register
+def _(
+    event: MuGaussianDpEvent
+    | PureDpEvent
+    | BoundedRangeDpEvent
+    | ZCDpEvent
+    | FailureDpEvent
+    | NonPrivateDpEvent,
+    replace: bool,
+) -> Pair:
+    # guarantees under the accountant's relation, whichever it is
+    kinds: dict[type[DpEvent], Callable[..., Pair]] = {
+        MuGaussianDpEvent: Gaussian,
+        PureDpEvent: Pure,
+        BoundedRangeDpEvent: BoundedRange,
+        ZCDpEvent: Concentrated,
+        FailureDpEvent: Failure,
+        NonPrivateDpEvent: NonPrivate,
+    }
+    return kinds[type(event)](*attr.astuple(event))
+
+
+@pair_of.register
+def _(event: UserLevelDpEvent, replace: bool) -> Pair:
+    return pair_of(event.event, replace)
+
+
+_UNSAMPLED = (
+    UnspecifiedBatchGaussianDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    ShuffledEpochDpEvent,
+)
+
+
+def as_removed(event: Any) -> Pair:
+    """The pair where a record is zeroed out, if only its own contribution changes: as removed."""
+    return pair_of(event, False)
+
+
+# of each kind of event that is accounted for under "zero_out" its pair; mechanisms add theirs
+WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = dict.fromkeys(
+    (
+        GaussianDpEvent,
+        PoissonSampledDpEvent,
+        LaplaceDpEvent,
+        MuGaussianDpEvent,
+        PureDpEvent,
+        BoundedRangeDpEvent,
+        ZCDpEvent,
+        FailureDpEvent,
+        NonPrivateDpEvent,
+    ),
+    as_removed,
+)
+
+
+# --- what is known of a pair ----------------------------------------------------------------------
+
+
+def has_two_directions(pair: Pair) -> bool:
+    """Whether a removed and an added record differ; every other pair is its own reverse."""
+    if isinstance(pair, Mixed):
+        return any(has_two_directions(part) for _, part in pair.parts)
+    if isinstance(pair, Laplace):
+        return pair.rate < 1
+    if isinstance(pair, FewLosses):
+        return pair.directed
+    if isinstance(pair, GaussianMixture | Amplified):
+        return True
+    return isinstance(pair, (Sampled, Allocated)) and pair.kind == "directed"
+
+
+def directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
+    """Whether to look at the pairs as they are (a record was removed) and at their reverse (a
+    record was added).
+    """
+    return (False, True) if any(map(has_two_directions, levels)) else (False,)
+
+
+@singledispatch
+def largest_loss(pair: Pair) -> float:
+    """What the privacy loss of one release never passes."""
+    if isinstance(pair, Pure | BoundedRange):
+        return pair.epsilon
+    return max(map(abs, pair.losses)) if isinstance(pair, FewLosses) else math.inf
+
+
+@largest_loss.register
+def _(pair: Laplace) -> float:
+    if pair.rate == 1:
+        return 1 / pair.scale
+    return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + 1 / pair.scale))
+
+
+@largest_loss.register
+def _(pair: Amplified) -> float:
+    inner = largest_loss(pair.pair)
+    return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + inner))
+
+
+def largest_added_loss(pair: Pair) -> float:
+    """:func:`largest_loss` where a record was added: with probability 1 - q the release is as
+    without the record.
+    """
+    if isinstance(pair, Sampled | Laplace | Amplified) and has_two_directions(pair):
+        return -math.log1p(-pair.rate)
+    return largest_loss(pair)
+
+
+@singledispatch
+def dominating_mu(pair: Pair) -> float:
+    """A mu for which ``pair`` is mu-Gaussian differentially private."""
+    if (largest := largest_loss(pair)) < math.inf:
+        # The Gaussian whose trade-off curve meets that of randomised response where both errors
+        # are equal; it is convex with the same ends, so it lies below.
+        return -2.0 * float(special.ndtri(special.expit(-largest)))
+    return math.inf
+
+
+@dominating_mu.register
+def _(pair: Gaussian | GaussianMixture) -> float:
+    return pair.mu if isinstance(pair, Gaussian) else max(pair.moves)
+
+
+@dominating_mu.register
+def _(pair: Sampled | Allocated) -> float:
+    return (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise  # without amplification
+
+
+@dominating_mu.register
+def _(pair: Mixed) -> float:
+    return max(dominating_mu(part) for _, part in pair.parts)
+
+
+@dominating_mu.register
+def _(pair: Concentrated | Repeated) -> float:
+    raise ArgumentError(
+        "a release known by its Renyi curve only implies no Gaussian differential privacy, on which"
+        " this accountant's adaptive guarantee rests since its first charge: charge it to an"
+        " accountant of its own."
+    )
+
+
+def covers(reserve: Pair, pair: Pair) -> bool:
+    """Whether ``reserve`` dominates ``pair``: less noise and a larger rate are less private."""
+    if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
+        return (
+            reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
+        )
+    if isinstance(reserve, Allocated) and isinstance(pair, Allocated):
+        return (
+            reserve.kind == pair.kind
+            and reserve.steps <= pair.steps
+            and reserve.noise <= pair.noise
+        )
+    if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
+        return reserve.mu >= pair.mu
+    return reserve == pair
+
+
+def added(counts: Mapping[Pair, int], more: Mapping[Pair, int], times: int = 1) -> dict[Pair, int]:
+    """``counts`` plus ``times`` times ``more``."""
+    total = dict(counts)
+    for pair, count in more.items():
+        total[pair] = total.get(pair, 0) + times * count
+    return total
+
+
+def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
+    """Takes ``count`` of what covers ``pair`` out of ``tokens``, and says what that was;
+    ``None``: nothing does.
+    """
+    left = tokens.get(pair, 0)
+    if left < count:
+        found = next((p for p, n in tokens.items() if n >= count and covers(p, pair)), None)
+        if found is None:
+            return None
+        pair, left = found, tokens[found]
+    tokens[pair] = left - count
+    return pair
+
+
+# --- fewer different releases ---------------------------------------------------------------------
+
+
+def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
+    """Gaussians become one, and epochs of many kinds a few; what bounds a composition from above
+    costs no less than ``counts``.
+    """
+    squared = math.fsum(n * pair.mu**2 for pair, n in counts.items() if isinstance(pair, Gaussian))
+    several = sum(isinstance(pair, Allocated) for pair in counts) > _MOST_EPOCHS
+    merged: dict[Pair, int] = {}
+    for pair, count in counts.items():
+        if isinstance(pair, Gaussian):
+            continue
+        if isinstance(pair, Allocated) and several:
+            cell = math.floor(math.log(pair.noise) / math.log(_EPOCHS_RATIO))
+            pair = replace(pair, noise=min(_EPOCHS_RATIO**cell, pair.noise))
+        merged[pair] = merged.get(pair, 0) + count
+    if squared:
+        merged[Gaussian(math.sqrt(squared))] = 1
+    return merged
+
+
+def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]], dict[Pair, int]]:
+    """Sampled releases, if they are too many to be composed one by one, and the others."""
+    sampled = [(pair, count) for pair, count in levels.items() if isinstance(pair, Sampled)]
+    if len(sampled) <= EXACT_LEVELS:
+        return [], dict(levels)
+    return sampled, {pair: n for pair, n in levels.items() if not isinstance(pair, Sampled)}
+
+
+def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:
+    """Sampled releases, if they are many, brought to a grid of this ratio of rates and noises.
+
+    Args:
+        levels: how often each pair occurs.
+        ratio: at least; it grows until there are at most a thousand.
+        upper: at a cell's least private member, and its noise on the grid, so that a curve of it
+            serves other histories; or at its most private one.
+    """
+    sampled, groups = scattered_of(levels)
+    if not sampled:
+        return groups
+    noise = np.array([pair.noise for pair, _ in sampled])
+    rate = np.array([pair.rate for pair, _ in sampled])
+    while True:
+        cells = np.floor(np.log([noise, rate]) / math.log(ratio)).astype(np.int64)
+        members: dict[tuple[SampledKind, int, int], list[int]] = {}
+        for i, (pair, _) in enumerate(sampled):
+            members.setdefault((pair.kind, *cells[:, i].tolist()), []).append(i)
+        if len(members) <= _MOST_LEVELS:
+            break
+        ratio = 1 + 2 * (ratio - 1)
+    for (kind, cell, _), index in members.items():
+        least, most = (np.min, np.max) if upper else (np.max, np.min)
+        z = float(least(noise[index]))
+        level = Sampled(kind, float(most(rate[index])), min(z, ratio**cell) if upper else z)
+        groups[level] = groups.get(level, 0) + sum(sampled[i][1] for i in index)
+    return groups

@@ -1,0 +1,199 @@
+# ruff: noqa: SLF001 - of followed tensors
+"""What a torch function does to a batch: by its name, or by the shapes of its arguments.
+
+A function of unknown name is called on meta tensors with a prime number of records: a size of the
+result that the prime divides is the dimension of the records. Then the function of a few synthetic
+records is compared with that of each one as a batch of one, so that nobody gets another loss than
+written; privacy does not rest on the comparison. Equal arguments are looked at once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .followed import PRIME, Followed, flatten, unflatten
+
+
+def names(*texts: str) -> frozenset[str]:
+    return frozenset(name for text in texts for name in text.split())
+
+
+METADATA = names(
+    "shape dtype device ndim layout is_cuda is_cpu is_sparse itemsize nbytes is_nested",
+    "is_quantized is_meta is_mps is_xpu is_mkldnn names size dim ndimension numel nelement",
+    "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
+    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
+)
+NUMBERS = names(
+    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__",
+    "is_nonzero equal allclose __contains__ __iter__ __format__",
+)
+# One to one on records, whatever the shape: they run on all rows at once.
+TO_ELSEWHERE = names(
+    "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",
+    "short char byte bool",
+)
+ELEMENTWISE = names(
+    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply",
+    "div __truediv__ __rtruediv__ true_divide divide pow __pow__ __rpow__ neg __neg__ abs",
+    "exp log log1p expm1 sqrt rsqrt square sigmoid tanh relu softplus logsigmoid sin cos",
+    "clamp clamp_min clamp_max where maximum minimum eq ne lt le gt ge __eq__ __ne__",
+    "__lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not __and__ __or__",
+    "__invert__ isnan isfinite sign lgamma digamma erf reciprocal nan_to_num",
+)
+# A reduced loss may be multiplied by fixed numbers and added to others.
+PRODUCTS = names("mul __mul__ __rmul__ multiply div true_divide divide __truediv__")
+SUMS = names("add __add__ __radd__ sub __sub__ __rsub__ rsub subtract")
+LINEAR = PRODUCTS | SUMS | names("neg __neg__ sum mean stack squeeze reshape view")
+# Functions with sizes among their arguments.
+SIZES = names(
+    "view reshape expand new_zeros new_ones new_full new_empty unflatten broadcast_to repeat"
+)
+LOSSES = frozenset(
+    name
+    for name in dir(F)
+    if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
+) | {"kl_div"}
+# Losses of torch.nn.functional that compute each row, or each entry, by itself.
+OF_CLASSES = names("cross_entropy nll_loss")
+OF_ENTRIES = names(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
+    "poisson_nll_loss soft_margin_loss kl_div",
+)
+
+_ROWS_TRIED = 3  # synthetic records
+_TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
+
+
+def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor | None], bool]:
+    """Meta tensors of the results for a prime number of records, and whether the function of a
+    batch is that of its records.
+    """
+    return _looked_at(_Signature(function, spec, leaves))
+
+
+def nesting_of(function: Any, spec: Any, leaves: list[Any]) -> Any:
+    """How the results of a function are nested."""
+    return flatten(_on_meta_tensors(function, spec, leaves))[1]
+
+
+class _Signature:
+    """A function and the shapes of its arguments."""
+
+    __slots__ = ("_key", "function", "leaves", "spec")
+
+    def __init__(self, function: Any, spec: Any, leaves: list[Any]) -> None:
+        self.function, self.spec, self.leaves = function, spec, leaves
+        self._key = (function, spec, tuple(map(_described, leaves)))
+
+    def __hash__(self) -> int:
+        return hash((self.function, self._key[2]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Signature) and self._key == other._key
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Followed):
+        return leaf._rows.shape[1:], leaf._dim, leaf._how, leaf._rows.dtype
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), repr(leaf)
+
+
+@lru_cache(4096)
+def _looked_at(signature: _Signature) -> tuple[list[Tensor | None], bool]:
+    function, spec, leaves = signature.function, signature.spec, signature.leaves
+    found = flatten(_on_meta_tensors(function, spec, leaves))[0]
+    metas = [t if isinstance(t, Tensor) else None for t in found]
+    signature.leaves = []  # the cache keeps no records
+    return metas, _is_row_by_row(function, spec, leaves, metas)
+
+
+def _on_meta_tensors(function: Any, spec: Any, leaves: list[Any]) -> Any:
+    args, kwargs = unflatten([_on_meta(v) for v in leaves], spec)
+    with torch.no_grad():
+        return function(*args, **kwargs)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Followed):
+        if value._how == "sealed":
+            return value._rows
+        shape = list(value._rows.shape[1:])
+        if value._dim is not None:
+            shape[value._dim] *= PRIME
+        return torch.empty(shape, dtype=value._rows.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _is_row_by_row(function: Any, spec: Any, leaves: list[Any], metas: list[Tensor | None]) -> bool:
+    if any(isinstance(v, Tensor) and v.device.type == "meta" for v in leaves):
+        return True
+    if any(isinstance(v, Followed) and v._how is not None for v in leaves):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    # a function may write into its constants, as batch_norm does
+    leaves = [v.clone() if type(v) in (Tensor, nn.Parameter) else v for v in leaves]
+
+    def synthetic(value: Followed) -> Tensor:
+        shape = (_ROWS_TRIED, *value._rows.shape[1:])
+        if value._rows.is_floating_point():
+            made = torch.rand(shape, generator=generator) * 0.8 + 0.1  # probabilities, too
+        else:
+            made = torch.randint(0, 2, shape, generator=generator)
+        return made.to(value._rows.dtype).to(value._rows.device)
+
+    made = {k: synthetic(v) for k, v in enumerate(leaves) if isinstance(v, Followed)}
+
+    def results(values: dict[int, Tensor], records: int) -> list[Tensor]:
+        new = [
+            v // PRIME * records if type(v) is int and v > 0 and v % PRIME == 0 else v
+            for v in leaves
+        ]
+        for k, v in values.items():
+            new[k] = v
+        args, kwargs = unflatten(new, spec)
+        found = flatten(function(*args, **kwargs))[0]
+        return [t.double() for t in found if isinstance(t, Tensor)]
+
+    batch = {k: leaves[k].like(v).whole() for k, v in made.items()}
+    devices = {v.device for v in made.values() if v.device.type == "cuda"}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+            together, again = results(batch, _ROWS_TRIED), results(batch, _ROWS_TRIED)
+            if not all(map(_are_equal, together, again)):
+                return True  # it draws random numbers
+            alone = [results({k: v[i] for k, v in made.items()}, 1) for i in range(_ROWS_TRIED)]
+    except Exception:
+        return True
+    return all(map(_is_made_of, together, metas, zip(*alone, strict=True)))
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool((a != a).any())
+
+
+def _is_made_of(together: Tensor, meta: Tensor | None, rows: tuple[Tensor, ...]) -> bool:
+    """Whether the result of a batch has the results of its records as rows, or is their mean or
+    sum.
+    """
+    shape = () if meta is None else meta.shape
+    dims = [d for d, size in enumerate(shape) if size and size % PRIME == 0]
+    stacked = torch.stack(rows)
+    if len(dims) == 1:
+        expected = [stacked.movedim(0, dims[0]).flatten(dims[0], dims[0] + 1)]
+    else:
+        expected = [stacked.mean(0), stacked.sum(0)]
+    return any(
+        e.shape == together.shape
+        and torch.allclose(together, e, _TOLERANCE, _TOLERANCE, equal_nan=True)
+        for e in expected
+    )

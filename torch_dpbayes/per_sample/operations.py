@@ -1,0 +1,622 @@
+# ruff: noqa: SLF001 - Followed tensors and what is done with them are one thing
+"""The loss of a training loop, computed for each record alone.
+
+An operation on followed tensors runs by ``torch.func.vmap`` for each record as a batch of one, so
+that the result of record i is made of record i. The end is a mean or sum over the records, and
+``backward()``. Elementwise functions of equal shapes, and losses that torch documents as row by
+row, run on all rows at once, for speed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DPBayesError
+from . import function_kinds as kinds
+from .followed import (
+    PRIME,
+    Batch,
+    Derived,
+    Followed,
+    as_plain,
+    flatten,
+    is_constant,
+    is_in_place,
+    unflatten,
+)
+from .nested import map_tensors
+from .record_map import (
+    SAVED_TENSORS,
+    CannotBeMapped,
+    RecordMap,
+    in_plain_words,
+    require_no_modes,
+    without_values,
+)
+
+_NON_FINITE = " before backward() (a record that is not finite counts as zero)"
+
+
+class Delivery:
+    """Hands out batches as followed tensors, one open batch at a time.
+
+    Args:
+        expected_batch_size: what followed tensors show as the number of their records.
+    """
+
+    def __init__(self, expected_batch_size: float) -> None:
+        self._shown = max(2, round(expected_batch_size))
+        self._last: Batch | None = None
+
+    def __call__(self, delivered: Any, records: int) -> Any:
+        """``delivered`` with its tensors followed.
+
+        Args:
+            delivered: tensors with records in dimension 0, in nested tuples, lists and mappings.
+            records: how many records it holds.
+        """
+        if self._last is not None:
+            self._last.close()
+        self._last = batch = Batch(self._shown, _run, is_empty=records == 0)
+
+        def followed(t: Tensor) -> Tensor:
+            if t.dim() == 0 or len(t) != records:
+                return t.as_subclass(Derived)  # made of several records by collate_fn
+            if records == 0:
+                t = t.new_full((1, *t.shape[1:]), 1 if t.is_floating_point() else 0)
+            return Followed(t.unsqueeze(1), batch)
+
+        return map_tensors(delivered, followed)
+
+
+def _run(function: Any, name: str, *given: Any) -> Any:
+    """A torch function on followed tensors of an open batch."""
+    operation = _Operation(function, name, *given)
+    try:
+        if name in ("backward", *kinds.METADATA):
+            return operation.run()
+        with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+            return operation.run()
+    except CannotBeMapped as error:
+        what = str(error).rstrip(".")
+    except DPBayesError:
+        raise
+    except Exception as error:
+        if name == "backward":
+            raise
+        what = SAVED_TENSORS if str(error) == SAVED_TENSORS else without_values(error)
+    raise operation.batch.refuse(f"{name}: {what}")
+
+
+@lru_cache(2048)
+def _is_torchs(function: Any) -> bool:
+    """Whether a function that torch hands to followed tensors is torch's own: of C++, or defined in
+    one of its modules.
+    """
+    if isinstance(function, FunctionType):
+        home = str(function.__globals__.get("__name__"))
+        module = sys.modules.get(home)
+        return home.partition(".")[0] == "torch" and function.__globals__ is vars(module)
+    return type(function).__module__ == "builtins"
+
+
+_OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
+
+
+class _Operation:
+    """One torch function on followed tensors of an open batch."""
+
+    def __init__(
+        self,
+        function: Any,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        spec: Any,
+        batch: Batch,
+    ) -> None:
+        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
+        self.leaves, self.spec, self.batch = leaves, spec, batch
+        self.followed = [v for v in leaves if isinstance(v, Followed)]
+
+    def run(self) -> Any:
+        name, first, batch = self.name, self.followed[0], self.batch
+        if not _is_torchs(self.function):
+            raise batch.refuse(f"{name} is not a function of torch")
+        if name in kinds.METADATA:
+            return self.function(*self.args, **self.kwargs)
+        if batch.refusal is not None:
+            raise batch.refuse(batch.refusal)
+        is_metric = self._is_running_metric()
+        for f in self.followed:
+            if f._batch is not batch and not is_metric:
+                raise batch.refuse("tensors of two batches meet: one of an earlier step comes back")
+            if f.grad_fn is not None:
+                raise batch.refuse("a torch.autograd.Function was applied to the outputs")
+        require_no_modes()
+        if name in _SPECIAL:
+            return self._special()
+        if name == "requires_grad_":
+            raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
+        if is_in_place(name, self.kwargs) or self.kwargs.get("out") is not None:
+            raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
+        if is_metric:
+            self._free_earlier()
+            return self._sealed()
+        self._check_constants()
+        if any(f._how for f in self.followed):
+            return self._on_reduced()
+        if (
+            name in kinds.TO_ELSEWHERE
+            and isinstance(self.args[0], Followed)
+            and len(self.followed) == 1
+        ):
+            return first.like(self._called([first._rows]))
+        if self.kwargs.get("max_norm") is not None:
+            raise batch.refuse("max_norm changes the weight that it is given in place")
+        if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
+            return self._loss()
+        is_alone = len(self.args) == 1 and not self.kwargs
+        if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
+            return self._reduced(first._rows, name)
+        if name in kinds.ELEMENTWISE and self._are_alike():
+            return first.like(self._called(f._rows for f in self.followed))
+        if name == "squeeze" and is_alone:
+            keep = [d for d, size in enumerate(first.shape) if d != first._dim and size == 1]
+            dim = None if first._dim is None else first._dim - sum(d < first._dim for d in keep)
+            return Followed(first._rows.squeeze([d + 1 for d in keep]), batch, dim)
+        return self._mapped()
+
+    def _special(self) -> Any:
+        """What is no computation with the values."""
+        name, first, batch = self.name, self.followed[0], self.batch
+        is_attribute = not isinstance(self.function, FunctionType)
+        if name == "requires_grad" and is_attribute:
+            return self.function(first)
+        if name == "grad" and is_attribute:
+            return None
+        if name == "_is_all_true":  # asked by torch.distributions, to raise an error
+            return torch.tensor(True)
+        if name == "data":
+            self.function, self.name = Tensor.detach, "detach"
+            return self.run()
+        if self.function is torch.autograd.backward:
+            if len(self.followed) != 1 or any(
+                isinstance(v, Tensor) and v is not first for v in self.leaves
+            ):
+                raise batch.refuse("torch.autograd.backward() of several tensors")
+            return self._backward()
+        if name == "backward":
+            return self._backward(*self.args[1:], **self.kwargs)
+        if name == "grad_fn":
+            raise batch.refuse("grad_fn is read, as torch.compile does", "loss-compiled")
+        if name in ("__repr__", "__str__"):
+            return f"Followed(shape={tuple(first.shape)}, values after backward())"
+        if name in kinds.NUMBERS:
+            raise batch.refuse(
+                f"{name} reads values of the batch before backward(), on which the loss could then"
+                " depend",
+                "loss-number",
+            )
+        raise batch.refuse(
+            f"torch.autograd.{name} of the batch",
+            "loss-backward",
+            _OF_INPUTS,
+        )
+
+    def _called(self, values: Iterable[Tensor]) -> Any:
+        """The function with tensors in place of the followed ones."""
+        rest = iter(values)
+        leaves = [next(rest) if isinstance(v, Followed) else v for v in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        return self.function(*args, **kwargs)
+
+    def _is_running_metric(self) -> bool:
+        """Whether reduced values without gradients meet those of earlier batches, as in a running
+        mean. The result is sealed, so that it meets no loss and no model.
+        """
+        mine = [f for f in self.followed if f._batch is self.batch]
+        others = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
+        earlier = [f for f in self.followed if f._batch is not self.batch]
+        return (
+            (bool(earlier) or any(isinstance(v, Derived) for v in others))
+            and not any(f._batch.is_open for f in earlier)
+            and not any(v.requires_grad for v in others)
+            and all(f._how is not None and not f._rows.requires_grad for f in mine)
+        )
+
+    def _free_earlier(self) -> None:
+        """Take values of earlier batches as they are: a running mean would keep all of them."""
+        self.leaves = [
+            v.free() if isinstance(v, Followed) and v._batch is not self.batch else v
+            for v in self.leaves
+        ]
+        self.followed = [v for v in self.leaves if isinstance(v, Followed)]
+
+    def _check_constants(self) -> None:
+        for value in self.leaves:
+            if not isinstance(value, Tensor) or isinstance(value, Followed):
+                continue
+            if isinstance(value, Derived):
+                raise self.batch.refuse(
+                    f"{self.name} meets a tensor that was computed from other records, or from"
+                    " several of this batch"
+                )
+            if value.requires_grad and torch.is_grad_enabled():
+                raise self.batch.refuse(
+                    f"{self.name} meets a tensor outside the model that requires grad",
+                    "loss-outside",
+                )
+
+    def _are_alike(self) -> bool:
+        """Whether all tensors have the same rows in the same places, so that an operation on
+        entries keeps records apart.
+        """
+        first = self.followed[0]
+        return all(
+            v._rows.shape == first._rows.shape and v._dim == first._dim
+            if isinstance(v, Followed)
+            else not isinstance(v, Tensor) or v.dim() == 0
+            for v in self.leaves
+        )
+
+    def _is_detached(self) -> bool:
+        return not any(f._rows.requires_grad for f in self.followed)
+
+    # -- losses of torch.nn.functional -------------------------------------------------------------
+
+    def _loss(self) -> Any:
+        """A loss whose mean has a divisor that shapes alone decide."""
+        batch, name, first = self.batch, self.name, self.followed[0]
+        kwargs = dict(self.kwargs)
+        how = kwargs.pop("reduction", "mean")
+        if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+            raise batch.refuse(f"{name}: size_average and reduce are deprecated", "loss-option")
+        is_weighted = name in (*kinds.OF_CLASSES, "mse_loss", "l1_loss")
+        if how == "mean" and is_weighted and kwargs.get("weight") is not None:
+            raise batch.refuse(
+                f"{name}(weight=) divides by the weights of the records in the batch",
+                "loss-divisor",
+                f"Write F.{name}(out, y, weight=w, reduction='none').mean()",
+            )
+        if how == "mean" and name == "ctc_loss":
+            raise batch.refuse(
+                "ctc_loss divides by the lengths of the targets",
+                "loss-divisor",
+                "Write F.ctc_loss(..., reduction='none').mean()",
+            )
+        self.kwargs = {**kwargs, "reduction": "none"}
+        self.leaves, self.spec = flatten((self.args, self.kwargs))
+        if self._has_rows_of_its_own():
+            each = self._on_whole()
+            if len(each) == len(first._rows) and each.dim() == 1 and how in ("mean", "sum"):
+                return Followed(each, batch, None, how)
+            rows = each.unflatten(0, first._rows.shape[:2])
+        elif name == "ctc_loss":
+            rows = self._ctc(*self.args, **kwargs)
+        else:
+            is_gaussian = name == "gaussian_nll_loss"
+            found = _gaussian_nll(*self.args, **kwargs) if is_gaussian else self._mapped()
+            if how == "none":
+                return found
+            rows = found._rows
+        if how == "none":
+            return Followed(rows, batch)
+        if how == "batchmean":
+            return self._reduced(rows.flatten(1).sum(1) / rows.shape[1], "mean")
+        return self._reduced(rows, how)
+
+    def _ctc(
+        self, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, **options: Any
+    ) -> Tensor:
+        """torch computes it record by record, with records in dimension 1."""
+        if not isinstance(log_probs, Followed) or log_probs._dim != 1 or log_probs.dim() != 3:
+            raise self.batch.refuse("ctc_loss takes log_probs of shape (time, records, classes)")
+        whole = []
+        for value in (log_probs, targets, input_lengths, target_lengths):
+            if isinstance(value, (tuple, list)):
+                value = torch.tensor(value)
+            if isinstance(value, Followed):
+                whole.append(value.whole())
+            elif is_constant(value, self.batch):
+                whole.append(value[:1].expand(len(log_probs._rows), *value.shape[1:]))
+            else:
+                raise self.batch.refuse("ctc_loss: a target or length is not of this batch")
+        # a label that is no class would be looked up in the memory of another record
+        labels = whole[1].reshape(len(whole[1]), -1)
+        place = torch.arange(labels.shape[1], device=labels.device)
+        wrong = (labels < 0) | (labels >= log_probs.shape[2])
+        whole[1] = labels.masked_fill(wrong, 0)
+        each: Tensor = self.function(*whole, **{**options, "reduction": "none"})
+        is_read = place < whole[3].reshape(-1, 1)
+        return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
+
+    def _has_rows_of_its_own(self) -> bool:
+        """Whether the loss may run on all records at once: torch documents it as row by row for
+        these shapes.
+        """
+        if len(self.followed) != 2 or any(f._dim != 0 for f in self.followed):
+            return False
+        first, second = self.followed
+        if len(self.args) < 2 or self.args[0] is not first or self.args[1] is not second:
+            return False
+        mine, theirs = first._rows.shape, second._rows.shape
+        if self.name in kinds.OF_ENTRIES:
+            return mine == theirs and self._are_alike()
+        if self.name in kinds.OF_CLASSES and len(mine) > 2:
+            return theirs in (mine, (*mine[:2], *mine[3:]))
+        return False
+
+    def _on_whole(self) -> Tensor:
+        outputs, targets = (f._rows.flatten(0, 1) for f in self.followed)
+        if self.name in kinds.OF_CLASSES and not targets.is_floating_point():
+            return self._of_classes(outputs, targets)
+        each: Tensor = self._called([outputs, targets])
+        return each
+
+    def _of_classes(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """A record whose label is no class gets the loss NaN, which counts as zero; it stops nobody
+        else's step.
+        """
+        each: Tensor
+        if labels.device.type == "cpu":  # where torch raises an error, and does not abort
+            with suppress(IndexError):
+                each = self._called([outputs, labels])
+                return each
+        is_used = labels != self.kwargs.get("ignore_index", -100)
+        wrong = ((labels < 0) | (labels >= outputs.shape[1])) & is_used
+        each = self._called([outputs, labels.masked_fill(wrong, 0)])
+        return each.masked_fill(wrong, math.nan)
+
+    def _reduced(self, rows: Tensor, how: str) -> Followed:
+        if rows.dim() > 1:
+            rows = rows.flatten(1).mean(1) if how == "mean" else rows.flatten(1).sum(1)
+        return Followed(rows, self.batch, None, how)
+
+    # -- any other function ------------------------------------------------------------------------
+
+    def _mapped(self) -> Any:
+        """The function of each record as a batch of one, and its shape for a whole batch."""
+        failure: Exception | None = None
+        for place, has_constants in [(p, c) for c in (False, True) for p in self._sizes()]:
+            on_meta, single = list(self.leaves), list(self.leaves)
+            if place is not None:  # len(x) written into a size is the number of records
+                on_meta[place] = self.leaves[place] // self.batch.shown * PRIME
+                single[place] = self.leaves[place] // self.batch.shown
+            self._replace_positions(on_meta, single)
+            if has_constants and not self._replace_constants(on_meta, single):
+                continue
+            try:
+                shapes, is_same = kinds.shapes_of(self.function, self.spec, on_meta)
+                break
+            except Exception as error:
+                failure = failure or error
+        else:
+            assert failure is not None
+            raise self._refused(failure)
+        if not is_same:
+            return self._sealed()
+        places = [k for k, v in enumerate(single) if isinstance(v, Followed)]
+        nesting: Any | None = None
+
+        def one(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+            nonlocal nesting
+            values = list(single)
+            for k, row in zip(places, rows, strict=True):
+                values[k] = row
+            args, kwargs = unflatten(values, self.spec)
+            found, nesting = flatten(self.function(*args, **kwargs))
+            return found
+
+        rows = [single[k]._rows for k in places]
+        try:
+            found = RecordMap(len(rows[0]), leaves=False)(one, rows)
+        except Exception:
+            if self._is_detached():
+                return self._sealed()
+            raise
+        if len(found) != len(shapes):
+            raise self.batch.refuse(f"{self.name} gives another number of tensors for one record")
+        results = [self._followed(t, m) for t, m in zip(found, shapes, strict=True)]
+        if any(t is None for t in results):
+            return self._sealed()
+        return unflatten(results, nesting)
+
+    def _refused(self, failure: Exception) -> DPBayesError:
+        """The error of a function that no shapes suit."""
+        if any(
+            isinstance(v, Tensor) and not isinstance(v, Followed) and self.batch.shown in v.shape
+            for v in self.leaves
+        ):
+            return self.batch.refuse(
+                f"{self.name} meets a tensor with a row for each record that is not made of the"
+                " batch",
+                "loss-rows",
+            )
+        return self.batch.refuse(f"{self.name}: {in_plain_words(failure)}")
+
+    def _followed(self, rows: Any, meta: Tensor | None) -> Followed | None:
+        """A result with the dimension of its records; None where it has none, or several."""
+        if not isinstance(rows, Tensor) or meta is None or rows.dim() != meta.dim() + 1:
+            return None
+        own = list(rows.shape[1:])
+        dims = [d for d, size in enumerate(meta.shape) if size and size % PRIME == 0]
+        if len(dims) == 1:
+            as_one = [n // PRIME if d in dims else n for d, n in enumerate(meta.shape)]
+            return Followed(rows, self.batch, dims[0]) if as_one == own else None
+        if not dims and own == list(meta.shape) and self.name in ("mean", "sum"):
+            return Followed(rows, self.batch, None, self.name)
+        return None
+
+    def _sizes(self) -> list[int | None]:
+        """Where the number of records may stand among sizes, the likeliest first; or nowhere."""
+        if self.name not in kinds.SIZES:
+            return [None]
+        places = [k for k, v in enumerate(self.leaves) if type(v) is int]
+        may_be = [k for k in places if (v := self.leaves[k]) > 0 and v % self.batch.shown == 0]
+        is_first = bool(may_be) and may_be[0] == places[0]
+        return [*may_be[:1], None, *may_be[1:]] if is_first else [None, *may_be]
+
+    def _replace_positions(self, on_meta: list[Any], single: list[Any]) -> None:
+        """In ``out[torch.arange(len(out)), y]`` every record takes its own row."""
+        if self.name != "__getitem__":
+            return
+        shown, device = self.batch.shown, self.followed[0].device
+        for k, v in enumerate(self.leaves):
+            if isinstance(v, Tensor):
+                is_all = type(v) is Tensor and v.dtype == torch.long and v.shape == (shown,)
+                is_all = is_all and torch.equal(v, torch.arange(shown, device=v.device))
+            else:
+                is_all = v == range(shown)
+            if is_all:
+                on_meta[k] = torch.empty(PRIME, dtype=torch.long, device="meta")
+                single[k] = torch.zeros(1, dtype=torch.long, device=device)
+
+    def _replace_constants(self, on_meta: list[Any], single: list[Any]) -> bool:
+        """A tensor such as ``torch.ones(len(x), 3)``, with one and the same row for each record."""
+        is_any = False
+        for k, v in enumerate(self.leaves):
+            if is_constant(v, self.batch):
+                on_meta[k] = v[:1].to("meta").expand(PRIME, *v.shape[1:])
+                single[k], is_any = v[:1], True
+        return is_any
+
+    # -- values that several records made, and what follows a reduction ----------------------------
+
+    def _sealed(self) -> Any:
+        """Metrics: without gradients any function will run on the values, once ``backward()`` is
+        over. Until then only the shapes are known that it has for every number of records.
+        """
+        name, batch = self.name, self.batch
+        if not self._is_detached() and torch.is_grad_enabled():
+            raise batch.refuse(f"{name} mixes the records of the batch")
+        shapes: Sequence[Tensor | None] = [None]
+        with suppress(Exception):
+            shapes, _ = kinds.shapes_of(self.function, self.spec, self.leaves)
+        found: list[Any] = []
+
+        def result(k: int) -> Any:
+            if not found:
+                values = [as_plain(f.free()) for f in self.followed]
+                found.extend(flatten(self._called(values))[0])
+            return found[k]
+
+        sealed = []
+        for k, meta in enumerate(shapes):
+            if meta is None:
+                raise batch.refuse(
+                    f"{name} reads values of the batch before backward()", "loss-number"
+                )
+            sealed.append(
+                Followed(
+                    meta, batch, None, "sealed", lambda k=k: result(k), self.followed[0].device
+                )
+            )
+        return unflatten(sealed, kinds.nesting_of(self.function, self.spec, self.leaves))
+
+    def _on_reduced(self) -> Any:
+        """Reduced losses: multiples and sums of them are one loss."""
+        name, batch, first = self.name, self.batch, self.followed[0]
+        how = first._how
+        if name in kinds.TO_ELSEWHERE and how in ("mean", "sum") and len(self.followed) == 1:
+            return first.like(self._called([first._rows]))
+        is_one = how in ("mean", "sum") and all(f._how == how for f in self.followed)
+        tensors = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
+        numbers = [v for v in self.leaves if isinstance(v, (int, float))]
+        if name in kinds.PRODUCTS:
+            is_fixed = len(self.followed) == 1 and not tensors and self.args[0] is first
+        else:
+            is_fixed = all(v.dim() == 0 for v in tensors)  # torch.zeros(()) + loss
+        if not (is_one and is_fixed and name in kinds.LINEAR):
+            if self._is_detached():
+                return self._sealed()
+            if any(f._how is None for f in self.followed):
+                raise batch.refuse(f"{name}: a mean or sum over the records meets records")
+            what = f"{name} of a reduced loss"
+            if name in ("isnan", "isfinite"):
+                what = f"{name}(loss){_NON_FINITE}"
+            elif name in kinds.LINEAR and is_one:
+                what = "a reduced loss meets a tensor in a product or a sum, as in GradScaler"
+            raise batch.refuse(what, "loss-reduced")
+        if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *tensors)):
+            if self._is_detached():
+                return self._sealed()
+            raise batch.refuse("a number is added to a sum over records", "loss-reduced")
+        if name in kinds.PRODUCTS and numbers == [
+            batch.shown
+        ]:  # the number of records, as it is shown
+            if "div" in name and how == "sum":
+                return Followed(first._rows, batch, None, "mean")
+            if "mul" in name and how == "mean" and batch.loss_reduction == "sum":
+                return Followed(first._rows, batch, None, "sum")
+        rows = [f._rows for f in self.followed]
+        (found,) = RecordMap(len(rows[0]), leaves=False)(lambda r: [self._called(r)], rows)
+        return Followed(found, batch, None, how)
+
+    def _backward(
+        self,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        batch, loss = self.batch, self.followed[0]
+        if gradient is not None or inputs is not None or create_graph or retain_graph:
+            raise batch.refuse("backward() has arguments", "loss-backward")
+        if loss._how not in ("mean", "sum") or loss.dim() > 0:
+            raise batch.refuse(
+                "backward() of a tensor that is not one mean or sum over the records",
+                "loss-vector",
+            )
+        if torch.is_anomaly_enabled():
+            raise batch.refuse(
+                "anomaly detection is on, where one record's gradient ends the step",
+                "loss-backward",
+                "Leave out torch.autograd.set_detect_anomaly",
+            )
+        if not loss._rows.requires_grad or batch.loss_reduction is None:
+            raise batch.refuse(
+                "the loss does not depend on the parameters of the private model",
+                "loss-constant",
+            )
+        if loss._how != batch.loss_reduction:
+            raise batch.refuse(
+                f"the loss is a {loss._how} over the records, and make_private was told a"
+                f" {batch.loss_reduction}",
+                "loss-reduction",
+                f'Write make_private(..., loss_reduction="{loss._how}"), or reduce by'
+                f" .{batch.loss_reduction}()",
+            )
+        try:
+            # of each record's own loss; nothing outside the model receives a gradient
+            rows = loss._rows
+            torch.autograd.backward(rows, torch.ones_like(rows), inputs=list(batch.leaves))
+        finally:
+            batch.close()
+
+
+_SPECIAL = kinds.NUMBERS | kinds.names(
+    "requires_grad grad _is_all_true data backward grad_fn __repr__ __str__"
+)
+
+
+def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
+    """torch's own raises an error where a record's variance is negative."""
+    with torch._C._EnableTorchFunction():
+        if not isinstance(var, Tensor):
+            var = torch.full_like(input, var)
+        elif var.dim() == input.dim() - 1:
+            var = var.unsqueeze(-1)
+        var = var.clamp(min=eps).detach() + (var - var.detach())
+        loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+        return loss + 0.5 * math.log(2 * math.pi) if full else loss

@@ -1,0 +1,198 @@
+"""Functions that run inside a map in place of others.
+
+Recurrent layers, cells and bags of embeddings by operations that ``vmap`` has rules for, where
+torch's own would fail or run for one record after another; and what other libraries decide by the
+values of records.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def lstm_cell(
+    input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, *biases: Any
+) -> tuple[Tensor, Tensor]:
+    """As ``torch.lstm_cell``."""
+    i, f, g, o = _gates(input, hx[0], w_ih, w_hh, *biases).chunk(4, -1)
+    cell = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+def gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    """As ``torch.gru_cell``."""
+    r, z, n = F.linear(input, w_ih, b_ih).chunk(3, -1)
+    hr, hz, hn = F.linear(hx, w_hh, b_hh).chunk(3, -1)
+    update = (z + hz).sigmoid()
+    return (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * hx
+
+
+def rnn_tanh_cell(*args: Any) -> Tensor:
+    """As ``torch.rnn_tanh_cell``."""
+    return _gates(*args).tanh()
+
+
+def rnn_relu_cell(*args: Any) -> Tensor:
+    """As ``torch.rnn_relu_cell``."""
+    return _gates(*args).relu()
+
+
+def _gates(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    return F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh)
+
+
+def _recurrent(cell: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """A recurrent layer of torch for inputs that are not packed, step by step."""
+    has_memory = cell is lstm_cell
+
+    def run(
+        input: Tensor,
+        hx: Any,
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        states: tuple[Tensor, ...] = tuple(hx) if has_memory else (hx,)
+        directions = 2 if bidirectional else 1
+        each = len(weights) // (num_layers * directions)
+        steps = list(input.transpose(0, 1) if batch_first else input)
+        last: list[Any] = []
+        for layer in range(num_layers):
+            found = []
+            for direction in range(directions):
+                place = layer * directions + direction
+                w_ih, w_hh, *rest = weights[place * each : (place + 1) * each]
+                biases, projection = (rest[:2], rest[2:]) if has_biases else ([], rest)
+                state = tuple(s[place] for s in states)
+                outputs = []
+                for x in reversed(steps) if direction else steps:
+                    new = cell(x, state if has_memory else state[0], w_ih, w_hh, *biases)
+                    state = tuple(new) if has_memory else (new,)
+                    if projection:
+                        state = (F.linear(state[0], projection[0]), state[1])
+                    outputs.append(state[0])
+                found.append(outputs[::-1] if direction else outputs)
+                last.append(state)
+            steps = [torch.cat(at, -1) for at in zip(*found, strict=True)]
+            if layer < num_layers - 1 and dropout > 0 and train:
+                steps = list(F.dropout(torch.stack(steps), dropout))
+        output = torch.stack(steps, 1 if batch_first else 0)
+        return (output, *(torch.stack(s) for s in zip(*last, strict=True)))
+
+    return run
+
+
+def embedding_bag(
+    indices: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """As ``F.embedding_bag``; None where torch refuses these options, or they mix records."""
+    is_refused = per_sample_weights is not None and mode != "sum"
+    is_refused |= max_norm is not None or scale_grad_by_freq or indices.numel() == 0
+    if is_refused or mode not in ("sum", "mean", "max"):
+        return None
+    found = F.embedding(indices, weight)  # (bags, places, numbers)
+    if per_sample_weights is not None:
+        found = found * per_sample_weights.unsqueeze(-1)
+    is_there = torch.ones_like(indices, dtype=torch.bool)
+    if padding_idx is not None:
+        is_there = indices != padding_idx % len(weight)
+    if offsets is not None:  # one list of places, cut at these
+        ends = torch.cat([offsets[1:], torch.full_like(offsets[:1], len(indices))])
+        starts, ends = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, ends)
+        place = torch.arange(len(indices), device=indices.device)
+        is_there = (place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1)) & is_there
+        found = found.unsqueeze(0)
+    there = is_there.unsqueeze(-1)
+    count = there.sum(1)
+    if mode == "max":
+        largest = torch.where(there, found, -math.inf).max(1).values
+        return torch.where(count > 0, largest, 0.0)
+    total = torch.where(there, found, 0.0).sum(1)
+    return total / count.clamp(min=1) if mode == "mean" else total
+
+
+CELLS: dict[Any, Callable[..., Any]] = {
+    torch.lstm_cell: lstm_cell,
+    torch.gru_cell: gru_cell,
+    torch.rnn_tanh_cell: rnn_tanh_cell,
+    torch.rnn_relu_cell: rnn_relu_cell,
+}
+LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
+    torch.lstm: _recurrent(lstm_cell),
+    torch.gru: _recurrent(gru_cell),
+    torch.rnn_tanh: _recurrent(rnn_tanh_cell),
+    torch.rnn_relu: _recurrent(rnn_relu_cell),
+}
+
+
+@contextmanager
+def without_looks() -> Iterator[None]:
+    """Let ``transformers`` build every attention mask, and ``checkpoint`` call its function.
+
+    The former looks at values of tokens to save work, and does not while it is traced; in a map it
+    cannot, where each record may have another answer. The latter would run a part of the model
+    again in the backward pass, where the map is over.
+    """
+    before = [
+        (home, name, getattr(home, name), instead)
+        for of, name, instead in _REPLACED
+        if (home := sys.modules.get(of)) is not None and hasattr(home, name)
+    ]
+    for home, name, _, instead in before:
+        setattr(home, name, instead)
+    try:
+        yield
+    finally:
+        for home, name, function, _ in before:
+            setattr(home, name, function)
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+class _PlainCheckpoint:
+    """In the place of ``CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+_REPLACED = (
+    ("transformers.masking_utils", "is_tracing", _always),
+    ("transformers.modeling_utils", "is_tracing", _always),
+    ("torch.utils.checkpoint", "CheckpointFunction", _PlainCheckpoint),
+    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", _no_checkpoint),
+    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator_impl", _no_checkpoint),
+)
