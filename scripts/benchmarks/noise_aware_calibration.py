@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting.gaussian import gaussian_mu
+from torch_dpbayes.accounting.gdp import gaussian_mu
 from torch_dpbayes.noise_aware_next import posterior
 
 DELTA = 1e-5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
-from ..accounting.choices import check_delta, check_epsilon
+from ..accounting.events import check_delta, check_epsilon
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, positive_count
 from .covariates import histogram_multiplier, moment_multipliers
 

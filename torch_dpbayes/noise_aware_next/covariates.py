@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..accounting.choices import Neighboring
+from ..accounting.events import Neighboring
 from ..accounting.events import DpEvent, GaussianDpEvent
 from ..mcmc.density import UnfitModel
 from .records import ModelRecords, seeded, shorten
