@@ -229,7 +229,10 @@ CELLS = {
     "logistic_25": Cell(logistic(25, 3.0, 10_000), 1.0),
     "logistic_8_sd_1": Cell(logistic(8, 1.0, 10_000), 1.0),
     "logistic_8_eps_.3": Cell(logistic(8, 3.0, 10_000), 0.3),
-    "correlated_60": Cell(logistic(60, 3.0, 10_000, 2.0), 1.0),
+    # condition numbers 100, 1,000 and 10,000 of the covariance
+    "correlated_100": Cell(logistic(60, 3.0, 10_000, 1.0), 1.0),
+    "correlated_1000": Cell(logistic(60, 3.0, 10_000, 1.5), 1.0),
+    "correlated_10000": Cell(logistic(60, 3.0, 10_000, 2.0), 1.0),
     "binary_10": Cell(with_constant("binary", 10, 3.0, 10_000), 1.0),
     "t3_10": Cell(with_constant("t3", 10, 3.0, 10_000), 1.0),
     "binary_1000": Cell(with_constant("binary", 10, 1.0, 1000), 0.3),

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..accounting.events import Neighboring
 from ..accounting.events import DpEvent, GaussianDpEvent
 from ..mcmc.density import UnfitModel
+from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
 
 _MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
@@ -130,9 +131,8 @@ class Released:
     Args:
         records: the model.
         shape: how rows of numbers are shortened; None without any.
-        moments: what was released of them.
+        moments: their mean and covariance in units of the bound.
         histograms: noisy counts by number of the argument, and their noise.
-        num_data: n.
         seed: of the draws.
         noise_seed: None: the most likely law; else one draw of it, the release's noise included.
     """
@@ -143,9 +143,8 @@ class Released:
         self,
         records: ModelRecords,
         shape: FeatureShape | None,
-        moments: NoisyMoments | None,
+        moments: tuple[Tensor, Tensor] | None,
         histograms: Mapping[int, tuple[Tensor, float]],
-        num_data: int,
         seed: int,
         noise_seed: int | None = None,
     ) -> None:
@@ -154,8 +153,7 @@ class Released:
         self._cache: dict[tuple[int, int], Mapping[int, Tensor]] = {}
         self._place, self._root = torch.zeros(0), torch.zeros(0)
         if moments is not None and shape is not None:
-            mean, covariance = moments.estimate(num_data, noise_seed)
-            self._place, self._root = _fitted(mean, covariance, seed)
+            self._place, self._root = _fitted(*moments, seed)
         self._shares = {
             number: _shares(counts, std, noise_seed) for number, (counts, std) in histograms.items()
         }
@@ -220,38 +218,25 @@ class NoisyMoments(NamedTuple):
     products: Tensor
     products_std: float
 
-    def estimate(self, num_data: int, noise_seed: int | None) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of a row in units of R; with a seed, one draw of them from their
-        distribution given the release.
+    def draws(self, num_data: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """Means and covariances of a row in units of R, from their posterior given the release; the
+        first one is the average of the others.
         """
-        n, size = max(num_data, 1), len(self.total)
-        mean = self.total / n
-        # more than 1 is no row of norm 1
-        mean = mean * shorten(mean.square().sum(), 1.0)
-        covariance = self.products / n - torch.outer(mean, mean)
-        noise = self.products_std / n
-        level = covariance.trace() / size
-        level = level.clamp(min=noise / math.sqrt(size) * 0.1, max=1.0 / size)
-        eye = torch.eye(size, dtype=torch.float64)
-        shape = covariance - covariance.trace() / size * eye
-        count = size * (size + 1) / 2
-        # of n independent columns the shape is as random as λ/√n
-        variance = max(float(shape.square().sum()) / count - noise**2, float(level) ** 2 / n)
-        kept = variance / (variance + noise**2)
-        if noise_seed is not None:
-            with seeded(noise_seed):
-                draws = torch.randn(size, size, dtype=torch.float64)
-                error = torch.randn(size, dtype=torch.float64)
-            moved = noise * (draws + draws.T) / 2
-            level = (level + moved.trace() / size).clamp(max=1.0 / size)
-            level = torch.maximum(level, covariance.trace().abs() / (10 * size))
-            moved = moved - moved.trace() / size * eye
-            shape = shape + moved / math.sqrt(kept)
-            mean = mean + self.total_std / n * error
-            mean = mean * shorten(mean.square().sum(), 1.0)
-        values, vectors = torch.linalg.eigh(level * eye + kept * shape)
-        values = values.clamp_min(_LEAST_EIGENVALUE * float(level))
-        return mean, (vectors * values) @ vectors.T
+        n = max(num_data, 1)
+        middle = self.total / n
+        middle = middle * shorten(middle.square().sum(), 1.0)  # more than 1 is no row of norm 1
+        with seeded(seed):
+            released = self.products / n - torch.outer(middle, middle)
+            matrices = gram_draws(released, self.products_std / n, count)
+            error = torch.randn(count, len(middle), dtype=torch.float64)
+        means = middle + self.total_std / n * error
+        means = means * shorten(means.square().sum(1), 1.0)[:, None]
+        means = torch.cat([middle[None], means])
+        matrices = torch.cat([matrices.mean(0, keepdim=True), matrices])
+        # rows of norm 1 at most have second moments whose trace is 1 at most
+        traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
+        matrices = matrices * ((1 - means.square().sum(1)) / traces).clamp(1e-9, 1.0)[:, None, None]
+        return list(zip(means, matrices, strict=True))
 
 
 def noisy_moments(

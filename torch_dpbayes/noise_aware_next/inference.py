@@ -34,7 +34,7 @@ from .covariates import (
 )
 from .drawing import draw_posterior
 from .latents import Latents
-from .likelihood import Simulator, SyntheticLikelihood, find_mode
+from .likelihood import Simulator, SyntheticLikelihood, find_mode, law_covariance
 from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import ModelRecords
 from .result import NoiseAwarePosterior
@@ -45,8 +45,9 @@ _SIMULATED, _SIMULATED_IN_RUN = 40_000, 8_000  # multiples of the next line
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
-_LAWS = 4  # of the covariates, drawn from what was released of them
+_LAWS = 8  # of the covariates, drawn from what was released of them
 _DRAWS = 2000
+_ROUNDS = 2
 _LAST_STEPS = 12  # of Gauss-Newton, under each law
 
 
@@ -260,18 +261,21 @@ class Setup:
         if self.shape is None and not self.num_categories:
             return [Nothing()]
 
-        def law(noise_seed: int | None) -> Released:
-            return Released(
+        moments = transcript.moments
+        found: list[Any] = [None] * (_LAWS + 1)
+        if moments is not None:
+            found = moments.draws(self.num_data, _LAWS, self.seed_of_laws)
+        return [
+            Released(
                 self.records,
                 self.shape,
-                transcript.moments,
+                each,
                 transcript.histograms,
-                self.num_data,
                 self.seed,
-                noise_seed,
+                self.seed_of_laws + k if k else None,
             )
-
-        return [law(None), *(law(self.seed_of_laws + k) for k in range(_LAWS))]
+            for k, each in enumerate(found)
+        ]
 
     def in_run(self, law: Covariates) -> Simulator:
         """Of fewer records, for steps."""
@@ -323,21 +327,27 @@ class Setup:
     ) -> NoiseAwarePosterior:
         """The posterior given the releases."""
         few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
-        likelihoods: list[SyntheticLikelihood] = []
-        for law in laws[-_LAWS:]:
-            # the mode by few records, the moments there by all of them
-            rough = self.in_run(law)
-            theta = find_mode(rough, transcript.scores, self.latents, theta, _LAST_STEPS).centre
-            simulator = self.simulator(law, self.count)
-            fit = find_mode(simulator, transcript.scores, self.latents, theta, 0)
-            likelihoods.append(
-                SyntheticLikelihood(
-                    simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
-                )
+        rough, rest = self.in_run(laws[0]), [self.simulator(law, 2000) for law in laws]
+        of_laws: Any = 0.0
+        # the mode by few records, the moments there by all of them
+        for _ in range(_ROUNDS if len(laws) > 1 else 1):
+            rough_fit = find_mode(
+                rough, transcript.scores, self.latents, theta, _LAST_STEPS, of_laws
             )
-            if len(likelihoods) == 1:
-                known = fit, transcript.scores, self.latents, self.num_data
-                checks = release_p_values(*known), prior_p_value(*known)
+            theta = rough_fit.centre
+            if len(laws) > 1:
+                of_laws = law_covariance(
+                    rough_fit, rest, transcript.scores, rough_fit.prior_precision
+                )
+        simulator = self.simulator(laws[0], self.count)
+        fit = find_mode(simulator, transcript.scores, self.latents, theta, 0, of_laws)
+        likelihoods = [
+            SyntheticLikelihood(
+                simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
+            )
+        ]
+        known = fit, transcript.scores, self.latents, self.num_data
+        checks = release_p_values(*known), prior_p_value(*known)
         found = draw_posterior(self.latents, likelihoods, _DRAWS)
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",

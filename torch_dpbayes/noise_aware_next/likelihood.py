@@ -33,6 +33,7 @@ from .records import ModelRecords, clipped, log_likelihoods, scores
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
 _CONVERGED = 0.05  # posterior standard deviations
 _HALVINGS = 20
+_FIXED_POINT_STEPS = 10
 _LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
@@ -157,6 +158,7 @@ class Fit(NamedTuple):
         last_step: its length in posterior standard deviations.
         simulated: the records.
         statistics: of them.
+        of_laws: what the covariance has because the law of the covariates is not known.
     """
 
     centre: Tensor
@@ -168,6 +170,7 @@ class Fit(NamedTuple):
     last_step: float
     simulated: Simulated
     statistics: Tensor
+    of_laws: Tensor | float
 
 
 def noise_variances(releases: Sequence[Release]) -> Tensor:
@@ -192,6 +195,7 @@ def find_mode(
     latents: Latents,
     start: Tensor,
     most_steps: int,
+    of_laws: Tensor | float = 0.0,
 ) -> Fit:
     r"""Gauss-Newton steps, records drawn anew at each centre.
 
@@ -208,7 +212,7 @@ def find_mode(
         found_statistics = simulator.statistics(simulated, releases)
         found = moments(found_statistics, simulated.scores, simulator.covariates.is_paired)
         covariance = n * found.covariance + n**2 / len(simulated.scores) * found.residual
-        covariance = covariance + torch.diag(variances)
+        covariance = covariance + torch.diag(variances) + of_laws
         slope, prior_precision = latents.slope_and_precision(theta)
         precision, pulled = posterior_precision(found, covariance, prior_precision, n)
         gradient = pulled.T @ (value - n * found.mean) + slope
@@ -232,7 +236,44 @@ def find_mode(
         length,
         simulated,
         found_statistics,
+        of_laws,
     )
+
+
+def law_covariance(
+    fit: Fit, simulators: Sequence[Simulator], releases: Sequence[Release], prior_precision: Tensor
+) -> Tensor:
+    r"""What not knowing the law of the covariates adds to the covariance of T, ``[K·d, K·d]``.
+
+    With laws l drawn from their posterior given what was released of covariates, m_l and J_l the
+    mean of a record's statistics and its derivative under each, and records of the same random
+    numbers,
+
+    .. math::
+        \mathrm{Cov}_l\, E_\theta(m_l(\theta)) \approx \frac{1}{L}\sum_l (m_l - \bar m)(m_l - \bar
+        m)^\top + (J_l - \bar J)\Lambda^{-1}(J_l - \bar J)^\top
+
+    at the centre, θ varying by Λ⁻¹ around it, which this covariance enlarges in turn. The first of
+    ``simulators`` has the mean law.
+    """
+    n = simulators[0].num_data
+    found = []
+    for simulator in simulators:
+        simulated = simulator.at(fit.centre)
+        statistics = simulator.statistics(simulated, releases)
+        found.append(moments(statistics, simulated.scores, False))
+    middle = found[0]
+    means = torch.stack([each.mean - middle.mean for each in found[1:]], 1)
+    slopes = torch.stack([each.jacobian - middle.jacobian for each in found[1:]])
+    base = n**2 / len(found[1:]) * means @ means.T
+    rest, precision = fit.covariance - fit.of_laws, fit.precision
+    for _ in range(_FIXED_POINT_STEPS):
+        root = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(precision), slopes.mT, upper=False
+        )
+        result = base + n**2 * torch.einsum("ldq,ldr->qr", root, root) / len(slopes)
+        precision, _ = posterior_precision(fit.moments, rest + result, prior_precision, n)
+    return result
 
 
 def _valid(records: ModelRecords, theta: Tensor, step: Tensor) -> Tensor:
@@ -317,6 +358,8 @@ class SyntheticLikelihood(Likelihood):
         mean, residual, count = self._refined(fit, root, most_batches)
         self._noise = self._projection @ (variances[:, None] * self._projection.T)
         self._noise = self._noise + n**2 / count * residual
+        if isinstance(fit.of_laws, Tensor):
+            self._noise = self._noise + self._projection @ fit.of_laws @ self._projection.T
         self._released = self._projection @ value
         self.num_simulated = count
         error = n**2 / count * residual * told[kept].outer(told[kept]).sqrt()
