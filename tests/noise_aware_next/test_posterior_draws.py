@@ -75,7 +75,7 @@ def test_a_hierarchical_prior_is_sampled():
     assert latents.is_hierarchical
     y, std = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=torch.float64), 0.5
     likelihood = OneObservation(latents, y, std)
-    found = drawing.draw_posterior(latents, [likelihood], 1000)
+    found = drawing.draw_posterior(latents, likelihood, 1000)
     log_s = found.theta[:, 5]
     grid = torch.linspace(-4, 4, 2001, dtype=torch.float64)
     log_p = -0.5 * grid.square()

@@ -133,7 +133,7 @@ def test_clipped_is_never_longer_than_one():
 def test_private_rows_are_not_kept():
     x, y = data()
     found = posterior(regression, x, y, epsilon=1.0, delta=1e-5, num_simulated=8000)
-    kept = found._likelihoods[0]._simulator.records.density.rows()
+    kept = found._likelihood._simulator.records.density.rows()
     assert all(len(row) < 50 for row in kept)
 
 

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
-from ..accounting.events import check_delta, check_epsilon
-from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, positive_count
+from ..accounting.events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    check_delta,
+    check_epsilon,
+    positive_count,
+)
 from .covariates import histogram_multiplier, moment_multipliers
 
 NUM_RELEASES = 7

@@ -22,16 +22,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..accounting.events import Neighboring
-from ..accounting.events import DpEvent, GaussianDpEvent
+from ..accounting.events import DpEvent, GaussianDpEvent, Neighboring
 from ..mcmc.density import UnfitModel
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
 
 _MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
 _ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
-_FITTING_STEPS = 12  # until shortened rows have the wanted moments
-_FITTING_ROWS = 10_000
+_FITTING_STEPS, _MORE_FITTING_STEPS = 12, 3  # until shortened rows have the wanted moments
+_FITTING_ROWS = 4_000
 _LEAST_EIGENVALUE = 0.02  # of the mean one: noise makes smaller ones, and negative ones
 
 
@@ -135,6 +134,7 @@ class Released:
         histograms: noisy counts by number of the argument, and their noise.
         seed: of the draws.
         noise_seed: None: the most likely law; else one draw of it, the release's noise included.
+        near: a law of nearly the same moments.
     """
 
     is_paired = False
@@ -147,13 +147,14 @@ class Released:
         histograms: Mapping[int, tuple[Tensor, float]],
         seed: int,
         noise_seed: int | None = None,
+        near: Released | None = None,
     ) -> None:
         self._records, self._shape, self._seed = records, shape, seed
         self._dtypes = {k: row.dtype for k, row in enumerate(records.density.made_up.few())}
         self._cache: dict[tuple[int, int], Mapping[int, Tensor]] = {}
-        self._place, self._root = torch.zeros(0), torch.zeros(0)
         if moments is not None and shape is not None:
-            self._place, self._root = _fitted(*moments, seed)
+            self.mean, self.wanted = moments[0], torch.linalg.cholesky(moments[1])
+            self.place, self.root = _fitted(*moments, seed, near)
         self._shares = {
             number: _shares(counts, std, noise_seed) for number, (counts, std) in histograms.items()
         }
@@ -172,7 +173,7 @@ class Released:
             if self._shape is not None:
                 shape, free = self._shape, self._shape.free
                 normal = torch.randn(count, len(free), dtype=torch.float64)
-                unit = self._place + normal @ self._root.T
+                unit = self.place + normal @ self.root.T
                 unit = unit * shorten(unit.square().sum(1), 1.0)[:, None]
                 rows = torch.zeros(count, sum(shape.widths), dtype=torch.float64)
                 rows[:, free] = shape.bound * unit
@@ -295,17 +296,22 @@ def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:
     return found / found.sum()
 
 
-def _fitted(mean: Tensor, covariance: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def _fitted(
+    mean: Tensor, covariance: Tensor, seed: int, near: Released | None
+) -> tuple[Tensor, Tensor]:
     """Place and root of the Gaussian whose draws, shortened to norm 1, have this mean and
-    covariance.
+    covariance; fewer steps are needed from those of a law that is ``near``.
     """
     size = len(mean)
     with seeded(seed):
         normal = torch.randn(max(_FITTING_ROWS, 20 * size), size, dtype=torch.float64)
     wanted = torch.linalg.cholesky(covariance)
     place, root = mean.clone(), wanted.clone()
+    if near is not None:
+        place = near.place + mean - near.mean
+        root = wanted @ torch.linalg.solve_triangular(near.wanted, near.root, upper=False)
     ridge = 1e-9 * covariance.diagonal().mean() * torch.eye(size, dtype=torch.float64)
-    for _ in range(_FITTING_STEPS):
+    for _ in range(_FITTING_STEPS if near is None else _MORE_FITTING_STEPS):
         rows = place + normal @ root.T
         rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
         found = rows.mean(0)

@@ -1,13 +1,12 @@
 """Draws from a posterior density: Pareto-smoothed importance sampling around the mode, and Pyro's
 No-U-Turn sampler where that is not close enough or the prior is hierarchical.
 
-The sampler runs on the prior times the likelihood's Gaussian at the mode, one for each law of the
-covariates; its draws are weighted for the likelihood itself. Where these weights are not to be
-relied on, it runs on the likelihood, which takes a hundred times longer.
+The sampler runs on the prior times the likelihood's Gaussian at the mode; its draws are weighted
+for the likelihood itself. Where these weights are not to be relied on, it runs on the likelihood,
+which takes a hundred times longer.
 
 Sources: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling";
-Zhang and Stephens (2009), "A new and efficient estimation method for the generalized Pareto
-distribution"; Hoffman and Gelman (2014), "The No-U-Turn sampler".
+Hoffman and Gelman (2014), "The No-U-Turn sampler".
 
 **Privacy.** Post-processing. Randomness is torch's global generator.
 """
@@ -16,10 +15,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from pyro.infer import MCMC, NUTS
+from pyro.ops.stats import effective_sample_size, fit_generalized_pareto
 from torch import Tensor
 
 from ..ops.models import using_pyro
@@ -27,8 +28,6 @@ from .latents import Latents
 from .likelihood import Likelihood
 
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
-_PRIOR_POINTS = 30  # of Zhang and Stephens' grid, which has √n more
-_PRIOR_PULL = 10  # draws that a weak prior of k around 1/2 counts as
 # squared coefficient of variation of weights: k̂ is of a tail that has no weight then
 _HARMLESS_SPREAD = 0.05
 _DEGREES = 5.0  # of freedom of a second proposal
@@ -49,7 +48,7 @@ class Draws(NamedTuple):
     Attributes:
         theta: ``[m, D]``.
         weights: ``[m]``, which add up to 1.
-        pareto_k: k̂ of the weights, the largest under any law of the covariates.
+        pareto_k: k̂ of the weights.
         effective: number of independent draws that they are worth.
         method: in words.
         far: how many of them no simulated records are near enough.
@@ -63,24 +62,14 @@ class Draws(NamedTuple):
     far: int
 
 
-def draw_posterior(latents: Latents, likelihoods: Sequence[Likelihood], count: int) -> Draws:
-    """Draws from the posterior, pooled over the laws of the covariates."""
+def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
+    """Draws from the posterior."""
     if not latents.is_hierarchical:
-        each = math.ceil(count / len(likelihoods))
-        of_laws = [_by_importance(latents, likelihood, each) for likelihood in likelihoods]
-        if all(is_reliable(draws) for draws in of_laws):
-            return Draws(
-                torch.cat([draws.theta for draws in of_laws]),
-                torch.cat([draws.weights for draws in of_laws]) / len(of_laws),
-                max(draws.pareto_k for draws in of_laws),
-                len(of_laws) ** 2 / sum(1 / draws.effective for draws in of_laws),
-                of_laws[0].method,
-                sum(draws.far for draws in of_laws),
-            )
-    found = _by_chain(latents, likelihoods, exactly=False)
-    if not is_reliable(found):
-        found = _by_chain(latents, likelihoods, exactly=True)
-    return found
+        found = _by_importance(latents, likelihood, count)
+        if is_reliable(found):
+            return found
+    found = _by_chain(latents, likelihood, exactly=False)
+    return found if is_reliable(found) else _by_chain(latents, likelihood, exactly=True)
 
 
 def is_reliable(draws: Draws) -> bool:
@@ -130,37 +119,26 @@ def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draw
     return Draws(theta, weights, k, effective, "importance sampling", far)
 
 
-def _by_chain(latents: Latents, likelihoods: Sequence[Likelihood], exactly: bool) -> Draws:
-    centre = likelihoods[0].centre
-
-    def pooled(theta: Tensor) -> Tensor:
-        terms = [each(theta) if exactly else each.gaussian(theta) for each in likelihoods]
-        return torch.stack(terms).logsumexp(0)
-
+def _by_chain(latents: Latents, likelihood: Likelihood, exactly: bool) -> Draws:
+    target = likelihood if exactly else likelihood.gaussian
     # centred coordinates suit where records tell much, non-centred ones where they tell little; in
     # each those in which a Gaussian at the mode is standard normal
-    best, chosen = -math.inf, None
-    for is_centred in (False, True) if latents.is_hierarchical else (True,):
-        frame = _Frame(latents, pooled, centre, is_centred)
-        worth = frame.worth()
-        if worth > best:
-            best, chosen = worth, frame
-    assert chosen is not None
-    frame = chosen
+    choices = (False, True) if latents.is_hierarchical else (True,)
+    frames = [_Frame(latents, target, likelihood.centre, each) for each in choices]
+    frame = max(frames, key=lambda each: each.worth())
 
     def log_density(eta: Tensor) -> Tensor:
         return frame.log_densities(frame.place(eta[None]))[0]
 
     count, warmup = _EXACT_CHAIN if exactly else _CHAIN
-    eta, worth = no_u_turn_draws(log_density, torch.zeros_like(centre), count, warmup)
+    start = torch.zeros_like(likelihood.centre)
+    eta, worth = no_u_turn_draws(log_density, start, count, warmup)
     theta = frame.outer(frame.place(eta))[0].detach()
-    found = [each.with_new_centres(theta) for each in likelihoods]
-    ratios = torch.stack([terms for terms, _ in found]).logsumexp(0) - pooled(theta)
-    log_weights, k = smoothed(ratios)
+    terms, far = likelihood.with_new_centres(theta)
+    log_weights, k = smoothed(terms - target(theta))
     weights = log_weights.exp()
     effective = worth / float(len(eta) * weights.square().sum())
-    method = "the No-U-Turn sampler"
-    return Draws(theta, weights, k, effective, method, max(far for _, far in found))
+    return Draws(theta, weights, k, effective, "the No-U-Turn sampler", far)
 
 
 def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
@@ -180,7 +158,7 @@ def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
     k = math.inf
     if len(chosen) >= _LEAST_TAIL:
         excess = values[chosen].exp() - math.exp(cutoff)
-        k, sigma = generalized_pareto(excess)
+        k, sigma = fit_generalized_pareto(excess)
         k = k if math.isfinite(k) else math.inf
         if math.isfinite(k):
             shares = (torch.arange(len(chosen), dtype=values.dtype) + 0.5) / len(chosen)
@@ -189,23 +167,6 @@ def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
             values[chosen] = (quantiles + math.exp(cutoff)).log()
         values = values.clamp_max(0.0)
     return values - values.logsumexp(0), k
-
-
-def generalized_pareto(excess: Tensor) -> tuple[float, float]:
-    """k and σ of ascending positive numbers; k is pulled weakly towards 1/2."""
-    count = len(excess)
-    points = _PRIOR_POINTS + int(math.sqrt(count))
-    grid = torch.arange(1, points + 1, dtype=excess.dtype)
-    quartile = excess[int(count / 4 + 0.5) - 1]
-    b = 1 / excess[-1] + (1 - (points / (grid - 0.5)).sqrt()) / 3 / quartile
-    k = torch.log1p(-b[:, None] * excess).mean(1)
-    likelihood = count * ((-b / k).log() - k - 1)
-    weights = torch.softmax(likelihood.nan_to_num(-math.inf), 0)
-    b_mean = float(weights @ b)
-    found = float(torch.log1p(-b_mean * excess).mean())
-    sigma = -found / b_mean
-    pulled = (count * found + _PRIOR_PULL * 0.5) / (count + _PRIOR_PULL)
-    return pulled, sigma
 
 
 class _Frame:
@@ -298,8 +259,6 @@ def no_u_turn_draws(
         count: how many.
         warmup: steps in which step size and masses are adapted.
     """
-    from pyro.infer import MCMC, NUTS
-
     kernel = NUTS(
         potential_fn=lambda params: -log_density(params["xi"]),
         max_tree_depth=_MOST_DOUBLINGS,
@@ -314,11 +273,5 @@ def no_u_turn_draws(
     with using_pyro, torch.enable_grad(), warnings.catch_warnings():
         chain.run()
         found: Tensor = chain.get_samples()["xi"].detach()
-        effective = float(_effective(found))
-    return found, effective
-
-
-def _effective(draws: Tensor) -> Tensor:
-    from pyro.ops.stats import effective_sample_size
-
-    return effective_sample_size(draws[None], chain_dim=0, sample_dim=1).min()
+        effective = effective_sample_size(found[None], chain_dim=0, sample_dim=1).min()
+    return found, float(effective)

@@ -41,13 +41,14 @@ from .result import NoiseAwarePosterior
 from .run import Mechanism, Transcript, run
 
 _LABEL = "noise_aware.posterior"
-_SIMULATED, _SIMULATED_IN_RUN = 40_000, 8_000  # multiples of the next line
+# for moments at the mode, for steps in a run, and under each law of the covariates
+_SIMULATED, _SIMULATED_IN_RUN, _SIMULATED_UNDER_LAW = 40_000, 8_000, 2_000
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
-_LAWS = 8  # of the covariates, drawn from what was released of them
+_LEAST_LAWS = 20  # of the covariates, drawn from what was released of them
 _DRAWS = 2000
-_ROUNDS = 2
+_ROUNDS = 2  # of the mode, and of what the laws add there
 _LAST_STEPS = 12  # of Gauss-Newton, under each law
 
 
@@ -255,27 +256,31 @@ class Setup:
         return PublicRows(own, self.records, is_paired=False, seed=self.seed)
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
-        """The most likely law of the covariates, and draws of it."""
+        """The mean law of the covariates, and draws of it given the release."""
         if self._public_rows is not None:
             return [self._public_rows]
         if self.shape is None and not self.num_categories:
             return [Nothing()]
 
-        moments = transcript.moments
-        found: list[Any] = [None] * (_LAWS + 1)
-        if moments is not None:
-            found = moments.draws(self.num_data, _LAWS, self.seed_of_laws)
-        return [
-            Released(
-                self.records,
-                self.shape,
-                each,
-                transcript.histograms,
-                self.seed,
-                self.seed_of_laws + k if k else None,
+        # fewer laws than dimensions leave directions without what the laws differ in
+        count = max(_LEAST_LAWS, self.records.dimension)
+        found: list[tuple[Tensor, Tensor] | None] = [None] * (count + 1)
+        if transcript.moments is not None:
+            found = list(transcript.moments.draws(self.num_data, count, self.seed_of_laws))
+        laws: list[Released] = []
+        for k, each in enumerate(found):
+            laws.append(
+                Released(
+                    self.records,
+                    self.shape,
+                    each,
+                    transcript.histograms,
+                    self.seed,
+                    self.seed_of_laws + k if k else None,
+                    laws[0] if k else None,
+                )
             )
-            for k, each in enumerate(found)
-        ]
+        return list(laws)
 
     def in_run(self, law: Covariates) -> Simulator:
         """Of fewer records, for steps."""
@@ -327,28 +332,22 @@ class Setup:
     ) -> NoiseAwarePosterior:
         """The posterior given the releases."""
         few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
-        rough, rest = self.in_run(laws[0]), [self.simulator(law, 2000) for law in laws]
-        of_laws: Any = 0.0
+        rough, of_laws = self.in_run(laws[0]), None
+        others = [self.simulator(law, min(self.count, _SIMULATED_UNDER_LAW)) for law in laws]
         # the mode by few records, the moments there by all of them
         for _ in range(_ROUNDS if len(laws) > 1 else 1):
-            rough_fit = find_mode(
-                rough, transcript.scores, self.latents, theta, _LAST_STEPS, of_laws
-            )
-            theta = rough_fit.centre
+            fit = find_mode(rough, transcript.scores, self.latents, theta, _LAST_STEPS, of_laws)
+            theta = fit.centre
             if len(laws) > 1:
-                of_laws = law_covariance(
-                    rough_fit, rest, transcript.scores, rough_fit.prior_precision
-                )
+                of_laws = law_covariance(fit, others, transcript.scores)
         simulator = self.simulator(laws[0], self.count)
         fit = find_mode(simulator, transcript.scores, self.latents, theta, 0, of_laws)
-        likelihoods = [
-            SyntheticLikelihood(
-                simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
-            )
-        ]
+        likelihood = SyntheticLikelihood(
+            simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
+        )
         known = fit, transcript.scores, self.latents, self.num_data
         checks = release_p_values(*known), prior_p_value(*known)
-        found = draw_posterior(self.latents, likelihoods, _DRAWS)
+        found = draw_posterior(self.latents, likelihood, _DRAWS)
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
             *statement_of_charge(self.accountant, self._released(transcript)),
@@ -356,7 +355,7 @@ class Setup:
             *note_clipped(transcript.clipped, self.num_data),
             *note_draws(found, self.latents),
         ]
-        return NoiseAwarePosterior(self.latents, found, likelihoods, statement, transcript, checks)
+        return NoiseAwarePosterior(self.latents, found, likelihood, statement, transcript, checks)
 
     def _released(self, transcript: Transcript) -> list[str]:
         lines = [

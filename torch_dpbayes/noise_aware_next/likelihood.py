@@ -33,7 +33,7 @@ from .records import ModelRecords, clipped, log_likelihoods, scores
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
 _CONVERGED = 0.05  # posterior standard deviations
 _HALVINGS = 20
-_FIXED_POINT_STEPS = 10
+_FIXED_POINT_STEPS = 30
 _LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
@@ -170,7 +170,7 @@ class Fit(NamedTuple):
     last_step: float
     simulated: Simulated
     statistics: Tensor
-    of_laws: Tensor | float
+    of_laws: Tensor | None = None
 
 
 def noise_variances(releases: Sequence[Release]) -> Tensor:
@@ -195,7 +195,7 @@ def find_mode(
     latents: Latents,
     start: Tensor,
     most_steps: int,
-    of_laws: Tensor | float = 0.0,
+    of_laws: Tensor | None = None,
 ) -> Fit:
     r"""Gauss-Newton steps, records drawn anew at each centre.
 
@@ -212,7 +212,9 @@ def find_mode(
         found_statistics = simulator.statistics(simulated, releases)
         found = moments(found_statistics, simulated.scores, simulator.covariates.is_paired)
         covariance = n * found.covariance + n**2 / len(simulated.scores) * found.residual
-        covariance = covariance + torch.diag(variances) + of_laws
+        covariance = covariance + torch.diag(variances)
+        if of_laws is not None:
+            covariance = covariance + of_laws
         slope, prior_precision = latents.slope_and_precision(theta)
         precision, pulled = posterior_precision(found, covariance, prior_precision, n)
         gradient = pulled.T @ (value - n * found.mean) + slope
@@ -241,7 +243,7 @@ def find_mode(
 
 
 def law_covariance(
-    fit: Fit, simulators: Sequence[Simulator], releases: Sequence[Release], prior_precision: Tensor
+    fit: Fit, simulators: Sequence[Simulator], releases: Sequence[Release]
 ) -> Tensor:
     r"""What not knowing the law of the covariates adds to the covariance of T, ``[K·d, K·d]``.
 
@@ -265,14 +267,16 @@ def law_covariance(
     middle = found[0]
     means = torch.stack([each.mean - middle.mean for each in found[1:]], 1)
     slopes = torch.stack([each.jacobian - middle.jacobian for each in found[1:]])
-    base = n**2 / len(found[1:]) * means @ means.T
-    rest, precision = fit.covariance - fit.of_laws, fit.precision
+    share = n**2 * (1 + 1 / len(slopes)) / len(slopes)  # the mean law is one of so many draws, too
+    base = share * means @ means.T
+    rest = fit.covariance if fit.of_laws is None else fit.covariance - fit.of_laws
+    precision = fit.prior_precision  # from above: of several solutions the widest
     for _ in range(_FIXED_POINT_STEPS):
         root = torch.linalg.solve_triangular(
             torch.linalg.cholesky(precision), slopes.mT, upper=False
         )
-        result = base + n**2 * torch.einsum("ldq,ldr->qr", root, root) / len(slopes)
-        precision, _ = posterior_precision(fit.moments, rest + result, prior_precision, n)
+        result = base + share * torch.einsum("ldq,ldr->qr", root, root)
+        precision, _ = posterior_precision(fit.moments, rest + result, fit.prior_precision, n)
     return result
 
 
@@ -356,10 +360,12 @@ class SyntheticLikelihood(Likelihood):
             kept[-1] = True
         self._projection = (vectors[:, kept] * told[kept].clamp_min(1e-300).rsqrt()).T @ white
         mean, residual, count = self._refined(fit, root, most_batches)
-        self._noise = self._projection @ (variances[:, None] * self._projection.T)
-        self._noise = self._noise + n**2 / count * residual
-        if isinstance(fit.of_laws, Tensor):
-            self._noise = self._noise + self._projection @ fit.of_laws @ self._projection.T
+        self.noise = self._projection @ (variances[:, None] * self._projection.T)
+        self.noise = self.noise + n**2 / count * residual
+        self.of_laws = None
+        if fit.of_laws is not None:
+            self.of_laws = self._projection @ fit.of_laws @ self._projection.T
+            self.noise = self.noise + self.of_laws
         self._released = self._projection @ value
         self.num_simulated = count
         error = n**2 / count * residual * told[kept].outer(told[kept]).sqrt()
@@ -371,7 +377,7 @@ class SyntheticLikelihood(Likelihood):
         shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
         self.mode = fit.centre[read] + shortened * fit.step
         self._linear = mean, jacobian
-        self._root = torch.linalg.cholesky(n * covariance + self._noise)
+        self._root = torch.linalg.cholesky(n * covariance + self.noise)
         # of posteriors of about the same evidence under each law of the covariates
         self._level = float(root.diagonal().log().sum())
         self._near = _Around(
@@ -409,7 +415,7 @@ class SyntheticLikelihood(Likelihood):
         expected = mean + (theta[:, read] - self.centre[read]) @ jacobian.T
         apart = (self._released - self._simulator.num_data * expected).T
         white = torch.linalg.solve_triangular(self._root, apart, upper=False)
-        return self._level - 0.5 * white.square().sum(0)
+        return -0.5 * white.square().sum(0)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Of every row, ``[m]`` for ``[m, D]``, from the records at the mode; differentiable. At
@@ -458,7 +464,7 @@ class SyntheticLikelihood(Likelihood):
         """Log likelihoods ``[m]``, and what part of the records the weights are worth."""
         means, covariances, worth = around(theta)
         n = self._simulator.num_data
-        factors, failed = torch.linalg.cholesky_ex(n * covariances + self._noise)
+        factors, failed = torch.linalg.cholesky_ex(n * covariances + self.noise)
         apart = (self._released - n * means)[:, :, None]
         white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
         values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)

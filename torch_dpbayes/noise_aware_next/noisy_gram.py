@@ -70,6 +70,9 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
         momentum = momentum - step / 2 * own_slope
         for leap in range(_LEAPFROG_STEPS):
             proposal = proposal + step * variances * momentum
+            if not bool(proposal.isfinite().all()):  # a step far too long
+                own_value = math.inf
+                break
             own_value, own_slope, own_gram = potential(proposal)
             last = leap == _LEAPFROG_STEPS - 1
             momentum = momentum - step * (0.5 if last else 1.0) * own_slope

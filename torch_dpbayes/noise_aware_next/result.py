@@ -24,8 +24,7 @@ class NoiseAwarePosterior:
     depends on records but by what was released and charged.
 
     Attributes:
-        pareto_k: k̂ of the importance weights, the largest of any law of the covariates; above .7
-            they are not to be relied on.
+        pareto_k: k̂ of the importance weights; above .7 they are not to be relied on.
         transcript: everything that was released.
         checks: p values of each release given the others, and of the prior; None without.
     """
@@ -34,12 +33,12 @@ class NoiseAwarePosterior:
         self,
         latents: Latents,
         draws: Draws,
-        likelihoods: Sequence[Likelihood],
+        likelihood: Likelihood,
         statement: Sequence[str],
         transcript: Any,
         checks: tuple[list[float], float] | None = None,
     ) -> None:
-        self._latents, self._likelihoods = latents, list(likelihoods)
+        self._latents, self._likelihood = latents, likelihood
         self._theta, self._weights = draws.theta, draws.weights
         self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
         self.method, self._far = draws.method, draws.far
@@ -106,10 +105,8 @@ class NoiseAwarePosterior:
                 f" { ({k: list(v) for k, v in found.items()}) }."
             )
         theta, log_jacobian = self._latents.unconstrain(dict(values))
-        terms = torch.cat([each.with_new_centres(theta[None])[0] for each in self._likelihoods])
-        prior = float(self._latents.log_density(theta[None])[0])
-        likelihood = float(terms.logsumexp(0))
-        return likelihood + prior + log_jacobian
+        terms, _ = self._likelihood.with_new_centres(theta[None])
+        return float(terms[0] + self._latents.log_density(theta[None])[0]) + log_jacobian
 
     def guarantee(self) -> str:
         """What was charged, and what the width of this posterior rests on, in words."""
@@ -138,21 +135,20 @@ class NoiseAwarePosterior:
         return arviz.from_dict({"posterior": posterior})
 
     def _drawn(self) -> list[str]:
-        error = 1 / math.sqrt(max(self.effective_sample_size, 1.0))
+        monte_carlo = 1 / math.sqrt(max(self.effective_sample_size, 1.0))
         lines = [
             (
                 f"  drawn       by {self.method}: worth {self.effective_sample_size:.0f}"
                 f" independent draws, Pareto k = {self.pareto_k:.2f}; Monte Carlo error of a mean"
-                f" {error:.1%} of its standard deviation"
+                f" {monte_carlo:.1%} of its standard deviation"
             )
         ]
-        if self._likelihoods:
-            simulation = max(each.simulation_error for each in self._likelihoods)
-            count = max(each.num_simulated for each in self._likelihoods)
+        error, count = self._likelihood.simulation_error, self._likelihood.num_simulated
+        if count:
             lines.append(
-                f"  simulated   {count} records; their error is {simulation:.1%} of a posterior"
-                " standard deviation at most, and counted"
-                + ("" if simulation <= LARGEST_ERROR else ": num_simulated= is too small")
+                f"  simulated   {count} records; their error is {error:.1%} of a posterior standard"
+                " deviation at most, and counted"
+                + ("" if error <= LARGEST_ERROR else ": num_simulated= is too small")
             )
         return lines
 

@@ -31,6 +31,7 @@ from .result import NoiseAwarePosterior
 
 _LABEL = "noise_aware.sufficient_statistics"
 _DRAWS = 2000
+_MATRICES = 20  # draws given a release, whose mean is returned
 _NEWTON_STEPS, _LEAST_STEP = 50, 1e-6  # and posterior deviations
 
 
@@ -106,7 +107,7 @@ def sufficient_statistics(
         noise = _normal(statistics.size)
         exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
         likelihood.settle(exact + multiplier * noise)
-        found = draw_posterior(latents, [likelihood], _DRAWS)
+        found = draw_posterior(latents, likelihood, _DRAWS)
     released = [
         f"a sum of {statistics.size} statistics; a record moves it by at most"
         f" {model.max_statistic_norm:g}"
@@ -115,7 +116,7 @@ def sufficient_statistics(
         "Noise-aware posterior from sufficient statistics",
         *statement_of_charge(accountant, released),
     ]
-    return NoiseAwarePosterior(latents, found, [likelihood], statement, likelihood.released)
+    return NoiseAwarePosterior(latents, found, likelihood, statement, likelihood.released)
 
 
 class _ClosedForm(Likelihood):
@@ -204,8 +205,8 @@ class NoisyCovariance(NamedTuple):
 
     Attributes:
         mean: ``[d]``.
-        matrix: covariance, positive definite, ``[d, d]``; shrunk towards its mean eigenvalue.
-        noise_std: of an entry on the diagonal before it was shrunk.
+        matrix: covariance, positive definite, ``[d, d]``: the posterior mean given the release.
+        noise_std: of an entry on the diagonal of the release.
     """
 
     mean: Tensor
@@ -252,7 +253,7 @@ def covariance(
     for event in events:
         accountant.compose(event, label="noise_aware.covariance")
     released = noisy_moments(shape.shortened(x.detach()), shape, multipliers, _normal)
-    mean, matrix = released.estimate(count, None)
+    mean, matrix = released.draws(count, _MATRICES, int(torch.randint(2**40, ())))[0]
     std = bound**2 * released.products_std / count
     return NoisyCovariance(bound * mean, bound**2 * matrix, std)
 
