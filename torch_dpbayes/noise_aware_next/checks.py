@@ -13,6 +13,7 @@ whose false-alarm rate is its threshold as far as that holds:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -23,7 +24,6 @@ from .drawing import Draws, is_reliable
 from .latents import Latents
 from .likelihood import Fit, Release
 
-_LITTLE_TOLD = 0.95  # of the prior's deviation: a tenth more precise at most
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
 _PRIOR_DRAWS = 2000
 
@@ -132,11 +132,13 @@ def note_draws(draws: Draws, latents: Latents) -> list[str]:
     lines, read = [], latents.read
     mean = draws.weights @ draws.theta[:, read]
     spread = (draws.weights @ (draws.theta[:, read] - mean).square()).sqrt()
-    as_wide = int((spread > _LITTLE_TOLD * latents.stddev[read]).sum())
+    # a standard deviation of m draws has the relative error 1/√(2m): two of these are no difference
+    least = 1 - 2 / math.sqrt(2 * max(draws.effective, 1.0))
+    as_wide = int((spread > least * latents.stddev[read]).sum())
     if as_wide:
         lines.append(
-            f"  prior       of {len(read)} coordinates that records read the posterior is nearly as"
-            f" wide as the prior in {as_wide}"
+            f"  prior       of {len(read)} coordinates that records read the posterior is as wide"
+            f" as the prior, to what draws tell, in {as_wide}"
         )
         if as_wide == len(read):
             warn("the budget is too small for these records to move the prior: it comes back.")

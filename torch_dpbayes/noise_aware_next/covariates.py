@@ -3,8 +3,8 @@ r"""What covariates are drawn from: nothing, public rows, or a law that is relea
 Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i` and :math:`\sum x_i
 x_i^\top` are released with noise. Simulated rows are Gaussian with these moments and shortened as
 the real ones are; the Gaussian is stretched until the *shortened* rows have the released moments.
-The covariance is shrunk towards its mean eigenvalue by empirical Bayes: entries of its shape are
-normal with a variance τ² that the release tells, and the noise of a draw is what that leaves.
+Covariance matrices are drawn from their posterior given the release (:mod:`.noisy_gram`); records
+are simulated with their mean, and what they differ in enters the covariance of later releases.
 Categories have a noisy histogram each.
 
 **Privacy.** With norms in units of R: Σx moves by at most 1 when a record is added or removed, and
@@ -31,7 +31,6 @@ _MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
 _ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
 _FITTING_STEPS, _MORE_FITTING_STEPS = 12, 3  # until shortened rows have the wanted moments
 _FITTING_ROWS = 4_000
-_LEAST_EIGENVALUE = 0.02  # of the mean one: noise makes smaller ones, and negative ones
 
 
 class FeatureShape(NamedTuple):
