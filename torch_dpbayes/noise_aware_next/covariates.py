@@ -31,6 +31,8 @@ _MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
 _ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
 _FITTING_STEPS, _MORE_FITTING_STEPS = 12, 3  # until shortened rows have the wanted moments
 _FITTING_ROWS = 4_000
+_ROWS_OF_A_COLUMN = 5  # fewer have no covariance that can be inverted well
+_RIDGE = 1e-9  # relative
 
 
 class FeatureShape(NamedTuple):
@@ -153,10 +155,19 @@ class Released:
         self._cache: dict[tuple[int, int], Mapping[int, Tensor]] = {}
         if moments is not None and shape is not None:
             self.mean, self.wanted = moments[0], torch.linalg.cholesky(moments[1])
-            self.place, self.root = _fitted(*moments, seed, near)
+            self.place, self.root = self._start(near)
         self._shares = {
             number: _shares(counts, std, noise_seed) for number, (counts, std) in histograms.items()
         }
+
+    def _start(self, near: Released | None) -> tuple[Tensor, Tensor]:
+        if near is not None:
+            root = torch.linalg.solve_triangular(near.wanted, near.root, upper=False)
+            return near.place + self.mean - near.mean, self.wanted @ root
+        size, start = len(self.mean), (self.mean, self.wanted)
+        with seeded(self._seed):
+            normal = torch.randn(max(_FITTING_ROWS, 20 * size), size, dtype=torch.float64)
+        return _fitted(self.mean, self.wanted, start, normal, _FITTING_STEPS)
 
     def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
         """Fresh draws, the same ones for a batch."""
@@ -172,7 +183,14 @@ class Released:
             if self._shape is not None:
                 shape, free = self._shape, self._shape.free
                 normal = torch.randn(count, len(free), dtype=torch.float64)
-                unit = self.place + normal @ self.root.T
+                # their own moments are those wanted, without the error of so many draws
+                place, root = self.place, self.root
+                if count > _ROWS_OF_A_COLUMN * len(free):
+                    start = place, root
+                    place, root = _fitted(
+                        self.mean, self.wanted, start, normal, _MORE_FITTING_STEPS
+                    )
+                unit = place + normal @ root.T
                 unit = unit * shorten(unit.square().sum(1), 1.0)[:, None]
                 rows = torch.zeros(count, sum(shape.widths), dtype=torch.float64)
                 rows[:, free] = shape.bound * unit
@@ -296,21 +314,14 @@ def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:
 
 
 def _fitted(
-    mean: Tensor, covariance: Tensor, seed: int, near: Released | None
+    mean: Tensor, wanted: Tensor, start: tuple[Tensor, Tensor], normal: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Place and root of the Gaussian whose draws, shortened to norm 1, have this mean and
-    covariance; fewer steps are needed from those of a law that is ``near``.
+    """Place and root of rows made of ``normal`` that have this mean and the covariance
+    ``wanted`` ``wanted``ᵀ once they are shortened to norm 1.
     """
-    size = len(mean)
-    with seeded(seed):
-        normal = torch.randn(max(_FITTING_ROWS, 20 * size), size, dtype=torch.float64)
-    wanted = torch.linalg.cholesky(covariance)
-    place, root = mean.clone(), wanted.clone()
-    if near is not None:
-        place = near.place + mean - near.mean
-        root = wanted @ torch.linalg.solve_triangular(near.wanted, near.root, upper=False)
-    ridge = 1e-9 * covariance.diagonal().mean() * torch.eye(size, dtype=torch.float64)
-    for _ in range(_FITTING_STEPS if near is None else _MORE_FITTING_STEPS):
+    place, root = start
+    ridge = _RIDGE * wanted.square().sum() / len(mean) * torch.eye(len(mean), dtype=torch.float64)
+    for _ in range(steps):
         rows = place + normal @ root.T
         rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
         found = rows.mean(0)
