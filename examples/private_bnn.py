@@ -19,10 +19,8 @@ import argparse
 import logging
 import math
 import time
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +233,12 @@ def prepare(
         target["target_epsilon"] = options.epsilon
     sgld = partial(dpb.optim.DPSGLD, lr=options.lr)
     if options.temperature is None:
-        with redirect_stdout(StringIO()):
-            noise = engine.plan(**run, **target, optimizer=partial(sgld, temperature=0.0))
+        noise = engine.plan(**run, **target, optimizer=partial(sgld, temperature=0.0))
         # not all of it, so that rounding cannot make it warmer
         options.temperature = 0.999 * noise.effective_temperature
     run["optimizer"] = partial(sgld, temperature=options.temperature)
     plan = engine.plan(**run, **target)
+    print(plan)
     if options.epsilon != math.inf:
         _, optimizer, loader = engine.make_private_with_epsilon(**run, **target)
     else:

@@ -7,7 +7,6 @@ import base64
 import json
 import pickle
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,7 @@ from write_golden_files import (
 )
 
 import torch_dpbayes as dpb
-from torch_dpbayes import noise
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.batches.draws import PoissonSampler
-from torch_dpbayes.batches.other_laws import (
-    FixedSizeSampler,
-    RandomAllocationSampler,
-    TruncatedPoissonSampler,
-)
 
 GOLDEN = Path(__file__).with_name("golden")
 VALUES = json.loads((GOLDEN / "values.json").read_text())
@@ -79,50 +71,6 @@ def test_a_run_goes_on_from_the_checkpoint_as_it_did():
     for name, p in net.named_parameters():
         expected = torch.tensor(old["parameters"][name])
         torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
-
-
-OLD_DRAWS = torch.load(GOLDEN / "draws_without_darts.pt", weights_only=True)
-KINDS = {
-    "poisson": PoissonSampler,
-    "truncated_poisson": partial(TruncatedPoissonSampler, max_batch_size=4),
-    "fixed_size": FixedSizeSampler,
-    "random_allocation": RandomAllocationSampler,
-}
-
-
-@pytest.mark.parametrize("law", KINDS)
-def test_draws_that_began_with_a_number_for_every_record_go_on_so(law):
-    """Five of a hundred records. The file was written before there were darts; two draws waited."""
-    old, kind = OLD_DRAWS[law], KINDS[law]
-    position = old["position"]
-    for saved in (0, 3):  # also from a position that was saved again on the way
-        noise._used_positions.clear()
-        sampler = kind(100, 0.05, torch.Generator(), 0)
-        sampler.require_position(position)
-        sampler.resume(position)
-        found = []
-        while len(found) < 6 - saved:
-            for batch in sampler:
-                sampler.delivered()
-                sampler.use()
-                sampler.retire()
-                found.append(batch)
-                if len(found) == 3:
-                    position = sampler.position()
-                if len(found) == 6 - saved:
-                    break
-        assert found == old["draws"][saved:]
-
-
-@pytest.mark.parametrize("law", KINDS)
-@pytest.mark.parametrize("num_data", [50, 99, 101, 150, 200, 1000])
-def test_draws_that_waited_do_not_take_the_random_numbers_of_later_ones(law, num_data):
-    """They would, of other data than they were drawn from, which the old file does not name."""
-    position = OLD_DRAWS[law]["position"]
-    with pytest.raises(ValueError, match="keep data and batch size, or leave out generator="):
-        KINDS[law](num_data, 0.05, torch.Generator(), 0).require_position(position)
-    if law != "random_allocation":
-        KINDS[law](num_data, 0.05, torch.Generator(), 0).require_position(position[-1:])
 
 
 def test_samples_predict_what_they_did():

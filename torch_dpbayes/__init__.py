@@ -4,13 +4,8 @@ The public names are loaded on first use (PEP 562): ``import torch_dpbayes`` alo
 torch nor Opacus.
 """
 
-import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-# when this program took up the library, in seconds since the machine was started: before the slow
-# imports, so that workers that were launched together are seen to be (accounting.launch)
-_TAKEN_UP = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
 
 __version__ = "0.1.0"
 
@@ -19,7 +14,6 @@ __version__ = "0.1.0"
 _HOME = {
     "audit": "",
     "errors": "",
-    "heads": "",
     "infer": "",
     "optim": "",
     "mcmc": "",
@@ -43,7 +37,6 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from . import audit as audit
     from . import errors as errors
-    from . import heads as heads
     from . import infer as infer
     from . import mcmc as mcmc
     from . import metrics as metrics

@@ -49,12 +49,6 @@ class StateError(DPBayesError, RuntimeError):
     code = "state"
 
 
-class FixedAttributeError(DPBayesError, AttributeError):
-    """An attribute by which steps are charged cannot be set."""
-
-    code = "fixed"
-
-
 class DivergedError(DPBayesError, FloatingPointError):
     """Parameters went beyond their dtype. They are as before; what was charged stays charged."""
 

@@ -198,9 +198,11 @@ def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
 
     elif way in ("ours", "vouched", "vmap"):
         import torch_dpbayes as dpb
-        from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+        from torch_dpbayes.per_sample.bookkeeping import (
+            BookkeepingGradientSource,
+            VmapGradientSource,
+        )
         from torch_dpbayes.per_sample.operations import Delivery
-        from torch_dpbayes.per_sample.vmap import VmapGradientSource
 
         # what make_private builds, less the loader, whose Poisson draws would vary the batch
         private = dpb.optim.DPSGLD(

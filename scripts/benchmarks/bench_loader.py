@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches.draws import PoissonSampler
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
+from torch_dpbayes.batches.sampler import PoissonSampler
 
 BATCH = 256
 

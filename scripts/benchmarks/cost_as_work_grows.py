@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
+from torch_dpbayes.accounting.ledger.session import jobs_of_this_process
 
 RECORDS = [10**k for k in range(4, 10)]
 PARAMETERS = [10**k for k in range(2, 9)]
@@ -211,11 +212,12 @@ def ledger_by_jobs(jobs: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/ledger.db"
         event = events.PoissonSampledDpEvent(1e-3, events.GaussianDpEvent(20.0))
-        for i in range(jobs):
-            dpb.PrivacyAccountant(1000.0, 1e-6, path=path, job=f"job {i}").compose(event)
+        for _ in range(jobs):
+            jobs_of_this_process.clear()  # as another process
+            dpb.PrivacyAccountant(1000.0, 1e-6, path=path).compose(event)
 
         def work() -> None:
-            dpb.PrivacyAccountant(1000.0, 1e-6, path=path, job="job 0").compose(event)
+            dpb.PrivacyAccountant(1000.0, 1e-6, path=path).compose(event)
 
         return timed(work, ROUNDS)
 

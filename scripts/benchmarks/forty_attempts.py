@@ -14,9 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +157,15 @@ def sampled() -> bool:
 
 
 def planned() -> bool:
-    with redirect_stdout(StringIO()):
-        plan = dpb.PrivacyEngine().plan(
-            module=network(),
-            optimizer=SAMPLER,
-            data_loader=DataLoader(data(), 10),
-            max_grad_norm=1.0,
-            target_epsilon=3.0,
-            target_delta=DELTA,
-            epochs=2,
-        )
+    plan = dpb.PrivacyEngine().plan(
+        module=network(),
+        optimizer=SAMPLER,
+        data_loader=DataLoader(data(), 10),
+        max_grad_norm=1.0,
+        target_epsilon=3.0,
+        target_delta=DELTA,
+        epochs=2,
+    )
     return plan.steps == 12 and plan.epsilon <= 3.0
 
 

@@ -134,7 +134,6 @@ def cauchy(named: Mapping[str, Tensor]) -> Tensor:
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "polynomial": lambda optimizer: schedules.PolynomialDecay(optimizer, offset=3.0),
     "cyclical": lambda optimizer: schedules.Cyclical(optimizer, 6, 2),
-    "phases": lambda optimizer: schedules.PhaseTransition(optimizer, offset=2.0),
 }
 
 
@@ -372,7 +371,7 @@ CERTIFICATES: dict[str, Callable[[], Any]] = {
         **_CLOSE,
     ),
     "total variation": lambda: ops.TotalVariationClose(
-        ops.Bounded(2.0), xi=1e-9, delta=1e-6, sampler=ops.NoseHoover(steps=60, step_size=0.02)
+        ops.Bounded(2.0), xi=1e-9, delta=1e-6, sampler=ops.Underdamped(steps=60, step_size=0.02)
     ),
 }
 

@@ -1,24 +1,17 @@
 """The accountant: what it records, what it refuses, and what it says."""
 
-import copy
 import math
-import os
-import pickle
 from pathlib import Path
 
 import dp_accounting as dpa
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
     bounds,
-    dominating_pairs,
     events,
     mechanisms,
     random_allocation,
@@ -192,54 +185,6 @@ def test_composed_events_are_taken_apart():
 # --- budget ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(3)
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("method", ["pld", "rdp"])
-def test_budget_is_used_up_and_never_passed(method, relation):
-    accountant = PrivacyAccountant(1.5, DELTA, method=method, neighboring=relation)
-    fit = accountant.remaining(STEP)
-    steps = 0
-    with pytest.raises(PrivacyBudgetExceeded, match="Nothing was recorded"):
-        for _ in range(10 * fit):
-            accountant.compose(STEP)
-            steps += 1
-    assert len(accountant) == steps
-    assert abs(steps - fit) <= 1
-    assert accountant.remaining(STEP) == 0
-    free = PrivacyAccountant(method=method, neighboring=relation).compose(STEP, steps)
-    assert free.get_epsilon(DELTA) <= 1.5 * (1 + 1e-4)
-    assert accountant.get_epsilon() <= 1.5
-
-
-@pytest.mark.thorough
-@given(
-    schedule=st.lists(
-        st.tuples(st.floats(0.8, 4.0), st.sampled_from([0.01, 0.03])), min_size=1, max_size=30
-    ),
-    each=st.integers(1, 40),
-)
-@examples(12)
-def test_any_schedule_keeps_the_budget(schedule, each):
-    accountant = PrivacyAccountant(1.0, DELTA)
-    before: tuple = ()
-    for noise, rate in schedule * 3:
-        event = PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
-        before = accountant.history
-        try:
-            accountant.compose(event, each)
-        except PrivacyBudgetExceeded:
-            assert accountant.history == before
-            assert accountant.remaining(event) < each + 2
-            break
-    counts: dict = {}
-    for charge in accountant.history:
-        pair = dominating_pairs.dominating_pair(charge.event, "add_or_remove_one")
-        counts[pair] = counts.get(pair, 0) + charge.count
-    if counts:
-        assert bounds.lower_epsilon(counts, DELTA) <= 1.0
-        assert bounds.upper_epsilon(counts, DELTA) <= 1.0 * (1 + 3e-3)
-
-
 def test_alternating_charges_are_checked_rarely(monkeypatch):
     accountant = PrivacyAccountant(3.0, DELTA)
     checks = []
@@ -250,21 +195,6 @@ def test_alternating_charges_are_checked_rarely(monkeypatch):
             accountant.compose(STEP).compose(GaussianDpEvent(50.0))
     assert len(accountant) > 1000
     assert len(checks) < 40
-
-
-def test_refused_charge_leaves_everything_as_it_was():
-    accountant = PrivacyAccountant(1.0, DELTA).compose(STEP, 10, label="kept")
-    state = accountant.state_dict()
-    for event in (
-        NonPrivateDpEvent(),
-        GaussianDpEvent(0.1),
-        ComposedDpEvent([STEP, GaussianDpEvent(0.5)]),
-    ):
-        with pytest.raises(PrivacyBudgetExceeded):
-            accountant.compose(event)
-        assert accountant.state_dict() == state
-    accountant.compose(STEP)
-    assert len(accountant) == 11
 
 
 def test_remaining_without_budget_is_infinite():
@@ -316,50 +246,17 @@ def test_adaptive_needs_a_budget_and_a_fresh_start():
     assert len(accountant) == 1
 
 
-def test_refused_first_adaptive_charge_leaves_no_filter():
-    accountant = PrivacyAccountant(0.1, DELTA)
-    with pytest.raises(PrivacyBudgetExceeded):
-        accountant.compose(GaussianDpEvent(1.0), adaptive=True)
-    accountant.compose(GaussianDpEvent(100.0))
-    assert "fixed before" in accountant.summary()
-
-
 # --- saving, copying, processes -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_state_round_trip(adaptive, tmp_path):
-    accountant = PrivacyAccountant(4.0, DELTA, neighboring="replace_one", method="rdp")
-    for name in sorted(set(EXAMPLES) - {"NonPrivateDpEvent", "NoOpDpEvent", *OF_ADDED_RECORDS}):
-        accountant.compose(
-            SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(3.0)), 2),
-            adaptive=adaptive,
-        )
-        if name not in (
-            "PureDpEvent",
-            "BoundedRangeDpEvent",
-            "GaussianDpEvent",
-            "ShuffledEpochDpEvent",
-        ):
-            event = EXAMPLES[name]
-            if accountant.remaining(event) >= 1:
-                accountant.compose(event, label=name, adaptive=adaptive)
-    torch.save(accountant.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    loaded = PrivacyAccountant(4.0, DELTA, neighboring="replace_one", method="rdp")
-    loaded.load_state_dict(state)
-    assert loaded.history == accountant.history
-    assert loaded.get_epsilon() == accountant.get_epsilon()
-    assert loaded.summary() == accountant.summary()
-
-
-def test_every_event_survives_saving():
+def test_every_event_survives_saving(tmp_path):
     accountant = PrivacyAccountant(neighboring="replace_one", method="rdp")
     for name in set(EXAMPLES) - OF_ADDED_RECORDS:
-        accountant.compose(EXAMPLES[name])
+        accountant.compose(EXAMPLES[name], label=name)
+    torch.save(accountant.state_dict(), tmp_path / "state.pt")
     loaded = PrivacyAccountant(neighboring="replace_one", method="rdp")
-    loaded.load_state_dict(accountant.state_dict())
-    assert loaded.history == accountant.history
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert loaded.history == accountant.history and loaded.summary() == accountant.summary()
 
 
 @pytest.mark.thorough
@@ -391,26 +288,6 @@ def test_loading_refuses_what_would_change_the_guarantee():
     adaptive = PrivacyAccountant(3.0, DELTA).compose(STEP, adaptive=True).state_dict()
     with pytest.raises(ValueError, match="adaptive"):
         PrivacyAccountant(4.0, DELTA).load_state_dict(adaptive)
-
-
-def test_copies_are_refused():
-    accountant = PrivacyAccountant(1.0, DELTA)
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="same budget"):
-            duplicate(accountant)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_cannot_charge():
-    accountant = PrivacyAccountant(1.0, DELTA)
-    child = os.fork()
-    if child == 0:
-        try:
-            accountant.compose(STEP)
-        except RuntimeError as error:
-            os._exit(17 if "forked" in str(error) else 1)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
 
 # --- what it says, and bad input ------------------------------------------------------------------
@@ -572,8 +449,3 @@ def test_an_adaptive_history_keeps_its_filter_when_it_is_saved():
             steps=10,
             history=accountant.history,
         )
-
-
-def test_counts_that_cannot_be_saved_exactly_are_refused():
-    with pytest.raises(ValueError, match=r"2\*\*53"):
-        PrivacyAccountant().compose(GaussianDpEvent(1e9), 2**53 + 1)

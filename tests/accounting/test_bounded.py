@@ -61,24 +61,6 @@ def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, 
         assert found <= epsilon + 1e-8 * (1 + epsilon) / min(truth, 1e-3)
 
 
-def test_equal_pure_releases_meet_the_closed_form():
-    """Kairouz, Oh, Viswanath 2015, Theorem 3.3: at epsilon (k - 2 i) delta is a sum of
-    binomials.
-    """
-    e, k = 0.3, 40
-    for i in range(k // 2):
-        delta = (
-            math.fsum(
-                math.comb(k, j) * (math.exp((k - j) * e) - math.exp((k - 2 * i + j) * e))
-                for j in range(i)
-            )
-            / (1 + math.exp(e)) ** k
-        )
-        assert bounds.upper_delta({Pure(e): k}, (k - 2 * i) * e) == pytest.approx(
-            delta, rel=1e-8, abs=1e-18
-        )
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pure_release_fits_a_budget_of_its_own_epsilon(method):
     accountant = PrivacyAccountant(1.0, DELTA, method=method)

@@ -26,7 +26,6 @@ from torch_dpbayes.accounting.events import (
 from torch_dpbayes.noise_aware.mechanism import matrix_event
 from torch_dpbayes.noise_aware.planning import matrix_multiplier
 from torch_dpbayes.ops.certificates import Setting
-from torch_dpbayes.ops.hybrid_sampling import _Prepaid
 from torch_dpbayes.optim.fisher_sum import FisherSum
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
@@ -86,9 +85,6 @@ USES = {
     "a second moment beside the sum": lambda relation, _: FisherSum(
         1.0, 10.0, is_full=False, share=0.5
     ).equivalent_noise_multiplier(1.0, is_full=True, sampling=None, neighboring=relation),
-    "the second half of a hybrid run": (
-        lambda relation, _: _Prepaid(PrivacyAccountant(neighboring=relation)).neighboring
-    ),
 }
 
 
@@ -184,6 +180,6 @@ def test_methods_are_two_strings(word):
 @pytest.mark.parametrize("flag", ["Adaptive", "", None, True, "adaptiv"])
 def test_a_saved_charge_says_whether_it_was_adaptive(flag):
     state = PrivacyAccountant(3.0, 1e-5).compose(STEP, adaptive=True).state_dict()
-    state["history"] = [[*line[:3], flag] for line in state["history"]]
+    state["history"] = [[*line[:3], flag, line[4]] for line in state["history"]]
     with pytest.raises(ValueError, match="a saved charge is one of"):
         PrivacyAccountant(8.0, 1e-5).load_state_dict(state)

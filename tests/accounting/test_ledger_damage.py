@@ -42,6 +42,8 @@ def sources(tmp_path_factory):
                 accountant.compose(STEP, adaptive=True, label="first")
             for k in range({"empty": 0, "many": 60}.get(kind, 20)):
                 accountant.compose(sampled(2 + k / 10), label="even" if k % 2 else None)
+                if kind == "fixed" and k < 2:
+                    accountant.note(f"the statement number {k}")
         found[kind] = path, told(accountant)
     return found
 
@@ -279,7 +281,11 @@ EDITS = [
     "DROP INDEX returned_once",
 ]
 OF_ROWS = [
-    "UPDATE rows SET label = x'ff' WHERE seq = 2",
+    "UPDATE rows SET count = 1 WHERE seq = 4",
+    "DELETE FROM rows WHERE seq = 4",
+    "UPDATE rows SET label = 'nothing' WHERE kind = 'note' AND seq = 2",
+    "DELETE FROM rows WHERE kind = 'note' AND seq = 2",
+    "UPDATE rows SET label = x'ff' WHERE seq = 6",
     "UPDATE rows SET digest = x'ff' WHERE seq = (SELECT max(seq) FROM rows)",
     "DELETE FROM rows WHERE seq = (SELECT max(seq) FROM rows)",
     "DELETE FROM rows",

@@ -2,15 +2,12 @@
 
 import json
 import multiprocessing
-import sqlite3
-from contextlib import closing
 
 import pytest
 
-from torch_dpbayes.accounting import PrivacyAccountant, events
+from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import GaussianDpEvent, RecordwiseBatchGaussianDpEvent
-from torch_dpbayes.accounting.ledger.schema import LedgerError
 
 EVENT = GaussianDpEvent(10.0)
 FIRST = "DPSGLD: records are independent: by construction"
@@ -102,37 +99,6 @@ def test_processes_note_at_once(path):
     assert len(accountant.notes) == len(set(accountant.notes)) == 10 + 3 * 10
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE notes SET text = 'nothing' WHERE seq = 1",
-        "UPDATE notes SET text = x'ff00' WHERE seq = 2",
-        "UPDATE notes SET text = CAST(x'ff' AS TEXT) WHERE seq = 1",
-        "UPDATE notes SET digest = 5",
-        "UPDATE notes SET time = 7.5",
-        "UPDATE notes SET seq = seq + 10",
-        "DELETE FROM notes WHERE seq = 1",
-        "DELETE FROM notes WHERE seq = 2",
-        "DROP TABLE notes",
-    ],
-)
-def test_a_damaged_note_is_an_error(path, damage):
-    accountant = PrivacyAccountant(1.0, 1e-5, path=path).compose(EVENT)
-    accountant.note(FIRST)
-    accountant.note(SECOND)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(damage)
-        connection.commit()
-    for use in (
-        accountant.summary,
-        accountant.state_dict,
-        lambda: accountant.note("more"),
-        lambda: accountant.note(FIRST),
-    ):
-        with pytest.raises(LedgerError, match="damaged"):
-            use()
-
-
 # --- what an event states -------------------------------------------------------------------------
 
 RECORDWISE = "does not depend on other records"
@@ -149,14 +115,3 @@ def test_the_summary_shows_what_a_charged_event_states(path, in_file, relation):
     first, second = statements(accountant)
     assert first == FIRST and RECORDWISE in second
     assert accountant.notes == (first, second)
-
-
-encode = events.encode
-
-
-def encoded_by_an_earlier_version(event):
-    name, *values = encode(event)
-    return [
-        "UnspecifiedBatchGaussianDpEvent" if name == "RecordwiseBatchGaussianDpEvent" else name,
-        *values,
-    ]

@@ -1,4 +1,4 @@
-"""dp-accounting's repeat-and-select against exact laws of the best run, and dp-accounting."""
+"""dp-accounting's repeat-and-select against dp-accounting; test_selection.py has exact laws."""
 
 import math
 
@@ -6,9 +6,6 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import stats
 from support.dp_accounting_adapter import DpAccountingAdapter
 
 from torch_dpbayes.accounting import PrivacyAccountant, events, renyi
@@ -23,42 +20,13 @@ from torch_dpbayes.accounting.events import (
     SelfComposedDpEvent,
     UserLevelDpEvent,
 )
-from torch_dpbayes.accounting.selection import Repetitions
 
 STEP = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
 RUN = SelfComposedDpEvent(STEP, 300)
-means = st.floats(0.1, 1.3).map(lambda x: 10**x)
-shapes = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-0.6, 1.0))
 
 
 def accountant(event, count=1, **options):
     return PrivacyAccountant(method="rdp", **options).compose(event, count)
-
-
-@given(mu=st.floats(0.05, 2.0), mean=means, shape=shapes, log_delta=st.floats(-9.0, -2.0),
-       up=st.booleans(), is_poisson=st.booleans())  # fmt: skip
-@settings(max_examples=15)
-def test_the_best_of_gaussians(mu, mean, shape, log_delta, up, is_poisson):
-    """Scored by the released number, or by its negative, with densities by quadrature."""
-    mean, delta = max(mean, 1.01), 10**log_delta
-    x = np.linspace(-10.0, 10.0 + mu, 40_001)
-    gamma = 0.0 if is_poisson else Repetitions(mean, shape).gamma
-
-    def density(center):
-        above = stats.norm.sf(x - center) if up else stats.norm.cdf(x - center)
-        weight = mean * (
-            np.exp(-mean * above)
-            if is_poisson
-            else (gamma / (gamma + (1 - gamma) * above)) ** (1 + shape)
-        )
-        return stats.norm.pdf(x - center) * weight * (x[1] - x[0])
-
-    there, absent = density(mu), density(0.0)
-    assert there.sum() == pytest.approx(1 - math.exp(-mean) * is_poisson, abs=1e-6)
-    event = RepeatAndSelectDpEvent(GaussianDpEvent(1 / mu), mean, math.inf if is_poisson else shape)
-    epsilon = accountant(event).get_epsilon(delta)
-    for one, other in ((there, absent), (absent, there)):
-        assert np.maximum(one - math.exp(epsilon) * other, 0).sum() <= delta
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 5.0, math.inf])
@@ -104,8 +72,8 @@ def test_where_it_is_supported():
     assert not DpAccountingAdapter().supports(event)
     with pytest.raises(ValueError, match=r"method='rdp'.*selection_event"):
         PrivacyAccountant().compose(event)
-    person = PrivacyAccountant(method="rdp", unit="user").compose(UserLevelDpEvent(event))
-    assert person.get_epsilon(1e-6) == accountant(event).get_epsilon(1e-6)
+    user = PrivacyAccountant(method="rdp", unit="user").compose(UserLevelDpEvent(event))
+    assert user.get_epsilon(1e-6) == accountant(event).get_epsilon(1e-6)
 
 
 @pytest.mark.parametrize(

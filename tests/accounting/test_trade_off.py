@@ -133,36 +133,6 @@ def test_what_fails_or_reveals_everything():
     tightly(curve(RATES), RATES, 1e-9)
 
 
-@given(mu=powers_of_ten.map(lambda x: x / 2), size=st.integers(1, 12))
-def test_groups_of_gaussians(mu, size):
-    (curve,) = curves({Gaussian(mu): 1})
-    group = curve.of_groups(size)
-    rates = RATES[2:]
-    tightly(group(rates), gaussian(rates, size * mu), 1e-2 if size * mu < 12 else math.inf)
-
-
-def test_groups_of_randomised_responses_and_of_failures():
-    """One step after another: e^epsilon a + delta, again and again."""
-    (curve,) = curves({Pure(0.5): 1, Failure(1e-3): 1})
-    value = 1e-6
-    for size in range(1, 5):
-        value = 1e-3 + (1 - 1e-3) * math.exp(0.5) * value
-        tightly(curve.of_groups(size)(1e-6), value, 5e-3)
-
-
-@given(mu=powers_of_ten)
-def test_a_thinned_curve_lies_above(mu):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_dpbayes.accounting.risk._MOST_VERTICES", 200)
-        (curve,) = curves({Gaussian(mu): 1})
-        thin = curve.thinned()
-    x, y = curve.vertices
-    assert len(thin.false_positive_rates) <= 200
-    assert np.all(thin(x) >= np.minimum(y, 1.0))
-    near = x > 1e-12
-    tightly(thin(x[near]), np.minimum(y, 1.0)[near], 2.0)
-
-
 def test_lines_that_do_not_form_a_profile_are_bounds_all_the_same():
     """Of a profile that is nowhere convex the envelope takes the lowest lines."""
     epsilons = np.array([0.0, 0.5, 1.0, 800.0])

@@ -279,7 +279,7 @@ def without_a_step(dataset, engine):
         ),
         (partial(train, rate=0.2, sampling="fixed_size"), {"bound": "independent"}, "pass bound="),
         (
-            partial(train, people=range(140)),
+            partial(train, user_ids=range(140)),
             {"accountant": dpb.PrivacyAccountant(unit="user")},
             "a canary is one record",
         ),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, random_split
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches.repeated_records import require_each_once
+from torch_dpbayes.batches.datasets import require_no_repeats
 
 A, B = (TensorDataset(torch.zeros(20, 3), torch.arange(20) % 2) for _ in range(2))
 
@@ -52,10 +52,10 @@ def trees(leaves):
 def test_refused_are_those_that_hold_a_record_twice(dataset):
     records = [dataset[i] for i in range(len(dataset))]
     if len(set(records)) == len(records):
-        require_each_once(dataset)
+        require_no_repeats(dataset)
     else:
         with pytest.raises(ValueError, match="some records several times"):
-            require_each_once(dataset)
+            require_no_repeats(dataset)
 
 
 SEVERAL_TIMES = {
@@ -101,10 +101,10 @@ def test_records_that_are_there_once_pass(name):
 def test_people_may_have_copies():
     accountant = dpb.PrivacyAccountant(10.0, 1e-5, unit="user")
     people = torch.arange(20).repeat(2)
-    make_private(ConcatDataset([A, A]), people=people, records_per_person=2, accountant=accountant)
+    make_private(ConcatDataset([A, A]), user_ids=people, records_per_user=2, accountant=accountant)
 
 
 def test_a_thousand_million_records_are_not_counted():
     huge = Marked("a", 10**9)
-    require_each_once(Subset(huge, range(0, 10**9, 2)))
-    require_each_once(ConcatDataset([huge, Subset(Marked("b", 10**9), [5, 7])]))
+    require_no_repeats(Subset(huge, range(0, 10**9, 2)))
+    require_no_repeats(ConcatDataset([huge, Subset(Marked("b", 10**9), [5, 7])]))

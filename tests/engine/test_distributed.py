@@ -31,8 +31,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import ranks
-from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes import distributed
+from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 
 TIMEOUT = 60.0  # seconds; of a process group, where no test is about it
@@ -323,7 +323,7 @@ def captured(rank, seed, name, mode):
         released.append(
             [
                 (layout.gradient - priors).tolist(),
-                layout.beside.tolist(),
+                layout.extra.tolist(),
                 optimizer.effective_noise_multiplier,
             ]
         )
@@ -706,7 +706,7 @@ def loses_a_rank(rank, seed, how, folder):
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "killed between the messages":
-            ranks.Ranks.add_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            distributed.Ranks.all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         while how == "stalled" and not all(os.path.exists(f"{folder}/{other}") for other in (0, 2)):
             time.sleep(0.05)
         if how == "stalled":
@@ -738,11 +738,13 @@ def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tm
 
 def elsewhere(rank, seed):
     group = dist.new_group(backend="cpu:gloo")
-    told = message(lambda: ranks.Ranks(group).require_backend_for(torch.device("cuda")))
+    told = message(lambda: distributed.Ranks(group).require_backend_for(torch.device("cuda")))
     net = network(seed).to("meta")
     return (
         told,
-        message(lambda: ranks.Ranks(group).require_backend_for(next(net.parameters()).device)),
+        message(
+            lambda: distributed.Ranks(group).require_backend_for(next(net.parameters()).device)
+        ),
         message(lambda: make(seed)),
     )
 
@@ -977,11 +979,11 @@ def traffic(rank, seed, num_records):
         seed, data=records(seed, num_records), batch_size=num_records // 4
     )
     sent, reduce, gather = [], dist.all_reduce, dist.all_gather_into_tensor
-    ranks.dist.all_reduce = lambda t, **options: (
+    distributed.dist.all_reduce = lambda t, **options: (
         sent.append(t.nbytes),
         reduce(t, **options),
     )[1]
-    ranks.dist.all_gather_into_tensor = lambda o, t, **options: (
+    distributed.dist.all_gather_into_tensor = lambda o, t, **options: (
         sent.append(t.nbytes),
         gather(o, t, **options),
     )[1]

@@ -21,8 +21,8 @@ from torch.utils.data import (
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.batches.draws import PoissonSampler
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
+from torch_dpbayes.batches.sampler import PoissonSampler
 
 FACTORY = partial(dpb.optim.DPSGLD, lr=0.1)
 
@@ -63,7 +63,7 @@ def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_
         and optimizer.sampling == "poisson"
     )
     assert len(loader) == 15
-    loader.batch_sampler.steps = 300
+    loader.batch_sampler._steps = 300
     sizes = torch.tensor([float(len(values(x))) for x, _ in loader])
     assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
     # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
@@ -74,7 +74,7 @@ def test_records_join_independently_at_the_rate_in_force():
     sampler = PoissonSampler(
         50, 0.3, torch.Generator().manual_seed(torch.seed() % 2**31), num_workers=0
     )
-    sampler.steps = 4000
+    sampler._steps = 4000
     joined = torch.zeros(4000, 50, dtype=torch.float64)
     for row, indices in zip(joined, sampler):
         row[indices] = 1.0
@@ -473,8 +473,8 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
     }
     engine = dpb.PrivacyEngine()
     cold = engine.plan(optimizer=partial(dpb.optim.DPSGLD, lr=0.05), **arguments)
-    text = capsys.readouterr().out
-    assert str(cold) in text
+    assert capsys.readouterr().out == ""
+    text = str(cold)
     assert (
         cold.langevin_noise_multiplier > cold.noise_multiplier
         and cold.effective_noise_multiplier == cold.langevin_noise_multiplier

@@ -37,7 +37,8 @@ def train(net, optimizer, loader, epochs):
 
 
 def warnings_of(caplog):
-    return [record.getMessage() for record in caplog.records if "now draws" not in record.msg]
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "now draws" not in message]
 
 
 def test_a_target_that_the_samplers_own_noise_does_not_use_is_said_with_the_lr_that_would(caplog):

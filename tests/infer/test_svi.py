@@ -305,8 +305,10 @@ def test_the_budget_cannot_be_overrun():
     accountant = dpb.PrivacyAccountant(2.0, 1e-5)
     svi = make(accountant=accountant, num_data=400, expected_batch_size=40, noise_multiplier=2.0)
     fits = accountant.remaining(PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)))
-    with pytest.raises(dpb.PrivacyBudgetExceeded):
+    with pytest.raises(dpb.PrivacyBudgetExceeded, match=f"{fits} of {fits + 5} steps fit"):
         svi.run(fits + 5, x)
+    assert len(svi.transcript) == len(accountant) == 0  # before the first step
+    svi.run(fits, x)
     assert len(svi.transcript) == fits == len(accountant)
     before = {n: p.clone() for n, p in svi.guide.named_parameters()}
     with pytest.raises(dpb.PrivacyBudgetExceeded):

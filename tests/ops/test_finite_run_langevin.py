@@ -17,7 +17,7 @@ from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.noise import GaussianNoise
-from torch_dpbayes.ops.certificates.finite_run_langevin import finite_run_mu
+from torch_dpbayes.ops.langevin import mu_of_last_state
 
 RELATIONS = ("replace_one", "add_or_remove_one")
 EPSILONS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
@@ -65,9 +65,7 @@ def worst_excess(glm, neighbours, certificate, setting, claimed=None, **options)
     δ where claimed δ is not tiny.
     """
     mu = certificate.event(claimed or glm, setting).mu
-    h = np.broadcast_to(
-        certificate._steps(certificate._constants(claimed or glm, setting)), certificate.steps
-    )
+    h = np.broadcast_to(certificate.resolved(claimed or glm, setting)[3], certificate.steps)
     for grid in grids(h):
         densities = [
             output_density(glm, records, certificate, setting, h, grid=grid, **options)
@@ -120,6 +118,7 @@ def test_epsilon_of_the_reference_case():
     ) == pytest.approx(4.34, abs=5e-3)
 
 
+@pytest.mark.first_cases(18)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 @pytest.mark.parametrize("lam", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("schedule", ["constant", "decaying", "rising"])
@@ -149,8 +148,30 @@ def test_mu_equals_the_closed_form_where_every_gradient_is_at_its_clip(neighbori
     assert exact <= mu <= exact * (1 + 1e-8)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.9, 0.98])
+def test_the_contraction_is_the_worse_of_both_ends(share):
+    """On both sides of h = 2/(λ + M); the formula as the paper has it."""
+    strength, smoothness, t = 0.8, 2.0, 7
+    h = share * 2 / smoothness
+    c = max(abs(1 - h * strength), abs(1 - h * smoothness))
+    expected = 2 * math.sqrt(h / 2 * (1 - c**t) / (1 + c**t) * (1 + c) / (1 - c))
+    setting = ops.certificates.Setting(1.0, None, "replace_one")
+
+    def mu(size):
+        constants = {"lipschitz": 1.0, "strength": strength, "smoothness": smoothness}
+        return ops.FiniteRunLangevin(t, size, **constants).event(None, setting).mu
+
+    assert mu(h) == pytest.approx(expected, rel=1e-8)
+    powers = c ** np.arange(t)
+    varying = 2 * h * powers.sum() / math.sqrt(2 * h * (powers**2).sum())
+    assert mu([h] * t) == pytest.approx(varying, rel=1e-8)
+    for size in (1.001 * 2 / smoothness, [h] * (t - 1) + [1.001 * 2 / smoothness]):
+        with pytest.raises(ValueError, match="above 2/M"):
+            mu(size)
+
+
 def test_the_closed_form_has_its_limits():
-    mu = finite_run_mu
+    mu = mu_of_last_state
     one = np.asarray
     # c -> 1 is c = 1, one step has μ = Δ√(h/2) at any contraction, and endless steps have μ =
     # Δ√(h/2 · (1+c)/(1-c))
@@ -290,7 +311,7 @@ def test_draws_of_a_conjugate_model_follow_the_posterior():
     assert sample.size == 2000
     precision = 1 / 0.8**2 + 1 / 0.5**2
     mean = y.numpy() / 0.5**2 / precision
-    h = float(sampler._certificate._steps(sampler._certificate._constants(glm, sampler._setting())))
+    h = float(sampler._certificate.resolved(glm, sampler._setting())[3])
     standard = (sample - mean) * math.sqrt(precision * (1 - h * precision / 2))
     assert h * precision < 0.02  # the variance of the posterior itself is 1 % smaller at most
     assert stats.kstest(standard.ravel(), "norm").pvalue > SIGNIFICANCE

@@ -35,8 +35,8 @@ def test_no_value_of_a_record_raises_or_counts_more_than_its_clip(family, where,
         broken_y[2] = value
     w = torch.randn(3, dtype=torch.float64)
     keep = torch.arange(6) != 2
-    with_it = glm.records(broken_x, broken_y, 0.5).loss_gradient(w)
-    without = glm.records(x[keep], y[keep], 0.5).loss_gradient(w)
+    with_it = glm.records(broken_x, broken_y, 0.5).gradient_sum(w)
+    without = glm.records(x[keep], y[keep], 0.5).gradient_sum(w)
     difference = float((with_it - without).norm())
     assert difference <= 0.5 + 1e-5
     if not math.isfinite(value):
@@ -64,9 +64,9 @@ def test_beyond_the_range_of_floats_a_record_counts_no_more_than_its_clip(family
     for weights in ([1e30, 1e30], [1e200, 1.0], [math.inf, 0.0]):
         weights = torch.tensor(weights, dtype=torch.float64)
         records = glm.records(x, torch.tensor([0.0, 1.0, 1.0]), 1.0)
-        assert float(records.loss_gradient(weights).norm()) <= 3.0
+        assert float(records.gradient_sum(weights).norm()) <= 3.0
         assert (
-            not records.huber_losses(weights).isnan().any()
+            not records.losses(weights).isnan().any()
             and not records.log_likelihoods(weights).isnan().any()
         )
 
@@ -82,7 +82,7 @@ def test_each_record_is_bounded_after_clipping():
         for clip in (0.3, 1.0, 5.0):
             w = 3 * torch.randn(4, dtype=torch.float64)
             norms = [
-                float(glm.records(x[i : i + 1], y[i : i + 1], clip).loss_gradient(w).norm())
+                float(glm.records(x[i : i + 1], y[i : i + 1], clip).gradient_sum(w).norm())
                 for i in range(200)
             ]
             assert max(norms) <= glm.lipschitz(clip)
@@ -155,10 +155,10 @@ def test_gradients_are_those_of_the_clipped_losses():
                 (g,) = torch.autograd.grad(losses[family](row @ v, target), v)
                 total += g * min(1.0, clip / float(g.norm()))
             records = glm.records(x, y, clip)
-            assert torch.allclose(records.loss_gradient(w), total, rtol=1e-4, atol=1e-6)
+            assert torch.allclose(records.gradient_sum(w), total, rtol=1e-4, atol=1e-6)
             v = w.clone().requires_grad_()
-            (g,) = torch.autograd.grad(records.huber_losses(v).sum(), v)
-            assert torch.allclose(g, records.loss_gradient(w), rtol=1e-9)
+            (g,) = torch.autograd.grad(records.losses(v).sum(), v)
+            assert torch.allclose(g, records.gradient_sum(w), rtol=1e-9)
 
 
 def test_log_likelihoods_are_torchs():
@@ -196,7 +196,7 @@ def test_smoothness_is_a_bound_on_the_curvature():
                 )
                 slopes = torch.tensor(
                     [
-                        float(records.loss_gradient(torch.tensor([w], dtype=torch.float64)))
+                        float(records.gradient_sum(torch.tensor([w], dtype=torch.float64)))
                         for w in torch.linspace(-6, 6, 1201)
                     ]
                 )

@@ -69,14 +69,13 @@ SAMPLERS = [
         ops.Underdamped(150, 0.2, friction=1.5, inverse_mass=1.0),
         lambda k: underdamped_variance(k, 0.2, 1.5, 1.0),
     ),
-    (ops.NoseHoover(300, 0.1, friction=0.3), lambda k: thermostat_variance(k, 0.1, 0.3)),
 ]
 
 
 @pytest.mark.parametrize(
     ("sampler", "variance"),
     SAMPLERS,
-    ids=["overdamped", "underdamped", "underdamped-fine", "nose-hoover"],
+    ids=["overdamped", "underdamped", "underdamped-fine"],
 )
 def test_samplers_have_the_stationary_law_of_their_chain(sampler, variance):
     draws = np.stack(

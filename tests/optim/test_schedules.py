@@ -16,7 +16,7 @@ from torch.optim.swa_utils import SWALR
 
 import torch_dpbayes as dpb
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
-from torch_dpbayes.optim.schedules import Cyclical, PhaseTransition, PolynomialDecay
+from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
 
 N, B, C, T = 100, 10, 0.5, 1.0
 KINDS = {"sgld": DPSGLD, "sghmc": DPSGHMC, "sgnht": DPSGNHT, "sgfs": DPSGFS}
@@ -123,38 +123,6 @@ def test_two_groups_keep_their_ratio():
         schedule.step()
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_phase_transition_falls_to_the_free_lr_and_collects_from_there_on(kind):
-    floor = 1.5 * wanted_noise(kind, 0.4)  # the lr has to fall to 0.4 / 2.25
-    optimizer = private(kind, noise_multiplier=floor)
-    free = 0.4 / 1.5**2
-    schedule = PhaseTransition(optimizer, offset=4)
-    lrs, sampling = run(schedule, 12)
-    assert lrs == pytest.approx([max(0.4 * 4 / (4 + t), free) for t in range(12)])
-    assert sampling == [0.4 * 4 / (4 + t) <= free for t in range(12)]
-    assert sampling.index(True) == 5
-    assert charged(optimizer) == pytest.approx([floor] * 12)  # z_min before, z_L = z_min after
-
-
-def test_phase_transition_below_the_free_lr_changes_nothing_and_groups_meet_one_by_one():
-    optimizer = private(noise_multiplier=0.5 * wanted_noise(DPSGLD, 0.4))
-    lrs, sampling = run(PhaseTransition(optimizer, offset=1), 5)
-    assert lrs == [0.4] * 5 and sampling == [True] * 5
-
-    # free_lr = 0.1, lr = 0.4 and 0.2
-    optimizer = private(groups=2, noise_multiplier=wanted_noise(DPSGLD, 0.1))
-    schedule = PhaseTransition(optimizer, offset=1)
-    seen = []
-    for _ in range(5):
-        seen.append(([group["lr"] for group in optimizer.param_groups], schedule.is_sampling))
-        step(optimizer)
-        schedule.step()
-    assert [lrs for lrs, _ in seen] == [
-        pytest.approx([max(0.4 / (1 + t), 0.1), max(0.2 / (1 + t), 0.1)]) for t in range(5)
-    ]
-    assert [sampling for _, sampling in seen] == [False, False, False, True, True]
-
-
 def test_samples_are_collected_in_the_sampling_phase_only():
     net = nn.Linear(2, 1)
     loader = torch.utils.data.DataLoader(
@@ -186,7 +154,6 @@ def test_samples_are_collected_in_the_sampling_phase_only():
 OURS = {
     "polynomial": lambda o: PolynomialDecay(o, 3),
     "cyclical": lambda o: Cyclical(o, 12, 3, exploration=0.5),
-    "phase": lambda o: PhaseTransition(o, 2),
 }
 
 
@@ -210,7 +177,7 @@ def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
     third = private(**options)  # and by torch's last_epoch
     third.load_state_dict(saved["optimizer"])
     name = type(first)
-    arguments = {PolynomialDecay: (3,), Cyclical: (12, 3, 0.5), PhaseTransition: (2,)}[name]
+    arguments = {PolynomialDecay: (3,), Cyclical: (12, 3, 0.5)}[name]
     assert run(name(third, *arguments, last_epoch=at - 1), 12 - at)[0] == lrs[at:]
 
 
@@ -231,24 +198,11 @@ def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
         lambda o: Cyclical(o, 10, 0),
         lambda o: Cyclical(o, 10, 1, exploration=1.0),
         lambda o: Cyclical(o, 10, 1, exploration=-0.1),
-        lambda o: PhaseTransition(o, -1.0),
     ],
 )
 def test_arguments_out_of_range(make):
     with pytest.raises(ValueError, match=r"must be .* got"):
         make(private(noise_multiplier=5.0))
-
-
-def test_phase_transition_needs_both_noises():
-    with pytest.raises(TypeError, match="private optimizer"):
-        PhaseTransition(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), 1)
-    for optimizer in (
-        private(),
-        private(noise_multiplier=2.0, temperature=0.0),
-        private(DPSGHMC, noise_multiplier=2.0, momentum="matched"),
-    ):
-        with pytest.raises(ValueError, match=r"noise_multiplier > 0.*matched"):
-            PhaseTransition(optimizer, 1)
 
 
 # -- torch's schedulers ----------------------------------------------------------------------------
@@ -323,7 +277,7 @@ def test_every_step_is_charged_at_the_noise_of_its_own_lr(kind, make):
             else schedule.step()
         )
     assert found == pytest.approx(expected, rel=1e-9)
-    assert len(set(expected)) > 1 or schedule.__class__ is PhaseTransition
+    assert len(set(expected)) > 1
     assert torch.isfinite(optimizer.param_groups[0]["params"][0]).all()
 
 

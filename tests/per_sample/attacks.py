@@ -204,17 +204,6 @@ def gradients_by_autograd(net, optimizer, x, t):
     optimizer.step()
 
 
-def two_backward_passes(net, optimizer, x, t):
-    loss = rows(net(x), t).mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.step()
-
-
-def two_forward_passes(net, optimizer, x, t):
-    step(optimizer, rows(net(x), t).mean() + rows(net(2 * x), t).mean())
-
-
 def a_second_pass_with_what_is_known(net, optimizer, x, t):
     rows(net(x), t).mean().backward()
     sign = flip(float(t.max()))
@@ -250,19 +239,6 @@ def a_penalty(net, optimizer, x, t):
     step(optimizer, rows(net(x), t).mean() + x.std() * net[2].weight.square().sum())
 
 
-def an_ordinary_optimizer(net, optimizer, x, t):
-    other = torch.optim.SGD(net.parameters(), lr=1.0)
-    rows(net(x), t).mean().backward()
-    other.step()
-
-
-def an_ordinary_optimizer_in_eval_mode(net, optimizer, x, t):
-    net.eval()
-    other = torch.optim.SGD(net.parameters(), lr=1.0)
-    rows(net(x), t).mean().backward()
-    other.step()
-
-
 def saved_tensors_around_the_model(net, optimizer, x, t):
     with torch.autograd.graph.saved_tensors_hooks(lambda v: v, lambda v: v * flip(v.abs().max())):
         out = net(x)
@@ -270,12 +246,10 @@ def saved_tensors_around_the_model(net, optimizer, x, t):
 
 
 LOOPS = (
-    *(custom_function, without_torch_functions, hook_on_the_outputs),
-    *(backward_with_a_gradient, gradients_by_autograd, two_backward_passes),
-    *(two_forward_passes, a_second_pass_with_what_is_known, a_backward_pass_of_zero),
+    *(custom_function, without_torch_functions, hook_on_the_outputs, backward_with_a_gradient),
+    *(gradients_by_autograd, a_second_pass_with_what_is_known, a_backward_pass_of_zero),
     *(a_refusal_that_is_caught, targets_changed_in_place, weights_beside_the_model),
-    *(a_penalty, an_ordinary_optimizer, an_ordinary_optimizer_in_eval_mode),
-    *(saved_tensors_around_the_model,),
+    *(a_penalty, saved_tensors_around_the_model),
 )
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------

@@ -85,3 +85,7 @@ def private(net: nn.Module, *data: Tensor, clip: float = 0.5, **options: Any) ->
 
 def vector(net: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().double() for p in net.parameters()])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))

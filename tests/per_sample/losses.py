@@ -67,10 +67,6 @@ def bits(*shape: int) -> Tensor:
     return units(*shape).round()
 
 
-def bytes_of_pixels() -> Tensor:
-    return torch.randint(0, 256, (N, 6)).to(torch.uint8)
-
-
 def net_of(k: int) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, k))
 
@@ -138,11 +134,18 @@ MASKED: Maker = lambda: (  # noqa: E731
     classes(V, T),
     (torch.arange(T) <= classes(T)[:, None]).float(),
 )
+GRID: Maker = lambda: (inputs(2, 3), classes())  # noqa: E731
+PIXELS: Maker = lambda: (torch.randint(0, 256, (N, 6)).to(torch.uint8), classes())  # noqa: E731
 BOTH: Maker = lambda: (inputs(), classes(), reals())  # noqa: E731
 
 
 bce, ce, mse = F.binary_cross_entropy_with_logits, F.cross_entropy, F.mse_loss
+nll = F.gaussian_nll_loss
 WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def rows(out, y):
+    return ce(out, y, reduction="none")
 
 
 def in_a_loop(out, y, t):
@@ -171,16 +174,11 @@ FROZEN = nn.Linear(6, K).requires_grad_(False).eval()
 add("cross entropy", lambda out, y: ce(out, y))
 add("cross entropy, sum over len", lambda out, y: ce(out, y, reduction="sum") / len(y))
 add("cross entropy, sum", lambda out, y: ce(out, y, reduction="sum"), loss_reduction="sum")
-add("cross entropy, none then mean", lambda out, y: ce(out, y, reduction="none").mean())
+add("cross entropy, none then mean", lambda out, y: rows(out, y).mean())
 add("label smoothing", lambda out, y: ce(out, y, label_smoothing=0.1))
 add("log-probability by arange", lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean())
 add("Brier score", lambda out, y: ((out.softmax(-1) - F.one_hot(y, K)) ** 2).sum(-1).mean())
-add(
-    "focal",
-    lambda out, y: (lambda ce: ((1 - torch.exp(-ce)) ** 2 * ce).mean())(
-        ce(out, y, reduction="none")
-    ),
-)
+add("focal", lambda out, y: (lambda e: ((1 - (-e).exp()) ** 2 * e).mean())(rows(out, y)))
 add("bce, squeeze(1)", lambda out, y: bce(out.squeeze(1), y), 1, BITS)
 add("bce, y.view_as", lambda out, y: nn.BCEWithLogitsLoss()(out, y.view_as(out)), 1, BITS)
 add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(3.0)), 1, BITS)
@@ -188,17 +186,21 @@ add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(
 # real targets -------------------------------------------------------------------------------------
 
 add("mse", lambda out, t: mse(out, t), K, REALS_K)
-add("mse by hand", lambda out, t: ((out - t) ** 2).mean(), K, REALS_K)
+add("mse, sum over numel", lambda out, t: mse(out, t, reduction="sum") / t.numel(), K, REALS_K)
 add(
-    "gaussian nll",
-    lambda out, t: F.gaussian_nll_loss(out[:, 0], t, F.softplus(out[:, 1])),
-    2,
-    REALS,
+    "triplet with a distance",
+    lambda out, t: nn.TripletMarginWithDistanceLoss(
+        distance_function=lambda a, b: (a - b).abs().sum(1), swap=True
+    )(out, t, t.flip(1)),
+    K,
+    REALS_K,
 )
-add("gaussian nll, one variance", lambda out, t: F.gaussian_nll_loss(out, t, 0.7), K, REALS_K)
+add("mse by hand", lambda out, t: ((out - t) ** 2).mean(), K, REALS_K)
+add("gaussian nll", lambda out, t: nll(out[:, 0], t, F.softplus(out[:, 1])), 2, REALS)
+add("gaussian nll, one variance", lambda out, t: nll(out, t, 0.7), K, REALS_K)
 add(
     "gaussian nll, a variance for each record",
-    lambda out, t: F.gaussian_nll_loss(out, t, out[:, 0].detach().square() + 0.1),
+    lambda out, t: nll(out, t, out[:, 0].detach().square() + 0.1),
     K,
     REALS_K,
 )
@@ -276,16 +278,8 @@ add(
 
 # inputs -------------------------------------------------------------------------------------------
 
-add(
-    "x.view(len(x), -1)",
-    lambda net, x, y: ce(net(x.view(len(x), -1)), y),
-    data=lambda: (inputs(2, 3), classes()),
-)
-add(
-    "x.float() / 255",
-    lambda net, x, y: ce(net(x.float() / 255), y),
-    data=lambda: (bytes_of_pixels(), classes()),
-)
+add("x.view(len(x), -1)", lambda net, x, y: ce(net(x.view(len(x), -1)), y), data=GRID)
+add("x.float() / 255", lambda net, x, y: ce(net(x.float() / 255), y), data=PIXELS)
 add(
     "normalised by constants",
     lambda net, x, y: ce(net((x - torch.arange(6.0)) / torch.full((6,), 2.0)), y),

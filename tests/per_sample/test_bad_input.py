@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
+from helpers import clipped_rows, gradients_of_records, mlp, private, sum_of
 from opacus.layers import DPLSTM
 from opacus.validators import ModuleValidator
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError, LossError, ModelError, StepError
-from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
+from torch_dpbayes.per_sample.operations import Delivery
 
 pytestmark = pytest.mark.first_cases(1000)
 X, Y = torch.randn(8, 6), torch.randint(3, (8,))
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+entropy = F.cross_entropy
 
 
 def run(net=None, loop=None, data=(X, Y), **options):
@@ -39,10 +39,6 @@ def run(net=None, loop=None, data=(X, Y), **options):
 
 def given(loss):
     return {"loss": loss, "loop": lambda net, x, y: net.private_loss(x, y)}
-
-
-def entropy(out, y, **options):
-    return F.cross_entropy(out, y, **options)
 
 
 class Twice(nn.Module):
@@ -120,6 +116,16 @@ LOSSES = {
         (LossError, "loss-vector"),
         given(lambda out, y: out[0]),
         given(lambda out, y: out[0].sum()),
+    ),
+    "weights that torch hides": (
+        (LossError, "loss-divisor"),
+        {"loop": lambda net, x, y: F.l1_loss(net(x), x[:, :3], weight=torch.ones(8, 3))},
+        {"loop": lambda net, x, y: (F.l1_loss(net(x), x[:, :3], reduction="none") * 2.0).mean()},
+    ),
+    "random numbers that mix": (
+        (LossError, "loss-mixes"),
+        {"loop": lambda net, x, y: (F.gumbel_softmax(net(x), dim=0) * x[:, :3]).mean()},
+        given(lambda out, y: (F.gumbel_softmax(out, dim=-1) * y).mean()),
     ),
     "another tensor than the batch": (
         (LossError, "model-input"),
@@ -269,6 +275,12 @@ MODELS = {
     ),
     "classes": ("model-output", lambda: Of(mlp(), lambda out: out.argmax(1)), lambda net: net.net),
     "TorchScript": ("model-layer", lambda: torch.jit.trace(mlp(), X), lambda net: mlp()),
+    "spectral norm": ("model-map", lambda: nn.Sequential(spectral_norm(head())), lambda net: mlp()),
+    "one pruned layer": (
+        "model-map",
+        lambda: prune.l1_unstructured(head(), "weight", 0.3),
+        lambda net: nn.Sequential(net),
+    ),
     "max_norm": ("model-map", lambda: Words(max_norm=1.0), lambda net: Words()),
 }
 
@@ -297,21 +309,57 @@ def test_outputs_of_dataclasses_and_dictionaries(mode):
     run(Nested(), loop, grad_sample_mode=mode)
 
 
-@pytest.mark.parametrize("second", [torch.randn(1, 6), [1, 2, 3, 4], object()])
-def test_arguments_have_a_row_for_every_record(second):
+ARGUMENTS = {
+    "another tensor": lambda x, old: (x, torch.randn(1, 6)),
+    "numbers": lambda x, old: (x, [1, 2, 3, 4]),
+    "texts": lambda x, old: ({"x": x, "texts": ["a", "b"]},),
+    "an object": lambda x, old: (x, object()),
+    "a tensor of an earlier batch": lambda x, old: (x, old),
+    "a tensor of several records": lambda x, old: (x, x.mean()),
+    "records in another dimension": lambda x, old: (x, x.T),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_have_a_row_for_every_record(name):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
             self.net = mlp()
 
-        def forward(self, x, other):
-            return self.net(x)
+        def forward(self, x, other=None):
+            return self.net(x["x"] if isinstance(x, dict) else x)
 
     source = BookkeepingGradientSource(net := Two())
-    (x,) = delivered(torch.randn(4, 6))
+    deliver = Delivery(4)
+    old, x = (deliver(torch.randn(4, 6), 4) for _ in range(2))
     with pytest.raises(DPBayesError):
-        net(x, second)
+        net(*ARGUMENTS[name](x, old))
     source.discard(())
+    x = deliver(torch.randn(4, 6), 4)
+    net(x, 2 * x)
+
+
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, HooksGradientSource])
+def test_an_input_that_would_be_trained_is_refused(make):
+    """The user vouches for records, not for an encoder that gets unclipped gradients."""
+    is_hooked = make is HooksGradientSource
+    make(net := mlp(), **({} if is_hooked else {"assume_independent": True}))
+    with pytest.raises(LossError) as error:
+        net(nn.Linear(6, 6)(X))
+    assert error.value.code == "loss-outside"
+
+
+@pytest.mark.parametrize("kind", [BookkeepingGradientSource, VmapGradientSource])
+def test_a_model_inside_a_transform_is_refused(kind):
+    """Its numbers would pass for records."""
+    kind(net := mlp(), assume_independent=True)
+    for work in (
+        lambda: torch.func.vmap(net)(X),
+        lambda: torch.func.grad(lambda x: net(x).sum())(X),
+    ):
+        with pytest.raises(DPBayesError):
+            work()
 
 
 # -- what the user has to vouch for ----------------------------------------------------------------

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from torch_dpbayes.errors import DPBayesError, LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
-from torch_dpbayes.per_sample.followed import Derived, Followed
+from torch_dpbayes.per_sample.derived import Derived
+from torch_dpbayes.per_sample.followed import Followed
 from torch_dpbayes.per_sample.operations import Delivery
 
 pytestmark = pytest.mark.first_cases(1000)
@@ -45,6 +46,13 @@ def test_the_number_of_records_does_not_show_before_backward(records):
     loss.backward()
     assert len(a) == len(b) == len(out) == records
     assert out.shape == (records, 4) and "after backward" not in repr(out)
+
+
+def test_an_ordinary_tensor_that_is_given_the_batch_has_no_values():
+    x, t = delivered(torch.randn(4, 3), torch.zeros(4)), torch.zeros(2)
+    t.data = x[0]
+    with pytest.raises(RuntimeError, match="has no values before backward"):
+        t.sum()
 
 
 def test_values_after_backward_are_those_of_torch():

@@ -16,8 +16,7 @@ from losses import USUAL, K, classes, inputs, net_of
 from torch import nn
 
 from torch_dpbayes.errors import LossError
-from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
-from torch_dpbayes.per_sample.vmap import VmapGradientSource
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 
 pytestmark = [
     pytest.mark.first_cases(1000),
@@ -96,6 +95,18 @@ def accuracy_before(net, optimizer, x, y):
     assert hits.item() == float((out.argmax(1) == y).float().mean())
 
 
+def metrics_without_gradients(net, optimizer, x, y):
+    out = net(x)
+    loss = F.cross_entropy(out, y)
+    with torch.no_grad():
+        spread = (out - out.mean(0)).square().mean().sqrt()
+        scaled = 2 * loss * spread
+    finish(optimizer, loss)
+    expected = (out - out.mean(0)).square().mean().sqrt()
+    assert float(spread) == pytest.approx(float(expected))
+    assert float(scaled) == pytest.approx(float(2 * loss * expected))
+
+
 def a_running_total_of_tensors(net, optimizer, x, y):
     loss = F.cross_entropy(net(x), y)
     total = torch.zeros(()) + loss.detach()
@@ -124,24 +135,15 @@ def a_disabled_scaler(net, optimizer, x, y):
     scaler.update()
 
 
-def validation_in_between(net, optimizer, x, y):
-    out = net(x)
-    net.eval()
-    with torch.no_grad():
-        assert F.cross_entropy(net(inputs()), classes()).item() > 0
-    net.train()
-    finish(optimizer, F.cross_entropy(out, y))
-
-
 @pytest.mark.parametrize(
     "loop",
     [
         accuracy_before,
+        metrics_without_gradients,
         a_running_total_of_tensors,
         values_after,
         losses_added_to_zeros,
         a_disabled_scaler,
-        validation_in_between,
     ],
     ids=lambda loop: loop.__name__,
 )
@@ -292,8 +294,9 @@ def test_a_loss_that_the_model_computes(mode, is_vouched):
     )
 
 
+@pytest.mark.parametrize("is_vouched", [False, True])
 @pytest.mark.parametrize("mode", SOURCES)
-def test_a_scalar_beside_outputs_is_a_loss_of_each_record(mode):
+def test_a_scalar_beside_outputs_is_a_loss_of_each_record(mode, is_vouched):
     class Penalised(nn.Module):
         def __init__(self):
             super().__init__()
@@ -309,8 +312,8 @@ def test_a_scalar_beside_outputs_is_a_loss_of_each_record(mode):
 
     net, data = Penalised(), (inputs(), classes())
     expected = clipped_rows(gradients_of_records(net, loss, data), 0.5)
-    source = SOURCES[mode](net)
-    loss(net, *delivered(*data)).backward()
+    source = SOURCES[mode](net, assume_independent=is_vouched)
+    loss(net, *(data if is_vouched else delivered(*data))).backward()
     torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
 
 

@@ -46,6 +46,10 @@ MODELS = {
         lambda: of_text("GPT2ForSequenceClassification", "GPT2Config", n_head=2, n_embd=16),
         tokens,
     ),
+    "bloom": (  # weights so large that its GELU is no other
+        lambda: of_text("BloomForSequenceClassification", "BloomConfig", initializer_range=0.5),
+        tokens,
+    ),
     "vit": (
         lambda: Logits(
             transformers.ViTForImageClassification(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import posterior
+from torch_dpbayes import words
 
 
 @dataclass
@@ -41,12 +41,12 @@ def collected(net, samples=5):
 
 
 QUANTITIES = {
-    "predict": posterior.PosteriorSamples.predict,
-    "outputs": posterior.PosteriorSamples.outputs,
-    "predictive_entropy": posterior.PosteriorSamples.predictive_entropy,
-    "mutual_information": posterior.PosteriorSamples.mutual_information,
+    "predict": dpb.PosteriorSamples.predict,
+    "outputs": dpb.PosteriorSamples.outputs,
+    "predictive_entropy": dpb.PosteriorSamples.predictive_entropy,
+    "mutual_information": dpb.PosteriorSamples.mutual_information,
     "predictive_quantiles": partial(
-        posterior.PosteriorSamples.predictive_quantiles, quantiles=(0.1, 0.9), noise_std=1.0
+        dpb.PosteriorSamples.predictive_quantiles, quantiles=(0.1, 0.9), noise_std=1.0
     ),
 }
 
@@ -113,11 +113,11 @@ def test_progress_is_shown_where_it_takes_long_and_a_person_looks(monkeypatch):
     net, x = nn.Linear(4, 3), torch.randn(2000, 4)
     samples = collected(net)
     for soon, screen, is_shown in ((0.0, Terminal, True), (0.0, io.StringIO, False)):
-        monkeypatch.setattr(posterior, "_SOON", soon)
+        monkeypatch.setattr(words, "_SOON", soon)
         with redirect_stderr(screen()) as seen:
             samples.predict(net, x)
         assert ("predicting" in seen.getvalue()) is is_shown
-    monkeypatch.setattr(posterior, "_SOON", math.inf)
+    monkeypatch.setattr(words, "_SOON", math.inf)
     with redirect_stderr(Terminal()) as seen:
         samples.predict(net, x)
     assert seen.getvalue().strip() == ""

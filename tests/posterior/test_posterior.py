@@ -30,8 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import posterior
-from torch_dpbayes.posterior import PosteriorSamples
+from torch_dpbayes.posterior import PosteriorSamples, outputs
 
 
 class Recurrent(nn.Module):
@@ -316,8 +315,8 @@ def test_groups_and_chunks_change_nothing(name, group, chunk, monkeypatch):
     samples, states = collected(model)
     x = inputs(model, shape)
     expected = one_at_a_time(model, states, x)
-    monkeypatch.setattr(posterior, "_GROUP", group)
-    monkeypatch.setattr(posterior, "_ROWS", chunk)
+    monkeypatch.setattr(outputs, "_GROUP", group)
+    monkeypatch.setattr(outputs, "_ROWS", chunk)
     tolerance = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(samples.outputs(model, x), expected, **tolerance)
     torch.testing.assert_close(samples.predict(model, x), expected.softmax(-1).mean(0), **tolerance)

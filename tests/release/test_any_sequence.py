@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.release import query
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import torch_dpbayes as dpb
 from torch_dpbayes.audit import from_scores
 from torch_dpbayes.audit.bounds import LowerBound, gaussian_mu
-from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.per_sample import contributions
 from torch_dpbayes.release import query

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
@@ -14,7 +13,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
-from ..errors import ArgumentError, ArgumentTypeError, StateError
+from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, StateError
 from . import events, odometer, report, risk
 from .events import (
     ComposedDpEvent,
@@ -34,33 +33,33 @@ from .events import (
     privacy_unit,
 )
 from .history import (
-    RESUMED,
+    Block,
     Flag,
     Guarantee,
     History,
-    Origins,
+    Memory,
     Part,
     PrivacyBudgetExceeded,
-    SavedState,
     Settings,
-    check_saved,
     needed,
     read_saved,
-    save,
+    this_process,
 )
 from .ledger.file import LOCK, Ledger
-from .ledger.schema import Entry, LedgerError, Row
-from .ledger.session import SHARE, Block, Session, launch_and_worker
+from .ledger.schema import Row
+from .ledger.session import SHARE, Session
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
 POISSON_ASSERTED = "Poisson sampling asserted by the caller"
 _PROGRAM = uuid.uuid4().hex  # the same in forked children
 _IN_THE_MIDDLE = (
-    "this accountant was called from within one of its own charges, which only a signal handler can"
-    " do: let the handler raise SystemExit or KeyboardInterrupt instead; reserved steps are"
-    " returned."
+    "this accountant was called from within a charge, which only a signal handler can do: let the"
+    " handler raise SystemExit or KeyboardInterrupt instead; reserved steps are returned."
 )
+# Whether a charge is being made. A flag beside the lock, which the same thread can take again: in a
+# signal handler, or where an accountant is collected.
+_is_busy = False
 
 T = TypeVar("T")
 
@@ -83,24 +82,15 @@ class EpsilonBounds(NamedTuple):
     upper: float
 
 
-class _Run:
-    """Repetitions of one charge, taken out of a block without a decision. ``taken`` of them are not
-    in the history yet.
-    """
+class _Run(NamedTuple):
+    """A charge that is made again and again, out of a block and without a decision."""
 
-    __slots__ = ("adaptive", "block", "event", "flag", "label", "part", "taken")
-
-    def __init__(
-        self,
-        event: DpEvent,
-        part: Part,
-        label: str | None,
-        adaptive: bool,
-        flag: Flag,
-        block: Block,
-    ) -> None:
-        self.event, self.part, self.label = event, part, label
-        self.adaptive, self.flag, self.block, self.taken = adaptive, flag, block, 0
+    event: DpEvent
+    part: Part
+    label: str | None
+    adaptive: bool
+    flag: Flag
+    block: Block
 
 
 class PrivacyAccountant:
@@ -122,26 +112,20 @@ class PrivacyAccountant:
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
             member of ``dp_accounting.NeighboringRelation``.
         unit: what neighbouring data sets differ by: one ``"record"``, or one ``"user"`` with all
-            of their records, for ``make_private(..., people=ids)`` and other releases that say so
-            (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`); nothing else is taken.
+            of their records. Then only releases about users are charged
+            (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`).
         path: a SQLite file that keeps the history, made if there is none. Processes share it: the
-            accountant may be forked, copied and sent to multiprocessing workers, and other programs
-            may open the same path, or a pickle, as later jobs. A process that opens the path again
-            goes on with its own job. Close it (``with``, :meth:`close`, or the end of the program),
-            so that releases reserved ahead are given back; a process that is killed leaves at most
-            64 of them charged, or half as many as it made. The file needs a local disk, in a folder
-            that all processes see under one path: a file that is itself a mount point is refused.
-            Back it up while no program uses it, or together with the file ending in ``-wal``, which
-            has the newest charges.
-        job: with ``path``, the name of a launch whose workers are one job though each opens the
-            file by itself. By default torchrun's, mpirun's or ``srun``'s, if one of them started
-            this process. A process belongs to the job only if it was started, and imported this
-            library, before the job's first charge, in a place in which no other process charged;
-            else it is a later job, as is a second launch of the same name. (Linux; elsewhere a
-            launch has as many jobs as workers.)
+            accountant may be forked, copied and sent to multiprocessing workers, all of which are
+            one job. So is a process that opens the path again. Any other process that opens a file
+            which holds charges is a later job. Close it (``with``, :meth:`close`, or the end of the
+            program), so that releases reserved ahead are given back; a process that is killed
+            leaves at most 64 of them charged, or half as many as it made. The file needs a local
+            disk, in a folder that all processes see under one path: a file that is itself a mount
+            point is refused. Back it up while no program uses it, or together with the file ending
+            in ``-wal``, which has the newest charges.
 
     Raises:
-        ValueError: a setting is out of range, or is not the one that the file was made with.
+        ArgumentError: a setting is out of range, or is not the one that the file was made with.
         LedgerError: the file cannot be used.
 
     **Privacy.** Every number returned is an upper bound, discretisation and round-off included.
@@ -151,17 +135,15 @@ class PrivacyAccountant:
       (``method="rdp"``: likewise, because the best order is chosen afterwards). That is one job, or
       several that all opened an empty file.
     * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the
-      first charge on, or a job that opens a file which holds charges already. Then the Renyi
-      divergence at one order (or, if declared with a Gaussian first charge, mu^2) of everything in
-      the file stays below a limit; both follow from the budget and the first charge alone, so they
-      were fixed before the first release (Feldman, Zrnic 2021; Smith, Thakurta 2022). The guarantee
-      is the budget, however much of it is used. Where a later job makes an undeclared file turn to
-      its filter, everything charged before counts against the filter's limit from the start, and
-      the file is refused to later jobs if that exceeds the limit already. This is (epsilon, delta)
-      provided that whether there would be later jobs was not decided from outputs. If it was, the
-      two ways in which the file could have gone on, each of them (epsilon, delta), split the
-      outputs between them, and together they are (epsilon, 2 delta). Declare it to be free of the
-      condition.
+      first charge on, or a later job. Then the Renyi divergence at one order (or, if declared with
+      a Gaussian first charge, mu^2) of everything in the file stays below a limit; both follow from
+      the budget and the first charge alone, so they were fixed before the first release (Feldman,
+      Zrnic 2021; Smith, Thakurta 2022). The guarantee is the budget, however much of it is used.
+      Where a later job makes an undeclared file turn to its filter, everything charged before
+      counts against the limit, and the file is refused to later jobs if that exceeds it already.
+      This is (epsilon, delta) if it was not decided from outputs whether there would be later jobs.
+      If it was, the two ways in which the file could have gone on split the outputs between them,
+      and together they are (epsilon, 2 delta). Declare it to be free of the condition.
     * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is
       infinite.
     """
@@ -175,184 +157,145 @@ class PrivacyAccountant:
         neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
         unit: Unit = "record",
         path: str | os.PathLike[str] | None = None,
-        job: str | None = None,
     ) -> None:
-        method, neighboring = accounting_method(method), neighboring_relation(neighboring)
-        if epsilon is not None:
-            epsilon = check_epsilon(epsilon)
-            if delta is None:
-                raise ArgumentError(
-                    "a budget needs both numbers: PrivacyAccountant(epsilon=3.0, delta=1e-5)."
-                )
-        delta = None if delta is None else check_delta(delta)
-        unit = privacy_unit(unit)
-        settings = {
-            "epsilon": epsilon,
-            "delta": delta,
-            "method": method,
-            "neighboring": neighboring,
-            "unit": unit,
-        }
-        if job is not None and (path is None or not isinstance(job, str) or not job.strip()):
+        settings = Settings(
+            None if epsilon is None else check_epsilon(epsilon),
+            None if delta is None else check_delta(delta),
+            accounting_method(method),
+            neighboring_relation(neighboring),
+            privacy_unit(unit),
+        )
+        if epsilon is not None and delta is None:
             raise ArgumentError(
-                f"job must be the name of a launch whose workers share a file, got {job!r}: write"
-                " PrivacyAccountant(path='budget.db', job='sweep 7')."
+                "a budget needs both numbers: PrivacyAccountant(epsilon=3.0, delta=1e-5)."
             )
-        budget = None if epsilon is None or delta is None else (epsilon, delta)
-        session: Session | None = None
-        if path is not None:
-            ledger = Ledger(path, settings, create=True)
+        if path is None:
+            self._set_up(Memory(settings))
+        else:
+            ledger = Ledger(path, settings._asdict(), create=True)
             with LOCK:
-                session = Session.opened(ledger, job or launch_and_worker(os.environ)[0])
-        self._set_up(Settings(budget, method, neighboring, unit), delta, session)
+                self._set_up(Session.opened(ledger))
 
-    def _set_up(self, settings: Settings, delta: float | None, session: Session | None) -> None:
-        if session is not None:
-            settings, delta = session.history.settings, session.ledger.settings["delta"]
-        self._settings, self._delta = settings, delta
-        self._session, self._memory = session, History(settings)
-        self._origins, self._noted = Origins(), dict[str, None]()
-        self._process, self._is_busy, self._is_asserted = os.getpid(), False, False
+    @classmethod
+    def at(cls, session: Session) -> PrivacyAccountant:
+        """The accountant of an open session."""
+        self = cls.__new__(cls)
+        self._set_up(session)
+        return self
+
+    def _set_up(self, session: Memory) -> None:
+        self._session, self._is_asserted = session, False
         self._run: _Run | None = None
         self._last: DpEvent | None = None
         self._settle_at_exit()
         # what was unpickled in a fork server's worker before it forgets finalizers
         util.register_after_fork(self, PrivacyAccountant._settle_at_exit)
 
-    @classmethod
-    def at(cls, session: Session) -> PrivacyAccountant:
-        """The accountant of an open session."""
-        self = cls.__new__(cls)
-        self._set_up(session.history.settings, None, session)
-        return self
-
     # --- one caller at a time ---------------------------------------------------------------------
-
-    @property
-    def _history(self) -> History:
-        return self._memory if self._session is None else self._session.history
 
     def _settle_at_exit(self) -> None:
         """Also in children of multiprocessing; but nothing of another process."""
-        if self._session is not None and self._process == os.getpid():
+        if self.path is not None and self._session.process == this_process():
             util.Finalize(self, _settle_quietly, (self._session,), exitpriority=100)
 
     def _read(self) -> History:
         """The history, with what other processes charged since. Under the lock."""
-        if self._is_busy:
+        if _is_busy:
             raise StateError(_IN_THE_MIDDLE)
         self._enter_run()
         self._begin_anew_if_needed()
-        if self._session is not None:
-            self._session.refresh()
+        self._session.refresh()
         return self._history
 
-    def _change(self, change: Callable[[], T], *, charging: bool = True) -> T:
+    def _change(self, change: Callable[[], T]) -> T:
         """One change at a time: threads wait for each other, and what a signal handler starts in
         the middle of one is refused.
         """
+        global _is_busy
         with LOCK:
-            if self._is_busy:
+            if _is_busy:
                 raise StateError(_IN_THE_MIDDLE)
-            self._is_busy = True
+            _is_busy = True
             try:
                 self._enter_run()
                 self._run = None
                 self._begin_anew_if_needed()
-                if charging and self._session is None and self._process != os.getpid():
-                    raise StateError(
-                        "this accountant was forked into another process, where a charge would be"
-                        " lost to its parent: make it with PrivacyAccountant(...,"
-                        " path='budget.db'), or give every process an accountant with a share of"
-                        " the budget."
-                    )
                 return change()
             finally:
-                self._is_busy = False
+                _is_busy = False
 
     def _begin_anew_if_needed(self) -> None:
         """Begins anew from the file in a forked child, and after an interruption."""
         session = self._session
-        if session is None or (self._process == os.getpid() and not session.stale):
-            return
-        self._session, self._process, self._run = session.begun_anew(), os.getpid(), None
-        self._settle_at_exit()
+        if isinstance(session, Session) and (session.stale or session.process != this_process()):
+            self._session, self._run = session.begun_anew(), None
+            self._settle_at_exit()
 
     def _enter_run(self) -> None:
         """Adds repetitions to the history. In a file that has them already, an interruption must
         not lose them: then the file is read anew. In memory it may count them twice.
         """
         run, session = self._run, self._session
-        if run is None or not run.taken:
+        if run is None or not run.block.taken or session.stale:
             return
-        part = run.part._replace(times=run.taken)
-        if session is None:
-            self._memory.keep(part, run.label, run.flag)
-            run.taken = 0
-            return
-        was_stale, session.stale, run.taken = session.stale, True, 0
+        session.stale = isinstance(session, Session)
+        part = run.part._replace(times=run.block.taken)
         session.taken(run.block, part, run.label, run.flag)
-        session.stale = was_stale
+        run.block.taken = 0
+        session.stale = False
 
     def _repeated(self, event: DpEvent, count: int, label: str | None, adaptive: bool) -> bool:
         """Whether this charge was the last one again, and is recorded now."""
         run = self._run
-        if (
-            run is None
-            or type(count) is not int
-            or count != 1
-            or label != run.label
-            or adaptive is not run.adaptive
-            or not (event is run.event or event == run.event)
-        ):
+        if run is None or type(count) is not int or count != 1 or label != run.label:
+            return False
+        if adaptive is not run.adaptive or not (event is run.event or event == run.event):
             return False
         with LOCK:
-            process, session = os.getpid(), self._session
-            is_stale = session is not None and session.stale
+            session, block, process = self._session, run.block, this_process()
             # No call from here on, so no signal handler: what is checked holds when it is used.
-            if (
-                run is self._run
-                and run.block.left > 0
-                and run.block.open
-                and process == self._process
-                and not (is_stale or self._is_busy)
-            ):
-                run.block.left -= 1
-                run.taken += 1
+            is_sound = session.process == process and not (session.stale or _is_busy)
+            if run is self._run and block.left > 0 and block.open and is_sound:
+                block.left -= 1
+                block.taken += 1
                 return True
         return False
 
     # --- reading ----------------------------------------------------------------------------------
 
     @property
+    def _history(self) -> History:
+        return self._session.history
+
+    @property
     def epsilon(self) -> float | None:
         """The budget's epsilon, or ``None``."""
-        return None if self._settings.budget is None else self._settings.budget[0]
+        return self._history.settings.epsilon
 
     @property
     def delta(self) -> float | None:
         """The budget's delta, or ``None``."""
-        return self._delta
+        return self._history.settings.delta
 
     @property
     def method(self) -> Method:
         """``"pld"`` or ``"rdp"``."""
-        return self._settings.method
+        return self._history.settings.method
 
     @property
     def neighboring(self) -> Neighboring:
         """``"add_or_remove_one"`` or ``"replace_one"``."""
-        return self._settings.neighboring
+        return self._history.settings.neighboring
 
     @property
     def unit(self) -> Unit:
         """``"record"`` or ``"user"``: what epsilon is of."""
-        return self._settings.unit
+        return self._history.settings.unit
 
     @property
     def path(self) -> Path | None:
         """The file that keeps the history, or ``None``."""
-        return None if self._session is None else self._session.ledger.path
+        return self._session.path
 
     @property
     def guarantee(self) -> Guarantee:
@@ -367,7 +310,7 @@ class PrivacyAccountant:
         """Whether this job began after others had charged the ledger: what it charges is held
         by a filter.
         """
-        return self._session is not None and self._session.later
+        return self._session.later
 
     @property
     def history(self) -> tuple[Charge, ...]:
@@ -376,13 +319,10 @@ class PrivacyAccountant:
         """
         with LOCK:
             found: dict[tuple[DpEvent, str | None, bool], int] = {}
-            for (event, label, flag), count in self._read().charges.items():
-                key = event, label, flag == "adaptive"
-                found[key] = found.get(key, 0) + count
-            return tuple(
-                Charge(event, count, label, adaptive)
-                for (event, label, adaptive), count in found.items()
-            )
+            for key, count in self._read().charges.items():
+                line = key.event, key.label, key.flag == "adaptive"
+                found[line] = found.get(line, 0) + count
+            return tuple(Charge(line[0], count, *line[1:]) for line, count in found.items())
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -390,14 +330,8 @@ class PrivacyAccountant:
         state.
         """
         with LOCK:
-            return tuple(self._statements())
-
-    def _statements(self) -> list[str]:
-        history, session = self._read(), self._session
-        found = dict.fromkeys(self._noted if session is None else session.ledger.notes())
-        if session is None and self._origins.goes_on(history):
-            found[RESUMED] = None
-        return list(found | dict.fromkeys(history.event_notes()))
+            history = self._read()
+            return tuple(dict.fromkeys([*self._session.notes(), *history.event_notes()]))
 
     def __len__(self) -> int:
         """How many releases were charged."""
@@ -412,11 +346,12 @@ class PrivacyAccountant:
     def __repr__(self) -> str:
         place = "" if self.unit == "record" else f", unit={self.unit!r}"
         place += "" if self.path is None else f", path={str(self.path)!r}"
-        known = sum(self._history.charges.values()) + (0 if self._run is None else self._run.taken)
+        known = sum(self._history.charges.values())
         return (
-            f"PrivacyAccountant(epsilon={self.epsilon}, delta={self._delta},"
+            f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
-            f" {known} releases, {report.spent_in_words(self)}"
+            f" {known + (self._run.block.taken if self._run else 0)} releases,"
+            f" {report.spent_in_words(self)}"
         )
 
     def _repr_html_(self) -> str:
@@ -470,26 +405,16 @@ class PrivacyAccountant:
         false_positive_rate: float = 1e-3,
         *,
         delta: float | None = None,
-        records_per_person: int = 1,
     ) -> risk.Risk:
-        """What an attacker can tell of one person, at most; ``print`` it.
+        """What an attacker can tell of one user, at most; ``print`` it.
 
         Args:
-            prior: the attacker's probability, before anything was released, that the person took
+            prior: the attacker's probability, before anything was released, that the user took
                 part.
             false_positive_rate: how often the attack may accuse somebody wrongly.
             delta: of ``epsilon`` and ``gdp_mu``. Defaults to the budget's, else 1e-5.
-            records_per_person: how many records a person has at most; 1 where the accountant's unit
-                is the person.
         """
-        if self.unit == "user" and records_per_person != 1:
-            raise ArgumentError(
-                "this accountant's numbers are of people already, however many records they have:"
-                " leave out records_per_person=."
-            )
-        if delta is None and self._delta is None:
-            delta = 1e-5
-        delta = self._default_delta(delta)
+        delta = report.delta_of(self) if delta is None else check_delta(delta)
         with LOCK:
             history = self._read()
             return risk.assess(
@@ -497,9 +422,20 @@ class PrivacyAccountant:
                 prior=check_probability(prior, "prior"),
                 false_positive_rate=check_probability(false_positive_rate, "false_positive_rate"),
                 delta=delta,
-                records_per_person=events.positive_count(records_per_person, "records_per_person"),
                 epsilon=history.epsilon(delta),
             )
+
+    def plot_risk(self, axes: Any = None, **options: Any) -> Any:
+        """Draws true- against false-positive rates of the best attack.
+
+        Args:
+            axes: of matplotlib; a new figure's if ``None``.
+            options: those of :meth:`risk`.
+
+        Returns:
+            The axes.
+        """
+        return report.draw(self.risk(**options), axes)
 
     def odometer(self, delta: float | None = None) -> float:
         """An epsilon that is valid at every moment at once, also where noise multipliers, rates and
@@ -519,20 +455,9 @@ class PrivacyAccountant:
         delta = self._default_delta(delta)
         with LOCK:
             history = self._read()
-            first = history.first or {pair: 1 for pair in [*history.counts][:1]}
-            return odometer.epsilon(history.counts, delta, first, history.settings.budget)
-
-    def plot_risk(self, axes: Any = None, **options: Any) -> Any:
-        """Draws true- against false-positive rates of the best attack.
-
-        Args:
-            axes: of matplotlib; a new figure's if ``None``.
-            options: those of :meth:`risk`.
-
-        Returns:
-            The axes.
-        """
-        return report.draw(self.risk(**options), axes)
+            return odometer.epsilon(
+                history.counts, delta, history.first, self._history.settings.budget
+            )
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
@@ -548,13 +473,12 @@ class PrivacyAccountant:
             return math.inf if left is None else left
 
     def _default_delta(self, delta: float | None) -> float:
-        if delta is not None:
-            return check_delta(delta)
-        if self._delta is None:
+        delta = self.delta if delta is None else check_delta(delta)
+        if delta is None:
             raise ArgumentError(
                 "delta is needed, as this accountant has no budget: get_epsilon(delta=1e-5)."
             )
-        return self._delta
+        return delta
 
     # --- charging ---------------------------------------------------------------------------------
 
@@ -575,7 +499,7 @@ class PrivacyAccountant:
         Raises:
             PrivacyBudgetExceeded: the charge would pass the budget. Nothing may be released.
             LedgerError: the charge could not be written to the file. Nothing may be released.
-            ValueError: the event gives no guarantee here; the message says what to use instead.
+            ArgumentError: the event gives no guarantee here; the message says what to use instead.
         """
         if self._repeated(event, count, label, adaptive):
             return self
@@ -590,22 +514,19 @@ class PrivacyAccountant:
 
     def _charge(self, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
         session = self._session
-        if session is None:
-            self._memory.charge(parts, label, adaptive)
-        else:
-            session.charge(parts, label, adaptive)
+        if session.process != this_process():
+            raise StateError(
+                "this accountant was forked into another process, where a charge would be lost to"
+                " its parent: make it with PrivacyAccountant(..., path='budget.db'), or give every"
+                " process an accountant with a share of the budget."
+            )
+        session.charge(parts, label, adaptive)
         # Known events, whose numbers cannot change, are one object each time.
         first, was, self._last = parts[0], self._last, parts[0].event
-        if len(parts) > 1 or first.times > 1 or first.event is not was:
-            return
-        block: Block | None
-        if session is None:
-            block = Block(0, (event, label, "fixed"), first.pair, self._memory.cheap(first.pair))
-            flag: Flag = "adaptive" if adaptive else "fixed"
-        else:
-            block, flag = session.covering(first.pair, {}), session.flag(adaptive)
-        if block is not None and block.left >= SHARE:
-            self._run = _Run(event, first, label, adaptive, flag, block)
+        if len(parts) == 1 and first.times == 1 and first.event is was:
+            block = session.block_for(first.pair)
+            if block is not None and block.left >= SHARE:
+                self._run = _Run(event, first, label, adaptive, session.flag(adaptive), block)
 
     def note(self, statement: str) -> None:
         """Keeps a statement on which the guarantee rests, such as what was asserted about a model.
@@ -618,11 +539,7 @@ class PrivacyAccountant:
         """
         if not isinstance(statement, str) or not statement.strip():
             raise ArgumentError(f"a statement must be a non-empty string, got {statement!r}.")
-        statement = " ".join(statement.split())
-        if self._session is None:
-            self._noted[statement] = None
-        else:
-            self._session.ledger.add_note(statement, self._session.job)
+        self._change(lambda: self._session.note(" ".join(statement.split())))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
@@ -640,7 +557,7 @@ class PrivacyAccountant:
         """Returns to the file what is reserved and was not used. The accountant can still be
         used; without ``path`` nothing happens.
         """
-        self._change(self._settle, charging=False)
+        self._change(lambda: self._session.settle())
 
     def close_for_good(self, timeout: float) -> None:
         """:meth:`close` in a process that is about to end: no other thread charges any more.
@@ -651,10 +568,6 @@ class PrivacyAccountant:
         """
         if LOCK.acquire(timeout=timeout):  # and never released
             self.close()
-
-    def _settle(self) -> None:
-        if self._session is not None:
-            self._session.settle()
 
     def __enter__(self) -> PrivacyAccountant:
         return self
@@ -670,44 +583,34 @@ class PrivacyAccountant:
             [SelfComposedDpEvent(charge.event, charge.count) for charge in self.history]
         )
 
-    def summary(self, records_per_person: int = 1) -> str:
+    def summary(self) -> str:
         """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, what
-        an attacker can tell of a person, and the shares of each label.
-
-        Args:
-            records_per_person: how many records a person has at most: the risk is that of a person.
+        an attacker can tell of a user, and the shares of each label.
         """
         with LOCK:
-            delta = self._delta if self._delta is not None else 1e-5
+            delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
-            found = self.risk(delta=delta, records_per_person=records_per_person)
-            return report.summary(self._history, bounds, delta, self.path, self.notes, found)
+            found = self.risk(delta=delta)
+            history = self._history
+            return report.summary(history, bounds, delta, self.path, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, numbers, lists and dicts.
 
         Each release belongs to the job that made it, which is one accountant in memory. With
-        ``path`` the state says instead which file it is and how far it was read; what was used of
+        ``path`` the state also says which file it is and how far it was read; what was used of
         open blocks is written down first.
         """
 
         def saved() -> dict[str, Any]:
             session = self._session
-            if session is not None:
-                session.refresh()
-                session.settle()
-                session.refresh()  # up to the rows that were just written
-            history = self._history
-            jobs = self._origins.saved(history) if session is None else {}
-            identity, place = (
-                ("", []) if session is None else (session.ledger.id, session.ledger.place)
-            )
-            notes = dict.fromkeys(self._noted if session is None else session.ledger.notes())
-            if session is None and self._origins.goes_on(history):
-                notes[RESUMED] = None
-            return save(history, jobs, identity, place, [*notes])
+            session.refresh()
+            session.settle()
+            session.refresh()  # up to the rows that were just written
+            own = {"job": session.job, "notes": session.notes()}
+            return {**session.history.saved(), **session.place, **own}
 
-        return self._change(saved, charging=False)
+        return self._change(saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over a saved history, and its notes. This accountant must be empty, of the same
@@ -726,48 +629,12 @@ class PrivacyAccountant:
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is
                 loaded.
-            ValueError: this accountant is not empty, has other settings, or is not the file that
+            ArgumentError: this accountant is not empty, has other settings, or is not the file that
                 the state belongs to.
         """
-        saved = read_saved(state_dict, self._settings)
-
-        def take_over() -> None:
-            session = self._session
-            if session is not None:
-                session.refresh()
-            if saved.ledger:
-                _require_in(saved, session)
-                return
-            rule = check_saved(self._history, saved)
-            parts = [
-                (part, line)
-                for line in saved.lines
-                for part in self._history.decompose(line.event, line.count)
-            ]
-            if session is not None:
-                entries = [
-                    Entry("charge", line.label, part.event, part.times, line.flag, job=line.job)
-                    for part, line in parts
-                ]
-                if rule is not None:
-                    entries.insert(0, Entry("filter", rule.code, None, 0, "adaptive"))
-                if not session.write(entries):
-                    raise ArgumentError(
-                        "another process charged this ledger in the meantime: it is not empty any"
-                        " more, so nothing was loaded. Take a new ledger."
-                    )
-            for part, line in parts:
-                self._history.first = self._history.first or {part.pair: 1}
-                self._history.keep(part, line.label, line.flag)
-            if rule is not None:
-                self._history.start(rule, declared=True)
-            if session is None:
-                self._origins.take_over(saved.jobs)
-            elif saved.lines:
-                session.ledger.add_note(RESUMED, session.job)
-
-        self._change(take_over)
-        for statement in saved.notes:
+        charges = read_saved(state_dict, self._history.settings)
+        self._change(lambda: self._session.take_over(state_dict, charges))
+        for statement in state_dict["notes"]:
             self.note(statement)
 
     def resume(self, state_dict: Mapping[str, Any]) -> None:
@@ -779,43 +646,30 @@ class PrivacyAccountant:
         this when they load a state.
 
         Raises:
-            ValueError: this accountant does not hold what was saved.
+            ArgumentError: this accountant does not hold what was saved.
         """
-        if state_dict.get("ledger") or not len(self):
+        charges = read_saved(state_dict, self._history.settings)
+        if state_dict["ledger"] or not len(self):
             self.load_state_dict(state_dict)
             return
-        saved = read_saved(state_dict, self._settings)
         with LOCK:
-            held = self._origins.charged(self._read())
-            if self._session is not None:
-                held = {job: self._session.ledger.charged_by(job) for job in saved.jobs}
-        if any(counts - held.get(job, Counter()) for job, counts in saved.jobs.items()):
-            raise ArgumentError(
-                "this accountant does not know the releases of the saved run, and resuming would"
-                " forget them: resume with that run's own accountant, or an empty one, which takes"
-                " them over."
-            )
-        for statement in saved.notes:
+            self._read()
+            self._session.require(charges)
+        for statement in state_dict["notes"]:
             self.note(statement)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         session = self._session
-        if session is None:
+        if not isinstance(session, Session):
             raise ArgumentTypeError(
                 "a PrivacyAccountant in memory cannot be copied: both copies would spend the same"
                 " budget. Make it with PrivacyAccountant(..., path='budget.db'), pass the object"
                 " itself on, or load its state_dict() into a new one."
             )
         starting_worker = get_spawning_popen() is not None  # which alone will read this
-        return _open_again, (
-            str(session.ledger.path),
-            session.ledger.id,
-            session.job,
-            session.later,
-            starting_worker,
-            _PROGRAM,
-            os.getpid(),
-        )
+        job = session.job, session.later
+        maker = starting_worker, _PROGRAM, _name_of(os.getpid())
+        return _open_again, (str(session.path), session.ledger.id, *job, *maker)
 
     # --- what Opacus asks of an accountant --------------------------------------------------------
 
@@ -846,49 +700,39 @@ def _settle_quietly(session: Session) -> None:
     """At the end of the program, or of the accountant, where an error could only be printed:
     what is not returned stays charged.
     """
-    with LOCK, suppress(LedgerError, OSError):
-        session.settle()
-
-
-def _require_in(saved: SavedState, session: Session | None) -> None:
-    """Raises unless this is the file that the state belongs to, and holds what was saved."""
-    if session is None or session.ledger.id != saved.ledger:
-        raise ArgumentError(
-            "the saved history belongs to a ledger file, which goes on counting: open that"
-            " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
-        )
-    held = session.ledger.charged_until(saved.place) if saved.lines else Counter()
-    if held is None or saved.counted() - held:
-        raise ArgumentError(
-            f"the ledger {session.ledger.path} holds less than the saved run was charged for: it"
-            " was restored from an older copy. Put the newer file back."
-        )
+    with LOCK, suppress(DPBayesError, OSError):
+        if not _is_busy:  # else an accountant is collected in the middle of a charge
+            session.settle()
 
 
 def _open_again(
-    path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: int
+    path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: str
 ) -> PrivacyAccountant:
     """The accountant of the same job, in the program that sent it or in a worker of that;
     anywhere else, as if kept until tomorrow, of a later job.
     """
     parent = parent_process()
-    same = starting_worker or program == _PROGRAM or (parent is not None and maker == parent.pid)
-    return _of_job(Ledger(path, {"id": identity}), job if same else "", later)
-
-
-def _of_job(ledger: Ledger, job: str, later: bool) -> PrivacyAccountant:
-    """The accountant of a job at an open file; ``job`` empty: of a new one."""
+    is_worker = parent is not None and maker == _name_of(parent.pid) != ""
+    same = starting_worker or program == _PROGRAM or is_worker
+    ledger = Ledger(path, {"id": identity})
     with LOCK:
-        session = Session(ledger, job or uuid.uuid4().hex, later)
-        session.refresh()
-        if not job:
-            session.later = bool(session.history.counts)
-    return PrivacyAccountant.at(session)
+        session = Session(ledger, job, later) if same else Session.opened(ledger)
+        return PrivacyAccountant.at(session)
+
+
+def _name_of(pid: int | None) -> str:
+    """A process by its number and the moment of its start; empty where that is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{pid} {fields[19]}"  # starttime, in ticks since the machine was started
+    except (OSError, IndexError):
+        return ""
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:
     """A ledger as it is, and its rows, without writing anything; the accountant is that of a
     new job.
     """
-    rows = (ledger := Ledger(path, {}, read_only=True)).read()
-    return _of_job(Ledger(ledger.path, {}, read_only=True), "", False), rows
+    rows = Ledger(path, {}, read_only=True).read()
+    with LOCK:
+        return PrivacyAccountant.at(Session(Ledger(path, {}, read_only=True))), rows

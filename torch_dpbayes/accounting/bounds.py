@@ -34,7 +34,14 @@ from .dominating_pairs import (
 )
 from .events import SMALLEST_DELTA
 from .fft_composition import Composition, can_be_parted, compose, epsilon_in_parts
-from .gdp import advantage_sum, gaussian_delta, gaussian_epsilon, sampled_epsilon
+from .gdp import (
+    advantage_sum,
+    bounded_range_delta,
+    bounded_range_epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    sampled_epsilon,
+)
 from .privacy_loss import (
     RandomizedResponses,
     apart,
@@ -129,8 +136,12 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         return exact.epsilon(delta)
     if advantage_sum(counts) <= delta:  # (0, delta)-privacy adds up
         return 0.0
-    if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), Sampled):
-        return sampled_epsilon(only, delta)
+    if sum(counts.values()) == 1:
+        only = next(iter(counts))
+        if isinstance(only, Sampled):
+            return sampled_epsilon(only, delta)
+        if isinstance(only, BoundedRange):
+            return bounded_range_epsilon(only, delta)
     counts, largest = without_extremes(counts)
     if largest:
         return (largest + _upper_epsilon(counts, delta)) * (1 + 1e-15)
@@ -153,6 +164,8 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     if (exact := RandomizedResponses.of(counts)) is not None:
         return exact.delta(epsilon)
+    if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), BoundedRange):
+        return bounded_range_delta(only, epsilon)
     counts, largest = without_extremes(counts)
     if largest:
         return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0

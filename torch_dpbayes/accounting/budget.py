@@ -1,24 +1,18 @@
 r"""Decides whether releases fit a privacy budget (epsilon, delta).
 
-Let H be releases whose privacy profile is known (the *anchor*), and R what was charged after them.
-With L the privacy loss of R, lambda > 0, and the Renyi divergence D of R at order 1 + lambda,
+A charge fits if one of three bounds shows it, from the cheapest to the one that is reported:
 
-.. math:: \delta_{H+R}(\varepsilon) = E[\delta_H(\varepsilon - L)]
-    \le A_\lambda E[e^{\lambda L}] = A_\lambda e^{\lambda D},
-    \qquad A_\lambda = \sup_e \delta_H(e) e^{\lambda (e - \varepsilon)}.
+1. *Renyi divergences.* At order 1 + lambda those of all releases add up to D, and
+   ``delta(epsilon) <= delta * exp(lambda * (D - limit))`` with the limit of Canonne, Kamath and
+   Steinke (2020). Of many different releases, each counts as a mixture of four of a grid that
+   dominates it (:mod:`mixture_bounds`), whose divergences are kept.
+2. *One composition.* The history is composed on a grid once. What is charged after that joins by a
+   multiplication of spectra; of many different releases, again, as mixtures. The composition of a
+   sequence that dominates another one bounds it, so what it keeps is kept.
+3. *The composition that is reported.* Only this one refuses.
 
-The equation is Fubini's theorem for independent losses under P; then come the definitions of A and
-of the divergence. Infinite losses stay so: their probability, in H and in R, is added. A charge
-fits if, in each direction (a record removed, a record added), some lambda shows it.
-
-* For empty H, A is the conversion of Canonne, Kamath and Steinke (2020): this is Renyi accounting.
-* Where log delta_H is concave, A = delta_H(epsilon) for the lambda that is its slope there, so the
-  bound is exact to first order in R, and one anchor admits nearly all that is left.
-* Where few large losses decide, it is not concave. Then a search shows how many more releases like
-  the last ones fit (the *credit*). They join the anchor, and charges are taken out of them.
-
-When the bound does not show that a charge fits, what was charged joins the composition of the
-history, which becomes the anchor. Only the composition that is reported finally refuses.
+Where a charge fits by 2 or 3, more releases like it are tried at once. They are *held*: these
+releases together keep the budget, so charges that they cover fit without another look.
 
 A privacy filter replaces all of this where parameters may depend on earlier outputs: one order, one
 limit, fixed before the first release.
@@ -27,13 +21,14 @@ limit, fixed before the first release.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from . import bounds, renyi
-from .bounds import MOST_STEPS, largest
+from .bounds import LARGEST_EXCESS, MOST_STEPS, largest
 from .dominating_pairs import (
     EXACT_LEVELS,
     Array,
@@ -41,32 +36,30 @@ from .dominating_pairs import (
     Gaussian,
     NonPrivate,
     Pair,
+    Pure,
     Sampled,
     added,
     covers,
-    directions,
     dominating_mu,
+    has_two_directions,
+    largest_added_loss,
     merge,
 )
 from .events import Method
-from .fft_composition import Composition, compose
+from .fft_composition import Composition, Transform, compose, mean_transform
 from .gdp import gaussian_mu
+from .mixture_bounds import four_corners
 from .privacy_loss import apart, failing
 
 Counts = Mapping[Pair, int]
 
-_GRID = 1.02  # ratio of noise multipliers and rates that share one cost where releases differ much
-_EXACT_COSTS = 16  # different releases before costs are shared
-_ROUND_OFF = 1e-9  # relative, of sums of costs and of constants
-_LAMBDAS = 10  # of an anchor
-_LEAST, _MOST = 0.85, 1.03  # of them, relative to the slopes of log(delta)
-_LEAST_SLOPE = 1e-3
-_LOWEST_LOG = -1e4  # of A, in the place of minus infinity
-_LOWERED = 1.02  # by how much noise is lowered where releases like the last ones are expected
+_GRID = 1.1  # ratio of rates and of noises that stand for many different releases
+_EXACT = 16  # different releases that count as they are
+_KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
+_KEPT_COSTS = 100_000  # different releases whose divergences are kept
+_ROUND_OFF = 1e-9  # relative, of sums of divergences and of their limits
+_LOWERED = 1.02  # by how much less noise new releases are tried in advance
 _ENOUGH = 16  # releases that fit, from which on nothing is looked for
-_PRECISION = 1.2  # of a search for how many more of many different releases fit
-_MOST_JOINED = 0.25  # of the releases of a base, that others may join on its grid
-_MOST_OF_UNIT = 1000  # releases of a kind for one of the rarest
 
 
 class Filter(NamedTuple):
@@ -148,155 +141,188 @@ def _orders_of(
     return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))
 
 
-class Anchor(NamedTuple):
-    """What is known of the releases that are counted from.
+class Divergences:
+    """The Renyi divergences of what was charged, beside their limits.
 
-    Attributes:
-        orders: 1 + lambda.
-        logs: log A by direction and lambda.
-        lefts: by direction, delta less the probability of an infinite loss.
+    Args:
+        epsilon, delta: the budget.
+        method: whose orders are used.
+        filter: the limit in force instead.
     """
 
-    orders: tuple[float, ...]
-    logs: Array
-    lefts: Array
+    def __init__(self, epsilon: float, delta: float, method: Method, filter: Filter | None) -> None:
+        self._filter = filter
+        if filter is None:
+            orders = _orders_of(epsilon, delta, 0.15, 1.6, 12)
+            if method == "rdp":  # those of the bound that is reported
+                known = np.array(renyi.ORDERS)
+                orders = tuple({float(known[np.argmin(abs(known - o))]): 0 for o in orders})
+            limits, self._left = renyi.allowed(epsilon, delta, orders) - _ROUND_OFF, delta
+        else:
+            orders = (filter.order if filter.kind == "renyi" else 2.0,)
+            limits, self._left = np.array([filter.limit]) * (1 - _ROUND_OFF), 1.0
+        self._orders, self._limits = np.array(orders), limits
+        self._costs: dict[Pair, Array] = {}
+        self._spent = np.zeros(len(orders) + 1)
 
-    def keep(self, spent: Array) -> bool:
-        """Whether releases with these divergences fit too; the last number is the probability that
-        they fail outright.
-        """
-        if not spent.any():  # an anchor fits
-            return True
-        left = self.lefts - spent[-1]
-        if not (left > 0).all():
+    def spend(self, pair: Pair, count: int) -> None:
+        """``count`` releases were charged; a negative number was given back."""
+        with np.errstate(invalid="ignore"):  # what is infinite stays so
+            spent = self._spent + count * self._cost(pair)
+        self._spent = np.where(np.isnan(spent), math.inf, spent)
+
+    def keep(self, need: Counts) -> bool:
+        """Whether ``need`` fits too."""
+        spent = self._spent
+        for pair, count in need.items():
+            spent = spent + count * self._cost(pair)
+        left = self._left - spent[-1] * (1 + _ROUND_OFF)  # beside releases that fail outright
+        if not left > 0:
             return False
-        shown = self.logs + (np.array(self.orders) - 1) * spent[:-1]
-        return bool((shown.min(axis=1) <= np.log(left)).all())
+        rise = math.log(left / self._left) / (self._orders - 1)
+        return bool((spent[:-1] <= self._limits + rise).any())
 
-    @classmethod
-    def empty(cls, epsilon: float, delta: float, orders: tuple[float, ...]) -> Anchor:
-        """No releases."""
-        lambdas = np.array(orders) - 1
-        logs = math.log(delta) - lambdas * renyi.allowed(epsilon, delta, orders)
-        return cls(orders, logs[None] + _ROUND_OFF, np.array([delta]))
+    def _cost(self, pair: Pair) -> Array:
+        """The divergences of one release, and the probability that it fails outright."""
+        if isinstance(pair, Gaussian) and self._filter is None:
+            return np.append(pair.mu**2 / 2 * self._orders, 0.0)
+        cost = self._costs.get(pair)
+        if cost is None:
+            if self._filter is not None and self._filter.kind == "gaussian":
+                cost = np.array([dominating_mu(pair) ** 2, 0.0])
+            elif isinstance(pair, Failure) and self._filter is None:
+                cost = np.append(np.zeros(len(self._orders)), pair.delta)
+            elif isinstance(pair, Sampled) and self._filter is None and len(self._costs) >= _EXACT:
+                cost = np.append(self._of_mixture(*four_corners(pair, _GRID)), 0.0)
+            else:
+                cost = np.append(self._of(pair), 0.0)
+            if len(self._costs) < _KEPT_COSTS:
+                self._costs[pair] = cost
+        return cost
 
-    @classmethod
-    def of_filter(cls, rule: Filter) -> Anchor:
-        """No releases, under a filter."""
-        order = rule.order if rule.kind == "renyi" else 2.0
-        logs = -(order - 1) * rule.limit * (1 - _ROUND_OFF)
-        return cls((order,), np.array([[logs]]), np.ones(1))
+    def _of(self, pair: Pair) -> Array:
+        return renyi.curve({pair: 1}, tuple(self._orders.tolist()))
 
-    @classmethod
-    def full(cls) -> Anchor:
-        """Releases beside which no others fit."""
-        return cls((2.0,), np.zeros((1, 1)), np.ones(1))
+    def _of_mixture(self, weights: list[float], corners: list[Sampled]) -> Array:
+        power = self._orders - 1
+        with np.errstate(over="ignore", invalid="ignore"):
+            moments = np.expm1(power * [self._of(corner) for corner in corners])
+            found = np.log1p(np.array(weights) @ moments) / power * (1 + 1e-14)
+        return np.nan_to_num(found, nan=math.inf, posinf=math.inf)
 
 
 class Composed:
-    """Releases composed on a grid, which others can join.
+    """Releases composed on a grid for one budget, which others can join.
+
+    Losses of an added record may be so bounded that they never pass epsilon: then only the other
+    direction is composed.
 
     Args:
-        directions: the composition in each direction.
-        failed: the probability that one of the releases fails outright.
+        epsilon: the budget's.
+        grids: a composition in each direction, on whose grid the releases are.
+        transforms: the releases there.
+        kept: single releases there, for all that join.
+        failures: of the releases, those that may fail outright.
+        added_loss: of the releases, as :func:`_added_loss` says.
     """
 
-    def __init__(self, directions: list[Composition], failed: float) -> None:
-        self._directions, self._failed = directions, failed
-        self._levels: dict[Pair, int] = {}  # that joined last, and their compositions
-        self._steps: list[Composition] = []
+    def __init__(
+        self,
+        epsilon: float,
+        grids: list[Composition],
+        transforms: list[Transform],
+        kept: dict[Pair, list[Transform]],
+        failures: dict[Failure, int],
+        added_loss: tuple[bool, float],
+    ) -> None:
+        self._epsilon, self._grids, self._transforms = epsilon, grids, transforms
+        self._kept, self._failures, self._added_loss = kept, failures, added_loss
 
     @classmethod
-    def of(cls, counts: Counts, delta: float) -> Composed | None:
-        """``None``: these losses have no distribution on a grid, or nothing is left of delta."""
+    def of(cls, counts: Counts, need: Counts, epsilon: float, delta: float) -> Composed | None:
+        """``counts``, which ``need`` is to join; ``None``: their losses have no distribution on a
+        grid, or nothing is left of delta.
+        """
         failures, others = apart(counts)
         failed = failing(failures)
-        if not others or failed > delta / 2 or NonPrivate() in others:
+        if not others or failed > delta / 2 or not _are_on_grids(others):
             return None
-        if bounds.without_extremes(others) != (others, 0.0):
-            return None
+        both = _passes(_added_loss(others, need), epsilon)
         try:
-            return cls(compose(merge(others), delta=delta - failed), failed)
+            grids = [
+                compose(merge(others), delta=delta - failed, epsilon=epsilon, reverse=reverse)[0]
+                for reverse in ((False, True) if both else (False,))
+            ]
         except OverflowError:
             return None
+        transforms = [grid.transform for grid in grids]
+        return cls(epsilon, grids, transforms, {}, failures, _added_loss(others, {}))
 
-    def followed_by(self, more: Counts, times: int = 1) -> Composed | None:
-        """With ``times`` times ``more``; ``None``: these cannot join."""
+    def followed_by(self, more: Counts) -> Composed | None:
+        """With ``more``; ``None``: these cannot join."""
         failures, others = apart(more)
-        levels = merge(others)
-        if len(directions(levels)) > len(self._directions) or NonPrivate() in others:
+        added_loss = _added_loss(others, {})
+        added_loss = added_loss[0] or self._added_loss[0], added_loss[1] + self._added_loss[1]
+        if not _are_on_grids(others):
             return None
-        if bounds.without_extremes(others) != (others, 0.0):
+        if len(self._grids) == 1 and _passes(added_loss, self._epsilon):
             return None
-        found = self._directions
+        found = self._transforms
         try:
-            if others:
-                if levels != self._levels:
-                    self._levels, self._steps = levels, [part.like(levels) for part in found]
-                steps = zip(found, self._steps, strict=True)
-                found = [part.followed_by(step, times) for part, step in steps]
+            for pair, count in merge(others).items():
+                steps = zip(found, self._steps(pair), strict=True)
+                found = [part.followed_by(step, count) for part, step in steps]
         except OverflowError:
             return None
-        return Composed(found, self._failed + times * failing(failures))
+        joint = {**self._failures}
+        for failure, count in failures.items():
+            joint[failure] = joint.get(failure, 0) + count
+        return Composed(self._epsilon, self._grids, found, self._kept, joint, added_loss)
 
-    def keeps(self, epsilon: float, delta: float) -> bool:
-        """Whether these releases keep (epsilon, delta)."""
-        largest = max(part.upper_delta(epsilon) for part in self._directions)
-        return (self._failed + largest) * (1 + _ROUND_OFF) <= delta
+    def _steps(self, pair: Pair) -> list[Transform]:
+        """One release in each direction."""
+        if pair in self._kept or len(self._kept) < _EXACT or not isinstance(pair, Sampled):
+            return self._exact_steps(pair)
+        weights, corners = four_corners(pair, _GRID)
+        each = zip(*map(self._exact_steps, corners), strict=True)
+        return [mean_transform(weights, part) for part in each]
 
-    def anchor(self, epsilon: float, delta: float) -> Anchor | None:
-        """``None``: they pass delta."""
-        infinite = [float(part.transform.infinity + part.above) for part in self._directions]
-        lefts = (delta - self._failed) * (1 - _ROUND_OFF) - np.array(infinite)
-        if lefts.min() <= 0:
-            return None
-        profiles = [_profile(*part) for part in zip(self._directions, infinite, strict=True)]
-        slopes = max(_slopes(*profile, epsilon, delta) for profile in profiles)[1:]
-        lambdas = np.geomspace(_LEAST * min(slopes), _MOST * max(slopes), _LAMBDAS)
-        logs = np.array([_log_constants(*profile, epsilon, lambdas) for profile in profiles])
-        return Anchor(tuple((1 + lambdas).tolist()), logs + _ROUND_OFF, lefts)
+    def _exact_steps(self, pair: Pair) -> list[Transform]:
+        found = self._kept.get(pair)
+        if found is None:
+            found = [grid.step(pair) for grid in self._grids]
+            if (len(self._kept) + 1) * sum(t.spectrum.size for t in found) > _KEPT_NUMBERS:
+                self._kept.clear()
+            self._kept[pair] = found
+        return found
+
+    def log_excess(self, delta: float) -> float:
+        """log(delta at epsilon / delta); at most 0: these releases keep (epsilon, delta)."""
+        try:
+            parts = [g.of_others(t) for g, t in zip(self._grids, self._transforms, strict=True)]
+        except OverflowError:
+            return LARGEST_EXCESS
+        largest = max(part.upper_delta(self._epsilon) for part in parts)
+        found = (failing(self._failures) + largest) * (1 + _ROUND_OFF)
+        return math.log(found / delta) if found else -LARGEST_EXCESS
 
 
-def _profile(found: Composition, infinite: float) -> tuple[Array, Array]:
-    """The losses of the grid, and bounds on delta there without that of infinite losses."""
-    return found.losses, np.maximum(found.upper_deltas(found.losses) - infinite, 0.0)
+def _are_on_grids(counts: Counts) -> bool:
+    return NonPrivate() not in counts and bounds.without_extremes(counts) == (counts, 0.0)
 
 
-def _slopes(losses: Array, deltas: Array, epsilon: float, delta: float) -> tuple[float, ...]:
-    """Where delta is as small as ``delta``, and about -d log(delta) / d epsilon there and at
-    ``epsilon``.
+def _added_loss(counts: Counts, more: Counts) -> tuple[bool, float]:
+    """Whether an added record differs from a removed one, and the largest loss where it was
+    added.
     """
-    reached = int(np.argmax(deltas <= delta))
-    slopes = []
-    for i in (reached, int(np.searchsorted(losses, epsilon))):
-        i = min(max(i, 1), len(losses) - 2)
-        before, after = float(deltas[i - 1]), float(deltas[i + 1])
-        fall = math.log(before / after) if after > 0 else 0.0
-        slopes.append(max(fall / float(losses[i + 1] - losses[i - 1]), _LEAST_SLOPE))
-    return float(losses[reached]), *slopes
+    both = [*counts.items(), *apart(more)[1].items()]
+    differs = any(has_two_directions(pair) for pair, _ in both)
+    return differs, math.fsum(n * largest_added_loss(pair) for pair, n in both)
 
 
-def _log_constants(losses: Array, deltas: Array, epsilon: float, lambdas: Array) -> Array:
-    """log A_lambda: the logarithm of the least upper bound of delta(e) exp(lambda (e - epsilon)).
-
-    Below the grid delta is at most 1, and above it 0 (what lies beyond the window counts as
-    infinite). delta is convex in y = exp(e), so between two losses it is at most the chord a + b y
-    with b <= 0, and (a + b y) y^lambda is largest at y = -lambda a / (b (1 + lambda)), or at the
-    end that is nearer.
-    """
-    width = float(losses[1] - losses[0])
-    first, last = deltas[:-1], deltas[1:]
-    chord = np.minimum((last - first) / math.expm1(width), -1e-300)  # b, with y = 1 at the first
-    result = []
-    for power in lambdas:
-        y = power / (1 + power) * (first - chord) / -chord
-        y = np.clip(y, 1.0, math.exp(width))
-        with np.errstate(divide="ignore"):
-            logs = np.log(np.maximum(first + chord * (y - 1), last)) + power * np.log(y)
-        inside = float(np.max(logs + power * (losses[:-1] - epsilon)))
-        below = power * (float(losses[0]) - epsilon)
-        result.append(max(inside, below, _LOWEST_LOG))
-    return np.array(result)
+def _passes(added_loss: tuple[bool, float], epsilon: float) -> bool:
+    """Whether the direction of an added record has to be looked at."""
+    return added_loss[0] and added_loss[1] * (1 + _ROUND_OFF) > epsilon
 
 
 class Budget:
@@ -312,43 +338,32 @@ class Budget:
         self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
     ) -> None:
         self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
-        if filter is None:
-            orders = _orders_of(epsilon, delta, 0.15, 1.6, 12)
-            if method == "rdp":  # those of the bound that is reported
-                known = np.array(renyi.ORDERS)
-                orders = tuple({float(known[np.argmin(abs(known - o))]): 0 for o in orders})
-            self._start = Anchor.empty(epsilon, delta, orders)
-        else:
-            self._start = Anchor.of_filter(filter)
         self.restart({})
 
     def restart(self, counts: Counts) -> None:
         """Everything that was charged is ``counts``."""
+        self._renyi = Divergences(self._epsilon, self._delta, self._method, self._filter)
+        # what was charged, together with what is held, keeps the budget
+        self._held: dict[Pair, int] = {}
+        self._last: dict[Pair, int] = {}  # charged since more was held than was asked for
         self._base: Composed | None = None
-        self._recent: dict[Pair, int] = {}  # charged since the base
-        self._last: dict[Pair, int] = {}  # before that, since the base before it
-        self._size, self._is_fresh = 0, False  # releases of the base, and whether none joined it
-        self._count_from(self._start, {})
+        self._is_fresh = False  # whether nothing joined the base
+        self._recent: dict[Pair, int] = {}  # charged since then
         for pair, count in counts.items():
             self.spend(pair, count)
 
-    def _count_from(self, anchor: Anchor, credit: Counts) -> None:
-        self._anchor, self._spent = anchor, np.zeros(len(anchor.orders) + 1)
-        self._costs: dict[Hashable, Array] = {}
-        # releases that are counted above and that the history does not hold, or not any more
-        self._credit = dict(credit)
-
     def spend(self, pair: Pair, count: int) -> None:
         """``count`` releases were charged; a negative number was given back."""
+        self._renyi.spend(pair, count)
         if count < 0:
-            self._credit[pair] = self._credit.get(pair, 0) - count
-            self._base, self._recent = None, {}
-            return
-        self._recent[pair] = self._recent.get(pair, 0) + count
-        if self._credit:
-            count = _beyond(self._credit, {pair: count}).get(pair, 0)
-        if count:
-            self._spent = self._spent + count * self._cost(pair)
+            self._base = None
+            if self._held:
+                self._held[pair] = self._held.get(pair, 0) - count
+        else:
+            self._recent = added(self._recent, {pair: count})
+            self._last = added(self._last, {pair: count})
+            if self._held and _beyond(self._held, {pair: count}):
+                self._held = {}
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -363,23 +378,21 @@ class Budget:
             n: how often it is made.
             reserved: what is set aside for other releases.
         """
-        need = added(reserved or {}, need, n)
-        if self._keeps(need):
+        wanted = added(reserved or {}, need, n)
+        if self._keeps(wanted):
             return True
-        if NonPrivate() in need or self._filter is not None:
+        if NonPrivate() in wanted or self._filter is not None:
             return False
-        joint = added(counts, need)
-        if self._method == "pld" and len(joint) > EXACT_LEVELS:
-            for is_fresh in (False, True):
-                if self._compose_history(counts, is_fresh):
-                    if self._keeps(need):
-                        return True
-                    if self._joins(counts, need, not reserved):
-                        return True
+        joint = added(counts, wanted)
+        if self._method == "pld" and not _is_closed_form(joint):
+            for composed in self._compositions(counts, wanted):
+                if self._excess(composed, {}) <= 0:
+                    self._hold(wanted, need, partial(self._excess, composed))
+                    return True
         if self._bound(joint) > self._epsilon:
             return False
-        if not reserved and len(joint) <= EXACT_LEVELS:
-            self._look_ahead(joint, need)
+        if len(joint) <= EXACT_LEVELS:
+            self._hold(wanted, need, lambda more: self._bound(added(joint, more)) - self._epsilon)
         return True
 
     def certain(self, counts: Counts, need: Counts, reserved: Counts | None = None) -> int:
@@ -390,7 +403,7 @@ class Budget:
         return known
 
     def cheap(self, need: Counts, reserved: Counts | None = None) -> int:
-        """How often ``need`` fits as far as the anchor shows."""
+        """How often ``need`` fits without a composition."""
         beside, low, high = reserved or {}, 0, 1
         while low < MOST_STEPS and self._keeps(added(beside, need, high)):
             low, high = high, 2 * high
@@ -409,166 +422,99 @@ class Budget:
         n = known.cheap(need)
         if self._filter is not None or n >= MOST_STEPS:
             return n
-        is_few = len(added(counts, need)) <= EXACT_LEVELS or self._method == "rdp"
-        while not is_few and known._compose_history(added(counts, need, n), True):
-            if not (more := known.cheap(need)):
-                break
-            n += more
-            known._base = None
 
         def excess(n: int) -> float:
             return self._bound(added(counts, need, n)) - self._epsilon
 
-        if not is_few and excess(n + 1) > 0:
-            return n
+        if self._method == "pld" and len(added(counts, need)) > EXACT_LEVELS:
+            for one in known._compositions(counts, need):
+                if self._excess(one, {}) <= 0:  # one fits
+                    n = max(n, 1 + largest(partial(self._excess, one, need)))
+            if excess(n + 1) > 0:
+                return n
         return max(largest(excess, start=max(n + n // 4, 1)), n)
 
-    def _keeps(self, need: Counts) -> bool:
-        if self._credit:
-            need = _beyond(dict(self._credit), need)
-        spent = self._spent
-        for pair, count in need.items():
-            spent = spent + count * self._cost(pair)
-        return self._anchor.keep(spent)
-
-    # --- compositions -----------------------------------------------------------------------------
-
-    def _compose_history(self, counts: Counts, is_fresh: bool) -> bool:
-        """Makes the history the anchor, from the last composition of it or afresh; whether that
-        could change anything.
-        """
-        if is_fresh:
-            if self._base is not None and self._is_fresh and not self._recent:
-                return False
-            self._base, self._size = Composed.of(counts, self._delta), sum(counts.values())
-        elif self._base is None or not self._recent:
-            return False
-        elif sum(self._recent.values()) > _MOST_JOINED * self._size:  # the grid is too narrow
-            return False
-        else:
-            self._base = self._base.followed_by(self._recent)
-        self._is_fresh = is_fresh
-        self._last, self._recent = self._recent or self._last, {}
-        anchor = None if self._base is None else self._base.anchor(self._epsilon, self._delta)
-        if anchor is None:
-            return False
-        self._count_from(anchor, {})
-        return True
+    def _keeps(self, wanted: Counts) -> bool:
+        if self._held and not _beyond(dict(self._held), wanted):
+            return True
+        return self._renyi.keep(wanted)
 
     def _bound(self, counts: Counts) -> float:
         """The epsilon that is reported."""
         bound = renyi if self._method == "rdp" else bounds
         return bound.upper_epsilon(counts, self._delta)
 
-    def _look_ahead(self, counts: Counts, need: Counts) -> None:
-        """Counts from ``counts``, which fit and in which ``need`` is about to be charged, and from
-        as many more releases like the last ones as fit.
-        """
-        unit, size = _like(added(self._recent, need)), sum(counts.values())
+    # --- compositions -----------------------------------------------------------------------------
+
+    def _compositions(self, counts: Counts, wanted: Counts) -> Iterator[Composed]:
+        """The history and ``wanted``: joined to the last composition, and to a new one."""
+        if self._base is not None:
+            if self._recent:
+                self._base, self._is_fresh = self._base.followed_by(self._recent), False
+                self._recent = {}
+            if self._base is not None and (joint := self._base.followed_by(wanted)) is not None:
+                yield joint
+            if self._base is not None and self._is_fresh:
+                return
+        self._base, self._is_fresh = Composed.of(counts, wanted, self._epsilon, self._delta), True
         self._recent = {}
+        if self._base is not None and (joint := self._base.followed_by(wanted)) is not None:
+            yield joint
 
-        def excess(n: int) -> float:
-            return self._bound(added(counts, unit, n)) - self._epsilon
+    def _excess(self, composed: Composed, more: Counts, times: int = 1) -> float:
+        joint = composed.followed_by(added({}, more, times)) if more and times else composed
+        return LARGEST_EXCESS if joint is None else joint.log_excess(self._delta)
 
-        n = largest(excess, start=max(size // (8 * sum(unit.values())), 1))
-        self._count_from(Anchor.full(), added(need, unit, n))
-
-    def _joins(self, counts: Counts, need: Counts, is_alone: bool) -> bool:
-        """Whether ``need`` fits as the composition of the history shows. Then, if it is all that is
-        reserved, as many more releases like the last ones are counted as fit.
+    def _hold(self, wanted: Counts, need: Counts, excess: Callable[[Counts], float]) -> None:
+        """Holds ``wanted`` and, if what was held is used up, as much as fits of twice what was
+        charged since, about.
         """
-        assert self._base is not None
-        joint = self._base.followed_by(need)
-        if joint is None or not joint.keeps(self._epsilon, self._delta):
-            return False
-        if not is_alone:
-            return True
-        unit = _like(added(self._last, need))
-        most = max(int(_MOST_JOINED * self._size) // sum(unit.values()), 1)
-        n = self._search(joint, unit, 0, most)
-        found = (joint.followed_by(unit, n) if n else None) or joint
-        anchor = found.anchor(self._epsilon, self._delta)
-        if anchor is not None:
-            self._count_from(anchor, added(need, unit, n))
-        return True
-
-    def _search(self, joint: Composed, unit: Counts, low: int, most: int) -> int:
-        """About how often ``unit`` can join, from ``low`` to ``most`` times."""
-
-        def fits(n: int) -> bool:
-            found = joint.followed_by(unit, n)
-            return found is not None and found.keeps(self._epsilon, self._delta)
-
-        if fits(most):
-            return most
-        high = most
-        while high > max(low + 1, low * _PRECISION):
-            middle = max(low + 1, math.isqrt(low * high))
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
-    # --- costs ------------------------------------------------------------------------------------
-
-    def _cost(self, pair: Pair) -> Array:
-        """The divergences of one release, and the probability that it fails outright. Before the
-        first composition, where many releases differ, noise is rounded down and sampling rates up,
-        onto a geometric grid.
-        """
-        orders = self._anchor.orders
-        if isinstance(pair, Gaussian):
-            half = 1.0 if self._filter is not None and self._filter.kind == "gaussian" else 0.5
-            return np.append(half * pair.mu**2 * np.array(orders if half < 1 else (1.0,)), 0.0)
-        cost = self._costs.get(pair)
-        if cost is not None:
-            return cost
-        key: Hashable = pair
-        is_shared = self._anchor is self._start and self._filter is None
-        if isinstance(pair, Sampled) and is_shared and len(self._costs) >= _EXACT_COSTS:
-            cell = math.floor(math.log(pair.noise) / math.log(_GRID))
-            rate = _GRID ** math.ceil(math.log(pair.rate) / math.log(_GRID)) * (1 + 1e-12)
-            rate = max(min(rate, 1 - 1e-12), pair.rate)
-            key = (pair.kind, rate, cell)
-            cost = self._costs.get(key)
-            pair = Sampled(pair.kind, rate, min(pair.noise, _GRID**cell * (1 - 1e-12)))
-        if cost is None:
-            if isinstance(pair, Failure) and self._filter is None:
-                cost = np.append(np.zeros(len(orders)), pair.delta)
-            elif self._filter is not None and self._filter.kind == "gaussian":
-                cost = np.array([dominating_mu(pair) ** 2, 0.0])
-            else:
-                cost = np.append(renyi.curve({pair: 1}, orders), 0.0)
-            if len(self._costs) < 100_000:
-                self._costs[key] = cost
-        return cost
+        was_used, self._held = not any(self._held.values()), dict(wanted)
+        share = 2.0 if was_used else 0.0
+        recent = _alike(added(self._last, need))
+        if len(recent) > _EXACT:
+            recent, self._last = {}, {}
+        while more := {pair: n for pair, c in recent.items() if (n := int(c * share))}:
+            if excess(more) <= 0:
+                self._held, self._last = added(wanted, more), {}
+                return
+            share /= 4
 
 
-def _beyond(credit: dict[Pair, int], need: Counts) -> dict[Pair, int]:
-    """Takes ``need`` out of ``credit``, as far as that covers it, and returns the rest."""
+def _is_closed_form(counts: Counts) -> bool:
+    return len({type(pair) for pair in counts}) == 1 and isinstance(
+        next(iter(counts)), Gaussian | Pure
+    )
+
+
+def _alike(counts: Counts) -> dict[Pair, int]:
+    """``counts``; of those that differ in their noise only, the one with the least stands for all,
+    with a little less.
+    """
+    kinds: dict[tuple[object, ...], list[Pair]] = {}
+    for pair in counts:
+        kind = (pair.kind, pair.rate) if isinstance(pair, Sampled) else ()
+        kinds.setdefault((type(pair), *kind), []).append(pair)
+    found: dict[Pair, int] = {}
+    for pairs in kinds.values():
+        if len(pairs) > 1 and isinstance(pairs[0], Sampled):
+            least = min(pair.noise for pair in pairs if isinstance(pair, Sampled))
+            lowered = Sampled(pairs[0].kind, pairs[0].rate, least / _LOWERED)
+            found[lowered] = sum(counts[pair] for pair in pairs)
+        else:
+            found |= {pair: counts[pair] for pair in pairs}
+    return found
+
+
+def _beyond(held: dict[Pair, int], need: Counts) -> dict[Pair, int]:
+    """Takes ``need`` out of ``held``, as far as that covers it, and returns the rest."""
     rest = {}
     for pair, count in need.items():
-        for kept in (pair, *credit):
-            if count and credit.get(kept, 0) and covers(kept, pair):
-                used = min(count, credit[kept])
-                credit[kept] -= used
+        for kept in (pair, *held):
+            if count and held.get(kept, 0) and covers(kept, pair):
+                used = min(count, held[kept])
+                held[kept] -= used
                 count -= used
         if count:
             rest[pair] = count
     return rest
-
-
-def _like(recent: Counts) -> dict[Pair, int]:
-    """Releases in the proportions of these. Of those that differ only in their noise the one with
-    the least stands for all, with a little less, where there are several.
-    """
-    kinds: dict[Hashable, tuple[Pair, int, bool]] = {}
-    for pair, count in recent.items():
-        kind = (pair.kind, pair.rate) if isinstance(pair, Sampled) else pair
-        least, known, differ = kinds.get(kind, (pair, 0, False))
-        kinds[kind] = pair if covers(pair, least) else least, known + count, differ or pair != least
-    rarest = min(count for _, count, _ in kinds.values())
-    found: dict[Pair, int] = {}
-    for pair, count, differ in kinds.values():
-        if differ and isinstance(pair, Sampled):
-            pair = Sampled(pair.kind, pair.rate, pair.noise / _LOWERED)
-        found[pair] = min(round(count / rarest), _MOST_OF_UNIT)
-    return found

@@ -24,13 +24,10 @@ from .events import (
     accounting_method,
     check_delta,
     check_epsilon,
-    check_probability,
 )
 from .privacy_loss import apart, without_delta
-from .risk import highest, profiles, trade_offs
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
-_FINE_PRECISION = 2e-5  # of a true-positive rate, which may change faster than the noise
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-2, 1e7
 
 
@@ -90,31 +87,24 @@ def calibrated(
             raise ArgumentError(f"no noise multiplier meets the target. {why}")
         return upper(counts, delta) - epsilon
 
-    return _smallest_noise(make_event, before, steps, neighboring, excess, _PRECISION)
+    return _smallest_noise(make_event, before, steps, neighboring, excess)
 
 
 def get_noise_multiplier(
     *,
-    target_epsilon: float | None = None,
-    target_delta: float | None = None,
+    target_epsilon: float,
+    target_delta: float,
     sample_rate: float,
     steps: int,
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
-    target_advantage: float | None = None,
-    target_true_positive_rate: float | None = None,
-    false_positive_rate: float | None = None,
 ) -> float:
     """The smallest noise multiplier at which ``steps`` Poisson-sampled steps, after ``history``,
-    meet the target: of (epsilon, delta), or of what an attacker can tell (Kulynych, Gomez, Kaissis,
-    Calmon, Troncoso 2024).
+    meet the target.
 
     Args:
-        target_epsilon: for everything together, with
-        target_delta: likewise; or
-        target_advantage: what :meth:`PrivacyAccountant.risk` calls ``advantage``, at most; or
-        target_true_positive_rate: the true-positive rate at most, with
-        false_positive_rate: the false-positive rate at which.
+        target_epsilon: for everything together.
+        target_delta: likewise.
         sample_rate: expected batch size / number of records; 1 for full batches.
         steps: how many steps are planned.
         neighboring: the accountant's relation, as :class:`PrivacyAccountant` takes it.
@@ -129,49 +119,7 @@ def get_noise_multiplier(
     def make_event(noise: float) -> DpEvent:
         return PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
 
-    of_attacks = (target_advantage, target_true_positive_rate, false_positive_rate)
-    if target_epsilon is not None and target_delta is not None and of_attacks == (None,) * 3:
-        return calibrated(
-            make_event, target_epsilon, target_delta, steps, neighboring, history, "pld"
-        )
-    if (
-        target_epsilon is not None
-        or target_delta is not None
-        or ((target_advantage is None) == (target_true_positive_rate is None))
-    ):
-        raise ArgumentError(
-            "give one target: target_epsilon with target_delta, target_advantage, or"
-            " target_true_positive_rate with false_positive_rate."
-        )
-    precision = _PRECISION
-    if target_advantage is not None:
-        target = check_probability(target_advantage, "target_advantage")
-
-        def found(counts: dict[Pair, int]) -> float:
-            return bounds.upper_delta(counts, 0.0)
-
-    else:
-        target = check_probability(target_true_positive_rate, "target_true_positive_rate")
-        false_positives = check_probability(false_positive_rate, "false_positive_rate")
-        precision = _FINE_PRECISION
-        if false_positives >= target:
-            raise ArgumentError(
-                "target_true_positive_rate must be above false_positive_rate, which guessing has."
-            )
-
-        def found(counts: dict[Pair, int]) -> float:
-            curves = trade_offs(*profiles(frozenset(counts.items()), "pld"))
-            return float(highest(curves, np.array([false_positives]))[0])
-
-    before = _counts(history, neighboring)
-    if before and found(before) > target:
-        raise ArgumentError(
-            f"attacks on what was charged before do better than {target:g} already: no noise is"
-            " large enough for another step."
-        )
-    return _smallest_noise(
-        make_event, before, steps, neighboring, lambda counts: found(counts) - target, precision
-    )
+    return calibrated(make_event, target_epsilon, target_delta, steps, neighboring, history, "pld")
 
 
 def get_num_steps(
@@ -210,7 +158,6 @@ def _smallest_noise(
     steps: int,
     neighboring: Neighboring | NeighboringRelation,
     excess: Callable[[dict[Pair, int]], float],
-    precision: float,
 ) -> float:
     """The smallest noise multiplier at which ``excess`` of everything is at most 0."""
     steps = events.positive_count(steps, "steps")
@@ -221,7 +168,7 @@ def _smallest_noise(
         )
 
     least, most = math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE)
-    log_noise = _crossing(excess_at, least, most, precision)
+    log_noise = _crossing(excess_at, least, most)
     if log_noise is None:
         raise ArgumentError(
             f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
@@ -230,10 +177,8 @@ def _smallest_noise(
     return math.exp(log_noise)
 
 
-def _crossing(
-    excess: Callable[[float], float], least: float, most: float, precision: float
-) -> float | None:
-    """Where the falling function turns non-positive, or up to ``precision`` above: ``least`` if it
+def _crossing(excess: Callable[[float], float], least: float, most: float) -> float | None:
+    """Where the falling function turns non-positive, or up to ``_PRECISION`` above: ``least`` if it
     is not positive there, ``None`` if it is still positive at ``most``.
     """
     value = cache(lambda x: min(excess(x), LARGEST_EXCESS))
@@ -247,9 +192,9 @@ def _crossing(
         if low <= least:
             return least
         low, high, step = max(low - step, least), low, 2 * step
-    found = float(optimize.brentq(value, low, high, xtol=precision / 2, rtol=1e-15))
+    found = float(optimize.brentq(value, low, high, xtol=_PRECISION / 2, rtol=1e-15))
     while value(found) > 0:
-        found += precision / 2
+        found += _PRECISION / 2
     return found
 
 

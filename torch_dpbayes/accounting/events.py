@@ -444,7 +444,7 @@ def require_unit(event: DpEvent, unit: Unit) -> None:
     if unit == "user":
         raise ArgumentError(
             f"this accountant protects users, and {type(event).__name__} is about one record:"
-            " use make_private(..., people=ids), or UserLevelDpEvent(event) where it bounds all"
+            " use make_private(..., user_ids=ids), or UserLevelDpEvent(event) where it bounds all"
             " of a user's records."
         )
     raise ArgumentError(
@@ -457,7 +457,7 @@ def require_unit(event: DpEvent, unit: Unit) -> None:
 
 
 def in_words(event: DpEvent | None) -> str:
-    """An event as a person reads it, with the mechanism that its noise belongs to."""
+    """An event as text, with the mechanism that its noise belongs to."""
     if isinstance(event, PoissonSampledDpEvent):
         return f"Poisson q = {event.sampling_probability:.6g}, {in_words(event.event)}"
     if isinstance(event, GaussianDpEvent):

@@ -17,7 +17,7 @@ inequality: given L, each step's rounding is independent, spans one grid cell, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,7 +34,7 @@ from .dominating_pairs import (
     scattered_of,
 )
 from .mixture_bounds import Mixtures, Near, mixtures
-from .privacy_loss import BEYOND, Masses, grid_masses
+from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
 from .tilted_window import (
     ACCURACY,
     LARGEST_WINDOW,
@@ -99,6 +99,24 @@ class Transform:
             self.log_moments + times * other.log_moments,
             self.left_out + times * other.left_out,
         )
+
+
+def mean_transform(weights: Sequence[float], parts: Sequence[Transform]) -> Transform:
+    """A release drawn from several with these weights, which is announced."""
+    shares = np.array(weights)
+    moments = np.array([part.log_moments for part in parts])
+    peak = moments.max(axis=0)
+    log_moments = peak + np.log(shares @ np.exp(moments - peak))
+    scales = shares * np.exp(moments[:, 2] - log_moments[2])
+    offset = min(part.offset for part in parts)
+    return Transform(
+        np.asarray(scales @ [part.spectrum for part in parts]),
+        offset,
+        max(part.offset + part.extent for part in parts) - offset,
+        1,
+        max(part.infinity for part in parts),
+        log_moments,
+    )
 
 
 def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: float) -> Transform:
@@ -306,14 +324,16 @@ class Composition:
         self.transform = levels
         self._finish()
 
-    def like(self, levels: Mapping[Pair, int]) -> Composition:
-        """Other levels on the same grid."""
-        return Composition(self.window, levels, self.reverse, self.tail, self._mixed)
+    def step(self, pair: Pair) -> Transform:
+        """One more release on the same grid, unless that is far too fine for it."""
+        losses = loss_nodes(pair, self.tail).losses
+        if losses.max() - losses.min() > _WIDE_WINDOW * self.interval:
+            raise OverflowError(BEYOND)
+        return _transform_of(pair, self.window, self._size, self.reverse, self.tail)
 
-    def followed_by(self, other: Composition, times: int) -> Composition:
-        """This composition, and then ``times`` the other, which was made with the same window."""
-        joint = self.transform.followed_by(other.transform, times)
-        return Composition(self.window, joint, self.reverse, self.tail, self._mixed)
+    def of_others(self, transform: Transform) -> Composition:
+        """Other releases on the same grid."""
+        return Composition(self.window, transform, self.reverse, self.tail, self._mixed)
 
     def _finish(self) -> None:
         """One inverse FFT, and the bounds on everything that it does not see."""
@@ -477,8 +497,9 @@ def compose(
 
     Args:
         levels: how often each pair occurs. Gaussians are cheapest as one pair.
-        delta: the delta near which the result will be asked for epsilon; or
-        epsilon: the epsilon near which it will be asked for delta.
+        delta: the delta near which the result will be asked for epsilon.
+        epsilon: the epsilon near which it will be asked for delta. With both, more such releases
+            are to join, until they do not keep them.
         accuracy: relative excess of epsilon that the discretisation aims at.
         interval: the discretisation interval, instead.
         reverse: this direction only.
@@ -486,6 +507,7 @@ def compose(
         is_pilot: a very wide window gets a coarse grid, since a composition in parts may follow.
     """
     total = sum(levels.values())
+    grows = delta is not None and epsilon is not None
     compositions = []
     for direction in directions(levels) if reverse is None else (reverse,):
         wanted, tail = delta, tail_of(SMALLEST if delta is None else delta, total)
@@ -498,6 +520,7 @@ def compose(
                 log_delta=None if wanted is None else math.log(wanted),
                 accuracy=accuracy,
                 interval=interval,
+                grows=grows,
             )
             if wanted is None:
                 tail = tail_of(max(math.exp(window.log_delta), SMALLEST), total)
@@ -506,7 +529,7 @@ def compose(
             if is_pilot and (window.upper - window.lower) / window.interval > _WIDE_WINDOW:
                 window = window._replace(interval=(window.upper - window.lower) / _PILOT_SIZE)
             composition = Composition(window, levels, direction, tail, mixed)
-            if epsilon is None:
+            if epsilon is None or grows:
                 break
             # Where few releases decide, the guess of delta is far too high.
             found = max(composition.upper_delta(epsilon), SMALLEST)

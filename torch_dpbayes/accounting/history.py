@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from ..errors import ArgumentError, DPBayesError
@@ -36,9 +38,7 @@ from .privacy_loss import without_delta
 
 Guarantee = Literal["fixed", "filter", "none"]
 Flag = Literal["fixed", "adaptive"]
-Key = tuple[DpEvent, str | None, Flag]  # event, label, flag
 Counts = Mapping[Pair, int]
-Jobs = dict[str, Counter[DpEvent]]  # how often each job charged each event
 
 RESUMED = (
     "resumed from a saved state: nothing was released after it was saved, nor from another copy"
@@ -48,6 +48,28 @@ _RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend
 _NOTHING = "Nothing was recorded; release nothing."
 _KNOWN_EVENTS = 4096  # whose parts are kept
 _NAMED = 2  # different events of one charge, in an error
+# relative: a history that was admitted under the same budget may be bounded a hair above it by
+# another discretisation
+_SLACK = {"pld": 1e-3, "rdp": 1e-9}
+
+
+_forks = 0  # between the first process of this program and this one
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+def this_process() -> tuple[int, int]:
+    """Which process this is among those that share its memory's past: a pid can come again in a
+    descendant, a number of forks cannot.
+    """
+    return os.getpid(), _forks
 
 
 class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
@@ -57,12 +79,29 @@ class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
 
 
 class Settings(NamedTuple):
-    """What never changes: budget (epsilon, delta), method, neighbouring relation, privacy unit."""
+    """What never changes. ``delta`` may stand alone: there is no budget then."""
 
-    budget: tuple[float, float] | None
+    epsilon: float | None
+    delta: float | None
     method: Method
     neighboring: Neighboring
     unit: Unit = "record"
+
+    @property
+    def budget(self) -> tuple[float, float] | None:
+        """(epsilon, delta), or ``None``."""
+        return None if self.epsilon is None or self.delta is None else (self.epsilon, self.delta)
+
+
+class Key(NamedTuple):
+    """What charges that are added up have in common. Nothing else charges under a job's name, so
+    whoever holds as many releases of a job holds the same ones.
+    """
+
+    event: DpEvent
+    label: str | None
+    flag: Flag
+    job: str
 
 
 class Part(NamedTuple):
@@ -81,19 +120,11 @@ def needed(parts: Iterable[Part]) -> dict[Pair, int]:
     return counts
 
 
-def checked_flag(flag: Any) -> Flag:
-    """``flag`` if it is one: a misspelt one would pass for "fixed"."""
-    if flag not in get_args(Flag):
-        raise ArgumentError(f"a saved charge is one of {', '.join(get_args(Flag))}, got {flag!r}.")
-    checked: Flag = flag
-    return checked
-
-
 class History:
     """Charges under one budget.
 
     Attributes:
-        charges: how often each event was charged, by label and flag.
+        charges: how often each event was charged, by label, flag and job.
         counts: the same by dominating pair.
         filter: the limit in force, if any.
         declared: whether the filter was there before the first release.
@@ -115,9 +146,8 @@ class History:
         self._epsilons: dict[float, float] = {}  # by delta, of the present charges
 
     def _budget(self, rule: Filter | None) -> Budget | None:
-        if self.settings.budget is None:
-            return None
-        return Budget(*self.settings.budget, self.settings.method, rule)
+        budget = self.settings.budget
+        return None if budget is None else Budget(*budget, self.settings.method, rule)
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -125,7 +155,7 @@ class History:
         """The elementary events of ``count`` times ``event``.
 
         Raises:
-            ValueError: the event gives no guarantee here; the message says what to use instead.
+            ArgumentError: the event gives no guarantee here; the message says what to use instead.
         """
         try:
             known = self._parts.get(event)
@@ -151,12 +181,13 @@ class History:
         """The pair that dominates an elementary event here."""
         return dominating_pair(event, self.settings.neighboring)
 
-    def keep(self, part: Part, label: str | None, flag: Flag) -> None:
-        """Adds one more charge. A negative count takes back."""
+    def keep(self, pair: Pair, key: Key, count: int) -> None:
+        """Adds ``count`` more charges. A negative count takes back."""
+        self.first = self.first or {pair: 1}
         if self.budget is not None:
-            self.budget.spend(part.pair, part.times)
-        _change(self.charges, (part.event, label, flag), part.times)
-        _change(self.counts, part.pair, part.times)
+            self.budget.spend(pair, count)
+        _change(self.charges, key, count)
+        _change(self.counts, pair, count)
         self._epsilons.clear()
 
     # --- what it guarantees -----------------------------------------------------------------------
@@ -168,11 +199,10 @@ class History:
             return "filter"
         return "none" if self.later_jobs else "fixed"
 
-    def fixed_epsilon(self, delta: float) -> float:
-        """Epsilon, had all releases been fixed in advance."""
-        if self.settings.method == "rdp":
-            return renyi.upper_epsilon(self.counts, delta)
-        return bounds.upper_epsilon(self.counts, delta)
+    def fixed_epsilon(self, delta: float, counts: Counts | None = None) -> float:
+        """Epsilon, had all releases, or these, been fixed in advance."""
+        bound = renyi if self.settings.method == "rdp" else bounds
+        return bound.upper_epsilon(self.counts if counts is None else counts, delta)
 
     def epsilon(self, delta: float) -> float:
         """An upper bound on epsilon."""
@@ -183,8 +213,7 @@ class History:
         if self.later_jobs:
             return math.inf
         if delta not in self._epsilons:
-            value = self.fixed_epsilon(delta)
-            budget = self.settings.budget
+            value, budget = self.fixed_epsilon(delta), self.settings.budget
             if self.settings.method == "pld" and budget is not None and delta == budget[1]:
                 # a charge may have been admitted by a bound that is tighter than this one
                 value = min(value, budget[0])
@@ -199,9 +228,8 @@ class History:
             return self.filter.delta(epsilon)
         if self.later_jobs:
             return 1.0
-        if self.settings.method == "rdp":
-            return renyi.upper_delta(self.counts, epsilon)
-        return bounds.upper_delta(self.counts, epsilon)
+        bound = renyi if self.settings.method == "rdp" else bounds
+        return bound.upper_delta(self.counts, epsilon)
 
     def lower_epsilon(self, delta: float) -> float:
         """No accountant that knows only the events can prove less than this."""
@@ -219,44 +247,21 @@ class History:
 
     def event_notes(self) -> list[str]:
         """What charged events state."""
-        known = [event for event, _, _ in self.charges]
+        known = [key.event for key in self.charges]
         known = [event.event if isinstance(event, UserLevelDpEvent) else event for event in known]
         stated = any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event in known)
         return [_RECORDWISE] if stated else []
 
-    # --- charging ---------------------------------------------------------------------------------
+    # --- deciding ---------------------------------------------------------------------------------
 
     def remaining(self, need: Counts, is_later: bool) -> int | None:
         """How many times ``need`` still fits; ``None`` without a budget."""
         budget = self.budget
-        if budget is None:
-            return None
-        if self.filter is None and is_later:
+        if budget is not None and self.filter is None and is_later:
             budget = self._budget(self._filter_of_budget())
             assert budget is not None
             budget.restart(self.counts)
-        return budget.max_count(self.counts, need)
-
-    def cheap(self, pair: Pair) -> int:
-        """How often ``pair`` fits without a decision."""
-        return MOST_STEPS if self.budget is None else self.budget.cheap({pair: 1})
-
-    def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
-        """Records a charge in memory, or raises before anything is recorded."""
-        need = needed(parts)
-        rule = self.rule(need, True, is_later=False) if adaptive else None
-        if rule is not None:
-            with self.under(rule, declared=True):
-                self._require_fit(parts, need)
-        else:
-            self._require_fit(parts, need)
-        self.first = self.first or {parts[0].pair: 1}
-        for part in parts:
-            self.keep(part, label, "adaptive" if adaptive else "fixed")
-
-    def _require_fit(self, parts: list[Part], need: Counts) -> None:
-        if self.budget is not None and not self.budget.fits(self.counts, need):
-            self.refuse(parts)
+        return None if budget is None else budget.max_count(self.counts, need)
 
     def refuse(self, parts: list[Part]) -> NoReturn:
         """Says why ``parts`` do not fit."""
@@ -275,8 +280,7 @@ class History:
             )
         if why := without_delta(added(self.counts, need), delta):
             raise PrivacyBudgetExceeded(f"{why} {_NOTHING}")
-        times = sum(need.values())
-        fit = "none fits"
+        fit, times = "none fits", sum(need.values())
         if times > 1:
             left = self.budget.max_count(self.counts, dict.fromkeys(need, 1))
             fit = f"{left} of these would still fit"
@@ -286,12 +290,9 @@ class History:
             named += f" and {len(different) - _NAMED} others"
         under = ""
         if rule is not None:
-            why = (
-                "the charges were declared adaptive"
-                if self.declared
-                else "this job or another began after others had charged, whose outputs it may"
-                " depend on"
-            )
+            why = "this job or another began after others had charged, whose outputs it may use"
+            if self.declared:
+                why = "the charges were declared adaptive"
             under = f" {self.used_share():.1%} of {rule.describe()} is used, which counts: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {named} would pass the budget epsilon = {epsilon:g} at delta ="
@@ -303,11 +304,18 @@ class History:
 
     def rule(self, need: Counts, adaptive: bool, is_later: bool) -> Filter | None:
         """The filter that this charge puts into force, or ``None``."""
-        if self.filter is not None or not (adaptive or is_later):
-            return None
         budget = self.settings.budget
+        if self.filter is not None or not (adaptive or is_later) or (is_later and not budget):
+            return None
         if is_later:
-            return None if budget is None else self._rule_of_later_jobs()
+            rule = self._filter_of_budget()
+            if (cost := rule.cost(self.counts)) > rule.limit:
+                raise PrivacyBudgetExceeded(
+                    f"a job used {cost / rule.limit:.1%} of what later jobs may find in this ledger"
+                    f" ({rule.describe()}). {_NOTHING} In a new ledger charge with adaptive=True"
+                    " from the start, or let one job make all releases."
+                )
+            return rule
         if budget is None:
             raise ArgumentError(
                 "adaptive=True needs a budget: parameters chosen from earlier outputs are private"
@@ -324,22 +332,12 @@ class History:
             return Filter.gaussian(*budget)
         return Filter.renyi(*budget, need)
 
-    def _rule_of_later_jobs(self) -> Filter:
-        rule = self._filter_of_budget()
-        if (cost := rule.cost(self.counts)) > rule.limit:
-            raise PrivacyBudgetExceeded(
-                f"a job used {cost / rule.limit:.1%} of what later jobs may find in this ledger"
-                f" ({rule.describe()}). {_NOTHING} In a new ledger charge with adaptive=True from"
-                " the start, or let one job make all releases."
-            )
-        return rule
-
     def _filter_of_budget(self) -> Filter:
         """The filter for later jobs: a function of the budget and of the first release, which
         were there before any output.
         """
         assert self.settings.budget is not None
-        return Filter.renyi(*self.settings.budget, self.first or self.counts)
+        return Filter.renyi(*self.settings.budget, self.first)
 
     def start(self, rule: Filter, declared: bool) -> None:
         """Puts ``rule`` into force."""
@@ -360,88 +358,69 @@ class History:
             self.budget, self.filter, self.declared = before
             raise
 
+    # --- saving -----------------------------------------------------------------------------------
 
-def _change(counts: dict[Any, int], key: Any, by: int) -> None:
-    counts[key] = counts.get(key, 0) + by
-    if not counts[key]:
-        del counts[key]
+    def saved(self) -> dict[str, Any]:
+        """Settings, filter and charges as strings, numbers, lists and dicts."""
+        charges = [
+            [events.encode(key.event), float(count), key.label or "", key.flag, key.job]
+            for key, count in self.charges.items()
+        ]
+        rule = "" if self.filter is None else self.filter.code
+        return {**self.settings._asdict(), "filter": rule, "history": charges}
 
+    def check_saved(
+        self, state: Mapping[str, Any], charges: Mapping[Key, int]
+    ) -> tuple[list[tuple[Part, Key]], Filter | None]:
+        """The parts of saved charges, and the filter in force with them. This history must be
+        empty.
 
-# --- saving ---------------------------------------------------------------------------------------
-
-
-class Line(NamedTuple):
-    """Releases of one event by one job, which is empty where a ledger knows it."""
-
-    event: DpEvent
-    count: int  # type: ignore[assignment]
-    label: str | None
-    flag: Flag
-    job: str
-
-
-class SavedState(NamedTuple):
-    """A state that :func:`save` wrote, checked.
-
-    Attributes:
-        lines: the history.
-        jobs: what each job charged; nothing where a ledger knows it.
-        filter: its code.
-        budget: epsilon and delta, or nothing.
-        ledger: the identity of the file that the state belongs to, or empty.
-        place: how far that file was read.
-        notes: statements on which the guarantee rests.
-    """
-
-    lines: list[Line]
-    jobs: Jobs
-    filter: str
-    budget: list[float]
-    ledger: str
-    place: list[Any]
-    notes: list[str]
-
-    def counted(self) -> Counter[DpEvent]:
-        """How often each event was charged."""
-        found: Counter[DpEvent] = Counter()
-        for line in self.lines:
-            found[line.event] += line.count
-        return found
-
-
-def save(
-    history: History, jobs: Jobs, ledger: str, place: list[Any], notes: list[str]
-) -> dict[str, Any]:
-    """A history as strings, numbers, lists and dicts."""
-    settings, rule = history.settings, history.filter
-    return {
-        "method": settings.method,
-        "neighboring": settings.neighboring,
-        "unit": settings.unit,
-        "filter": "" if rule is None else rule.code,
-        "budget": list(settings.budget or ()),
-        "history": [
-            [events.encode(event), float(count), label or "", flag]
-            for (event, label, flag), count in history.charges.items()
-        ],
-        "ledger": ledger,
-        "place": place,
-        "jobs": {
-            job: [[events.encode(event), float(count)] for event, count in counts.items()]
-            for job, counts in jobs.items()
-        },
-        "notes": notes,
-    }
+        Raises:
+            PrivacyBudgetExceeded: they do not fit the budget.
+            ArgumentError: the budget is another than that of a saved adaptive history.
+        """
+        if self.counts:
+            raise ArgumentError(
+                "this accountant is not empty: loading would forget or double what it holds."
+                " Load into a new PrivacyAccountant."
+            )
+        settings, budget = self.settings, self.settings.budget
+        is_same = (state["epsilon"], state["delta"]) == (settings.epsilon, settings.delta)
+        if any(key.flag == "adaptive" for key in charges) and not is_same:
+            raise ArgumentError(
+                "the saved history is adaptive, which is private only against its budget"
+                f" {[state['epsilon'], state['delta']]}; this accountant's is"
+                f" {[settings.epsilon, settings.delta]}. Load it into one with the saved budget."
+            )
+        rule = Filter.decoded(state["filter"], budget)
+        parts = [
+            (part, key)
+            for key, count in charges.items()
+            for part in self.decompose(key.event, count)
+        ]
+        if budget is not None and parts:
+            counts = needed(part for part, _ in parts)
+            if rule is None:
+                slack = _SLACK[settings.method] if is_same else 0.0
+                fits = self.fixed_epsilon(budget[1], counts) <= budget[0] * (1 + slack)
+            else:
+                fits = rule.cost(counts) <= rule.limit * (1 + _SLACK["rdp"])
+            if not fits:
+                raise PrivacyBudgetExceeded(
+                    "the saved history costs more than this accountant's budget, epsilon ="
+                    f" {budget[0]:g} at delta = {budget[1]:g}. Nothing was loaded. Load it into an"
+                    " accountant with the budget that it was made with."
+                )
+        return parts, rule
 
 
-def read_saved(state: Mapping[str, Any], settings: Settings) -> SavedState:
-    """A saved state, for an accountant of these settings.
+def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
+    """The charges of a saved state, for an accountant of these settings.
 
     Raises:
-        ValueError: it is none, has other settings, or was changed.
+        ArgumentError: it is no state, or has other settings.
     """
-    wanted = {"method", "neighboring", "unit", "filter", "budget", "history"}
-    wanted |= {"ledger", "place", "jobs", "notes"}
+    wanted = {*Settings._fields, "filter", "history", "ledger", "place", "job", "notes"}
     if missing := wanted - set(state):
         raise ArgumentError(
             f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing. Load what"
@@ -454,121 +433,141 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> SavedState:
                 f" {getattr(settings, name)!r}: their numbers mean different things. Make this"
                 " accountant with the saved setting."
             )
-    decode = events.decode
-    lines = [
-        Line(decode(code), events.positive_count(int(n)), label or None, checked_flag(flag), "")
-        for code, n, label, flag in state["history"]
-    ]
-    jobs: Jobs = {}
-    if not state["ledger"]:
-        for job, counts in state["jobs"].items():
-            jobs[job] = Counter({decode(code): int(count) for code, count in counts})
-        lines = _by_jobs(lines, jobs)
-    return SavedState(
-        lines,
-        jobs,
-        state["filter"],
-        list(state["budget"]),
-        str(state["ledger"]),
-        list(state["place"]),
-        list(state["notes"]),
-    )
+    found: dict[Key, int] = {}
+    for code, count, label, flag, job in state["history"]:
+        if flag not in get_args(Flag):  # a misspelt one would pass for "fixed"
+            raise ArgumentError(
+                f"a saved charge is one of {', '.join(get_args(Flag))}, got {flag!r}."
+            )
+        key = Key(events.decode(code), label or None, flag, job)
+        found[key] = found.get(key, 0) + events.positive_count(int(count))
+    return found
 
 
-def _by_jobs(lines: list[Line], jobs: Jobs) -> list[Line]:
-    """The lines divided among the jobs that charged them."""
-    left = {job: counts.copy() for job, counts in jobs.items()}
-    shares: list[Line] = []
-    nobodys = 0
-    for line in lines:
-        count = line.count
-        for job, counts in left.items():
-            if share := min(count, counts[line.event]):
-                shares.append(line._replace(count=share, job=job))
-                counts[line.event] -= share
-                count -= share
-        nobodys += count
-    if nobodys or any(counts.total() for counts in left.values()):
-        raise ArgumentError(
-            "this state's history is not the sum of what its jobs charged: it was changed. Load it"
-            " as it was saved."
-        )
-    return shares
+def _change(counts: dict[Any, int], key: Any, by: int) -> None:
+    counts[key] = counts.get(key, 0) + by
+    if not counts[key]:
+        del counts[key]
 
 
-def check_saved(history: History, saved: SavedState) -> Filter | None:
-    """Raises unless an empty history may take a saved one over; else the filter that is then in
-    force.
-
-    Raises:
-        PrivacyBudgetExceeded: it does not fit the budget.
-        ValueError: this history is not empty, or has another budget than an adaptive saved one.
-    """
-    settings = history.settings
-    if history.counts:
-        raise ArgumentError(
-            "this accountant is not empty: loading would forget or double what it holds."
-            " Load into a new PrivacyAccountant."
-        )
-    same = saved.budget == list(settings.budget or ())
-    if any(line.flag == "adaptive" for line in saved.lines) and not same:
-        raise ArgumentError(
-            "the saved history is adaptive, which is private only against its budget"
-            f" {saved.budget}; this accountant's is {list(settings.budget or ())}. Load it into one"
-            " with the saved budget."
-        )
-    rule = Filter.decoded(saved.filter, settings.budget)
-    if settings.budget is None or not saved.lines:
-        return rule
-    trial = History(settings)
-    for line in saved.lines:
-        for part in trial.decompose(line.event, line.count):
-            trial.keep(part, line.label, line.flag)
-    epsilon, delta = settings.budget
-    # a history that was admitted under the same budget may be bounded a hair above it by another
-    # discretisation
-    slack = 1.0 if not same else 1.001 if settings.method == "pld" else 1 + 1e-9
-    if rule is None:
-        fits = trial.fixed_epsilon(delta) <= epsilon * slack
-    else:
-        fits = rule.cost(trial.counts) <= rule.limit * (1 + 1e-9)
-    if not fits:
-        raise PrivacyBudgetExceeded(
-            "the saved history costs more than this accountant's budget, epsilon ="
-            f" {epsilon:g} at delta = {delta:g}. Nothing was loaded. Load it into an accountant"
-            " with the budget that it was made with."
-        )
-    return rule
+# --- in memory ------------------------------------------------------------------------------------
 
 
-class Origins:
-    """Whose releases a history in memory holds. Nothing else charges under its job's name, so
-    whoever holds as many of its releases holds the same ones.
+class Block:
+    """Releases that fit, or that one process reserved: how many are left, and what the others
+    were used for.
     """
 
-    def __init__(self) -> None:
-        self.job = uuid.uuid4().hex
-        self._earlier: Jobs = {}
+    __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "taken", "used")
 
-    def charged(self, history: History) -> Jobs:
-        """What each job charged."""
-        own: Jobs = {self.job: Counter()}
-        for (event, _, _), count in history.charges.items():
-            own[self.job][event] += count
-        for counts in self._earlier.values():
-            own[self.job] -= counts
-        return {**self._earlier, **own} if own[self.job] else dict(self._earlier)
+    def __init__(self, seq: int, key: Key | None, pair: Pair, left: int) -> None:
+        self.seq, self.key, self.pair, self.left, self.open = seq, key, pair, left, True
+        self.used: dict[Key, int] = {}
+        self.last_use = 0  # how many releases had been made
+        self.taken = 0  # of those used, how many are not in the history yet
 
-    def saved(self, history: History) -> Jobs:
-        """What each job charged, and the own one also if that is nothing: a copy does not know
-        it.
-        """
-        return {self.job: Counter(), **self.charged(history)}
 
-    def goes_on(self, history: History) -> bool:
-        """Whether the history was taken over and charged since."""
-        return bool(self._earlier) and self.job in self.charged(history)
+class Memory:
+    """A history that only its process knows: one job.
 
-    def take_over(self, jobs: Jobs) -> None:
-        """The history holds what these jobs charged."""
-        self._earlier = {job: counts for job, counts in jobs.items() if job != self.job}
+    Attributes:
+        job: the name under which it charges.
+        process: the only one that may charge; a fork begins a session of its own, if it can.
+        later: whether the job began after others had charged.
+        stale: what is known may not be what is kept: an interruption came in between.
+    """
+
+    path: Path | None = None
+
+    def __init__(self, settings: Settings, job: str = "") -> None:
+        self.history, self.job = History(settings), job or uuid.uuid4().hex
+        self.process, self.later, self.stale = this_process(), False, False
+        self._notes: dict[str, None] = {}
+        self._is_resumed = False
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What a saved state says of the file that it belongs to, and how far that was read."""
+        return {"ledger": "", "place": []}
+
+    def refresh(self) -> None:
+        """Takes in what other processes charged."""
+
+    def settle(self) -> None:
+        """Returns what is reserved and was not used."""
+
+    def flag(self, adaptive: bool) -> Flag:
+        """Under which flag this job's charges stand."""
+        return "adaptive" if adaptive or self.later else "fixed"
+
+    def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
+        """Records a charge, or raises before anything is recorded."""
+        history, need, flag = self.history, needed(parts), self.flag(adaptive)
+        if rule := history.rule(need, True, is_later=False) if adaptive else None:
+            with history.under(rule, declared=True):
+                self._require_fit(parts, need)
+        else:
+            self._require_fit(parts, need)
+        for part in parts:
+            self.taken(None, part, label, flag)
+
+    def _require_fit(self, parts: list[Part], need: Counts) -> None:
+        history = self.history
+        if history.budget is not None and not history.budget.fits(history.counts, need):
+            history.refuse(parts)
+
+    def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
+        """These releases were charged, out of a block if they were reserved."""
+        self.history.keep(part.pair, Key(part.event, label, flag, self.job), part.times)
+
+    def block_for(self, pair: Pair) -> Block | None:
+        """Releases of ``pair`` that need no decision."""
+        budget = self.history.budget
+        return Block(0, None, pair, MOST_STEPS if budget is None else budget.cheap({pair: 1}))
+
+    def notes(self) -> list[str]:
+        """The statements on which the guarantee rests."""
+        if self._is_resumed and any(key.job == self.job for key in self.history.charges):
+            self._notes[RESUMED] = None
+        return [*self._notes]
+
+    def note(self, statement: str) -> None:
+        """Keeps a statement, unless it is there already."""
+        self._notes[statement] = None
+
+    def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
+        """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``."""
+        if state["ledger"]:
+            raise ArgumentError(
+                "the saved history belongs to a ledger file, which goes on counting: open that"
+                " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
+            )
+        parts, rule = self.history.check_saved(state, charges)
+        self._write(state, parts, rule)
+        for part, key in parts:
+            self.history.keep(part.pair, key, part.times)
+        if rule is not None:
+            self.history.start(rule, declared=True)
+
+    def _write(
+        self, state: Mapping[str, Any], parts: list[tuple[Part, Key]], rule: Filter | None
+    ) -> None:
+        """Keeps what is taken over, where others can read it if there are any."""
+        self._is_resumed |= state["job"] != self.job
+
+    def require(self, charges: Mapping[Key, int]) -> None:
+        """Raises unless this history holds these charges, each of the job that made it."""
+        held, wanted = (_by_job(found) for found in (self.history.charges, charges))
+        if wanted - held:
+            raise ArgumentError(
+                "this accountant does not know the releases of the saved run, and resuming would"
+                " forget them: resume with that run's own accountant, or an empty one, which takes"
+                " them over."
+            )
+
+
+def _by_job(charges: Mapping[Key, int]) -> Counter[tuple[str, DpEvent]]:
+    found: Counter[tuple[str, DpEvent]] = Counter()
+    for key, count in charges.items():
+        found[key.job, key.event] += count
+    return found

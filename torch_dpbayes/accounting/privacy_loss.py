@@ -507,8 +507,8 @@ def with_failures(counts: Mapping[Pair, int], bound: Callable[[dict[Pair, int]],
 
 
 def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
-    """A sentence for a person where epsilon is infinite because releases that may fail
-    outright use all of ``delta``, else empty.
+    """A sentence that says why epsilon is infinite, where releases that may fail outright use all
+    of ``delta``; else empty.
     """
     failures, others = apart(counts)
     failed = failing(failures)

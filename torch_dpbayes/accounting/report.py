@@ -19,7 +19,12 @@ from .risk import Risk
 if TYPE_CHECKING:
     from .accountant import PrivacyAccountant
 
-DELTA = 1e-5  # where there is no budget to take it from
+_DELTA = 1e-5  # where there is no budget to take it from
+
+
+def delta_of(accountant: PrivacyAccountant) -> float:
+    """The delta at which an accountant is reported."""
+    return _DELTA if accountant.delta is None else accountant.delta
 
 
 def summary(
@@ -33,24 +38,21 @@ def summary(
     """Everything there is to say, with the lower and the upper bound on epsilon at ``delta``; see
     ``PrivacyAccountant.summary``.
     """
-    lower, upper = bounds
-    budget, method, neighboring, unit = history.settings
-    allowed = "none" if budget is None else f"epsilon = {budget[0]:g} at delta = {budget[1]:g}"
+    (lower, upper), settings = bounds, history.settings
+    budget = "none"
+    if settings.budget is not None:
+        budget = f"epsilon = {settings.epsilon:g} at delta = {settings.delta:g}"
+    whose = "" if settings.unit == "record" else " user with all their records"
     lines = [
-        f"Privacy accountant: neighbouring data sets differ by {neighboring}"
-        f"{'' if unit == 'record' else ' person with all their records'}, method {method}",
-        f"  budget      {allowed}",
+        f"Privacy accountant: neighbouring data sets differ by {settings.neighboring}{whose},"
+        f" method {settings.method}",
+        f"  budget      {budget}",
         f"  spent       epsilon <= {upper:.5g} at delta = {delta:g} (and >= {lower:.5g}),"
         f" {sum(history.charges.values())} releases",
     ]
     if math.isinf(upper) and (why := without_delta(history.counts, delta)):
         lines.append(f"              {why}")
     lines.append(f"  guarantee   {guarantee_in_words(history, delta)}")
-    if risk.records_per_person > 1:
-        lines.append(
-            f"  people      of at most {risk.records_per_person} records each: epsilon <="
-            f" {risk.epsilon:.5g} at delta = {delta:g}"
-        )
     lines.append(
         f"  risk        an attack that accuses {risk.false_positive_rate:.1%} wrongly finds at most"
         f" {risk.true_positive_rate:.4g} of those there; advantage <= {risk.advantage:.4g}"
@@ -59,15 +61,12 @@ def summary(
         lines.append(f"  ledger      {path}")
     for i, note in enumerate(notes):
         lines.append(f"  {'' if i else 'rests on':<11} {note}")
-    charges = [(event, count, label) for (event, label, _), count in history.charges.items()]
-    by_label = {
-        label or "(no label)": share
-        for label, share in by_labels(charges, neighboring, delta).items()
-    }
-    width = max(map(len, by_label), default=0)
-    for label, (share, count) in by_label.items():
+    charges = [(key.event, count, key.label) for key, count in history.charges.items()]
+    shares = by_labels(charges, settings.neighboring, delta)
+    width = max(11, *(len(label or "(no label)") for label in shares)) if shares else 0
+    for label, (share, count) in shares.items():
         cost = "" if share is None else f"{share:.1%} of the cost, "
-        lines.append(f"  {label:<{max(width, 11)}} {cost}{count} releases")
+        lines.append(f"  {label or '(no label)':<{width}} {cost}{count} releases")
     return "\n".join(lines)
 
 
@@ -89,10 +88,9 @@ def guarantee_in_words(history: History, delta: float) -> str:
         f" outputs; {history.used_share():.1%} of it used"
     )
     if not history.declared:
-        _, own = history.settings.budget or (0.0, 0.0)
         text += (
             "; in force since a second job began: if outputs decided whether there would be"
-            f" one, the guarantee is delta = {2 * own:g}"
+            f" one, the guarantee is delta = {2 * (history.settings.delta or 0):g}"
         )
     return text
 
@@ -111,8 +109,7 @@ def by_labels(
     total: dict[Pair, int] = {}
     for event, count, label in charges:
         more = {dominating_pair(event, neighboring): count}
-        labels[label] = added(labels.get(label, {}), more)
-        total = added(total, more)
+        labels[label], total = added(labels.get(label, {}), more), added(total, more)
         found[label] = None, sum(labels[label].values())
     _, others = apart(total)
     if not others or NonPrivate() in others:
@@ -129,27 +126,23 @@ def by_labels(
 # --- in a few words -------------------------------------------------------------------------------
 
 
-def _spent(accountant: PrivacyAccountant) -> tuple[float, float]:
-    """(epsilon, delta) of what the accountant holds; epsilon is NaN where its ledger cannot be
-    read.
-    """
-    delta = DELTA if accountant.delta is None else accountant.delta
+def _spent(accountant: PrivacyAccountant) -> float:
+    """Epsilon of what the accountant holds; NaN where its ledger cannot be read."""
     try:
-        return accountant.get_epsilon(delta), delta
-    except Exception:  # what says something for a person never fails
-        return math.nan, delta
+        return accountant.get_epsilon(delta_of(accountant))
+    except Exception:  # a repr never fails
+        return math.nan
 
 
 def spent_in_words(accountant: PrivacyAccountant) -> str:
     """As in ``epsilon = 0.5 of 3 spent at delta = 1e-05``."""
-    epsilon, delta = _spent(accountant)
     budget = "" if accountant.epsilon is None else f" of {accountant.epsilon:g}"
-    return f"epsilon = {epsilon:.4g}{budget} spent at delta = {delta:g}"
+    return f"epsilon = {_spent(accountant):.4g}{budget} spent at delta = {delta_of(accountant):g}"
 
 
 def bar(accountant: PrivacyAccountant) -> str:
     """Epsilon as a bar of HTML where there is a budget; nothing elsewhere."""
-    epsilon, _ = _spent(accountant)
+    epsilon = _spent(accountant)
     if accountant.epsilon is None or not math.isfinite(epsilon):
         return ""
     share = min(1.0, epsilon / accountant.epsilon)
@@ -165,31 +158,21 @@ def bar(accountant: PrivacyAccountant) -> str:
 def draw(risk: Risk, axes: Any = None) -> Any:
     """True- against false-positive rates of the best attack, on logarithmic axes."""
     if axes is None:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            raise ImportError("plot_risk() needs matplotlib: pip install matplotlib") from None
+        from matplotlib import pyplot
+
         axes = pyplot.subplots(figsize=(5.5, 4.5))[1]
-    lowest = min(1e-5, risk.false_positive_rate / 10)
+    at, found = risk.false_positive_rate, risk.true_positive_rate
+    lowest = min(1e-5, at / 10)
     rates = np.geomspace(lowest, 1.0, 500)
     best = risk.true_positive_rates(rates)
     axes.fill_between(rates, rates, best, alpha=0.15, linewidth=0)
     axes.plot(rates, best, label="best attack, at most")
     axes.plot(rates, rates, color="black", linestyle=":", linewidth=1, label="guessing")
-    axes.plot(
-        [risk.false_positive_rate],
-        [risk.true_positive_rate],
-        "o",
-        label=f"finds {risk.true_positive_rate:.3g} at {risk.false_positive_rate:g}",
-    )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(lowest, 1.0)
-    axes.set_ylim(lowest, 1.2)
+    axes.plot([at], [found], "o", label=f"finds {found:.3g} at {at:g}")
+    axes.set(xscale="log", yscale="log", xlim=(lowest, 1.0), ylim=(lowest, 1.2))
     axes.set_xlabel("false-positive rate: accused, though not there")
     axes.set_ylabel("true-positive rate: there, and accused")
-    people = "" if risk.records_per_person == 1 else f", {risk.records_per_person} records a person"
-    axes.set_title(f"advantage ≤ {risk.advantage:.3g}{people}", fontsize=10)
+    axes.set_title(f"advantage ≤ {risk.advantage:.3g}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     return axes

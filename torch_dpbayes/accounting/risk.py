@@ -1,6 +1,6 @@
-"""What epsilon means to a person: what an attacker can tell at most.
+"""What epsilon means to a user: what an attacker can tell at most.
 
-The attacker knows everything but whether the person took part (under replace-one: which of two
+The attacker knows everything but whether the user took part (under replace-one: which of two
 records was theirs), sees all that was released, and decides. Everything here is read off the
 trade-off curve: the largest true-positive rate of an attack at each false-positive rate.
 
@@ -8,11 +8,6 @@ trade-off curve: the largest true-positive rate of an attack at each false-posit
 on S has true-positive rate P(S) at most e^epsilon times its false-positive rate Q(S), plus delta;
 and with P and Q exchanged, for the complement of S, at most 1 - e^-epsilon (1 - Q(S) - delta'). The
 curve is the lower envelope of such lines. Leaving lines out only raises it.
-
-*Users with several records.* If T bounds the curve between neighbours, then T(T(...T)), k times,
-bounds it between data sets that differ in k records (Dong, Roth, Su 2022, Theorem 2.14). Of
-Poisson sums under add-or-remove-one the pair (sum over j of Binomial(k, q)(j) N(j, z^2), N(0, z^2))
-is tight (Ganesh 2024); the smaller bound counts.
 """
 
 from __future__ import annotations
@@ -20,31 +15,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from . import renyi
 from .bounds import without_extremes
 from .dominating_pairs import (
     EXACT_LEVELS,
     Array,
-    Concentrated,
     Gaussian,
     GaussianMixture,
     NonPrivate,
     Pair,
-    Repeated,
-    Sampled,
     directions,
-    dominating_mu,
-    largest_loss,
     merge,
 )
-from .events import GaussianDpEvent, Method, MuGaussianDpEvent, PoissonSampledDpEvent
+from .events import Method
 from .fft_composition import Composition, compose, tail_of
 from .gdp import gaussian_delta, gaussian_epsilon
 from .privacy_loss import RandomizedResponses, apart, failing, largest_sum, loss_nodes
@@ -55,7 +45,6 @@ if TYPE_CHECKING:
 
 _ROUND_OFF = 1e-12  # relative, of what is computed of a curve; by far
 _PROFILE_ROUND_OFF = 1e-10  # relative, of closed forms
-_MOST_VERTICES = 20_000
 _LARGEST_LOSS = 700.0  # whose exponential is a float
 _LEAST_SLACK = 1e-9  # down to which mu is told apart
 _POINTS = 700  # epsilons of a profile, evenly spaced, and as many towards 0
@@ -68,9 +57,6 @@ _OF_ADVANTAGE = 2e-5  # of the advantage
 _REFINED = 3  # times at most, until that is met
 _MOST_LOSSES = 2**18  # on the grid, of one release, for the advantage
 _MOST_BEYOND = 2**15  # the same for larger losses, and for mixtures, whose inverse is by bisection
-_SMALL_ORDERS = (1.001, 1.01, 1.03, 1.06)  # before those of the Renyi curves
-_NO_DEARER = 1.02  # what holds at all orders is preferred up to this factor
-_LEAST_CHANCE = 1e-280
 
 # --- trade-off curves -----------------------------------------------------------------------------
 
@@ -127,40 +113,6 @@ class TradeOff:
         """The true-positive rate at most, at false-positive rates in [0, 1]."""
         found = np.interp(false_positive_rate, self.false_positive_rates, self.true_positive_rates)
         return np.minimum(found * (1 + _ROUND_OFF), 1.0)
-
-    def after(self, other: TradeOff) -> TradeOff:
-        """``self(other(rate))`` as a curve: to a neighbour, and on to the next one."""
-        before, between = other.vertices
-        # where ``other`` arrives at a vertex of this curve
-        rising = np.concatenate([[True], np.diff(between) > 0])
-        inner = np.interp(self.false_positive_rates, between[rising], before[rising])
-        inner = inner[self.false_positive_rates >= between[0]]
-        rates = np.unique(np.concatenate([before, inner]))
-        return TradeOff(rates, self(other(rates))).thinned()
-
-    def thinned(self) -> TradeOff:
-        """A curve above this one, of few enough vertices."""
-        rates, powers = self.vertices
-        if len(rates) <= _MOST_VERTICES:
-            return self
-        # Every second one, raised by as much as what is left out lies above the lines between them.
-        kept = np.unique(np.linspace(0, len(rates) - 1, _MOST_VERTICES // 2).astype(np.int64))
-        above = powers / np.maximum(np.interp(rates, rates[kept], powers[kept]), 1e-300)
-        between = np.maximum.reduceat(above, kept[:-1])
-        factors = np.maximum(np.append(between, 1.0), np.append(1.0, between)) * (1 + _ROUND_OFF)
-        return TradeOff(rates[kept], powers[kept] * factors)
-
-    def of_groups(self, size: int) -> TradeOff:
-        """The curve where data sets are ``size`` neighbours apart."""
-        curve, power, left = None, self, size
-        while True:
-            if left & 1:
-                curve = power if curve is None else curve.after(power)
-            left >>= 1
-            if not left:
-                assert curve is not None
-                return curve
-            power = power.after(power)
 
     @property
     def advantage(self) -> float:
@@ -370,10 +322,10 @@ def _interval_for_advantage(composition: Composition) -> float:
 
 @dataclass(frozen=True)
 class Risk:
-    """Upper bounds on what an attacker learns about one person; ``print`` it.
+    """Upper bounds on what an attacker learns about one user; ``print`` it.
 
-    "With" means that the person took part, "without" that not; under replace-one they are the
-    person's record and any other in its place. Every number holds for either accusation.
+    "With" means that the user took part, "without" that not; under replace-one they are the
+    user's record and any other in its place. Every number holds for either accusation.
 
     Attributes:
         advantage: the largest difference of true- and false-positive rate: delta at epsilon = 0.
@@ -388,10 +340,6 @@ class Risk:
         delta: what ``epsilon`` and ``gdp_mu`` are stated with.
         gdp_mu: mu-Gaussian differential privacy, up to ``delta`` (at least 1e-9): no true-positive
             rate is more than ``delta`` above that against a Gaussian of mean ``mu``.
-        zcdp_rho: the Renyi divergence of each order a < ``zcdp_order`` is at most ``zcdp_rho * a``
-            (Bun, Dwork, Rothblum, Steinke 2018; of infinite order Bun, Steinke 2016).
-        zcdp_order: see ``zcdp_rho``.
-        records_per_person: how many records a person has at most.
         neighboring: the relation.
         curves: the trade-off curves of both attacks, for all false-positive rates.
     """
@@ -406,10 +354,8 @@ class Risk:
     epsilon: float
     delta: float
     gdp_mu: float
-    zcdp_rho: float
-    zcdp_order: float
-    records_per_person: int
     neighboring: str
+    unit: str
     curves: tuple[TradeOff, ...]
 
     def true_positive_rates(self, false_positive_rates: Any) -> Array:
@@ -425,23 +371,20 @@ class Risk:
         }
 
     def __str__(self) -> str:
-        who = "a person"
-        if self.records_per_person > 1:
-            who += f" with at most {self.records_per_person} records"
-        what = "gave one record or another" if self.neighboring == "replace_one" else "took part"
-        order = "" if math.isinf(self.zcdp_order) else f" up to order {self.zcdp_order:.4g}"
+        is_swap = self.neighboring == "replace_one"
+        which = f"Which of two {self.unit}s" if is_swap else f"Whether a {self.unit}"
         return "\n".join(
             [
-                f"Whether {who} {what}: what an attacker who knows all else can tell, at most",
+                f"{which} is in the data: what an attacker who knows all else can tell, at most",
                 f"  advantage   {self.advantage:.4g} (0 is guessing, 1 is certainty)",
-                f"  detection   {self.true_positive_rate:.4g} of those who did, at a"
+                f"  detection   {self.true_positive_rate:.4g} of those that are, at a"
                 f" false-positive rate of {self.false_positive_rate:g}",
-                f"  posterior   {self.posterior:.4g} for an accused person, from a prior of"
+                f"  posterior   {self.posterior:.4g} for an accused {self.unit}, from a prior of"
                 f" {self.prior:g} (odds {self.posterior_odds:.4g})",
                 f"  best guess  right with probability {self.best_guess:.4g}; without any release"
                 f" {max(self.prior, 1 - self.prior):.4g}",
                 f"  the same as epsilon = {self.epsilon:.5g}, or mu = {self.gdp_mu:.4g} (Gaussian),"
-                f" at delta = {self.delta:g}; rho = {self.zcdp_rho:.4g} (zero-concentrated{order})",
+                f" at delta = {self.delta:g}",
             ]
         )
 
@@ -452,18 +395,10 @@ def assess(
     prior: float,
     false_positive_rate: float,
     delta: float,
-    records_per_person: int,
     epsilon: float,
 ) -> Risk:
-    """The risk of a history; ``epsilon`` is that of one record at ``delta``."""
+    """The risk of a history; ``epsilon`` is that at ``delta``."""
     curves = curves_of(history)
-    rho, order = _concentration(history, delta)
-    if records_per_person > 1:
-        curves = _curves_of_users(history, curves, records_per_person, delta)
-        epsilon = max(curve.epsilon(delta) for curve in curves)
-        # Bun, Dwork, Rothblum, Steinke 2018
-        size = records_per_person
-        rho, order = (size**2 * rho, order / size) if order > size else (math.inf, math.inf)
     rate = float(highest(curves, np.array([false_positive_rate]))[0])
     accused = prior * rate + (1 - prior) * false_positive_rate
     return Risk(
@@ -477,10 +412,8 @@ def assess(
         epsilon=epsilon,
         delta=delta,
         gdp_mu=max(curve.mu(delta) for curve in curves),
-        zcdp_rho=rho,
-        zcdp_order=order,
-        records_per_person=records_per_person,
         neighboring=history.settings.neighboring,
+        unit=history.settings.unit,
         curves=curves,
     )
 
@@ -496,98 +429,3 @@ def curves_of(history: History) -> tuple[TradeOff, ...]:
         profile = of_function(limit.delta, limit.epsilon(SMALLEST))
         return trade_offs(profile, profile)
     return trade_offs(*profiles(frozenset(history.counts.items()), history.settings.method))
-
-
-@singledispatch
-def concentrated(pair: Pair) -> float:
-    """A rho for which ``pair`` is rho-zero-concentrated at all orders."""
-    return min(dominating_mu(pair), largest_loss(pair)) ** 2 / 2
-
-
-@concentrated.register
-def _(pair: Concentrated | Repeated) -> float:
-    return pair.rho + pair.xi if isinstance(pair, Concentrated) else math.inf  # xi <= xi * order
-
-
-def _concentration(history: History, delta: float) -> tuple[float, float]:
-    """``zcdp_rho`` and ``zcdp_order`` of :class:`Risk`. The order is infinite where that is at most
-    2 percent dearer; else it is the one that decides epsilon at ``delta``.
-    """
-    if not history.counts:
-        return 0.0, math.inf
-    if history.guarantee == "none":
-        return math.inf, math.inf
-    if history.guarantee == "filter" and history.filter is not None:
-        limit = history.filter
-        gaussian = limit.kind == "gaussian"
-        return (limit.limit / 2, math.inf) if gaussian else (limit.limit, limit.order)
-    failures, counts = apart(history.counts)
-    if failures:
-        return math.inf, math.inf
-    strict = math.fsum(count * concentrated(pair) for pair, count in counts.items()) * (1 + 1e-12)
-    curve = renyi.curve(counts)
-    last = renyi.best_order(curve, delta)
-    if not math.isfinite(curve[last]):
-        return strict, math.inf
-    orders = np.array([*_SMALL_ORDERS, *renyi.ORDERS[: last + 1]])
-    found = np.append(renyi.curve(counts, _SMALL_ORDERS), curve[: last + 1])
-    rho = max(float(found[0]), *_largest_ratio(orders, found).tolist())
-    if strict <= _NO_DEARER * rho:
-        return strict, math.inf
-    return rho * (1 + 1e-12), renyi.ORDERS[last]
-
-
-def _largest_ratio(orders: Array, divergences: Array) -> Array:
-    """The largest divergence / order between each order and the next, at most.
-
-    u * divergence is convex in u = order - 1, so there it lies below its chord b u - c, and (b u -
-    c) / (u (1 + u)) rises up to the u that is computed here, and falls from there on.
-    """
-    u = orders - 1
-    moments = u * divergences
-    slope = np.diff(moments) / np.diff(u)
-    below = np.maximum(slope * u[:-1] - moments[:-1], 0.0)
-    peak = (below + np.sqrt(below**2 + slope * below)) / np.maximum(slope, 1e-300)
-    peak = np.clip(peak, u[:-1], u[1:])
-    # the value at the peak, or at an end if round-off hides it
-    ends = np.maximum(divergences[:-1] / orders[:-1], divergences[1:] / orders[1:])
-    return np.maximum((slope * peak - below) / (peak * (1 + peak)), ends)
-
-
-def _curves_of_users(
-    history: History, curves: tuple[TradeOff, ...], size: int, delta: float
-) -> tuple[TradeOff, ...]:
-    """The trade-off curves of users with at most ``size`` records, from those of one record; those
-    with the smaller epsilon at ``delta``.
-    """
-    path = tuple(curve.of_groups(size) for curve in curves)
-    pairs = _pairs_of_users(history, size)
-    if pairs is None:
-        return path
-    composed = trade_offs(*profiles(frozenset(pairs.items()), "pld"))
-    return min(composed, path, key=lambda found: max(curve.epsilon(delta) for curve in found))
-
-
-def _pairs_of_users(history: History, size: int) -> dict[Pair, int] | None:
-    """The pairs that dominate releases for ``size`` records; ``None``: not all are known."""
-    if history.guarantee != "fixed" or history.settings.method != "pld":
-        return None
-    found: dict[Pair, int] = {}
-    for (event, *_), count in history.charges.items():
-        # the parts of other events' pairs do not stand for releases of their own
-        if not isinstance(event, PoissonSampledDpEvent | GaussianDpEvent | MuGaussianDpEvent):
-            return None
-        pair = history.pair(event)
-        if isinstance(pair, Gaussian):
-            pair = Gaussian(size * pair.mu)
-        elif isinstance(pair, Sampled) and pair.kind == "directed":
-            joined = np.arange(1, size + 1)
-            chances = stats.binom.pmf(joined, size, pair.rate)
-            if chances.min() < _LEAST_CHANCE:
-                return None
-            moves = (joined / pair.noise).tolist()
-            pair = GaussianMixture(tuple(moves), tuple(chances.tolist()))
-        else:
-            return None
-        found[pair] = found.get(pair, 0) + count
-    return found if len(found) <= EXACT_LEVELS else None

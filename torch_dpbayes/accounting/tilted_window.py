@@ -32,6 +32,7 @@ _MOST_OF_CORE = 25.0  # tilt times cut, at which its delta at epsilon is far bel
 _MOST_CELLS = 2**17  # of the losses of one release, where a composition has two parts
 _PILOT_EXCESS = 0.5  # of log(delta)
 _CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
+_MOST_TIMES = 16.0  # that a composition may grow on its grid
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 
@@ -55,6 +56,7 @@ class _Losses:
         self, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part | None = None
     ) -> None:
         self._reverse, self._tail, self._part = reverse, tail, part
+        self.times = 1.0  # how often the composition is made
         self._few = len(levels) <= EXACT_LEVELS
         self.widest = 0.0
         self._nodes = [(*self._of(pair), count) for pair, count in levels.items()]
@@ -99,6 +101,7 @@ class _Losses:
             spread = (share * (variance + (mean - center[:, None]) ** 2)).sum(axis=1)
             found = np.stack([peak + np.log(norm), center, spread])
             total += np.tensordot(found, self._mixed.counts, (1, 0))
+        total *= self.times
         return total[0], total[1], total[2]
 
     def _of_part(self, tilts: Array, part: Part) -> tuple[Array, Array, Array]:
@@ -132,7 +135,7 @@ class _Losses:
             shares = (self._mixed.shares * total).tolist()
             parts += [(*corner, share) for corner, share in zip(self._corners, shares, strict=True)]
         size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in parts)
-        return least, largest, size
+        return self.times * least, self.times * largest, self.times * size
 
 
 class Window(NamedTuple):
@@ -163,26 +166,36 @@ def choose_window(
     accuracy: float = ACCURACY,
     interval: float | None = None,
     part: Part | None = None,
+    grows: bool = False,
 ) -> Window:
-    """The window for what is asked at ``epsilon``, or at ``log_delta``."""
+    """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: for as many more
+    such releases as keep both.
+    """
     asked, asked_log_delta = epsilon, log_delta
-    total = sum(levels.values())
+    total: float = sum(levels.values())
     sampled, others = scattered_of(levels) if part is None else ([], dict(levels))
     losses = _Losses(others if sampled else levels, reverse, tail, part)
     near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
-    for _ in range(2 if sampled else 1):
+    for tilts in (_TILTS[::4], _TILTS) if sampled else (_TILTS,):
         if sampled:
             mixed = mixtures(sampled, excess, fewest, near)
             if mixed is None:
                 losses, sampled = _Losses(levels, reverse, tail), []
             else:
                 losses.set_mixtures(mixed)
-        cumulant, mean, variance = losses.cumulants(_TILTS)
-        tilt, epsilon, log_delta = _tangent(cumulant, mean, asked, asked_log_delta)
+        cumulant, mean, variance = losses.cumulants(tilts)
+        if grows and asked is not None and asked_log_delta is not None:
+            losses.times *= _times(tilts, cumulant, variance, asked, asked_log_delta)
+            cumulant, mean, variance = losses.cumulants(tilts)
+            tilt, epsilon, _ = _tangent(tilts, cumulant, mean, asked, None)
+            log_delta = asked_log_delta
+        else:
+            tilt, epsilon, log_delta = _tangent(tilts, cumulant, mean, asked, asked_log_delta)
         near = Near(tilt, log_delta, reverse)
         excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
         fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
     assert epsilon is not None and log_delta is not None
+    total *= losses.times
     if sampled:
         accuracy *= _MIXED_ACCURACY
     least, largest, size = losses.totals()
@@ -244,23 +257,36 @@ def choose_window(
 
 
 def _tangent(
-    cumulant: Array, mean: Array, epsilon: float | None, log_delta: float | None
+    tilts: Array, cumulant: Array, mean: Array, epsilon: float | None, log_delta: float | None
 ) -> tuple[float, float, float]:
     """Tilt, epsilon and log(delta), where one of the latter two is given: the tangent point of the
     bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath, Steinke 2020),
     interpolated, so that the result changes smoothly with the levels.
     """
-    conversion = -_TILTS * np.log1p(1 / _TILTS) - np.log1p(_TILTS)
+    conversion = -tilts * np.log1p(1 / tilts) - np.log1p(tilts)
     if log_delta is not None:
-        depth = np.maximum.accumulate(_TILTS * mean - cumulant + np.log1p(_TILTS))
-        tilt = float(np.exp(np.interp(-log_delta, depth, np.log(_TILTS))))
-        found = float(np.interp(tilt, _TILTS, (cumulant - log_delta + conversion) / _TILTS))
+        depth = np.maximum.accumulate(tilts * mean - cumulant + np.log1p(tilts))
+        tilt = float(np.exp(np.interp(-log_delta, depth, np.log(tilts))))
+        found = float(np.interp(tilt, tilts, (cumulant - log_delta + conversion) / tilts))
         return tilt, max(found, 0.0), log_delta
     assert epsilon is not None
     epsilon = min(epsilon, _LARGEST_EPSILON)
-    log_delta = min(float(np.min(cumulant - _TILTS * epsilon + conversion)), 0.0)
-    tangent = np.maximum.accumulate(mean - np.log1p(1 / _TILTS))
-    return float(np.exp(np.interp(epsilon, tangent, np.log(_TILTS)))), epsilon, log_delta
+    log_delta = min(float(np.min(cumulant - tilts * epsilon + conversion)), 0.0)
+    tangent = np.maximum.accumulate(mean - np.log1p(1 / tilts))
+    return float(np.exp(np.interp(epsilon, tangent, np.log(tilts)))), epsilon, log_delta
+
+
+def _times(
+    tilts: Array, cumulant: Array, variance: Array, epsilon: float, log_delta: float
+) -> float:
+    """About how often a composition keeps (epsilon, delta), by a saddle point."""
+    low, high = 1.0, _MOST_TIMES
+    while high > 1.02 * low:
+        times = math.sqrt(low * high)
+        logs = times * cumulant - tilts * epsilon - np.log(tilts * (1 + tilts))
+        logs -= np.log(2 * math.pi * times * np.maximum(variance, 1e-300)) / 2
+        low, high = (times, high) if float(logs.min()) < log_delta else (low, times)
+    return low
 
 
 def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, Array, Array]:

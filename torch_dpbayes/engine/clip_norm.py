@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import events
-from ..batches.poisson_loader import PoissonLoader, reads_private_data
+from ..batches.datasets import reads_private_data
+from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource
@@ -85,7 +86,7 @@ def private_clipped_fraction(
     share = optimizer.release.share_of(
         noise_multiplier, bound, norms_of, label="private_clipped_fraction"
     )
-    draw.sampler_of_draws.retire()
+    draw.sampler_of_draws.mark_used()
     return share
 
 
@@ -142,8 +143,7 @@ def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Cri
     source.discard(parameters)
     for p in parameters:
         p.grad = None
-    assert source.passes is not None
-    if source.passes.follows:
+    if source.follows:
         inputs, target = Delivery(len(target))((inputs, target), len(target))
     try:
         with torch.enable_grad():

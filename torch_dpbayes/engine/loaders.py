@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,125 +16,31 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import Unit
-from ..batches.collate_check import check_collate
-from ..batches.draws import PoissonSampler
-from ..batches.other_laws import (
+from ..batches.collate import check_collate, users_collate
+from ..batches.datasets import require_no_repeats
+from ..batches.poisson_loader import PoissonLoader
+from ..batches.sampler import PoissonSampler
+from ..batches.sampling_schemes import (
     FixedSizeSampler,
     RandomAllocationSampler,
     TruncatedPoissonSampler,
+    Users,
+    UserSampler,
 )
-from ..batches.people import People, PeopleSampler
-from ..batches.poisson_loader import PoissonLoader
-from ..batches.repeated_records import require_each_once
+from ..distributed import Ranks
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
-from ..ranks import Ranks
+from .settings import SCHEMES, Settings
 
-_LAWS: dict[str, Callable[..., PoissonSampler]] = {
-    "poisson": PoissonSampler,
-    "random_allocation": RandomAllocationSampler,
-    "fixed_size": FixedSizeSampler,
-}
+_SAMPLERS: dict[str, Callable[..., PoissonSampler]] = dict(
+    zip(SCHEMES, (PoissonSampler, RandomAllocationSampler, FixedSizeSampler), strict=True)
+)
 
 
-@dataclass(frozen=True)
-class Batches:
-    """How ``make_private`` draws batches: its arguments of these names, checked.
-
-    Raises:
-        ValueError: they do not go together.
-    """
-
-    sampling: str
-    max_batch_size: int | None
-    people: Iterable[Any] | None = field(default=None, compare=False)
-    records_per_person: int = 1
-
-    def __post_init__(self) -> None:
-        if self.sampling not in _LAWS:
-            raise ArgumentError(
-                f"sampling must be one of {', '.join(map(repr, _LAWS))}, got {self.sampling!r}"
-            )
-        most = self.max_batch_size
-        if self.people is not None and (self.sampling != "poisson" or most is not None):
-            raise ArgumentError(
-                "people= draws people by Poisson sampling: leave out sampling= and max_batch_size="
-            )
-        if self.people is None and self.records_per_person != 1:
-            raise ArgumentError(
-                "records_per_person= needs people=, the id of each record's person in the order of"
-                " the data set"
-            )
-        if most is None:
-            return
-        if self.sampling != "poisson":
-            raise ArgumentError(
-                f"max_batch_size cuts Poisson draws: leave it out with sampling={self.sampling!r}"
-            )
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ArgumentError(f"max_batch_size must be a positive integer, got {most!r}")
-
-    @property
-    def unit(self) -> Unit:
-        """What is protected by such batches."""
-        return "record" if self.people is None else "user"
-
-    def require_unit(self, accountant: PrivacyAccountant | None) -> None:
-        """Raise where the accountant protects something else."""
-        if accountant is None or accountant.unit == self.unit:
-            return
-        if self.unit == "user":
-            raise ArgumentError(
-                "people= makes epsilon that of people, and this accountant's is that of records:"
-                ' pass PrivacyEngine(PrivacyAccountant(..., unit="user"))'
-            )
-        raise ArgumentError(
-            "this accountant protects people: pass people=, the id of each record's person in the"
-            " order of the data set"
-        )
-
-    def loader(
-        self, data_loader: DataLoader[Any], batch_size: float, ranks: Ranks | None
-    ) -> PoissonLoader:
-        """The loader that draws batches of about this size."""
-        dataset: Any = data_loader.dataset
-        size, most = len(dataset), self.max_batch_size
-        if self.people is not None:
-            people = People(self.people, size, self.records_per_person)
-            if batch_size > people.counted:
-                raise ArgumentError(
-                    f"batch_size = {batch_size:g} is more than the {people.counted} records that"
-                    " all people bring together: pass a smaller one, or a larger"
-                    " records_per_person="
-                )
-            draws_of_people = partial(PeopleSampler, people=people)
-            return PoissonLoader(data_loader, batch_size / people.counted, ranks, draws_of_people)
-        if most is not None and most < batch_size:
-            raise ArgumentError(
-                f"max_batch_size = {most} is below the batch size {batch_size:g}, so that most"
-                " draws would be cut: pass a smaller batch_size, or a larger max_batch_size"
-            )
-        law = self.sampling if batch_size < size else "poisson"  # all records: every law is one
-        if law == "fixed_size":
-            batch_size = round(batch_size)
-        elif law == "random_allocation":
-            batch_size = size / math.ceil(size / batch_size - 1e-9)
-        draws = _LAWS[law]
-        if most is not None and batch_size < size:
-            draws = partial(TruncatedPoissonSampler, max_batch_size=most)
-        return PoissonLoader(data_loader, batch_size / size, ranks, draws)
-
-
-POISSON = Batches("poisson", None)
-
-
-def private_loader(
-    data_loader: DataLoader[Any], ranks: Ranks | None, batches: Batches = POISSON
-) -> PoissonLoader:
+def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoader:
     """A private loader in place of the user's, or an error that says why there is none."""
+    data_loader = settings.data_loader
     if not isinstance(data_loader, DataLoader):
         raise ArgumentTypeError(
             f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}"
@@ -147,20 +52,17 @@ def private_loader(
             " (__len__ and __getitem__).",
             code="loader-iterable",
         )
-    if batches.people is None:
-        require_each_once(data_loader.dataset)
-    collate_fn: Any = data_loader.collate_fn
-    while hasattr(collate_fn, "wrapped_collator_fn"):  # of a loader that was private before
-        collate_fn = collate_fn.wrapped_collator_fn
-    check_collate(data_loader.dataset, collate_fn)
+    if settings.user_ids is None:
+        require_no_repeats(data_loader.dataset)
+    check_collate(data_loader.dataset, users_collate(data_loader))
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         records: Any = data_loader.dataset
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
-        if isinstance(draws, PeopleSampler):  # batches stay as large, not the rate of people
-            rate *= draws.people.counted / len(records)
-        if batches == POISSON and batches.people is None:
+        if isinstance(draws, UserSampler):  # batches stay as large, not the rate of users
+            rate *= draws.users.counted_records / len(records)
+        if settings.draws_plain_poisson:
             return PoissonLoader(data_loader, rate, ranks)
-        return batches.loader(data_loader, rate * len(records), ranks)
+        return _drawing(settings, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
         raise ArgumentError(
             "a batch sampler decides itself which records share a batch; amplification holds only"
@@ -186,7 +88,38 @@ def private_loader(
             f"batch_size = {data_loader.batch_size} is larger than the data set ({num_data}"
             f" records): use batch_size={num_data}"
         )
-    return batches.loader(data_loader, data_loader.batch_size, ranks)
+    return _drawing(settings, data_loader.batch_size, ranks)
+
+
+def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) -> PoissonLoader:
+    """The loader that draws batches of about this size."""
+    data_loader, most = settings.data_loader, settings.max_batch_size
+    dataset: Any = data_loader.dataset
+    size = len(dataset)
+    if settings.user_ids is not None:
+        users = Users(settings.user_ids, size, settings.records_per_user)
+        counted = users.counted_records
+        if batch_size > counted:
+            raise ArgumentError(
+                f"batch_size = {batch_size:g} is more than the {counted} records that all users"
+                " bring together: pass a smaller one, or a larger records_per_user="
+            )
+        draws_of_users = partial(UserSampler, users=users)
+        return PoissonLoader(data_loader, batch_size / counted, ranks, draws_of_users)
+    if most is not None and most < batch_size:
+        raise ArgumentError(
+            f"max_batch_size = {most} is below the batch size {batch_size:g}, so that most"
+            " draws would be cut: pass a smaller batch_size, or a larger max_batch_size"
+        )
+    scheme = settings.sampling if batch_size < size else "poisson"  # all records: one for all
+    if scheme == "fixed_size":
+        batch_size = round(batch_size)
+    elif scheme == "random_allocation":
+        batch_size = size / math.ceil(size / batch_size - 1e-9)
+    draws = _SAMPLERS[scheme]
+    if most is not None and batch_size < size:
+        draws = partial(TruncatedPoissonSampler, max_batch_size=most)
+    return PoissonLoader(data_loader, batch_size / size, ranks, draws)
 
 
 def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:

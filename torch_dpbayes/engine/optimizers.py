@@ -7,31 +7,28 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
 from ..accounting.events import DpEvent, GaussianDpEvent
 from ..batches.poisson_loader import PoissonLoader
+from ..distributed import CALIBRATION, Ranks
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
-from ..ranks import CALIBRATION, Ranks
-
-OptimizerFactory = Callable[..., PrivateOptimizer]
+from .settings import Settings, is_held
 
 
 def build(
-    module: nn.Module,
-    optimizer: OptimizerFactory | PrivateOptimizer,
+    settings: Settings[Any],
     loader: PoissonLoader,
-    accountant: PrivacyAccountant | None,
-    max_grad_norm: float | None,
+    accountant: PrivacyAccountant,
     noise_multiplier: float | None,
 ) -> PrivateOptimizer:
     """The optimizer that a factory makes for this model and loader, or the built one if its
     values agree.
     """
+    module, optimizer, max_grad_norm = settings.module, settings.optimizer, settings.max_grad_norm
     given = {"max_grad_norm": max_grad_norm, "noise_multiplier": noise_multiplier}
     stated = {name: value for name, value in given.items() if value is not None}
     declared: dict[str, float] = {
@@ -40,7 +37,7 @@ def build(
     }
     if isinstance(optimizer, PrivateOptimizer):
         built = optimizer
-        if accountant is not None and accountant is not built.accountant:
+        if accountant is not built.accountant:
             raise ArgumentError(
                 "engine and optimizer have different accountants: build the optimizer with"
                 " accountant=engine.accountant",
@@ -56,8 +53,6 @@ def build(
                 code="optimizer-not-private",
             )
         _require_private(optimizer)
-        if accountant is None:
-            accountant = PrivacyAccountant()
         if isinstance(optimizer, partial):
             for name, value in {**stated, **declared, "accountant": accountant}.items():
                 if optimizer.keywords.get(name, value) != value:
@@ -71,9 +66,9 @@ def build(
             raise ArgumentError(
                 "every parameter of the model is frozen: there is nothing to sample"
             )
-        law = loader.sampler_of_draws.law
-        # of other laws nothing may be assumed before the release knows the draws
-        sampling = "poisson" if law == "poisson" else None
+        scheme = loader.sampler_of_draws.scheme
+        # of other schemes nothing may be assumed before the release knows the draws
+        sampling = "poisson" if scheme == "poisson" else None
         built = optimizer(
             parameters, **declared, **stated, sampling=sampling, accountant=accountant
         )
@@ -137,21 +132,17 @@ def _not_private(kind: type, inner: type, options: Mapping[str, Any]) -> str:
 
 
 def build_calibrated(
-    module: nn.Module,
-    optimizer: OptimizerFactory | PrivateOptimizer,
+    settings: Settings[Any],
     loader: PoissonLoader,
     accountant: PrivacyAccountant,
-    max_grad_norm: float | None,
     epsilon: float,
-    delta: float,
-    epochs: int,
     ranks: Ranks | None,
 ) -> tuple[PrivateOptimizer, float]:
     """The optimizer, and the floor with which ``epochs`` passes on top of the accountant's
-    history stay within (epsilon, delta).
+    history stay within ``epsilon``.
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}")
+    assert settings.epochs is not None
+    optimizer, delta = settings.optimizer, settings.delta(accountant)
     if accountant.epsilon is not None and accountant.delta is not None:
         if epsilon > accountant.epsilon or delta > accountant.delta:
             raise ArgumentError(
@@ -166,7 +157,7 @@ def build_calibrated(
             " accountant.summary() says why.",
             code="budget-whole",
         )
-    charges, draws = loader.num_charges(epochs), loader.sampler_of_draws
+    charges, draws = loader.num_charges(settings.epochs), loader.sampler_of_draws
 
     def enough_noise(event: Callable[[float], DpEvent]) -> float:
         if ranks is None:
@@ -178,17 +169,17 @@ def build_calibrated(
         )
 
     if isinstance(optimizer, PrivateOptimizer):
-        built = build(module, optimizer, loader, accountant, max_grad_norm, None)
+        built = build(settings, loader, accountant, None)
         return built, enough_noise(lambda z: event_of(built, loader, z))
 
     def plain(noise_multiplier: float) -> DpEvent:
         return draws.event(GaussianDpEvent(noise_multiplier))
 
     floor = enough_noise(plain)
-    built = build(module, optimizer, loader, accountant, max_grad_norm, floor)
+    built = build(settings, loader, accountant, floor)
     needed = enough_noise(lambda z: event_of(built, loader, z))
     if needed > floor:  # it releases more than the gradient
-        built = build(module, optimizer, loader, accountant, max_grad_norm, needed)
+        built = build(settings, loader, accountant, needed)
     return built, needed
 
 
@@ -199,12 +190,7 @@ def event_of(
     together.
     """
     draws = loader.sampler_of_draws
-    return optimizer.release.event(noise_multiplier, draws.law, draws)
-
-
-def is_held(accountant: PrivacyAccountant) -> bool:
-    """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
-    return accountant.is_later_job or accountant.guarantee == "filter"
+    return optimizer.release.event(noise_multiplier, draws.scheme, draws)
 
 
 def limit(accountant: PrivacyAccountant, delta: float) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..optim.base import PrivateOptimizer
-from .optimizers import event_of, is_held, limit
+from .optimizers import event_of, limit
+from .settings import Settings, is_held
 
 _WASTE = 1.02  # times the noise that the target needs, beyond which somebody should hear of it
 
@@ -33,13 +35,8 @@ class Plan:
     lr: float
     free_lr: float
 
-    def was_printed(self) -> None:
-        """A notebook that shows the value of its last line would say everything twice."""
-        object.__setattr__(self, "_is_shown", True)
-
-    def _ipython_display_(self) -> None:
-        if not self.__dict__.pop("_is_shown", False):
-            print(self)
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # in a notebook
 
     def __str__(self) -> str:
         lines = [
@@ -80,14 +77,15 @@ class Plan:
 
 
 def plan_of(
+    settings: Settings[Any],
     optimizer: PrivateOptimizer,
     loader: PoissonLoader,
     accountant: PrivacyAccountant,
-    epochs: int,
-    delta: float,
     target_epsilon: float | None,
 ) -> Plan:
-    """What ``epochs`` passes will cost and sample, on top of the accountant's history."""
+    """What the passes will cost and sample, on top of the accountant's history."""
+    assert settings.epochs is not None
+    epochs, delta = settings.epochs, settings.delta(accountant)
     steps = epochs * len(loader)
     z = optimizer.effective_noise_multiplier
     after = PrivacyAccountant(

@@ -23,49 +23,29 @@ from ..mcmc.density import Prior, without_value_checks
 from ..mcmc.density.arguments import Call
 from ..mcmc.density.pyro_runs import public_randomness
 
-# Exactly these classes: a subclass may have a forward() that looks at data.
-_GAUSSIAN = (
-    AutoNormal,
-    AutoDiagonalNormal,
-    AutoMultivariateNormal,
-    AutoLowRankMultivariateNormal,
-)
-
-
+# exactly these classes: a subclass may have a forward() that looks at data
+_GAUSSIAN = (AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)
 _NAME = "_pyro_name"  # of the parameters in the store; there is no public way to it
 
 
 class GaussianGuide:
-    r"""θ = m + Le with e ~ N(0, I), of which ∂θ/∂φ and the entropy are known without the data.
-
-    Args:
-        guide: one of Pyro's Gaussian guides, not yet run.
-
-    Raises:
-        TypeError: the guide is none of them.
-        ValueError: it was run before, so that its parameters may come from data.
+    """θ = m + Le with e ~ N(0, I): ∂θ/∂φ and the entropy follow without the data. The guide is one
+    of Pyro's, not yet run: else its parameters may come from data.
     """
 
     def __init__(self, guide: AutoGuide) -> None:
         if type(guide) not in _GAUSSIAN:
             names = ", ".join(kind.__name__ for kind in _GAUSSIAN)
             raise ArgumentTypeError(
-                f"the guide is a {type(guide).__name__}, of which it is not known that it never"
-                f" looks at data and is a differentiable function of noise: use {names}.",
+                f"the guide is a {type(guide).__name__}, which may look at data: use {names}.",
                 code="pyro-guide",
             )
         _require_unused(guide)
         self._guide = guide
 
     def set_up(self, call: Call, prior: Prior) -> None:
-        """Make the guide's parameters, from made-up records.
-
-        Args:
-            call: the model's arguments, without data.
-            prior: the model's latents.
-
-        Raises:
-            ValueError: the guide is for other latents.
+        """Make the guide's parameters from synthetic records, and refuse a guide of other latents
+        than those of ``prior``.
         """
         guide = self._guide
         _require_unused(guide)
@@ -84,22 +64,19 @@ class GaussianGuide:
         sites = {name: site["fn"] for name, site in prototype.iter_stochastic_nodes()}
         start = torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device)
         shapes = {name: value.shape for name, value in prior.unflatten(start).items()}
-        if set(sites) != set(shapes):
+        ones = {
+            name: torch.ones(shape, dtype=prior.dtype, device=prior.device)
+            for name, shape in shapes.items()
+        }
+        if set(sites) != set(shapes) or not all(
+            torch.equal(biject_to(site.support)(ones[name]), prior.transforms[name].inv(ones[name]))
+            for name, site in sites.items()
+        ):
             raise ArgumentError(
                 f"the guide is for the latents {sorted(sites)}, the model's continuous ones are"
-                f" {sorted(shapes)}: build the guide from this model.",
+                f" {sorted(shapes)}, or have other supports: build the guide from this model.",
                 code="pyro-guide",
             )
-        for name, distribution in sites.items():
-            ones = torch.ones(shapes[name], dtype=prior.dtype, device=prior.device)
-            value = biject_to(distribution.support)(ones)
-            expected = prior.transforms[name].inv(ones)
-            if value.shape != expected.shape or not torch.equal(value, expected):
-                raise ArgumentError(
-                    f"latent {name!r} has another support or shape in the guide than in the model:"
-                    " build the guide from this model.",
-                    code="pyro-guide",
-                )
         # θ's coordinates are the sites in sorted order, the guide's those of the trace
         places = dict(
             zip(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..batches.draws import PoissonSampler
+from ..batches.sampler import PoissonSampler
 from ..mcmc.density import RecordDensity
 from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
@@ -14,15 +14,8 @@ from ..release.query import ClippedSum
 class DrawnGradients(ClippedSum):
     """Σ clip(−∇ log p(x_i | θ)) over a Poisson draw of a Pyro model's records.
 
-    Args:
-        density: the model on its data.
-        draws: who joins a batch.
-        max_grad_norm: clip norm C of one record's gradient, in unconstrained space.
-        expected_batch_size: B, by which sums are divided.
-
     **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C, at a θ
     where ``density.has_gradients(theta)``: elsewhere one record could end the sum of all.
-    Whether a draw was taken, and its sum, depend on data: nothing but the noisy sum may leave.
     """
 
     def __init__(
@@ -37,7 +30,7 @@ class DrawnGradients(ClippedSum):
 
     def independence(self, source: GradientSource) -> str:
         """Each record runs through a graph of its own."""
-        return "by torch.func.vmap over a graph recorded on made-up records"
+        return "by torch.func.vmap over a graph recorded on synthetic records"
 
     def collect(self, source: GradientSource, layout: Layout) -> int:
         """Add the sum over the draw delivered last to ``layout``, at the θ that stands there."""
@@ -48,6 +41,6 @@ class DrawnGradients(ClippedSum):
         return len(records)
 
     def draw(self) -> None:
-        """Take the next draw of the records, or the one that no release was made of yet."""
+        """Take the next batch, or the one that no release was made of yet."""
         self._records = torch.tensor(next(iter(self._draws)), dtype=torch.long)
         self._draws.delivered()

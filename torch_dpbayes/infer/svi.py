@@ -15,9 +15,9 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..accounting.accountant import PrivacyAccountant
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.events import positive_count
-from ..batches.draws import PoissonSampler
+from ..batches.sampler import PoissonSampler
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
 from ..mcmc.checks import check_clip_bound
 from ..mcmc.density import Model, RecordDensity
@@ -33,7 +33,6 @@ from ..release.release import Release
 from .guides import GaussianGuide
 from .records import DrawnGradients
 
-_LABEL = "DPSVI"
 _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
 _DRAWS = 100  # of the guide, for one at which the model can be evaluated
@@ -44,8 +43,7 @@ class DPSVI:
     r"""Differentially private variational inference, in the place of ``pyro.infer.SVI``.
 
     A step draws θ = T_φ(e), e ~ N(0, I), from the guide and a Poisson batch of the data plate's
-    records, releases one vector as long as θ, and moves the guide's parameters φ by what follows
-    from it:
+    records, releases one vector as long as θ, and moves the guide's parameters φ:
 
     .. math::
         \tilde g = \frac1q\Big(-\sum_{i\in\mathrm{batch}}\mathrm{clip}_C\big(\nabla_\theta \log
@@ -54,32 +52,27 @@ class DPSVI:
         - \nabla_\phi H[q_\phi]
 
     ("aligned" gradients: θ has d numbers, φ at least 2d, and the noise has d dimensions). θ is in
-    unconstrained space. The entropy H and the prior are exact. The guide holds the average of the
-    iterates, of which the t-th counts about t³ times.
+    unconstrained space. The entropy H and the prior are exact. The guide holds an average of the
+    iterates: the t-th counts about t³ times.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
     Prediger, Honkela and Kaski (2023) for aligned gradients.
 
     Args:
-        model: a Pyro model with one data plate that takes its data as arguments
-            (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may hold). What it
-            learns are its latents: it has no ``pyro.param`` that is trained.
+        model: a Pyro model with one data plate that takes its data as arguments, without a
+            ``pyro.param`` to train (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says more).
         guide: an ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or
-            ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from made-
-            up records; an ``init_loc_fn`` of the caller's must not know the data.
-        optim: one of Pyro's optimizers, with a dict of arguments; its learning rate is that of
-            ``pyro.infer.SVI``. The first step tries it on made-up gradients before it is charged.
+            ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from
+            synthetic records; an ``init_loc_fn`` of the caller's must not know the data.
+        optim: one of Pyro's optimizers, with a dict of arguments. It is tried on synthetic
+            gradients before the first charge.
         loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
         max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Choose one
-            that less than 1 % exceed near the truth, as the posterior is that of the clipped
-            gradients and nothing released says how many are. A logistic regression's are at most
-            as long as its rows of features; of other models take a high quantile of the gradients
-            of public or made-up records, at values of the latents that suit them.
+            that less than 1 % exceed near the truth: nothing released says how many do.
         noise_multiplier: z, noise std / C. 0: not private.
         expected_batch_size: B, a public constant; the sampling rate is q = B/N.
         num_data: N, a public constant. None: counted, under replace-one, where it is public.
-        accountant: where every step is charged. None: one of its own, for neighbours that replace
-            one record.
+        accountant: None: one of its own, for neighbours that replace one record.
         data_plate: the name of the plate of records.
 
     Raises:
@@ -87,8 +80,8 @@ class DPSVI:
 
     **Privacy.** A step releases one noisy clipped sum at a θ that earlier releases and public
     chance decide: ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, charged before it is drawn. All
-    else is post-processing: guide, averages, transcript and posteriors may be published. The loss
-    is a function of the records that nothing hides, and is not computed.
+    else is post-processing and may be published. The loss is not computed: it depends on the
+    records, and no noise hides it.
     """
 
     def __init__(
@@ -106,18 +99,15 @@ class DPSVI:
         data_plate: str = "data",
     ) -> None:
         if not callable(model) or isinstance(model, type):
-            raise ArgumentTypeError(
-                f"model must be a Pyro model, a function or a module; got {model!r}"
-            )
+            raise ArgumentTypeError(f"model must be a Pyro model, a function; got {model!r}")
         _check_optim(optim)
         _check_loss(loss)
         if accountant is None:
             accountant = PrivacyAccountant(neighboring="replace_one")
         elif not isinstance(accountant, PrivacyAccountant):
             raise ArgumentTypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
-        if num_data is not None:
-            positive_count(num_data, "num_data")
-        self._accountant, self._stated_num_data = accountant, num_data
+        self._accountant = accountant
+        self._stated_num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._max_grad_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
@@ -131,7 +121,7 @@ class DPSVI:
         self._iterate: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self._transcript: list[GradientRelease] = []
-        self._turn = threading.RLock()  # two threads would share one buffer, noise or not
+        self._lock = threading.RLock()  # two threads would share one buffer, noise or not
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
 
@@ -143,23 +133,16 @@ class DPSVI:
                 step: the batch is drawn here.
 
         Returns:
-            Not a number: the loss would be a function of the records that nothing hides.
+            Not a number: the loss depends on the records, and no noise hides it.
 
         Raises:
-            PrivacyBudgetExceeded: the step does not fit into the budget; the guide, the optimizer
-                and the history are as they were.
-            ValueError: the model or its data are not fit for record-wise clipping, or the
-                optimizer not for the guide's parameters; nothing was released.
+            PrivacyBudgetExceeded: the step does not fit the budget; nothing has changed.
+            ValueError: model, data or optimizer do not suit; nothing was released.
             FloatingPointError: the step took a parameter beyond its dtype; parameters are as
                 before, the charge is kept.
         """
-        if torch.is_inference_mode_enabled():
-            raise StateError("call step() outside of torch.inference_mode(): it needs gradients.")
-        with self._turn:
-            if self._density is None:
-                self._set_up(args, kwargs)
-            self._require_same_data(args, kwargs)
-            self._gaussian.require_own()
+        with self._lock:
+            self._require_ready(args, kwargs)
             try:
                 self._gaussian.put(self._iterate)
                 self._step()
@@ -168,26 +151,28 @@ class DPSVI:
         return math.nan
 
     def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
-        """So many steps.
+        """``num_steps`` steps of the same ``args`` and ``kwargs``.
 
-        Args:
-            num_steps: how many.
-            args, kwargs: as for :meth:`step`.
-
-        Raises: as :meth:`step`; the steps before are kept.
+        Raises: as :meth:`step`; ``PrivacyBudgetExceeded`` before the first step where not all of
+            them fit the budget.
         """
-        for _ in range(positive_count(num_steps, "num_steps")):
-            self.step(*args, **kwargs)
+        positive_count(num_steps, "num_steps")
+        with self._lock:
+            self._require_ready(args, kwargs)
+            event = self._release.event(self._noise_multiplier, "poisson", self._release.draws)
+            if (left := self._accountant.remaining(event)) < num_steps:
+                raise PrivacyBudgetExceeded(
+                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
+                    " larger noise_multiplier or a smaller expected_batch_size."
+                )
+            for _ in range(num_steps):
+                self.step(*args, **kwargs)
 
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the loss is a function of the records.
-
-        Raises:
-            StateError: always.
-        """
+        """Refused: the loss depends on the records, and no noise hides it."""
         raise StateError(
-            "the loss is a function of the records that nothing hides: judge the run by"
-            " posterior(), which tests the released gradients, or by public data."
+            "the loss depends on the records, and no noise hides it: judge the run by posterior(),"
+            " which tests the released gradients, or by public data."
         )
 
     # -- what comes out ----------------------------------------------------------------------------
@@ -199,83 +184,65 @@ class DPSVI:
 
     @property
     def transcript(self) -> list[GradientRelease]:
-        """What was released, step by step: θ and the noisy gradient of −Σ log p(x_i | θ), with
-        the noise that it has. Paid for: it may be published.
+        """What was released, step by step: θ, the noisy gradient of −Σ log p(x_i | θ) and its
+        noise.
         """
         return list(self._transcript)
 
     def posterior(self) -> NoiseAwarePosterior:
-        r"""p(θ | what was released), as wide as the records *and* the noise make it.
+        r"""p(θ | releases), as wide as the records *and* the noise make it: a regression of the
+        later half of the released gradients on θ (``noise_aware/from_gradients.py``).
+        The guide alone is narrower: it does not know by how much noise moved it.
 
-        The later half of the releases, g̃_k at θ_k, is regressed on θ_k: the slope is the curvature
-        F̂ of the log likelihood, with an error that counts, and the means are one observation ḡ of
-        F̂(θ̄ − θ_L). With the prior that is the posterior of
-        :class:`~torch_dpbayes.noise_aware.normal_form.NormalForm`. The earlier half says whether
-        the prior alone may explain the run: not where gradients still drew away from there.
-
-        Nothing that was released says how many gradients were clipped. Where 8 % of a logistic
-        regression's were, the mean was off by 4 of its standard deviations, without a warning
-        (``docs/choosing_a_method.md``): ``max_grad_norm`` has to be one that next to none exceed.
-
-        The guide alone is narrower: it is a Gaussian around a point that the noise moved, and does
-        not know by how much.
+        Clipped gradients bias it, and nothing released says how many were clipped.
 
         Raises:
-            ValueError: fewer steps than a regression needs, steps without noise, or the two halves
-                of what is used contradict each other: the run has not arrived where the likelihood
-                is quadratic. Or ``poutine.scale`` weights the records: steps may, but the noise
-                of sampling is known for records that count once.
+            ValueError: too few steps for a regression, steps without noise, releases that
+                contradict a quadratic likelihood, or records weighted by ``poutine.scale``.
 
         **Privacy.** Post-processing, the refusals included.
         """
         if self._density is None or not self._transcript:
             raise StateError("nothing was released yet: call step() or run() before posterior().")
         delta = 1e-5 if self.accountant.delta is None else self.accountant.delta
-        return posterior_from_gradients(
-            self._transcript,
-            self._density,
-            [
-                f"Noise-aware posterior from {len(self._transcript)} steps of DPSVI",
-                (
-                    "  charged     before each release; the accountant now holds epsilon ="
-                    f" {self.accountant.get_epsilon(delta):.5g} at delta = {delta:g}"
-                    f" ({self.accountant.neighboring})"
-                ),
-                (
-                    "  proved      each record moves a gradient sum by at most"
-                    f" {self._max_grad_norm:g}"
-                ),
-            ],
-        )
+        held = self.accountant.get_epsilon(delta)
+        lines = [
+            f"Noise-aware posterior from {len(self._transcript)} steps of DPSVI",
+            (
+                "  charged     before each release; the accountant now holds epsilon ="
+                f" {held:.5g} at delta = {delta:g} ({self.accountant.neighboring})"
+            ),
+            f"  proved      each record moves a gradient sum by at most {self._max_grad_norm:g}",
+        ]
+        return posterior_from_gradients(self._transcript, self._density, lines)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that :meth:`load_state_dict` needs to go on: the charges, the iterate, its
-        average, the optimizer's state, and what was released. No records.
+        """The charges, the iterate, its average, the optimizer's state and the transcript. No
+        records.
         """
         if self._density is None:
             raise StateError("there is no state before the first step.")
-        return {
+        used = self.optim.optim_objs
+        state = {
             "release": saved_state.save(self._release),
-            "iterate": {name: value.clone() for name, value in self._iterate.items()},
-            "average": {name: value.clone() for name, value in self._average.items()},
+            "iterate": self._iterate,
+            "average": self._average,
             "optim": [
-                [copy.deepcopy(part.state_dict()) for part in _parts(self.optim.optim_objs[p])]
+                [part.state_dict() for part in _parts(used[p])]
                 for p in self._gaussian.parameters.values()
-                if p in self.optim.optim_objs
+                if p in used
             ],
             "transcript": [
-                (r.theta.clone(), r.value.clone(), r.noise_std, r.sample_rate)
-                for r in self._transcript
+                (r.theta, r.value, r.noise_std, r.sample_rate) for r in self._transcript
             ],
         }
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with fresh draws and noise; before the first step.
-
-        Raises:
-            ValueError: the accountant does not hold what the saved run was charged.
+        """Go on from a saved state, with fresh draws and noise; before the first step, which raises
+        ValueError if the accountant does not hold what the saved run was charged.
         """
         if self._density is not None:
             raise StateError("load_state_dict comes before the first step: build a new DPSVI.")
@@ -308,51 +275,41 @@ class DPSVI:
             )
         call = density.made_up_call()
         count = public_num_data(self._stated_num_data, density.num_records, self._accountant)
-        settings = self._settings(count)
+        self._settings(count)
+        draws = PoissonSampler(density.num_records, self._batch_size / count, None, 0)
         release = Release(
-            DrawnGradients(
-                density,
-                draws := PoissonSampler(
-                    density.num_records, settings.expected_batch_size / count, None, 0
-                ),
-                settings.max_grad_norm,
-                settings.expected_batch_size,
-            ),
+            DrawnGradients(density, draws, self._max_grad_norm, self._batch_size),
             num_data=count,
             sampling="poisson",
             accountant=self._accountant,
             generator=None,
-            label=_LABEL,
+            label="DPSVI",
         )
         release.draws = draws
         with frozen_ones_kept(self.model):  # the guide runs the model
             self._gaussian.set_up(call, density.prior)
         _require_that_it_steps(self.optim, self._gaussian.parameters)
-        theta = torch.zeros(
-            density.prior.dimension, dtype=torch.float64, device=density.prior.device
-        ).requires_grad_()
-        layout = Layout(
-            [({}, ["theta"], [theta])], 0, settings.expected_batch_size, is_shared=False
-        )
+        prior = density.prior
+        theta = torch.zeros(prior.dimension, dtype=torch.float64, device=prior.device)
+        theta.requires_grad_()
+        layout = Layout([({}, ["theta"], [theta])], 0, self._batch_size, is_shared=False)
         self._iterate = {n: p.detach().clone() for n, p in self._gaussian.parameters.items()}
         self._average = {name: value.clone() for name, value in self._iterate.items()}
         if self._saved is not None:
             self._resume(release, self._saved)
         leaves, _ = tree_flatten((args, kwargs))
-        self._versions = [_version(leaf) for leaf in leaves]
-        self._leaves, self._num_data, self._release = leaves, count, release
+        self._leaves, self._versions = leaves, [*map(_version, leaves)]
+        self._num_data, self._release = count, release
         self._theta, self._layout, self._density = theta, layout, density
 
     def _resume(self, release: Release, saved: dict[str, Any]) -> None:
         parameters = self._gaussian.parameters
-        if {n: v.shape for n, v in saved["iterate"].items()} != {
-            n: p.shape for n, p in parameters.items()
-        }:
+        shapes = {name: p.shape for name, p in parameters.items()}
+        if {name: value.shape for name, value in saved["iterate"].items()} != shapes:
             raise CheckpointError("the saved state is of another guide or model.")
         saved_state.resume_charges(release, saved["release"])
         saved_state.resume_streams(release, saved["release"])
-        self._iterate = {name: value.clone() for name, value in saved["iterate"].items()}
-        self._average = {name: value.clone() for name, value in saved["average"].items()}
+        self._iterate, self._average = copy.deepcopy((saved["iterate"], saved["average"]))
         self._transcript = [GradientRelease(*parts) for parts in saved["transcript"]]
         # empty where the saved run has made no step
         for p, states in zip(parameters.values(), saved["optim"], strict=False):
@@ -360,17 +317,19 @@ class DPSVI:
             for part, state in zip(_parts(self.optim.optim_objs[p]), states, strict=True):
                 part.load_state_dict(copy.deepcopy(state))
 
-    def _require_same_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _require_ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_inference_mode_enabled():
+            raise StateError("call step() outside of torch.inference_mode(): it needs gradients.")
+        if self._density is None:
+            self._set_up(args, kwargs)
+        self._gaussian.require_own()
         leaves, _ = tree_flatten((args, kwargs))
-        if len(leaves) != len(self._leaves) or not all(
-            _is_same(now, then) for now, then in zip(leaves, self._leaves, strict=True)
-        ):
+        if [*map(_identity, leaves)] != [*map(_identity, self._leaves)]:
             raise ArgumentError(
-                "step() takes all of the data, in the same tensors at every step: batches are drawn"
-                " here, and charged as Poisson draws.",
+                "pass all of the data, in the same tensors at every step: batches are drawn here.",
                 code="data-changed",
             )
-        if self._versions != [_version(leaf) for leaf in self._leaves]:
+        if [*map(_version, self._leaves)] != self._versions:
             raise StateError(
                 "the data were written to since the first step: make a new DPSVI for other data.",
                 code="data-changed",
@@ -387,15 +346,17 @@ class DPSVI:
             gradient = self._released(theta)
             outer = gradient - prior_gradient.to(gradient)
         parameters = self._gaussian.parameters
-        for p in parameters.values():
-            p.grad = None
-        torch.autograd.backward([drawn, entropy], [outer.to(drawn), torch.full_like(entropy, -1.0)])
+        values = list(parameters.values())
+        slopes = [outer.to(drawn), torch.full_like(entropy, -1.0)]
+        gradients = torch.autograd.grad([drawn, entropy], values, slopes, allow_unused=True)
         try:
-            self.optim(list(parameters.values()))
+            for p, found in zip(values, gradients, strict=True):
+                p.grad = found
+            self.optim(values)
         finally:
-            for p in parameters.values():
+            for p in values:
                 p.grad = None
-        if not all(bool(p.isfinite().all()) for p in parameters.values()):
+        if not all(bool(p.isfinite().all()) for p in values):
             raise DivergedError(
                 "the step took the guide's parameters beyond their dtype; they are as before: use a"
                 " smaller learning rate."
@@ -450,8 +411,7 @@ def _check_optim(optim: Any) -> None:
         )
     if optim.optim_objs or getattr(optim, _WAITING):
         raise ArgumentError(
-            "the optimizer was used before, and what it remembers may come from the data: pass a"
-            " new one.",
+            "the optimizer was used before, and its state may come from data: pass a new one.",
             code="pyro-guide",
         )
 
@@ -477,14 +437,10 @@ def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -
 def _check_loss(loss: Any) -> None:
     if type(loss) not in _ELBO:
         names = ", ".join(kind.__name__ for kind in _ELBO)
-        raise ArgumentTypeError(
-            f"loss must be the ELBO, whose gradient follows from that of log p(x|θ): {names}; got"
-            f" {type(loss).__name__}."
-        )
+        raise ArgumentTypeError(f"loss must be an ELBO, one of {names}; got {type(loss).__name__}.")
     if loss.num_particles != 1:
         raise ArgumentError(
-            f"num_particles = {loss.num_particles} would be as many releases a step: use 1, and"
-            " more steps or a smaller learning rate."
+            f"num_particles = {loss.num_particles} would be as many releases a step: use 1."
         )
 
 
@@ -493,18 +449,11 @@ def _parts(optimizer: Any) -> list[Any]:
     return [optimizer, *([optimizer.optimizer] if hasattr(optimizer, "optimizer") else [])]
 
 
-def _is_same(now: Any, then: Any) -> bool:
-    if now is then:
-        return True
-    if isinstance(now, Tensor) and isinstance(then, Tensor):
-        return (now.data_ptr(), now.shape, now.stride(), now.dtype, now.device) == (
-            then.data_ptr(),
-            then.shape,
-            then.stride(),
-            then.dtype,
-            then.device,
-        )
-    return type(now) is type(then) and isinstance(now, int | float | str) and now == then
+def _identity(leaf: Any) -> tuple[Any, ...]:
+    """Equal for two arguments that are the same data; a tensor's memory, not its values."""
+    if isinstance(leaf, Tensor):
+        return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), leaf if isinstance(leaf, int | float | str) else id(leaf)
 
 
 def _version(leaf: Any) -> int:

@@ -4,6 +4,7 @@ surely.
 
 from .chains import kernel_from
 from .comparison import MethodComparison, MethodForecast, compare_methods
+from .covariance import NoisyCovariance, covariance
 from .families import (
     ExponentialFamily,
     LinearRegression,
@@ -22,8 +23,10 @@ __all__ = [
     "MethodComparison",
     "MethodForecast",
     "NoiseAwarePosterior",
+    "NoisyCovariance",
     "beta_bernoulli",
     "compare_methods",
+    "covariance",
     "dirichlet_categorical",
     "from_run",
     "gamma_poisson",

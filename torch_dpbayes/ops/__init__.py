@@ -1,11 +1,9 @@
 """One posterior sample: a draw from a posterior is private by itself, if its certificate holds.
 
-* ``one_posterior_sample``: solve for the tempering, charge, draw, release one value;
-* ``certificates``: what bounds a record's influence, one certificate a file; a new one is a copy of
-  ``certificates/bounded.py`` and a line in ``certificates/__init__.py``;
+* ``one_posterior_sample``: solve for the tempering (``tempering``), charge, draw, release;
+* ``certificates``: what bounds a record's influence; a new one is a copy of ``bounded.py``;
 * ``models``: what a certificate asks of a model; ``glm``, ``softmax`` and ``pyro_model`` answer it;
-* ``langevin``, ``nuts``: the samplers; ``sampling_error``: what their distance from the target
-  costs;
+* ``langevin``, ``nuts``: the samplers;
 * ``hybrid_sampling``: one posterior sample as the start of a private chain.
 """
 
@@ -20,7 +18,7 @@ from .certificates import (
     TotalVariationClose,
 )
 from .glm import GLM
-from .langevin import NoseHoover, Overdamped, Underdamped
+from .langevin import Overdamped, Underdamped
 from .one_posterior_sample import OnePosteriorSample
 from .softmax import Softmax
 
@@ -34,7 +32,6 @@ __all__ = [
     "Certificate",
     "FiniteRunLangevin",
     "Hybrid",
-    "NoseHoover",
     "OnePosteriorSample",
     "Overdamped",
     "RenyiClose",

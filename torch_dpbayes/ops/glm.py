@@ -1,13 +1,12 @@
-"""Generalised linear models: the one family whose constants hold for every data set. The only
-file of ``ops`` that reads a GLM's records.
-"""
+"""Generalised linear models, whose constants hold for every data set."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,17 +17,11 @@ from .models import Constants
 
 FAMILIES = ("bernoulli", "gaussian", "poisson")
 
-# Clipped features are shortened by this share, which covers the rounding of float32 features and of
-# their norms.
-_ROUNDING = 1e-6
+_ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
 _LEAST_STD = 1e-50
-# of a constant in the records' units, and 1 over the least: beyond, what bounds a record is lost in
-# the rounding of float32
-_LARGEST = 1e15
-# of a Poisson rate; beyond, any clip has long been reached, and infinity would turn gradients into
-# NaN
-_LARGEST_EXPONENT = 600.0
-_CHUNK = 8192  # rows; norms are computed in float64 without a float64 copy of all features
+_LARGEST = 1e15  # of a constant, and 1 / the least: beyond, float32 loses what bounds a record
+_LARGEST_EXPONENT = 600.0  # of a Poisson rate: finite, and beyond any clip
+_CHUNK = 8192  # rows: norms and sums are in float64 without a float64 copy of all features
 
 
 class GLM:
@@ -45,12 +38,10 @@ class GLM:
     (``"bernoulli"``) or [0, ``max_count``] (``"poisson"``). A row with a value that is not finite
     contributes exactly nothing. No record can make any of this raise: check labels before.
 
-    The losses are convex and enter through a scalar, so that clipping a record's gradient to norm C
-    (Huber's loss in u) keeps them convex, with gradient Lipschitz constant at most β R_x²: β = ¼
-    (Bernoulli), 1/s² (Gaussian), ``max_count`` + C/R_x (Poisson: where the gradient is not clipped,
-    e^u ≤ y + C/‖x‖). With more than one predictor a record this is false: clipped gradients are
-    then no gradients of a convex function. For several classes see
-    :class:`~torch_dpbayes.ops.Softmax`, whose gradients need no clipping.
+    Clipping a record's gradient to norm C (Huber's loss in u) keeps the losses convex, as there is
+    one u a record, with gradient Lipschitz constant at most β R_x²: β = ¼ (Bernoulli), 1/s²
+    (Gaussian), ``max_count`` + C/R_x (Poisson: where it is not clipped, e^u ≤ y + C/‖x‖). With
+    several predictors a record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
 
     Args:
         family: ``"bernoulli"`` (targets 0 and 1), ``"gaussian"`` or ``"poisson"``.
@@ -82,23 +73,14 @@ class GLM:
                 " several classes use dpb.ops.Softmax, for other models a Pyro model with asserted"
                 " constants, or dpb.optim.DPSGLD."
             )
-        if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
-            raise ArgumentError(
-                f"max_feature_norm must be a positive finite number, got {max_feature_norm!r}."
-            )
         require_representable("max_feature_norm", max_feature_norm)
         for name, value, owner in (
             ("noise_std", noise_std, "gaussian"),
             ("max_count", max_count, "poisson"),
         ):
-            if family == owner and (value is None or not 0 < value < math.inf):
-                raise ArgumentError(
-                    f"family={family!r} needs {name}, a positive finite public number; got"
-                    f" {value!r}"
-                )
             if family != owner and value is not None:
                 raise ArgumentError(f"{name} belongs to family={owner!r}, not to {family!r}")
-            if value is not None:
+            if family == owner:
                 require_representable(name, value)
         stds = torch.as_tensor(prior_std, dtype=torch.float64, device="cpu").detach().clone()
         if stds.dim() > 1 or stds.numel() == 0 or not bool((stds >= _LEAST_STD).all()):
@@ -106,28 +88,18 @@ class GLM:
                 f"prior_std must be one number of at least {_LEAST_STD:g}, or one for each column"
                 f" of the features; got {prior_std!r}"
             )
-        self._family = family
-        self._prior_std = stds
+        self._family, self._prior_std = family, stds
         self._max_feature_norm = float(max_feature_norm)
         self._noise_std = None if noise_std is None else float(noise_std)
         self._max_count = None if max_count is None else float(max_count)
 
     def __repr__(self) -> str:
-        std = (
-            float(self._prior_std)
-            if self._prior_std.dim() == 0
-            else f"<{len(self._prior_std)} values>"
-        )
-        parts = [
-            repr(self._family),
-            f"prior_std={std}",
-            f"max_feature_norm={self._max_feature_norm:g}",
-        ]
-        parts += [
-            f"{n}={v:g}"
-            for n, v in (("noise_std", self._noise_std), ("max_count", self._max_count))
-            if v is not None
-        ]
+        stds = self._prior_std
+        shown = f"{float(stds)}" if stds.dim() == 0 else f"<{len(stds)} values>"
+        parts = [f"{self._family!r}", f"prior_std={shown}"]
+        for name in ("max_feature_norm", "noise_std", "max_count"):
+            if (value := getattr(self, f"_{name}")) is not None:
+                parts.append(f"{name}={value:g}")
         return f"GLM({', '.join(parts)})"
 
     @property
@@ -140,13 +112,26 @@ class GLM:
         """R_x."""
         return self._max_feature_norm
 
+    @property
+    def max_count(self) -> float | None:
+        """The largest count of a Poisson target."""
+        return self._max_count
+
+    @property
+    def prior_std(self) -> Tensor:
+        """One number or one for each column, in float64."""
+        return self._prior_std.clone()
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """1/prior_std²."""
+        return self._prior_std**-2
+
     # --- constants, none of which depends on data -------------------------------------------------
 
     @property
     def strength(self) -> float:
-        """λ, the smallest eigenvalue of the prior's precision: U is λ-strongly convex for
-        every data set.
-        """
+        """λ, the smallest eigenvalue of the prior's precision."""
         return float(self._prior_std.max()) ** -2
 
     @property
@@ -156,21 +141,8 @@ class GLM:
 
     def lipschitz(self, max_grad_norm: float = math.inf) -> float:
         """L: the largest norm of one record's gradient after clipping to ``max_grad_norm``."""
-        return (
-            min(max_grad_norm, self._max_feature_norm)
-            if self._family == "bernoulli"
-            else max_grad_norm
-        )
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """1/prior_std², one number or one for each column, in float64."""
-        return self._prior_std**-2
-
-    @property
-    def max_count(self) -> float | None:
-        """The largest count of a Poisson target."""
-        return self._max_count
+        largest = self._max_feature_norm if self._family == "bernoulli" else math.inf
+        return min(max_grad_norm, largest)
 
     def record_smoothness(self, max_grad_norm: float = math.inf) -> float:
         """The Lipschitz constant of one record's clipped gradient, times R_x² already."""
@@ -194,17 +166,12 @@ class GLM:
     # --- records ----------------------------------------------------------------------------------
 
     def features(self, features: Tensor) -> Tensor:
-        """The rows as the model sees them: scaled down to norm ``max_feature_norm``; zero where a
-        value is not finite.
-
-        Args:
-            features: ``[n, d]``.
-
-        Returns:
-            ``[n, d]`` in float64 if that is what came, else float32.
+        """The rows ``[n, d]`` as the model sees them: scaled down to norm ``max_feature_norm``;
+        zero where a value is not finite; in float64 if that is what came, else float32.
         """
         _require_matrix(features)
-        clipped = torch.empty(features.shape, dtype=_dtype(features), device=features.device)
+        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+        clipped = torch.empty(features.shape, dtype=dtype, device=features.device)
         for rows, out in zip(features.detach().split(_CHUNK), clipped.split(_CHUNK), strict=True):
             wide = rows.to(torch.float64)
             norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
@@ -213,23 +180,12 @@ class GLM:
         return clipped
 
     def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """The expected target of each row, ``[n]``: a probability, a mean or a rate, with the
-        features clipped as in fitting.
-
-        Args:
-            draw: what ``OnePosteriorSample(...).sample`` returned.
-            features: ``[n, d]``.
+        """The expected target of each row of ``[n, d]`` given a released draw, ``[n]``: a
+        probability, a mean or a rate, with features clipped as in fitting.
         """
-        predictor = self.features(features) @ draw["weights"].to(
-            device=features.device, dtype=_dtype(features)
-        )
-        return (
-            predictor.sigmoid()
-            if self._family == "bernoulli"
-            else predictor.exp()
-            if self._family == "poisson"
-            else predictor
-        )
+        x = self.features(features)
+        u = x @ draw["weights"].to(x)
+        return {"bernoulli": u.sigmoid, "gaussian": u.clone, "poisson": u.exp}[self._family]()
 
     # --- what certificates ask --------------------------------------------------------------------
 
@@ -252,31 +208,21 @@ class GLM:
             )
         if features.shape[1] == 0:
             raise ArgumentError("the features have no column: there is no weight to sample")
-        if (
-            not isinstance(targets, Tensor)
-            or targets.is_complex()
-            or targets.layout != torch.strided
-            or targets.shape != features.shape[:1]
-        ):
-            more = (
-                " A GLM has one predictor a record; one-hot or multi-output targets belong to other"
-                " models."
-                if _many(targets)
-                else ""
-            )
+        if not _is_dense(targets) or targets.shape != features.shape[:1]:
             raise ArgumentError(
                 f"targets must be a real dense tensor [{len(features)}], one number a record, got"
-                f" {_shape(targets)}.{more}"
+                f" {_shape(targets)}. One-hot or multi-output targets belong to other models."
             )
         return features, targets
 
-    def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> GLMTarget:
+    def target(
+        self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float
+    ) -> LinearTarget:
         """∝ prior · Π likelihood^tempering, with clipped gradients."""
-        features, targets = data
-        records = self.records(features, targets, max_grad_norm)
+        records = self.records(data[0], data[1], max_grad_norm)
         # column by column the two products of a step take two thirds of the time
         records.x = records.x.T.contiguous().T
-        return GLMTarget(records, tempering)
+        return LinearTarget(records, self.prior_precision.to(records.x.device), tempering)
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         """``{"weights": [d]}``."""
@@ -285,65 +231,47 @@ class GLM:
     def require_unconstrained(self, certificate: str) -> None:
         """Weights live on all of ℝ^d."""
 
-    def prior_of_optimizer(self, module: torch.nn.Module) -> dict[str, Any]:
-        """The prior of ``module``'s one parameter, as an argument of the private optimizers."""
-        if self._prior_std.dim() == 0:
-            return {"prior_std": float(self._prior_std)}
-        ((name, weights),) = module.named_parameters()
-        precision = (self._prior_std**-2).to(weights)
-        return {
-            "log_prior": lambda named: -0.5 * (precision * named[name].reshape(-1).square()).sum()
-        }
-
     def records(
         self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf
     ) -> Records:
-        """The data with every record's part in the potential bounded; nothing about their
-        values can raise.
-        """
+        """The data with every record's part bounded; nothing about their values can raise."""
         clipped = self.features(features)
         y = targets.detach().to(device=clipped.device, dtype=torch.float64)
         clipped.masked_fill_(~y.isfinite()[:, None], 0.0)
         y = torch.where(y.isfinite(), y, 0.0)
         if self._family != "gaussian":
             y = y.clamp(0.0, 1.0 if self._max_count is None else self._max_count)
-        # rounding a huge target to float32 must not make it infinite: inf - inf is NaN, and would
-        # be released
+        # a huge target must not round to infinity: inf - inf is NaN, and would be released
         largest = torch.finfo(clipped.dtype).max / 4
         y = y.clamp(-largest, largest).to(clipped.dtype)
         bounds = None
-        if max_grad_norm < math.inf and not (
-            self._family == "bernoulli" and max_grad_norm >= self._max_feature_norm
+        if max_grad_norm < math.inf and (
+            self._family != "bernoulli" or max_grad_norm < self._max_feature_norm
         ):
             norms = torch.linalg.vector_norm(clipped, dim=1, dtype=torch.float64)
             bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max_(largest).to(clipped.dtype)
-        precision = (self._prior_std**-2).to(clipped.device)
-        return Records(self._family, clipped, y, bounds, precision, (self._noise_std or 1.0) ** -2)
+        return Records(self._family, clipped, y, bounds, (self._noise_std or 1.0) ** -2)
 
 
 @dataclass(eq=False, slots=True)
 class Records:
-    """Bounded records of a GLM. ``bounds``: the largest |∂ℓ_i/∂u| that clipping leaves, None
-    where nothing can exceed it.
-    """
+    """Bounded records of a GLM."""
 
     family: str
     x: Tensor  # [n, d]
     y: Tensor  # [n]
-    bounds: Tensor | None  # [n]
-    precision: Tensor  # [] or [d], float64
+    bounds: Tensor | None  # [n], the largest |∂ℓ_i/∂u| that clipping leaves; None: any
     weight: float  # of the loss, 1 / noise_std²
-    _u: Tensor | None = None
+    size: int = field(init=False)  # of the weights
+    _u: Tensor = field(init=False)  # reused in each step
 
-    def loss_gradient(self, weights: Tensor) -> Tensor:
-        """Σ_i of clipped gradients, ``[d]``, two matrix products.
+    def __post_init__(self) -> None:
+        self.size, self._u = self.x.shape[1], torch.empty_like(self.y)
 
-        The second in float64: in float32 one record would change the rounding of millions of
-        others, by a good part of its clip norm.
+    def gradient_sum(self, weights: Tensor) -> Tensor:
+        """Σ_i of clipped gradients, ``[d]``. In float32 one record would change the rounding of
+        the sum of millions of others, by a good part of its clip norm: it is in float64.
         """
-        if self._u is None:
-            self._u = torch.empty_like(self.y)
-        # as in predictors
         u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)
         if self.family == "bernoulli":
             u.sigmoid_()
@@ -358,37 +286,23 @@ class Records:
 
     def gram(self) -> Tensor:
         """Σ_i x_i x_iᵀ, ``[d, d]`` in float64; a row adds at most R_x² in Frobenius norm."""
-        return self.outer_sum(None)
+        return self.outer_sum(torch.ones_like(self.y))
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i x_i, ``[d]`` in float64."""
-        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
-        for rows, some in zip(self.x.split(_CHUNK), factors.split(_CHUNK), strict=True):
-            total += rows.to(torch.float64).T @ some.to(torch.float64)
-        return total
+        return chunked_sum(lambda x, f: x.T @ f, self.x, factors)
 
-    def outer_sum(self, factors: Tensor | None) -> Tensor:
-        """Σ_i factor_i x_i x_iᵀ, ``[d, d]`` in float64; factors of None are 1."""
-        total = torch.zeros(
-            self.x.shape[1], self.x.shape[1], dtype=torch.float64, device=self.x.device
-        )
-        for start in range(0, len(self.x), _CHUNK):
-            rows = self.x[start : start + _CHUNK].to(torch.float64)
-            total += rows.T @ (
-                rows if factors is None else factors[start : start + _CHUNK, None] * rows
-            )
-        return total
+    def outer_sum(self, factors: Tensor) -> Tensor:
+        """Σ_i factor_i x_i x_iᵀ, ``[d, d]`` in float64."""
+        return chunked_sum(lambda x, f: x.T @ (f[:, None] * x), self.x, factors)
 
     def square_sum(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i x_i∘x_i, ``[d]`` in float64."""
-        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
-        for rows, some in zip(self.x.split(_CHUNK), factors.split(_CHUNK), strict=True):
-            total += rows.to(torch.float64).square().T @ some.to(torch.float64)
-        return total
+        return chunked_sum(lambda x, f: x.square().T @ f, self.x, factors)
 
-    def huber_losses(self, weights: Tensor) -> Tensor:
-        """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient
-        of their sum is :meth:`loss_gradient`.
+    def losses(self, weights: Tensor) -> Tensor:
+        """ℓ_i up to a constant where its slope is within bounds, straight lines beyond, ``[n]``;
+        the gradient of their sum is :meth:`gradient_sum`.
         """
         u = self.predictors(weights)
         y = self.y.to(torch.float64)
@@ -443,61 +357,74 @@ class Records:
         return (u.sigmoid() if self.family == "bernoulli" else u.exp()) - y
 
 
-class GLMTarget:
-    """U(w) = r(w) + ρ Σ ℓ_i(w) of a GLM."""
+def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Tensor) -> Tensor:
+    """Σ term(rows, factors) over chunks of rows in float64, without a float64 copy of all."""
+    pairs = zip(x.split(_CHUNK), factors.split(_CHUNK), strict=True)
+    rows, some = next(pairs)
+    total = term(rows.to(torch.float64), some.to(torch.float64))
+    for rows, some in pairs:
+        total += term(rows.to(torch.float64), some.to(torch.float64))
+    return total
 
-    def __init__(self, records: Records, tempering: float) -> None:
-        self._records, self._tempering = records, tempering
+
+class LinearRecords(Protocol):
+    """Bounded records of a model with linear predictors, as :class:`Records`."""
+
+    x: Tensor
+    size: int
+
+    def gradient_sum(self, weights: Tensor) -> Tensor: ...
+    def losses(self, weights: Tensor) -> Tensor: ...
+    def log_likelihoods(self, weights: Tensor) -> Tensor: ...
+
+
+class LinearTarget:
+    """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w)."""
+
+    def __init__(self, records: LinearRecords, precision: Tensor, tempering: float) -> None:
+        self._records, self._precision, self._tempering = records, precision, tempering
 
     @property
     def start(self) -> Tensor:
         """The prior's mean."""
-        return torch.zeros(
-            self._records.x.shape[1], dtype=torch.float64, device=self._records.x.device
-        )
+        return torch.zeros(self._records.size, dtype=torch.float64, device=self._records.x.device)
 
     def potential(self, theta: Tensor) -> Tensor:
         """U, differentiable."""
-        return self._prior(theta) + self._tempering * self._records.huber_losses(theta).sum()
+        return self._prior(theta) + self._tempering * self._records.losses(theta).sum()
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """The same with every log likelihood clipped into [low, high] instead of every gradient;
-        ``relative``: its difference to that at the start.
+        """The same with log likelihoods clipped into [low, high] instead of gradients;
+        ``relative``: their difference to those at the start.
         """
         values = self._records.log_likelihoods(theta)
         if relative:
             values = values - self._records.log_likelihoods(self.start)
         return self._prior(theta) - self._tempering * values.clamp(low, high).sum()
 
-    def _prior(self, theta: Tensor) -> Tensor:
-        return (self._records.precision * theta.square()).sum() / 2
-
     def gradient(self, theta: Tensor) -> Tensor:
-        """∇U, ``[d]``."""
-        return (
-            self._records.loss_gradient(theta)
-            .mul_(self._tempering)
-            .addcmul_(self._records.precision, theta)
-        )
+        """∇U."""
+        gradient = self._records.gradient_sum(theta).mul_(self._tempering)
+        return gradient.addcmul_(self._precision, theta)
+
+    def _prior(self, theta: Tensor) -> Tensor:
+        return (self._precision * theta.square()).sum() / 2
 
 
-def require_representable(name: str, value: float) -> None:
+def require_representable(name: str, value: Any) -> None:
     """Raise unless sums over records that this number bounds stay within what float32 can hold."""
-    if not 1 / _LARGEST <= value <= _LARGEST:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentError(f"{name} must be a positive finite public number, got {value!r}")
+    if not 1 / _LARGEST <= float(value) <= _LARGEST:
         raise ArgumentError(
             f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, as sums over"
             " records in float32 need: choose units in which the numbers are closer to 1."
         )
 
 
-def _dtype(features: Tensor) -> torch.dtype:
-    return torch.float64 if features.dtype == torch.float64 else torch.float32
-
-
 def _as_tensor(value: Any) -> Any:
-    """A tensor of an array or of a pandas frame of numbers; anything else as it is.
-
-    Whether it can be one is decided by types of columns, never by what stands in a record.
+    """A tensor of an array or of a pandas frame of numbers; anything else as it is. The types of
+    columns decide whether it can be one, never a record.
     """
     if hasattr(value, "to_numpy"):
         kinds = [dtype.kind for dtype in np.atleast_1d(value.dtypes)]
@@ -515,13 +442,12 @@ def _as_tensor(value: Any) -> Any:
     return value
 
 
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_complex() and value.layout == torch.strided
+
+
 def _require_matrix(features: Any) -> None:
-    if (
-        not isinstance(features, Tensor)
-        or features.dim() != 2
-        or features.is_complex()
-        or features.layout != torch.strided
-    ):
+    if not _is_dense(features) or features.dim() != 2:
         raise ArgumentError(
             "features must be a real dense tensor, array or frame of numbers [records, columns],"
             f" got {_shape(features)}"
@@ -529,12 +455,5 @@ def _require_matrix(features: Any) -> None:
 
 
 def _shape(value: Any) -> str:
-    return (
-        f"a tensor of shape {list(value.shape)}"
-        if isinstance(value, Tensor)
-        else type(value).__name__
-    )
-
-
-def _many(targets: Any) -> bool:
-    return isinstance(targets, Tensor) and targets.dim() > 1
+    kind = type(value).__name__
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else kind

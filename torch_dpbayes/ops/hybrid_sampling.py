@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,35 +13,38 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import calibrated
-from ..accounting.events import DpEvent, SelfComposedDpEvent, positive_count
+from ..accounting.events import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    positive_count,
+)
 from ..batches.poisson_loader import PoissonLoader
 from ..engine.privacy_engine import PrivacyEngine
 from ..errors import ArgumentError
 from ..optim.base import PrivateOptimizer
 from ..posterior import PosteriorSamples
 from .certificates import Certificate
+from .certificates.certificate import ROUND_UP
 from .glm import GLM
 from .models import Loss
 from .one_posterior_sample import OnePosteriorSample
+from .tempering import epsilon_with
 
 
 class Hybrid(NamedTuple):
-    """What a hybrid run released, and what it cost.
-
-    Attributes:
-        module: the network with the last state of the chain; for a GLM it clips features as in
-            fitting and returns the linear predictor.
-        samples: states of the chain; ``samples.predict(module, x, transform=torch.sigmoid)``.
-        start: the posterior sample that the chain began with.
-        accountant: both charges.
-        guarantee: of the start, in words.
-    """
+    """What a hybrid run released, and what it cost."""
 
     module: nn.Module
+    """With the chain's last state; a GLM's returns linear predictors of clipped features."""
     samples: PosteriorSamples
+    """States of the chain: ``samples.predict(module, x, transform=torch.sigmoid)``."""
     start: dict[str, Tensor]
+    """The posterior sample that the chain began with."""
     accountant: PrivacyAccountant
     guarantee: str
+    """Of the start, in words."""
 
 
 def hybrid(
@@ -63,15 +66,12 @@ def hybrid(
     accountant: PrivacyAccountant | None = None,
     num_data: int | None = None,
 ) -> Hybrid:
-    r"""One posterior sample, then a private chain from there: a start that is near the posterior
-    saves the chain its way.
+    r"""One posterior sample, then a private chain from there: a start near the posterior saves the
+    chain its way (Wang, Fienberg and Smola 2015, Algorithm 3).
 
     .. math::
-        \theta_0 \sim p_\rho(\theta \mid x)
-        \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho, \qquad
-        \theta_1, \theta_2, \ldots \text{ by DP-SGLD, DP-SGHMC or DP-SGNHT}
-
-    Source: Wang, Fienberg and Smola (2015), "Privacy for free", Algorithm 3.
+        \theta_0 \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho,
+        \qquad \theta_1, \theta_2, \ldots \text{ by DP-SGLD, DP-SGHMC or DP-SGNHT}
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, or a torch module in training mode, with ``loss``
@@ -81,185 +81,113 @@ def hybrid(
         certificate: of the start.
         optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``; its prior is the
             model's.
-        epsilon, delta: the target of start and chain together, with what ``accountant`` holds when
-            they are charged.
+        epsilon, delta: the target of start and chain together, with what ``accountant`` holds.
         epochs: passes of the chain, at sampling rate batch_size / N.
         batch_size: expected size of a Poisson batch.
         max_grad_norm: clip norm of one record's gradient in the chain.
         start_share: the start may use up to ``start_share · epsilon``, and the chain's noise is
-            calibrated to what is left, which by exact accounting is more than the other share.
-            None: the best split for a chain at its own temperature: the chain gets exactly what the
-            noise of its own dynamics costs, which more budget would not lower, and the start all
-            the rest.
+            calibrated to what is left. None: the chain gets what its own noise costs, which more
+            budget would not lower, and the start the rest.
         loss: for a module, −log p(y | x) of each record: ``loss(module(x), y)`` returns ``[n]``.
-        prior_std: for a module, standard deviation of the N(0, prior_std²) prior of every trainable
-            parameter.
+        prior_std: for a module, of the N(0, prior_std²) prior of every trainable parameter.
         samples: where the chain's states are collected, once a step. None: the second half of them,
             thinned to at most 200.
-        accountant: holds both charges. None: one with the target as its budget, for neighbours that
-            replace one record.
+        accountant: None: one with the target as its budget, for neighbours that replace one record.
         num_data: N. None: n, which counts as public in the chain. Under add-or-remove-one a GLM
-            takes an upper bound on the number of records of both neighbouring data sets, which a
-            finite run needs, as in :class:`~torch_dpbayes.ops.OnePosteriorSample`; the chain's data
+            takes an upper bound, as :class:`~torch_dpbayes.ops.OnePosteriorSample` does; the data
             are filled up to it with rows of zeros, which have no gradient.
 
-    Returns:
-        A :class:`Hybrid`.
-
     Raises:
-        ValueError: the split leaves one of the two nothing; the message says which numbers would
-            do. Nothing is charged.
-        PrivacyBudgetExceeded: start and chain pass the target or the accountant's budget, because
-            others charged it meanwhile. Nothing is released; nothing is charged either, unless the
-            others did it in the very moment of the charge.
+        ValueError: the split leaves one of the two nothing. Nothing is charged.
+        PrivacyBudgetExceeded: start and chain do not fit the target or the accountant's budget:
+            before anything is charged, unless others charge the accountant during the run.
 
     **Privacy.** Released are the start (event: the certificate's) and every state of the chain
-    (event: that of its Poisson-sampled Gaussian, once a step). Both are charged in one piece before
-    the start is drawn, so that nothing that others charge later comes between; a run that is
-    interrupted stays charged. The split is a function of public numbers alone.
+    (event: its Poisson-sampled Gaussian, once a step). Each is charged before it is drawn. The
+    split depends on public numbers alone.
     """
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    make: Callable[..., OnePosteriorSample]
     if isinstance(model, GLM):
         if loss is not None or prior_std is not None:
             raise ArgumentError("a GLM has its own loss and prior: leave out loss= and prior_std=")
-        size = model.num_records(model.prepare((features, targets)))
-        records = model.records(features, targets)
-        module: nn.Module = _LinearPredictor(model, records.x)
-        chain_loss: Loss = partial(_glm_loss, model.family, records.weight)
-        factory = partial(optimizer, **model.prior_of_optimizer(module))
-        if num_data is not None and accountant.neighboring == "add_or_remove_one":
-            if size > num_data:
-                raise ArgumentError(
-                    f"there are more records than num_data = {num_data}, the upper bound that"
-                    " was stated: choose one for every data set that could occur."
-                )
-            spare, size = num_data - size, num_data
-            dataset = TensorDataset(
-                nn.functional.pad(records.x, (0, 0, 0, spare)),
-                nn.functional.pad(records.y, (0, spare)),
-            )
-        else:
-            dataset = TensorDataset(records.x, records.y)
-        release = partial(OnePosteriorSample, model, certificate)
+        records = model.records(*model.prepare((features, targets)))
+        x, y = records.x, records.y
+        module: nn.Module = _LinearPredictor(model, x)
+        prior, loss = _prior_of(model), partial(_glm_loss, model.family, records.weight)
+        make = partial(OnePosteriorSample, model, certificate)
+        if num_data is not None and accountant.neighboring != "replace_one":
+            missing = max(num_data - len(x), 0)
+            x = nn.functional.pad(x, (0, 0, 0, missing))
+            y = nn.functional.pad(y, (0, missing))
     else:
         if loss is None or prior_std is None:
             raise ArgumentError("a torch module needs loss=, one number a record, and prior_std=")
-        size, module, chain_loss = len(features), model, loss
-        factory = partial(optimizer, prior_std=prior_std)
-        dataset = TensorDataset(features, targets)
-        release = partial(
+        x, y, module, prior = features, targets, model, {"prior_std": prior_std}
+        make = partial(
             OnePosteriorSample.for_module, model, certificate, loss=loss, prior_std=prior_std
         )
-    if (
-        isinstance(batch_size, bool)
-        or not isinstance(batch_size, int)
-        or not 0 < batch_size <= size
-    ):
-        raise ArgumentError(
-            "batch_size must be a whole number between 1 and that of the records, got"
-            f" {batch_size!r}"
-        )
-    if num_data is None and accountant.neighboring == "replace_one":
-        num_data = size
+    size = len(x)
     if num_data not in (None, size):
-        raise ArgumentError(f"num_data = {num_data} was stated, but there are {size} records")
-    loader = PoissonLoader(DataLoader(dataset, batch_size=batch_size), batch_size / size)
-    steps = positive_count(epochs, "epochs") * len(loader)
-    probe = factory(
-        [(name, p) for name, p in module.named_parameters() if p.requires_grad],
-        num_data=size,
-        expected_batch_size=loader.expected_batch_size,
-        max_grad_norm=max_grad_norm,
-        sampling="poisson",
-        accountant=PrivacyAccountant(neighboring=accountant.neighboring),
-    )
-    floor: float | None = None
-    if start_share is None:
-        own = probe.event(probe.effective_noise_multiplier)
-        first = release(
-            epsilon, delta, accountant, num_data=num_data, reserve=SelfComposedDpEvent(own, steps)
-        )
-        first.event  # noqa: B018  raises where nothing is left for the start
-    elif 0 < start_share < 1:
-        first = release(start_share * epsilon, delta, accountant, num_data=num_data)
-        history = [*accountant.history, (first.event, 1)]
-        floor = calibrated(
-            probe.event,
-            epsilon,
-            delta,
-            steps,
-            accountant.neighboring,
-            history,
-            accountant.method,
-        )
-    else:
         raise ArgumentError(
-            "start_share must lie between 0 and 1, or be None for the best split, got"
-            f" {start_share!r}"
+            f"num_data = {num_data} was stated, and there are other or more records than that."
         )
-    # whatever is wrong with the chain is found before the start is charged
-    prepaid = _Prepaid(accountant)
-    module, chain, private = PrivacyEngine(prepaid).make_private(
+    if type(batch_size) is not int or not 0 < batch_size <= size:
+        raise ArgumentError(f"batch_size must be a whole number from 1 to num_data: {batch_size!r}")
+    if start_share is not None and not 0 < start_share < 1:
+        raise ArgumentError(
+            f"start_share must lie between 0 and 1, or be None for the best split: {start_share!r}"
+        )
+    if accountant.neighboring == "replace_one":
+        num_data = size
+    loader = PoissonLoader(
+        DataLoader(TensorDataset(x, y), batch_size=batch_size), batch_size / size
+    )
+    steps = positive_count(epochs, "epochs") * len(loader)
+
+    def of_noise(multiplier: float) -> PoissonSampledDpEvent:
+        return PoissonSampledDpEvent(batch_size / size, GaussianDpEvent(multiplier))
+
+    noise = None
+    if start_share is not None:
+        first = make(start_share * epsilon, delta, accountant, num_data=num_data)
+        history = [*accountant.history, (first.event, 1)]
+        relation, method = accountant.neighboring, accountant.method
+        noise = calibrated(of_noise, epsilon, delta, steps, relation, history, method)
+    module, chain, private = PrivacyEngine(accountant).make_private(
         module=module,
-        optimizer=factory,
+        optimizer=partial(optimizer, **prior),
         data_loader=loader,
         max_grad_norm=max_grad_norm,
-        noise_multiplier=floor,
+        noise_multiplier=noise,
     )
-    # raises where the chain would refuse its first step
-    step = chain.event(chain.effective_noise_multiplier)
-    label = f"hybrid ({type(certificate).__name__}, {type(chain).__name__})"
-    start = first.release_together(
-        (features, targets), epsilon, None, label, together=SelfComposedDpEvent(step, steps)
-    )
-    prepaid.pay(step, steps)
-    with torch.no_grad():
-        parameters = dict(module.named_parameters())
-        for name, value in start.items():
-            p = parameters["linear.weight" if isinstance(model, GLM) else name]
-            p.copy_(value.reshape(p.shape))
-    if samples is None:
-        samples = PosteriorSamples(
-            burn_in=steps // 2, thin=max(1, math.ceil(steps / 400)), max_samples=200
+    planned = SelfComposedDpEvent(chain.event(chain.effective_noise_multiplier), steps)
+    if start_share is None:
+        first = make(epsilon, delta, accountant, num_data=num_data, reserve=planned)
+    total = epsilon_with(accountant, delta)((first.event, planned))
+    if total > epsilon * ROUND_UP or not accountant.remaining(
+        ComposedDpEvent([first.event, planned])
+    ):
+        raise PrivacyBudgetExceeded(
+            f"start and chain together would cost epsilon = {total:.5g} at delta = {delta:g}:"
+            " use a larger epsilon, fewer epochs or smaller batches. Nothing was charged."
         )
+    start = first.sample(features, targets)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if p.requires_grad:
+                p.copy_(start["weights" if isinstance(model, GLM) else name].reshape(p.shape))
+    if samples is None:
+        thin = max(1, math.ceil(steps / 400))
+        samples = PosteriorSamples(burn_in=steps // 2, thin=thin, max_samples=200)
     for _ in range(epochs):
-        for x, y in private:
+        for inputs, outputs in private:
             chain.zero_grad()
-            chain_loss(module(x), y).mean().backward()
+            loss(module(inputs), outputs).mean().backward()
             chain.step()
             samples.collect(module)
     return Hybrid(module, samples, start, accountant, first.guarantee())
-
-
-class _Prepaid(PrivacyAccountant):
-    """Lets a chain take the steps that another accountant was charged for beforehand, and
-    nothing else.
-    """
-
-    def __init__(self, payer: PrivacyAccountant) -> None:
-        super().__init__(neighboring=payer.neighboring)
-        self._payer = payer
-        self._paid: DpEvent | None = None
-        self._left = 0
-
-    def note(self, statement: str) -> None:
-        self._payer.note(statement)
-
-    def pay(self, event: DpEvent, count: int) -> None:
-        self._paid, self._left = event, count
-
-    def compose(
-        self, event: DpEvent, count: int = 1, label: str | None = None, adaptive: bool = False
-    ) -> PrivacyAccountant:
-        if event != self._paid or count > self._left:
-            raise PrivacyBudgetExceeded(
-                f"the chain of a hybrid run was charged beforehand, {self._left} more times"
-                f" {self._paid}, not {count} x {event}. Nothing was released: use an optimizer"
-                " whose lr does not change."
-            )
-        self._left -= count
-        return self
 
 
 class _LinearPredictor(nn.Module):
@@ -273,6 +201,18 @@ class _LinearPredictor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.linear(self._glm.features(x))
         return result.squeeze(-1)
+
+
+def _prior_of(glm: GLM) -> dict[str, Any]:
+    """The prior of a GLM as an argument of private optimizers."""
+    if glm.prior_std.dim() == 0:
+        return {"prior_std": float(glm.prior_std)}
+
+    def log_prior(named: Mapping[str, Tensor]) -> Tensor:
+        (weights,) = named.values()
+        return -0.5 * (glm.prior_precision.to(weights) * weights.reshape(-1).square()).sum()
+
+    return {"log_prior": log_prior}
 
 
 def _glm_loss(family: str, weight: float, u: Tensor, y: Tensor) -> Tensor:

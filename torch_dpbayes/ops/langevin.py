@@ -9,17 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..accounting.dominating_pairs import Array
 from ..accounting.events import positive_count
-from ..errors import ArgumentError
 from ..mcmc.checks import check_positive
 from ..noise import GaussianNoise
 from ..words import shown
 from .models import Density, Target
 
-_LARGEST_FRICTION = 1.2  # of the thermostat, as in DPSGNHT: beyond 2 a step explodes
+_LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
 
 
 class Sampler(Protocol):
@@ -37,20 +38,12 @@ def overdamped(
 ) -> Tensor:
     r"""The unadjusted Langevin algorithm on the full data.
 
-    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \qquad \xi \sim N(0,
-    I)
+    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \quad \xi \sim N(0, I)
 
-    On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
+    ``step_sizes`` are fixed before the data are seen. On a Gaussian target with precision κ the
+    stationary variance is 1/(κ(1 − hκ/2)).
 
-    Args:
-        target: the density; the chain begins at ``target.start``.
-        step_sizes: h of each step, in units of θ²: fixed before the data are seen.
-        noise: where the Gaussians come from.
-
-    Returns:
-        The last state only, ``[d]``.
-
-    **Privacy.** The last state is the release, the earlier ones are not:
+    **Privacy.** The last state ``[d]`` is the release, the earlier ones are not:
     :class:`~torch_dpbayes.ops.FiniteRunLangevin` has the guarantee.
     """
     theta = target.start.clone()
@@ -58,6 +51,25 @@ def overdamped(
         xi = _gaussian(theta, noise)
         theta.sub_(target.gradient(theta), alpha=h).add_(xi, alpha=math.sqrt(2 * h))
     return theta
+
+
+def mu_of_last_state(sensitivity: float, sizes: Array, gaps: Array, count: int) -> float:
+    """μ of the last of ``count`` steps of :func:`overdamped` (Bok, Su, Altschuler 2024); ``sizes``
+    and ``gaps``: h and 1 − c of all steps, or of each.
+    """
+    if sizes.ndim == 0:
+        h, gap, forgotten = float(sizes), float(gaps), float(count)
+        if gap >= _LEAST_GAP:
+            # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1
+            grown = math.tanh(-count * math.log1p(-gap) / 2) if gap < 1 else 1.0
+            forgotten = grown * (2 - gap) / gap
+        return sensitivity * math.sqrt(h / 2 * forgotten)
+    with np.errstate(divide="ignore"):
+        logs = np.log1p(-gaps)
+    # C_i, the product of all later contractions
+    later = np.exp(np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]]))
+    mean, variance = np.sum(sizes * later), np.sum(sizes * later**2)
+    return sensitivity * float(mean / math.sqrt(2 * variance))
 
 
 @dataclass(frozen=True)
@@ -140,65 +152,6 @@ class Underdamped:
             )
             v.mul_(1 - gone).sub_(gradient, alpha=drift).add_(kick)
         return x
-
-
-@dataclass(frozen=True)
-class NoseHoover:
-    r"""The Nosé-Hoover thermostat on the full data, without an accept step.
-
-    .. math::
-        v' = (1 - \alpha) v - h \nabla U(\theta) + \sqrt{2ah}\,\xi, \qquad
-        \theta \leftarrow \theta + v', \qquad
-        \alpha \leftarrow \alpha + \mathrm{gain}
-        \Bigl( \frac{1}{dh} \Bigl\| \frac{v + v'}{2} \Bigr\|^2 - 1 \Bigr)
-
-    The kinetic energy is taken at the half step: at the end of the step it would sample temperature
-    1 − α/2.
-
-    Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); :class:`~torch_dpbayes.optim.DPSGNHT`
-    is its private counterpart.
-
-    Args:
-        steps: how many.
-        step_size: h, in units of θ².
-        friction: a in (0, 1]: friction that the noise is made for, and where α starts.
-        thermostat_gain: how fast α follows the kinetic energy.
-
-    **Privacy.** The settings are public. Only the last θ leaves; velocity and friction, which
-    depend on the records, do not.
-    """
-
-    steps: int
-    step_size: float
-    friction: float = 0.1
-    thermostat_gain: float = 0.01
-
-    def __post_init__(self) -> None:
-        positive_count(self.steps, "steps")
-        for name in ("step_size", "friction", "thermostat_gain"):
-            check_positive(name, getattr(self, name))
-        if self.friction > 1:
-            raise ArgumentError(
-                "friction is the share of the velocity that a step takes away, at most 1; got"
-                f" {self.friction}."
-            )
-
-    @torch.no_grad()
-    def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
-        h, alpha = self.step_size, self.friction
-        theta = density.start.clone()
-        v = math.sqrt(h) * _gaussian(theta, noise)
-        for _ in shown(range(self.steps), "drawing one posterior sample"):
-            new = (
-                (1 - alpha) * v
-                - h * density.gradient(theta)
-                + math.sqrt(2 * self.friction * h) * _gaussian(theta, noise)
-            )
-            theta.add_(new)
-            kinetic = float((v + new).square().sum()) / (4 * h * len(theta))
-            alpha = min(alpha + self.thermostat_gain * (kinetic - 1), _LARGEST_FRICTION)
-            v = new
-        return theta
 
 
 def _gaussian(like: Tensor, noise: GaussianNoise) -> Tensor:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 Loss = Callable[[Any, Any], Tensor]  # (output, targets) -> one number a record
 
-# Pyro keeps the effects that are in force in one list for all threads, and torch the global
-# generator: one draw at a time may use them.
+# Pyro keeps active effects in one list for all threads, and torch its global generator: one draw
+# at a time may use them.
 using_pyro = threading.RLock()
 
 
 class Target(Protocol):
-    """A density ∝ exp(−U(θ)) over flat vectors θ in float64."""
+    """A density ∝ exp(−U(θ)) over flat vectors θ in float64, with every record's part bounded."""
 
     @property
     def start(self) -> Tensor:
@@ -30,8 +30,8 @@ class Target(Protocol):
         """U(θ) up to a constant, differentiable; for samplers with an accept step."""
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """U(θ) with every record's log likelihood clipped into [low, high], differentiable;
-        ``relative``: less its value at the start.
+        """U(θ) with every log likelihood clipped into [low, high], differentiable; ``relative``:
+        less its value at the start.
         """
 
 
@@ -44,10 +44,10 @@ class Density(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What holds of a model for every data set, with gradients clipped."""
+    """Constants of a model that hold for every data set, with gradients clipped."""
 
     lipschitz: float  # L: the largest norm of one record's clipped gradient
-    strength: float  # λ: the prior's −log density is λ-strongly convex, and all losses are convex
+    strength: float  # λ: −log prior is λ-strongly convex, and all losses are convex
     prior_smoothness: float
     record_smoothness: float  # of one record's clipped loss
 
@@ -58,8 +58,8 @@ class Model(Protocol):
     """
 
     def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Checks the shapes of the data, and brings them into the form that the other methods
-        take. May raise on shapes, never on values.
+        """The data in the form that the other methods take. May raise on shapes, never on
+        values.
         """
 
     def num_records(self, data: tuple[Any, ...]) -> int:
@@ -77,8 +77,8 @@ class Model(Protocol):
         """Raises unless every latent lives on all of ℝ."""
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants | None:
-        """What is known of the model with gradients clipped to ``max_grad_norm``; None where a
-        caller has to assert it.
+        """The constants with gradients clipped to ``max_grad_norm``; None where a caller has to
+        assert them.
         """
 
 

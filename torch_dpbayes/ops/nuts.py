@@ -17,17 +17,11 @@ from .models import using_pyro
 
 def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps: int) -> Tensor:
     """The state after ``warmup_steps`` adaptive steps and one more (Hoffman and Gelman 2014, in
-    Pyro's implementation).
-
-    Args:
-        potential: U of a flat vector, differentiable and finite everywhere.
-        start: where the chain begins, ``[d]``.
-        warmup_steps: steps in which step size and masses are adapted.
+    Pyro's implementation), from ``start`` ``[d]`` under a ``potential`` that is finite everywhere.
 
     **Privacy.** Step sizes, acceptance rates and divergences depend on the records exactly: all of
-    that is dropped here. The randomness that makes the draw private comes from the operating
-    system, not from torch's global generator, whose seed somebody may know, and another thread may
-    set.
+    that is dropped. The randomness comes from the operating system, not from torch's global
+    generator, whose seed somebody may know, and another thread may set.
     """
     from pyro.infer import MCMC, NUTS
 

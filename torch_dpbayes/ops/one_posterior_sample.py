@@ -13,20 +13,19 @@ from torch import Tensor
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.events import ComposedDpEvent, DpEvent, check_delta, check_epsilon, positive_count
+from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
-from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
+from .certificates import Certificate, FiniteRunLangevin, Setting
+from .certificates.certificate import ROUND_UP, StepTooLarge, TooFar
 from .glm import GLM
 from .models import Loss, Model
-from .sampling_error import TooFar
 from .softmax import Softmax
+from .tempering import LEAST_TEMPERING, PRECISION, epsilon_with, largest_tempering
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
-_LEAST_TEMPERING = 1e-9
-_PRECISION = 1e-9  # relative, of the tempering
-_charging = threading.Lock()
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
+_charging = threading.Lock()
 
 
 class OnePosteriorSample:
@@ -39,34 +38,30 @@ class OnePosteriorSample:
     at which everything on the accountant, this draw included, meets (``epsilon``, ``delta``);
     without, ρ = 1.
 
-    Sources: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9; the
-    certificates name theirs.
+    Source: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9.
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that takes its data as arguments
-            (:class:`~torch_dpbayes.mcmc.RecordDensity` says what it may hold). For torch modules
-            see :meth:`for_module`.
+            model with one data plate named "data" that takes its data as arguments. For torch
+            modules see :meth:`for_module`.
         certificate: what bounds a record's influence, and how the draw is made. The default, 10,000
             steps of Langevin dynamics, is for a GLM.
-        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering;
-            the certificate decides what it costs.
+        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering.
         delta: of the target. None: the accountant's.
-        accountant: where the draw is charged. None: one of its own, with the target as its budget,
-            for neighbours that replace one record.
-        num_data: the number of records, a public constant; an upper bound N_max on that of both
+        accountant: None: one of its own, with the target as its budget, for neighbours that replace
+            one record.
+        num_data: the number of records, a public constant; an upper bound on that of both
             neighbouring data sets if the accountant's relation is add-or-remove-one. None: taken
             from the data under replace-one, where it is public.
-        reserve: what will be charged to the accountant after the draw, as a chain that begins
-            there; the target leaves room for it.
+        reserve: what will be charged after the draw; the target leaves room for it.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the certificate says nothing about
             this model.
 
     **Privacy.** :meth:`sample` charges the certificate's event to the accountant, then releases one
-    draw; n draws are n releases and cost that much. Nothing else about the chain leaves: no path,
-    no acceptance rate, no diagnostic, no exception or log line that a record's value can trigger.
+    draw; n draws cost n times that. Nothing else about the chain leaves: no path, no acceptance
+    rate, no diagnostic, no exception or log line that a record's value can trigger.
     """
 
     def __init__(
@@ -85,9 +80,6 @@ class OnePosteriorSample:
                 "certificate must be one of torch_dpbayes.ops' certificates, as"
                 f" FiniteRunLangevin(steps=1000), got {certificate!r}."
             )
-        count_is_public = accountant is None or accountant.neighboring == "replace_one"
-        posterior = _as_model(model, count_is_public)
-        certificate.check(posterior)
         if delta is None and accountant is not None:
             delta = accountant.delta
         if epsilon is not None:
@@ -102,18 +94,13 @@ class OnePosteriorSample:
             )
         if accountant is None:
             accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
-        self._model = posterior
-        self._reserve = reserve
-        self._certificate = certificate
-        self._epsilon = epsilon
-        self._delta = None if delta is None else check_delta(delta)
-        self._accountant = accountant
+        self._is_count_public = accountant.neighboring == "replace_one"
+        self._model = _as_model(model, self._is_count_public)
+        certificate.check(self._model)
+        self._certificate, self._accountant, self._reserve = certificate, accountant, reserve
+        self._epsilon, self._delta = epsilon, None if delta is None else check_delta(delta)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
-        if (
-            accountant.neighboring == "add_or_remove_one"
-            and num_data is None
-            and certificate.needs_num_data(posterior)
-        ):
+        if not self._is_count_public and num_data is None and self._needs_num_data:
             raise ArgumentError(
                 "the guarantee depends on the number of records, which is private here: state"
                 " num_data=, an upper bound for every data set, or use"
@@ -138,35 +125,30 @@ class OnePosteriorSample:
         reserve: DpEvent | None = None,
     ) -> OnePosteriorSample:
         """One posterior sample of the trainable parameters of a torch module: ``sample(inputs,
-        targets)`` returns them by name.
-
-        A copy of the module is used, in eval mode; ``module.load_state_dict(draw, strict=False)``
-        puts a draw into the module.
+        targets)`` returns them by name, for ``module.load_state_dict(draw, strict=False)``.
 
         Args:
             module: ``module(inputs)`` has the records along dimension 0, and no record looks at
-                another. Frozen parameters and buffers count as public: they must not come from the
-                records.
+                another. A copy is used, in eval mode. Frozen parameters and buffers count as
+                public: they must not come from the records.
             certificate: :class:`Bounded` needs nothing but the range; others need asserted
                 constants, which no network with more than one layer has.
             loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs),
                 targets)`` returns ``[n]``.
-            prior_std: standard deviation of the N(0, prior_std²) prior of every trainable
-                parameter.
+            prior_std: standard deviation of the N(0, prior_std²) prior of every parameter.
             epsilon, delta, accountant, num_data, reserve: as for :class:`OnePosteriorSample`.
         """
         from .pyro_model import model_of_module
 
-        model = model_of_module(module, loss, prior_std)
+        made = model_of_module(module, loss, prior_std)
         return cls(
-            model, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
+            made, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
         )
 
     @property
     def _numbers(self) -> dict[str, Any]:
-        numbers = {"model": self._model, "certificate": self._certificate}
         target = {} if self._epsilon is None else {"epsilon": self._epsilon, "delta": self._delta}
-        return {**numbers, **target}
+        return {"model": self._model, "certificate": self._certificate, **target}
 
     def __repr__(self) -> str:
         return words.one_line(self, self._numbers, self._accountant)
@@ -189,14 +171,13 @@ class OnePosteriorSample:
     @property
     def variance_inflation(self) -> float:
         """1 + 1/ρ: the asymptotic variance of the draw as an estimate, in units of that of the
-        maximum likelihood estimate.
+        maximum likelihood estimate (Wang, Fienberg, Smola 2015, Proposition 9).
 
         A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with
-        the Fisher information I at the draw (Wang, Fienberg, Smola 2015, Proposition 9). It counts
-        no bias: of the prior, of clipping, and of a chain that was stopped early. Nor does it count
-        the step size of a Langevin chain, which multiplies 1/ρ by up to 1/(1 − hM/2) along the
-        directions of the largest curvature: by 2 for the default step of
-        :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For intervals take h ≤ 0.1/M.
+        the Fisher information I at the draw. It counts no bias: of the prior, of clipping, of a
+        chain that was stopped early. A Langevin chain's step size multiplies 1/ρ by up to 1/(1 −
+        hM/2): by 2 for the default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For
+        intervals take h ≤ 0.1/M.
         """
         return 1 + 1 / self.tempering
 
@@ -209,17 +190,11 @@ class OnePosteriorSample:
         """What one draw costs, what was proved and what was assumed, in words. Data-free; for
         a GLM it needs ``num_data``, or a draw before.
         """
-        setting = self._setting()
-        event = self._certificate.event(self._model, setting)
-        alone = PrivacyAccountant(
-            method=self._accountant.method, neighboring=self._accountant.neighboring
-        ).compose(event)
+        setting, event, held = self._setting(), self.event, self._accountant
+        alone = PrivacyAccountant(method=held.method, neighboring=held.neighboring).compose(event)
         delta = self._delta if self._delta is not None else _DELTA_IN_WORDS
-        statement = self._certificate.statement(self._model, setting)
-        relation = {
-            "replace_one": "one record is replaced",
-            "add_or_remove_one": "one record is added or removed",
-        }[setting.neighboring]
+        proved, assumed = self._certificate.statement(self._model, setting)
+        change = "replaced" if setting.neighboring == "replace_one" else "added or removed"
         lines = [
             (
                 f"One posterior sample, certificate {type(self._certificate).__name__}, log"
@@ -227,12 +202,12 @@ class OnePosteriorSample:
             ),
             (
                 f"  one draw    {event}: epsilon = {alone.get_epsilon(delta):.5g} at delta ="
-                f" {delta:g} when {relation}; n draws cost n times this event"
+                f" {delta:g} when one record is {change}; n draws cost n times this event"
             ),
-            *(f"  proved      {line}" for line in statement.proved),
-            *(f"  ASSUMED     {line}" for line in statement.assumed),
+            *(f"  proved      {line}" for line in proved),
+            *(f"  ASSUMED     {line}" for line in assumed),
         ]
-        if not statement.assumed:
+        if not assumed:
             lines.append(
                 "  assumed     nothing about data, model or convergence; floating point is taken"
                 " for real numbers"
@@ -245,9 +220,8 @@ class OnePosteriorSample:
         """Charges one release, then draws.
 
         Args:
-            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the device of the
-                features decides where the chain runs. For a Pyro model its arguments, for a module
-                inputs and targets.
+            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the chain runs on the
+                features' device. For a Pyro model its arguments, for a module inputs and targets.
 
         Returns:
             The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM,
@@ -255,175 +229,116 @@ class OnePosteriorSample:
 
         Raises:
             PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget.
-                Nothing is charged or released; only where another thread or process charged at the
-                same moment, the charge stays and nothing is released.
+                Nothing is released, and nothing is charged unless others charged at that moment.
             ValueError, TypeError: shapes that do not fit. Nothing is charged.
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
-        return self.release_together(
-            data,
-            self._epsilon,
-            self._reserve,
-            f"one posterior sample ({type(self._certificate).__name__})",
-        )
-
-    def release_together(
-        self,
-        data: tuple[Any, ...],
-        epsilon: float | None,
-        reserve: DpEvent | None,
-        label: str,
-        together: DpEvent | None = None,
-    ) -> dict[str, Tensor]:
-        """A draw that is charged with what is released ``together`` with it: both or neither,
-        within ``epsilon`` and with room for ``reserve``.
-        """
         with _plain_arithmetic():
             data = self._model.prepare(data)
-            num_data = self._check_num_data(self._model.num_records(data))
+            num_data = self._count(self._model.num_records(data))
             setting = self._setting(num_data)
-            event = self._certificate.event(self._model, setting)
-            self._charge(
-                event if together is None else ComposedDpEvent([event, together]),
-                epsilon,
-                reserve,
-                label,
-            )
+            self._charge(self._certificate.event(self._model, setting))
             self._last_num_data = num_data
             theta = self._certificate.draw(self._model, data, setting, GaussianNoise())
             return self._model.release(theta)
 
-    def _charge(
-        self, event: DpEvent, epsilon: float | None, reserve: DpEvent | None, label: str
-    ) -> None:
-        """Charges; the target is posterior again afterwards, for other threads and processes
-        charge the same accountant in between.
-        """
+    def _charge(self, event: DpEvent) -> None:
+        def require_target(*more: DpEvent, say: str) -> None:
+            if self._epsilon is not None and self._costs()(*more) > self._epsilon * ROUND_UP:
+                raise PrivacyBudgetExceeded(
+                    f"{say} the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: make"
+                    " a new OnePosteriorSample with a larger epsilon or another accountant."
+                )
 
-        def passes_target(*more: DpEvent | None) -> bool:
-            return epsilon is not None and self._epsilon_with(*more) > epsilon * (1 + 1e-9)
-
+        label = f"one posterior sample ({type(self._certificate).__name__})"
         with _charging:  # two draws at a time would each refuse the other
-            if passes_target(event, reserve):
-                raise PrivacyBudgetExceeded(
-                    f"one more draw would pass the target epsilon = {epsilon:g} at delta ="
-                    f" {self._delta:g}, as n draws cost n releases: make a new OnePosteriorSample"
-                    " with a larger epsilon."
-                )
+            require_target(event, say="n draws cost n releases, and one more would pass")
             self._accountant.compose(event, label=label)
-            if passes_target(reserve):
-                raise PrivacyBudgetExceeded(
-                    "other releases were charged meanwhile and pass the target epsilon ="
-                    f" {epsilon:g} at delta = {self._delta:g}. Nothing was drawn, but the charge"
-                    " stays: give simultaneous draws an accountant each."
-                )
+            # other threads and processes may charge the same accountant in between
+            require_target(
+                say="Nothing was drawn, but the charge stays: with what others charged it passes"
+            )
 
     # --- the tempering ----------------------------------------------------------------------------
 
-    def _check_num_data(self, found: int) -> int | None:
-        if self._accountant.neighboring == "replace_one":
-            if self._num_data is not None and found != self._num_data:
-                raise ArgumentError(
-                    f"num_data = {self._num_data} was stated, but there are {found} records",
-                    code="num-data",
-                )
-            return found
-        if self._num_data is not None and found > self._num_data:
+    @property
+    def _needs_num_data(self) -> bool:
+        return self._certificate.needs_num_data(self._model)
+
+    def _count(self, found: int) -> int | None:
+        """N, as the certificate takes it; ``found`` decides only where it is public."""
+        stated = self._num_data
+        if stated is not None and (found > stated or (self._is_count_public and found != stated)):
+            shown = f"there are {found}" if self._is_count_public else "there are more records"
             raise ArgumentError(
-                f"there are more records than num_data = {self._num_data}, the upper bound that was"
-                " stated: choose one for every data set that could occur, without looking at the"
+                f"num_data = {stated} was stated, but {shown}: state the number, or under"
+                " add-or-remove-one an upper bound for every data set, without looking at the"
                 " data.",
                 code="num-data",
             )
-        return self._num_data
+        return found if self._is_count_public else stated
 
     def _setting(self, num_data: int | None = None) -> Setting:
-        if num_data is None:
-            num_data = self._num_data if self._num_data is not None else self._last_num_data
-        if not self._certificate.needs_num_data(self._model):
+        if not self._needs_num_data:
             num_data = None
-        elif num_data is None:
-            raise ArgumentError(
-                "the guarantee depends on the number of records: state OnePosteriorSample(...,"
-                " num_data=N), or draw first.",
-                code="num-data",
-            )
+        else:
+            known = (num_data, self._num_data, self._last_num_data)
+            num_data = next((number for number in known if number is not None), None)
+            if num_data is None:
+                raise ArgumentError(
+                    "the guarantee depends on the number of records: state OnePosteriorSample(...,"
+                    " num_data=N), or draw first.",
+                    code="num-data",
+                )
         if num_data not in self._solved:
             self._solved[num_data] = self._largest_tempering(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
 
-    def _epsilon_with(self, *more: DpEvent | None) -> float:
-        """ε of what the accountant holds, and of ``more``."""
+    def _event(self, tempering: float, num_data: int | None) -> DpEvent:
+        setting = Setting(tempering, num_data, self._accountant.neighboring)
+        return self._certificate.event(self._model, setting)
+
+    def _costs(self) -> Callable[..., float]:
+        """ε of what the accountant holds now, of what is reserved, and of given events."""
         assert self._delta is not None
-        if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
-            raise ArgumentError(
-                "adaptive charges, or those of a later job, are guaranteed by the"
-                " accountant's budget as a whole: leave out epsilon= and choose a certificate that"
-                " fits the budget.",
-                code="budget-whole",
-            )
-        joint = PrivacyAccountant(
-            method=self._accountant.method, neighboring=self._accountant.neighboring
-        )
-        for charge in self._accountant.history:
-            joint.compose(charge.event, charge.count)
-        for event in more:
-            if event is not None:
-                joint.compose(event)
-        return joint.get_epsilon(self._delta)
+        reserve = () if self._reserve is None else (self._reserve,)
+        epsilon = epsilon_with(self._accountant, self._delta)
+        return lambda *events: epsilon((*events, *reserve))
 
     def _largest_tempering(self, num_data: int | None) -> float:
-        """The largest tempering that meets the target."""
-
-        def cost(tempering: float) -> float:
-            return self._epsilon_with(
-                self._certificate.event(
-                    self._model, Setting(tempering, num_data, self._accountant.neighboring)
-                ),
-                self._reserve,
-            )
-
         if self._epsilon is None:
             return 1.0
-        epsilon = self._epsilon
+        costs = self._costs()
 
-        def meets(tempering: float) -> bool:
+        def cost(tempering: float) -> float:
             try:
-                return cost(tempering) <= epsilon
-            # M grows with the tempering; whether a step size that was given suits the result is
-            # checked there
-            except StepTooLarge:
-                return False
-            except TooFar:  # an exact draw that costs less leaves more room for the distance
-                return False
+                return costs(self._event(tempering, num_data))
+            # M grows with the tempering, and with it what a given step size and a given distance to
+            # the target allow
+            except (StepTooLarge, TooFar):
+                return math.inf
 
-        if meets(1.0):
-            return 1.0
-        low, high = _LEAST_TEMPERING, 1.0
-        if not meets(low):
-            if cost(low) > epsilon:
-                raise ArgumentError(
-                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met after what is"
-                    " held or reserved for later: use a larger epsilon, an empty accountant, or a"
-                    " certificate with a smaller delta.",
-                    code="budget-spent",
-                )
-        while high > low * (1 + _PRECISION):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if meets(middle) else (low, middle)
-        with suppress(TooFar):
-            # raises if a step is what stopped it
-            self._certificate.event(
-                self._model, Setting(high, num_data, self._accountant.neighboring)
+        found = largest_tempering(cost, self._epsilon)
+        if found is None:
+            self._event(LEAST_TEMPERING, num_data)  # raises if the certificate is what stopped it
+            raise ArgumentError(
+                f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after what"
+                " is held or reserved for later: use a larger epsilon, an empty accountant, or a"
+                " certificate with a smaller delta.",
+                code="budget-spent",
             )
-        return low
+        with suppress(TooFar):
+            self._event(
+                min(1.0, found * (1 + 10 * PRECISION)), num_data
+            )  # raises if a step stopped it
+        return found
 
 
 @contextmanager
 def _plain_arithmetic() -> Iterator[None]:
-    """Whatever the caller's context: sums over records are not rounded to half precision, and
-    samplers may differentiate.
+    """No half precision in sums over records, and autograd for samplers, whatever the caller's
+    context.
     """
     with (
         torch.inference_mode(False),

@@ -29,21 +29,12 @@ _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers 
 
 
 class PyroModel:
-    """A Pyro model with one data plate, over all of its continuous latents in unconstrained space.
-
-    Args:
-        model: the model; its data are its arguments. See
-            :class:`~torch_dpbayes.mcmc.RecordDensity`.
-        data_plate: the name of the plate of records.
-        count_is_public: whether errors may depend on the number of records.
-
-    **Privacy.** Only the prior, which is made without the data, is kept between calls.
+    """A Pyro model with one data plate, over its continuous latents in unconstrained space. Only
+    the prior, which is made without the data, is kept between calls.
     """
 
-    def __init__(
-        self, model: Callable[..., Any], data_plate: str = "data", *, count_is_public: bool = True
-    ) -> None:
-        self._model, self._plate = model, data_plate
+    def __init__(self, model: Callable[..., Any], *, count_is_public: bool = True) -> None:
+        self._model = model
         self._count_is_public = count_is_public
         self._prior: Prior | None = None
         self._wants_unconstrained: str | None = None
@@ -56,21 +47,17 @@ class PyroModel:
         """Nobody knows them."""
 
     def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The model on its data, after checks on made-up rows of the data's shapes."""
+        """The model on its data, after checks on synthetic rows of the data's shapes."""
         with using_pyro:
-            density = RecordDensity(
-                self._model, data, data_plate=self._plate, count_is_public=self._count_is_public
-            )
-            # refuses a prior that no chain can start from, before anything is charged
-            density.prior.sample()
+            density = RecordDensity(self._model, data, count_is_public=self._count_is_public)
+            density.prior.sample()  # refuses, before the charge, a prior that no chain starts from
         prior = density.prior
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
                 if not _is_identity(transform):
                     raise CertificateError(
-                        f"{self._wants_unconstrained} needs latents that live on all of R, and"
-                        f" {name!r} does not: write the model with a real latent and transform it"
-                        " yourself, or use Bounded."
+                        f"{self._wants_unconstrained} needs latents on all of R, and {name!r} is"
+                        " not: transform a real latent in the model, or use Bounded."
                     )
         self._prior = prior
         return (density,)
@@ -88,10 +75,8 @@ class PyroModel:
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         """Values by site, in the supports of the model's distributions."""
         assert self._prior is not None
-        return {
-            name: value.detach().clone()
-            for name, value in self._prior.constrain(theta.to(self._prior.dtype)).items()
-        }
+        values = self._prior.constrain(theta.to(self._prior.dtype))
+        return {name: value.detach().clone() for name, value in values.items()}
 
 
 class PyroTarget:
@@ -118,7 +103,7 @@ class PyroTarget:
             gradient = gradient + self._tempering * self._density.clipped_gradient_sum(
                 point, self._max_norm
             )
-        except InvalidPoint:  # asked of made-up rows: the prior alone leads back
+        except InvalidPoint:  # of synthetic rows: the prior alone leads back
             pass
         return -gradient.to(torch.float64)
 
@@ -159,11 +144,8 @@ class PyroTarget:
             more, slope = likelihood(point)
         except InvalidPoint:
             more, slope = _IMPOSSIBLE, torch.zeros_like(gradient)
-        value, gradient = (
-            -(value + self._tempering * more),
-            -(gradient + self._tempering * slope).to(theta.dtype),
-        )
-        result: Tensor = _WithGradient.apply(theta, value, gradient)
+        gradient = -(gradient + self._tempering * slope).to(theta.dtype)
+        result: Tensor = _WithGradient.apply(theta, -(value + self._tempering * more), gradient)
         return result
 
 
@@ -182,15 +164,10 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _is_identity(transform: Any) -> bool:
-    while (
-        isinstance(transform, transforms.IndependentTransform)
-        or type(transform).__name__ == "_InverseTransform"
-    ):
-        transform = (
-            transform.base_transform
-            if isinstance(transform, transforms.IndependentTransform)
-            else transform.inv
-        )
+    if isinstance(transform, transforms.IndependentTransform):
+        return _is_identity(transform.base_transform)
+    if type(transform).__name__ == "_InverseTransform":
+        return _is_identity(transform.inv)
     return isinstance(transform, transforms.ComposeTransform) and not transform.parts
 
 
@@ -227,14 +204,7 @@ def require_module(module: Any) -> None:
 
 
 class ModuleModel:
-    """A Pyro model of a module's trainable parameters, which may be pickled.
-
-    Args:
-        module: in eval mode.
-        latents: its trainable parameters by name, of which shapes, dtypes and devices are used.
-        loss: of each record.
-        prior_std: of every trainable parameter.
-    """
+    """A Pyro model of a module's trainable parameters ``latents``, which may be pickled."""
 
     def __init__(
         self, module: nn.Module, latents: dict[str, Tensor], loss: Loss, prior_std: float
@@ -251,10 +221,8 @@ class ModuleModel:
         losses = self._loss(functional_call(self._module, values, (inputs,)), targets)
         if not isinstance(losses, Tensor) or losses.shape != targets.shape[:1]:
             raise UnfitModel(
-                f"the loss must return one number a record, [{len(targets)}] here:"
-                " functools.partial(torch.nn.functional.cross_entropy, "
-                'reduction="none"). It returned'
-                f" {list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}."
+                "the loss must return one number a record, as"
+                ' functools.partial(torch.nn.functional.cross_entropy, reduction="none").'
             )
         with pyro.plate("data", len(inputs)):
             pyro.factor("log_likelihood", -losses)

@@ -1,6 +1,4 @@
-"""Multinomial logistic regression, whose constants hold for every data set although a record has
-several predictors: its gradients are bounded without clipping.
-"""
+"""Multinomial logistic regression: its gradients are bounded without clipping."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CertificateError
-from .glm import GLM, require_representable
+from .glm import GLM, LinearTarget, chunked_sum, require_representable
 from .models import Constants
 
 _CHUNK = 8192  # rows
@@ -22,16 +20,12 @@ class Softmax:
 
     .. math::
         \ell_i(W) = \log \sum_k e^{u_{ik}} - u_{i y_i}, \qquad
-        \nabla \ell_i = (p_i - e_{y_i}) x_i^\top
+        \nabla \ell_i = (p_i - e_{y_i}) x_i^\top, \qquad
+        \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top
 
-    .. math::
-        \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top, \qquad
-        r(W) = \|W\|^2 / (2\,\text{prior\_std}^2)
-
-    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together: an intercept is a
-    column of ones of the caller's. A row with a value that is not finite, or with a label that is
-    no class, contributes exactly nothing to any gradient. No record can make any of this raise:
-    check labels before.
+    Features are clipped as a :class:`~torch_dpbayes.ops.GLM` clips them. A row with a value that is
+    not finite, or with a label that is no class, contributes exactly nothing to any gradient. No
+    record can make any of this raise: check labels before.
 
     The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, for ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's Lipschitz
     constant is at most ½R_x²; and the Frobenius norm of the Hessian is at most ½R_x², for
@@ -54,12 +48,9 @@ class Softmax:
     ) -> None:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
             raise ArgumentError(f"num_classes must be a whole number from 2, got {num_classes!r}.")
-        for name, value in (("prior_std", prior_std), ("max_feature_norm", max_feature_norm)):
-            if isinstance(value, Tensor | bool) or not 0 < value < math.inf:
-                raise ArgumentError(f"{name} must be a positive finite number, got {value!r}.")
-            require_representable(name, value)
+        require_representable("prior_std", prior_std)
         self._num_classes = num_classes
-        # whose features are shortened alike
+        # clips features alike
         self._features = GLM("gaussian", prior_std, max_feature_norm, noise_std=1.0)
 
     def __repr__(self) -> str:
@@ -76,7 +67,7 @@ class Softmax:
     @property
     def prior_std(self) -> float:
         """Of each weight."""
-        return float(self._features.prior_precision) ** -0.5
+        return float(self._features.prior_std)
 
     @property
     def max_feature_norm(self) -> float:
@@ -108,11 +99,8 @@ class Softmax:
         return Constants(self.lipschitz, precision, precision, self.record_smoothness)
 
     def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """Class probabilities of each row, ``[n, K]``, with the features clipped as in fitting.
-
-        Args:
-            draw: what ``OnePosteriorSample(...).sample`` returned.
-            features: ``[n, d]``.
+        """Class probabilities ``[n, K]`` of rows ``[n, d]`` given a released draw, with features
+        clipped as in fitting.
         """
         x = self._features.features(features)
         return torch.softmax(x @ draw["weights"].to(x).T, -1)
@@ -135,9 +123,11 @@ class Softmax:
 
     def target(
         self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float
-    ) -> SoftmaxTarget:
+    ) -> LinearTarget:
         """∝ prior · Π likelihood^tempering; ``max_grad_norm`` is no less than any gradient."""
-        return SoftmaxTarget(self, self.records(*data), tempering)
+        records = self.records(*data)
+        precision = self._features.prior_precision.to(records.x.device)
+        return LinearTarget(records, precision, tempering)
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         """``{"weights": [K, d]}``."""
@@ -157,16 +147,11 @@ class Softmax:
 
 
 class SoftmaxRecords:
-    """Bounded records of a multinomial logistic regression.
-
-    Args:
-        x: ``[n, d]``, no longer than R_x.
-        y: ``[n]``, classes.
-        num_classes: K.
-    """
+    """Bounded records: x ``[n, d]``, no longer than R_x, and classes y ``[n]``."""
 
     def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:
         self.x, self.y, self.num_classes = x, y, num_classes
+        self.size = num_classes * x.shape[1]  # of the weights
 
     def predictors(self, theta: Tensor) -> Tensor:
         """u ``[n, K]`` for ``[K·d]``; where it is beyond the range of floats it is 0."""
@@ -177,13 +162,8 @@ class SoftmaxRecords:
         """Σ (p − e_y) xᵀ, ``[K·d]`` in float64; a record adds at most √2·R_x."""
         slopes = torch.softmax(self.predictors(theta), -1)
         slopes[torch.arange(len(self.y), device=self.y.device), self.y] -= 1
-        total = torch.zeros(
-            self.num_classes, self.x.shape[1], dtype=torch.float64, device=self.x.device
-        )
         # in float32 one record would change the rounding of the sums of all others
-        for rows, some in zip(self.x.split(_CHUNK), slopes.split(_CHUNK), strict=True):
-            total += some.to(torch.float64).T @ rows.to(torch.float64)
-        return total.reshape(-1)
+        return chunked_sum(lambda x, s: s.T @ x, self.x, slopes).reshape(-1)
 
     def hessian_sum(self, theta: Tensor) -> Tensor:
         """Σ (diag(p) − ppᵀ) ⊗ xxᵀ, ``[K·d, K·d]`` in float64; a record adds a positive
@@ -206,48 +186,11 @@ class SoftmaxRecords:
                         total[other, :, k] += block
         return total.reshape(count * size, count * size)
 
+    def losses(self, theta: Tensor) -> Tensor:
+        """ℓ_i, ``[n]`` in float64, differentiable."""
+        return -self.log_likelihoods(theta)
+
     def log_likelihoods(self, theta: Tensor) -> Tensor:
         """log p(y_i | x_i, W), ``[n]`` in float64, differentiable."""
         u = self.predictors(theta).to(torch.float64)
         return -torch.nn.functional.cross_entropy(u, self.y, reduction="none")
-
-
-class SoftmaxTarget:
-    """U(W) = r(W) + ρ Σ ℓ_i(W).
-
-    Args:
-        model: whose prior it is.
-        records: the data.
-        tempering: ρ.
-    """
-
-    def __init__(self, model: Softmax, records: SoftmaxRecords, tempering: float) -> None:
-        self._records, self._tempering = records, tempering
-        self._precision = model.prior_std**-2
-
-    @property
-    def start(self) -> Tensor:
-        """The prior's mean."""
-        x = self._records.x
-        size = self._records.num_classes * x.shape[1]
-        return torch.zeros(size, dtype=torch.float64, device=x.device)
-
-    def potential(self, theta: Tensor) -> Tensor:
-        """U, differentiable."""
-        return self._prior(theta) - self._tempering * self._records.log_likelihoods(theta).sum()
-
-    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """The same with every log likelihood clipped into [low, high]; ``relative``: its
-        difference to that at the start.
-        """
-        values = self._records.log_likelihoods(theta)
-        if relative:
-            values = values - self._records.log_likelihoods(self.start)
-        return self._prior(theta) - self._tempering * values.clamp(low, high).sum()
-
-    def gradient(self, theta: Tensor) -> Tensor:
-        """∇U, ``[K·d]``."""
-        return self._records.gradient_sum(theta) * self._tempering + self._precision * theta
-
-    def _prior(self, theta: Tensor) -> Tensor:
-        return self._precision * theta.square().sum() / 2

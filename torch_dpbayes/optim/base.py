@@ -17,12 +17,10 @@ equal noise.
 from __future__ import annotations
 
 import functools
-import inspect
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,43 +28,23 @@ from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .. import words
 from ..accounting import events
-from ..accounting.accountant import PrivacyAccountant
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
+from ..errors import ArgumentTypeError, CheckpointError, StateError
 from ..release import saved_state
-from ..release.layout import GroupGradient, Layout, Member
-from ..release.query import ClippedSum
-from ..release.release import Release
+from ..release.layout import GroupGradient, Layout
+from ..release.release import require_public
 from . import finite_steps, priors
-from .priors import LogPrior
-from .settings import (
-    LARGEST_LR,
-    LARGEST_NOISE_MULTIPLIER,
-    SETTINGS,
-    Defaults,
-    Settings,
-    require_number,
-    require_positive,
-)
-
-_ELSEWHERE = {  # arguments of other optimizers
-    "weight_decay": "weight_decay=: pass prior_std=, which is 1 / sqrt(weight_decay * num_data)",
-    "momentum": "momentum=: take DPSGHMC, which has it",
-    "betas": "betas=: DPSGHMC has momentum=, the first of them",
-}
-_NEEDED = ("lr", "num_data", "expected_batch_size", "max_grad_norm")
-_OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *SETTINGS))
+from .declared import DeclaredOptimizer
 
 
-class PrivateOptimizer(Optimizer):
+class PrivateOptimizer(DeclaredOptimizer):
     """Base of the private samplers. A subclass says how much noise it wants and what it does with
     the noisy gradient.
 
     Args:
         params: parameters, named parameters or parameter groups, as for every torch optimizer.
             ``lr``, ``prior_std`` and ``prior_mean`` may differ between groups.
-        defaults: the options that a group may override.
+        lr: step size on the *mean* loss; ``"free"`` is :attr:`free_lr`.
         num_data: number of records N, a public constant.
         expected_batch_size: B, a public constant; under Poisson sampling B/N is the sampling rate.
         max_grad_norm: clip norm C of one record's gradient, over all parameters together; at least
@@ -93,97 +71,14 @@ class PrivateOptimizer(Optimizer):
         assume_independent_records: you vouch that each per-sample gradient in ``p.grad_sample``
             depends on one record alone. Needed for gradients that ``make_private`` did not record;
             the accountant's summary says so.
-        query: ``(max_grad_norm, expected_batch_size) ->`` what a step asks of the data.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one.
+        prior_mean: its mean.
     """
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Say in plain words which arguments are missing."""
-        try:
-            signature = inspect.signature(cls.__init__)
-            given = {*signature.bind_partial(None, *args, **options).arguments, *options}
-        except TypeError as error:
-            instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
-            if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
-                raise ArgumentTypeError(f"{cls.__name__} has no {line}") from None
-            raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
-        # a subclass that hands on what it is given has no names for it
-        missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
-        if "num_data" in missing or "expected_batch_size" in missing:
-            raise ArgumentTypeError(
-                f"{cls.__name__} also needs {', '.join(missing)}:"
-                f" pass optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0 to"
-                " PrivacyEngine().make_private, which knows the rest"
-            )
-        if missing:
-            raise ArgumentTypeError(
-                f"{cls.__name__} needs {' and '.join(missing)}: pass"
-                f" optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0, the clip norm"
-                " of one record's gradient"
-            )
-        return super().__new__(cls)
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        num_data: int,
-        expected_batch_size: float,
-        max_grad_norm: float,
-        noise_multiplier: float,
-        temperature: float,
-        log_prior: LogPrior | None,
-        sampling: str | None,
-        accountant: PrivacyAccountant | None,
-        generator: torch.Generator | None,
-        assume_independent_records: bool = False,
-        query: Callable[[float, float], ClippedSum] = ClippedSum,
-    ) -> None:
-        settings = Settings(
-            num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, sampling
-        )
-        if (
-            log_prior is not None
-            and not math.isinf(defaults["prior_std"])
-            and defaults["prior_std"] != 1.0
-        ):
-            raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
-        self._constants, self._log_prior = settings, log_prior
-        self.release = Release(  # what stands between batches and the noisy gradient
-            query(settings.max_grad_norm, settings.expected_batch_size),
-            num_data=num_data,
-            sampling=sampling,
-            accountant=PrivacyAccountant() if accountant is None else accountant,
-            generator=generator,
-            label=type(self).__name__,
-            assume_independent=assume_independent_records,
-        )
-        self._layout: Layout | None = None
-        self._layout_made_for: list[Any] = []
-        # by group, and how many steps in a row had them
-        self._last_numbers: tuple[list[tuple[float, ...]], int] = ([], 0)
-        self.defaults = defaults  # which the free lr is a function of
-        super().__init__(params, {**defaults, "lr": self._resolved(defaults["lr"])})
-        self.defaults = Defaults(self.defaults, type(self).__name__)
-        if log_prior is not None and any("param_names" not in group for group in self.param_groups):
-            raise ArgumentError(
-                "log_prior takes parameters by name: construct the optimizer with"
-                " model.named_parameters()"
-            )
-
-    # -- what an algorithm's file provides ---------------------------------------------------------
-
-    @abstractmethod
-    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
-        """z_L of a group whose ``lr`` is positive."""
-
-    @abstractmethod
-    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        """Temperature at which the Gaussian noise alone would sample."""
-
-    @abstractmethod
-    def _free_lr(self) -> float:
-        """The largest lr whose Langevin noise is at least the floor."""
+    _layout: Layout | None = None
+    _layout_made_for: list[Any] = []  # noqa: RUF012
+    # by group, and how many steps in a row had them
+    _last_numbers: tuple[list[tuple[float, ...]], int] = ([], 0)
 
     @abstractmethod
     def _update(self, parts: list[GroupGradient]) -> None:
@@ -192,132 +87,6 @@ class PrivateOptimizer(Optimizer):
     # torch's GradScaler skips steps when a gradient overflows, which one record decides: step()
     # refuses instead of being skipped
     _step_supports_amp_scaling = True
-
-    # -- public constants and reports --------------------------------------------------------------
-
-    @property
-    def accountant(self) -> PrivacyAccountant:
-        """Where every step is charged."""
-        return self.release.accountant
-
-    @property
-    def num_data(self) -> int:
-        """N, the public number of records."""
-        return self._constants.num_data
-
-    @property
-    def expected_batch_size(self) -> float:
-        """B, the public expected batch size."""
-        return self._constants.expected_batch_size
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C, the clip norm of one record's gradient."""
-        return self._constants.max_grad_norm
-
-    @property
-    def noise_multiplier(self) -> float:
-        """z_min, the floor under the noise multiplier."""
-        return self._constants.noise_multiplier
-
-    @property
-    def temperature(self) -> float:
-        """T of the target ∝ exp(−U/T)."""
-        return self._constants.temperature
-
-    @property
-    def has_own_log_prior(self) -> bool:
-        """Whether ``log_prior=`` replaces the Gaussian prior."""
-        return self._log_prior is not None
-
-    @property
-    def sampling(self) -> str | None:
-        """``"poisson"`` or another way in which ``make_private`` draws batches, ``"recordwise"``,
-        or None for batches of which nothing is stated.
-        """
-        return self.release.sampling
-
-    @property
-    def langevin_noise_multiplier(self) -> float:
-        """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite
-        where every lr is 0.
-        """
-        return min(self._langevin(group) for group in self._trained_groups())
-
-    @property
-    def effective_noise_multiplier(self) -> float:
-        """z in force, which is what a step is charged for; the smallest over the groups."""
-        return min(self._multiplier(group) for group in self._trained_groups())
-
-    @property
-    def effective_temperature(self) -> float:
-        """Temperature of the Gaussian noise in force; the largest over the groups.
-
-        For q < 1 the minibatch noise comes on top, so this is a lower bound on the temperature of
-        the samples.
-        """
-        return max(
-            self._group_temperature(g, self._multiplier(g)) if g["lr"] > 0 else 0.0
-            for g in self._trained_groups()
-        )
-
-    @property
-    def free_lr(self) -> float:
-        """The largest lr at which privacy is free: the sampler's own noise reaches the floor.
-        Infinite without a floor.
-        """
-        return math.inf if self.noise_multiplier == 0 else self._free_lr()
-
-    @property
-    def independence(self) -> str:
-        """How records are kept apart: ``"by construction, …"`` or ``"vouched for …"``."""
-        return self.release.independence
-
-    @property
-    def equal_steps(self) -> int:
-        """How many steps in a row, up to the last one, were made with the learning rates, noise and
-        priors that are in force now.
-        """
-        now = [self._numbers_of(g, self._multiplier(g)) for g in self._trained_groups()]
-        numbers, steps = self._last_numbers
-        return steps if now == numbers else 0
-
-    @staticmethod
-    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[float, ...]:
-        return (group["lr"], group["prior_std"], group["prior_mean"], noise_multiplier)
-
-    @property
-    def _numbers(self) -> dict[str, Any]:
-        lrs = [float(group["lr"]) for group in self.param_groups]
-        return {
-            "lr": lrs[0] if len(lrs) == 1 else lrs,
-            "noise_multiplier": self.effective_noise_multiplier,
-            "temperature": self.effective_temperature,
-            "max_grad_norm": self.max_grad_norm,
-            "expected_batch_size": self.expected_batch_size,
-            "num_data": self.num_data,
-            "sampling": self.sampling,
-            "records": self.independence,
-        }
-
-    def __repr__(self) -> str:
-        """The numbers in force, and what is spent."""
-        try:
-            numbers = self._numbers
-        except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be
-            numbers = {"invalid": str(error)}
-        return words.one_line(self, numbers, self.accountant)
-
-    def _repr_html_(self) -> str:
-        return words.html(self, self._numbers, self.accountant)
-
-    def _trained_groups(self) -> list[dict[str, Any]]:
-        """Groups that are not frozen; all of them if every one is."""
-        return [
-            group for group in self.param_groups if any(p.requires_grad for p in group["params"])
-        ] or self.param_groups
-
-    # -- the private step --------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Charge one release to the accountant, draw it, and move the parameters.
@@ -338,48 +107,24 @@ class PrivateOptimizer(Optimizer):
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are
                 as before, the charge is kept.
         """
-        with self.release.turn, torch.no_grad():
-            return self._whole_step(closure)
-
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch puts around :meth:`step`, only where it does something: its note to a profiler
-        takes a twentieth of a small step.
-        """
-        watched = Optimizer.profile_hook_step(func)
-
-        @functools.wraps(func)
-        def step(self: PrivateOptimizer, *args: Any, **options: Any) -> Any:
-            if (
-                _profiler_enabled()
-                or self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-            ):
-                return watched(self, *args, **options)
-            return func(self, *args, **options)
-
-        return step
-
-    def _whole_step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
-        try:
-            with self.release.together():
-                if closure is not None:
-                    with torch.enable_grad():
-                        loss = closure()
-                self._step()
-        except BaseException:
-            self.release.forget_parts()
-            if self._layout is not None:
-                self._layout.buffer.zero_()  # sums without noise
-            raise
-        finally:
-            parameters = self._parameters()
-            self.release.source.discard(parameters)
-            for p in parameters:
-                p.grad = None  # not private: hooks leave the ordinary gradient there
+        with self.release.lock, torch.no_grad():
+            try:
+                with self.release.together():
+                    if closure is not None:
+                        with torch.enable_grad():
+                            loss = closure()
+                    self._step()
+            except BaseException:
+                self.release.forget_parts()
+                if self._layout is not None:
+                    self._layout.buffer.zero_()  # sums without noise
+                raise
+            finally:
+                parameters = self._parameters()
+                self.release.source.discard(parameters)
+                for p in parameters:
+                    p.grad = None  # not private: hooks leave the ordinary gradient there
         return loss
 
     def _step(self) -> None:
@@ -392,10 +137,16 @@ class PrivateOptimizer(Optimizer):
                 " record's overflow decides: use torch.autocast with bfloat16 and no scaler.",
                 code="grad-scaler",
             )
+        for group in self.param_groups:
+            require_public("a parameter group", group.values())
+        for state in self.state.values():
+            require_public("the optimizer's state", state.values())
         layout = self._current_layout()
         largest = finite_steps.require_finite(layout)
         for part in layout.groups:
-            part.noise_multiplier = self._multiplier(part.group)
+            options = part.current_options()
+            if options != part.options:  # z follows from them
+                part.noise_multiplier, part.options = self._multiplier(part.group), options
         prior_gradients = priors.gradients(self._log_prior, layout)
         undo = finite_steps.Undo(self, layout, self._constants, largest, prior_gradients)
         if not self.release.take(layout, self._settings, largest):
@@ -444,7 +195,28 @@ class PrivateOptimizer(Optimizer):
                 " without it the parts of two batches cannot be told apart.",
                 code="loader-memory-manager",
             )
-        self.release.draws.delivered_part(is_last=not do_skip)
+        self.release.draws.delivered(is_part=True, is_last=not do_skip)
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch puts around :meth:`step`, only where it does something: its note to a profiler
+        takes a twentieth of a small step.
+        """
+        watched = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: PrivateOptimizer, *args: Any, **options: Any) -> Any:
+            if (
+                _profiler_enabled()
+                or self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+            ):
+                return watched(self, *args, **options)
+            return func(self, *args, **options)
+
+        return step
 
     # -- what a step is charged for ----------------------------------------------------------------
 
@@ -452,133 +224,39 @@ class PrivateOptimizer(Optimizer):
         """The event of one step on a Poisson batch, in noise std / clip bound."""
         return self.release.event(noise_multiplier, "poisson")
 
-    def _langevin(self, group: dict[str, Any]) -> float:
-        if not group["lr"] > 0:
-            return math.inf
-        noise_multiplier = self._group_langevin_noise_multiplier(group)
-        if not noise_multiplier < LARGEST_NOISE_MULTIPLIER:
-            raise ArgumentError(
-                f"lr = {group['lr']} is so small that the sampler's own noise overflows (noise"
-                f" multiplier {noise_multiplier:.3g}): use a larger lr, 0 to leave the group as it"
-                " is, or temperature=0."
-            )
-        return noise_multiplier
-
-    def _multiplier(self, group: dict[str, Any]) -> float:
-        """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a
-        floor nothing is released.
+    @property
+    def equal_steps(self) -> int:
+        """How many steps in a row, up to the last one, were made with the learning rates, noise and
+        priors that are in force now.
         """
-        self._require_options(group)
-        if not math.isfinite(group["prior_mean"]):
-            raise ArgumentError(f"prior_mean = {group['prior_mean']} is not finite")
-        require_positive("prior_std", group["prior_std"], allow_infinite=True)
-        require_number("lr", group["lr"])
-        if not 0 <= group["lr"] < LARGEST_LR:
-            raise ArgumentError(
-                f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
-            )
-        if group["lr"] == 0:
-            return self.noise_multiplier or math.inf
-        return max(self._langevin(group), self.noise_multiplier)
+        now = [self._numbers_of(g, self._multiplier(g)) for g in self._trained_groups()]
+        numbers, steps = self._last_numbers
+        return steps if now == numbers else 0
+
+    @staticmethod
+    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[float, ...]:
+        return (group["lr"], group["prior_std"], group["prior_mean"], noise_multiplier)
 
     # -- groups, copies, checkpoints ---------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
-        if isinstance(param_group.get("lr"), str):
-            param_group = {**param_group, "lr": self._resolved(param_group["lr"])}
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._require_options(group)
-            require_positive("lr", group["lr"])
-            require_positive("prior_std", group["prior_std"], allow_infinite=True)
-            require_number("prior_mean", group["prior_mean"])
-            if not math.isfinite(group["prior_mean"]):
-                raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
-            for p in group["params"]:
-                if not p.is_floating_point():
-                    raise ArgumentTypeError(
-                        f"parameters must be real floating-point tensors, got {p.dtype}"
-                    )
-        except Exception:
-            self.param_groups.pop()
-            raise
         self._layout = None
         self.release.forget_parts()
 
-    def _resolved(self, lr: Any) -> Any:
-        """``lr``, which is :attr:`free_lr` where ``"free"`` is asked for."""
-        if not isinstance(lr, str):
-            return lr
-        if lr != "free":
-            raise ArgumentError(f'lr must be a number or "free", got {lr!r}')
-        if not (self.noise_multiplier > 0 and self.temperature > 0):
-            raise ArgumentError(
-                'lr="free" is where the sampler\'s own noise reaches the floor: it needs'
-                " noise_multiplier > 0 (or a target epsilon) and temperature > 0"
-            )
-        return self._free_lr()
-
-    def _require_options(self, group: dict[str, Any]) -> None:
-        if _OPTIONS_OF_NO_GROUP.isdisjoint(group):
-            return
-        if foreign := [
-            name for name in group if name in _OPTIONS_OF_NO_GROUP and name not in self.defaults
-        ]:
-            raise ArgumentError(
-                f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its"
-                f" groups take {', '.join(self.defaults)}. Set it for all groups when the optimizer"
-                " is made."
-            )
-
     def _current_layout(self) -> Layout:
-        is_shared = self.release.ranks is not None
-        made_for = [
-            is_shared,
-            *[
-                (id(group), id(p), p.requires_grad, p.dtype, p.device)
-                for group in self.param_groups
-                for p in group["params"]
-            ],
+        """Where the numbers of a step live, made anew when other parameters are trainable."""
+        made_for: list[Any] = [self.release.ranks is not None]
+        made_for += [
+            (id(group), id(p), p.requires_grad, p.dtype, p.device)
+            for group in self.param_groups
+            for p in group["params"]
         ]
         if self._layout is None or self._layout_made_for != made_for:
-            self._layout = self._new_layout(is_shared)
+            self._layout = self.release.layout_of(self.param_groups)
             self._layout_made_for = made_for
         return self._layout
-
-    def _new_layout(self, is_shared: bool) -> Layout:
-        members: list[Member] = []
-        for i, group in enumerate(self.param_groups):
-            given = group.get(
-                "param_names", [f"{j} of group {i}" for j in range(len(group["params"]))]
-            )
-            trainable = [
-                (name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad
-            ]
-            if trainable:
-                members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
-        if not members:
-            raise StateError("every parameter is frozen: there is nothing to sample")
-        parameters = [p for _, _, trainables in members for p in trainables]
-        if len({p.device for p in parameters}) > 1:
-            raise StateError(
-                "the parameters live on several devices; one norm per record needs them on one"
-            )
-        self.release.forget_parts()
-        layout = Layout(
-            members,
-            self.release.query.numbers_beside(
-                sum(p.numel() for p in parameters), parameters[0].device
-            ),
-            self.expected_batch_size,
-            is_shared=is_shared,
-        )
-        self.release.layout_changed()
-        return layout
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateOptimizer:
         """A copy that charges the same accountant and draws its own noise."""
@@ -655,13 +333,3 @@ class PrivateOptimizer(Optimizer):
         # states of earlier versions do not know
         self._last_numbers = private.get("last_numbers", ([], 0))
         self._layout = None
-
-    def _settings(self) -> dict[str, Any]:
-        """On which the law of a release depends."""
-        return {name: getattr(self, name) for name in SETTINGS}
-
-    def described(self) -> dict[str, Any]:
-        """Every constant that ranks must agree on."""
-        constants = (bool, int, float, str, type(None))
-        own = {name: v for name, v in vars(self).items() if isinstance(v, constants)}
-        return {**own, **self._settings()}

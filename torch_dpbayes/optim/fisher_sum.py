@@ -49,7 +49,7 @@ class FisherSum(ClippedSum):
             "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
         )
 
-    def numbers_beside(self, num_parameters: int, device: torch.device) -> int:
+    def extra_size(self, num_parameters: int, device: torch.device) -> int:
         if not self.is_full:
             return num_parameters
         # buffer, estimate, and three matrices in float64
@@ -65,7 +65,7 @@ class FisherSum(ClippedSum):
     def second_moment(self, layout: Layout) -> Tensor:
         """The second moment in the buffer, in its shape."""
         size = len(layout.gradient)
-        return layout.beside.view(size, size) if self.is_full else layout.beside
+        return layout.extra.view(size, size) if self.is_full else layout.extra
 
     def fisher_noise(self, noise_multiplier: float) -> float:
         """σ_F = zC²/√ϕ."""
@@ -96,12 +96,12 @@ class FisherSum(ClippedSum):
     def add_noise(self, layout: Layout, smallest: float, stream: torch.Generator | None) -> None:
         super().add_noise(layout, smallest, stream)
         if stream is None:
-            layout.beside.div_(self.expected_batch_size)
+            layout.extra.div_(self.expected_batch_size)
         # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2
         # beside it
         else:
             std = self.fisher_noise(smallest)
-            add_gaussian(layout.beside, std, self.expected_batch_size, stream)
+            add_gaussian(layout.extra, std, self.expected_batch_size, stream)
         if self.scale is not None:
             layout.gradient.copy_(_times(self.scale, layout.gradient))
 
@@ -112,7 +112,7 @@ class FisherSum(ClippedSum):
         swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
         is_replacement = neighboring_relation(neighboring) == "replace_one"
         # a swap in a batch that was cut is charged at twice the distance, which is further
-        is_drawn = sampling in ("poisson", "truncated_poisson", "random_allocation", "people")
+        is_drawn = sampling in ("poisson", "truncated_poisson", "random_allocation", "users")
         is_swap = is_replacement if is_full else not is_drawn
         return (
             2 * noise_multiplier / math.sqrt(swap)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..release.layout import Layout
+from ..release.release import require_public
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -28,6 +29,7 @@ def gradients(log_prior: LogPrior | None, layout: Layout) -> list[Tensor] | None
             raise ArgumentError(
                 "log_prior must return a scalar tensor, the log density of the parameters"
             )
+        require_public("log_prior", [value])
         found = torch.autograd.grad(value, list(named.values()), allow_unused=True)
     result = [
         torch.zeros_like(p) if g is None else -g

@@ -26,14 +26,12 @@ charged at all where that is 0.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..errors import ArgumentError, ArgumentTypeError
-from .base import PrivateOptimizer
+from ..errors import ArgumentError
 
 
 class PolynomialDecay(LRScheduler):
@@ -144,65 +142,6 @@ class Cyclical(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """η_k of every group, k = ``last_epoch`` + 1."""
         return [lr * (math.cos(math.pi * self.position) + 1) / 2 for lr in self.base_lrs]
-
-
-class PhaseTransition(LRScheduler):
-    r"""From optimising under privacy noise to sampling with it: 1/t decay down to
-    ``optimizer.free_lr``, then constant.
-
-    .. math:: \eta_t = \max \Bigl( \frac{\eta_0}{1 + t/b}, \min(\eta_0, \eta_{\mathrm{free}}) \Bigr)
-
-    While η is above ``free_lr``, the privacy noise is more than the sampler's own (z_L < z_min):
-    the iterates are too hot to be samples, but they move quickly. At ``free_lr`` both meet, and
-    from there on privacy costs the sampler nothing.
-
-    Source: Wang, Fienberg and Smola (2015), section 4. They compare the two noises by a calibration
-    with advanced composition; ``free_lr`` compares the noise that is really drawn.
-
-    Args:
-        optimizer: a private optimizer with ``noise_multiplier`` > 0; its groups' ``lr`` are the
-            η_0.
-        offset: b > 0, in steps: how long η stays near η_0.
-        last_epoch: number of the last step when resuming, as in torch.
-
-    Raises:
-        TypeError: not one of the private optimizers.
-        ValueError: there is no transition: no floor under the noise, temperature 0, or
-            ``momentum="matched"``.
-
-    **Privacy.** Fixed in advance: ``free_lr`` is made of public constants. As z = max(z_L, z_min),
-    every step before the transition, and at it, is charged at z_min.
-    """
-
-    def __init__(self, optimizer: PrivateOptimizer, offset: float, last_epoch: int = -1) -> None:
-        if not isinstance(optimizer, PrivateOptimizer):
-            raise ArgumentTypeError(
-                "PhaseTransition needs the free_lr of a private optimizer, got"
-                f" {type(optimizer).__name__}"
-            )
-        _require("offset", offset, 0 < offset < math.inf, "positive and finite")
-        if not 0 < optimizer.free_lr < math.inf or optimizer.langevin_noise_multiplier == 0:
-            raise ArgumentError(
-                "there is no transition where privacy noise or the sampler's own is absent:"
-                " PhaseTransition needs noise_multiplier > 0, temperature > 0, and with DPSGHMC a"
-                ' number for momentum, not "matched".'
-            )
-        self.offset = float(offset)
-        super().__init__(optimizer, last_epoch)
-
-    @property
-    def is_sampling(self) -> bool:
-        """z_L ≥ z_min in every group, at the lr now in force."""
-        optimizer: Any = self.optimizer
-        return bool(optimizer.langevin_noise_multiplier >= optimizer.noise_multiplier * (1 - 1e-9))
-
-    def get_lr(self) -> list[float | Tensor]:
-        """η_t of every group."""
-        optimizer: Any = self.optimizer
-        return [
-            max(lr / (1 + self.last_epoch / self.offset), min(lr, optimizer.free_lr))
-            for lr in self.base_lrs
-        ]
 
 
 def _is_integer(value: object) -> bool:

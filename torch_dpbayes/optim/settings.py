@@ -5,15 +5,37 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Required, TypedDict
 
+import torch
 from torch import Tensor
 
 from ..accounting import events
+from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
+from .priors import LogPrior
 
 LARGEST_LR = 1e30
 LARGEST_NOISE_MULTIPLIER = 1e30
+
+
+class Options(TypedDict, total=False):
+    """What every private optimizer takes, for signatures that hand it on; :class:`DPSGLD
+    <torch_dpbayes.optim.DPSGLD>` says what each means.
+    """
+
+    num_data: Required[int]
+    expected_batch_size: Required[float]
+    max_grad_norm: Required[float]
+    noise_multiplier: float
+    temperature: float
+    prior_std: float
+    prior_mean: float
+    log_prior: LogPrior | None
+    sampling: str | None
+    accountant: PrivacyAccountant | None
+    generator: torch.Generator | None
+    assume_independent_records: bool
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
 from .fisher_sum import FisherSum, checked_scale, congruent
+from .settings import Options
 
 
 class DPSGFS(PrivateOptimizer):
@@ -59,22 +58,9 @@ class DPSGFS(PrivateOptimizer):
     posterior's.
 
     Args:
-        params: parameters, ``model.named_parameters()`` or parameter groups.
+        params: as for :class:`DPSGLD`.
         lr: η of the z_L above: the step size at which SGLD would add this much noise; ``"free"``
             is :attr:`free_lr`.
-        num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; the sums are divided by it, never by the number
-            of records that came.
-        max_grad_norm: clip norm C of one record's gradient of −log p, divided by
-            ``sensitivity_scale``.
-        noise_multiplier: floor z_min of the noise std on the sum, in units of C.
-        temperature: T > 0.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one.
-        prior_mean: its mean. (There is no ``log_prior``: its curvature is needed.)
-        sampling: ``"poisson"``, ``"recordwise"`` or None, see
-            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
-        accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
-        generator: source of the noise; None: operating-system entropy.
         fisher: ``"full"`` for up to a few thousand parameters (a d × d matrix is factorised every
             step), ``"diagonal"`` for any number.
         fisher_decay: 1 − β in [0, 1).
@@ -85,6 +71,8 @@ class DPSGFS(PrivateOptimizer):
             the noise is zC·Fξ: less where gradients are known to be small. May be set between
             steps, from public data or from what was released before. ``fisher="diagonal"`` takes a
             vector.
+        options: as for :class:`DPSGLD`; the temperature is positive, and there is no ``log_prior``,
+            whose curvature is needed.
 
     Raises:
         ValueError: an argument is out of range, or a full Fisher matrix does not fit into memory;
@@ -105,21 +93,11 @@ class DPSGFS(PrivateOptimizer):
         params: Iterable[Any],
         lr: float | Literal["free"],
         *,
-        num_data: int,
-        expected_batch_size: float,
-        max_grad_norm: float,
-        noise_multiplier: float = 0.0,
-        temperature: float = 1.0,
-        prior_std: float = 1.0,
-        prior_mean: float = 0.0,
-        sampling: str | None = None,
-        accountant: PrivacyAccountant | None = None,
-        generator: torch.Generator | None = None,
-        assume_independent_records: bool = False,
         fisher: Literal["full", "diagonal"] = "full",
         fisher_decay: float = 0.99,
         fisher_share: float = 0.5,
         sensitivity_scale: Tensor | None = None,
+        **options: Unpack[Options],
     ) -> None:
         if fisher not in ("full", "diagonal"):
             raise ArgumentError(f'fisher must be "full" or "diagonal", got {fisher!r}')
@@ -127,31 +105,28 @@ class DPSGFS(PrivateOptimizer):
             raise ArgumentError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
         if not 0 < fisher_share < math.inf:
             raise ArgumentError(f"fisher_share must be positive and finite, got {fisher_share}")
-        if not temperature > 0:
+        if not (temperature := options.get("temperature", 1.0)) > 0:
             raise ArgumentError(
                 "the step is proportional to the temperature, which must be positive, got"
                 f" {temperature}"
             )
+        if options.get("log_prior") is not None:
+            raise ArgumentError(
+                "DPSGFS has no log_prior=, whose curvature it needs: use prior_std="
+            )
         self._fisher, self._fisher_decay = fisher, float(fisher_decay)
-        super().__init__(
-            params,
-            {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
-            num_data=num_data,
-            expected_batch_size=expected_batch_size,
-            max_grad_norm=max_grad_norm,
-            noise_multiplier=noise_multiplier,
-            temperature=temperature,
-            log_prior=None,
-            sampling=sampling,
-            accountant=accountant,
-            generator=generator,
-            assume_independent_records=assume_independent_records,
-            query=partial(FisherSum, is_full=fisher == "full", share=float(fisher_share)),
-        )
+        self._fisher_share = float(fisher_share)
+        super().__init__(params, lr, **options)
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if trainable:
-            self._query.numbers_beside(sum(p.numel() for p in trainable), trainable[0].device)
+            self._query.extra_size(sum(p.numel() for p in trainable), trainable[0].device)
         self.sensitivity_scale = sensitivity_scale
+
+    def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:
+        is_full = self._fisher == "full"
+        return FisherSum(
+            max_grad_norm, expected_batch_size, is_full=is_full, share=self._fisher_share
+        )
 
     @property
     def _query(self) -> FisherSum:
@@ -174,7 +149,7 @@ class DPSGFS(PrivateOptimizer):
     @property
     def fisher_share(self) -> float:
         """ϕ: (zC²/σ_F)², the weight of the Fisher release."""
-        return self._query.share
+        return self._fisher_share
 
     @property
     def sensitivity_scale(self) -> Tensor | None:
@@ -221,16 +196,8 @@ class DPSGFS(PrivateOptimizer):
             None if scale is None else scale.clone().to(self._current_layout().gradient)
         )
 
-    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
-        scale = self.expected_batch_size / self.max_grad_norm
-        return scale * math.sqrt(2 * self.temperature / (group["lr"] * self.num_data))
-
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         return self.temperature
-
-    def _free_lr(self) -> float:
-        ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
-        return 2 * self.temperature * ratio**2 / self.num_data
 
     # -- the step ----------------------------------------------------------------------------------
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
-from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
-from .priors import LogPrior
-from .settings import require_number
+from .settings import Options, require_number
 
 
 class DPSGHMC(PrivateOptimizer):
@@ -40,37 +38,18 @@ class DPSGHMC(PrivateOptimizer):
     as η → 0.
 
     Args:
-        params: parameters, ``model.named_parameters()`` or parameter groups.
-        lr: step size η on the *mean* loss, the one that SGD with momentum would take; ``"free"`` is
-            :attr:`free_lr`.
-        num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
-            records that came.
-        max_grad_norm: clip norm C of one record's gradient of −log p.
-        noise_multiplier: floor z_min of the noise std on the sum, in units of C; positive with
-            ``momentum="matched"``.
-        temperature: T. 0 turns the sampler's own noise off; positive with ``momentum="matched"``.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's
-            ``weight_decay`` λ is 1/√(Nλ).
-        prior_mean: its mean.
-        log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
-        sampling: ``"poisson"``, ``"recordwise"`` or None, see
-            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
-        accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
-        generator: source of the noise; None: operating-system entropy.
-        momentum: m in [0, 1), or ``"matched"``. m = 0 is :class:`DPSGLD`. A number may differ
-            between parameter groups, and schedulers may change it (``OneCycleLR``): the friction
-            1−m, and with it z_L, is that of the step.
+        params, lr: as for :class:`DPSGLD`; lr is the one that SGD with momentum would take.
+        momentum: m in [0, 1), or ``"matched"``, which needs ``noise_multiplier`` and
+            ``temperature`` above 0. m = 0 is :class:`DPSGLD`. A number may differ between parameter
+            groups, and schedulers may change it (``OneCycleLR``): the friction 1−m, and with it
+            z_L, is that of the step.
+        options: as for :class:`DPSGLD`.
 
     Raises:
         ValueError: an argument is out of range, or b̂ > 1; the message says what would do.
 
-    **Privacy.** One step releases S; the velocity is made of released vectors only. Adding or
-    removing a record moves the clipped sum by at most C, replacing one by at most 2C. The event is
-    ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling,
-    ``GaussianDpEvent(z)`` on full batches, on any others ``UnspecifiedBatchGaussianDpEvent(z)``
-    (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(z)``; ``NonPrivateDpEvent()``
-    at z = 0.
+    **Privacy.** One step releases S; the velocity is made of released vectors only. Its
+    sensitivity and event are those of :class:`DPSGLD`.
     """
 
     def __init__(
@@ -78,19 +57,8 @@ class DPSGHMC(PrivateOptimizer):
         params: Iterable[Any],
         lr: float | Literal["free"],
         *,
-        num_data: int,
-        expected_batch_size: float,
-        max_grad_norm: float,
-        noise_multiplier: float = 0.0,
-        temperature: float = 1.0,
-        prior_std: float = 1.0,
-        prior_mean: float = 0.0,
-        log_prior: LogPrior | None = None,
-        sampling: str | None = None,
-        accountant: PrivacyAccountant | None = None,
-        generator: torch.Generator | None = None,
-        assume_independent_records: bool = False,
         momentum: float | Literal["matched"] = 0.9,
+        **options: Unpack[Options],
     ) -> None:
         self._is_matched = momentum == "matched"
         if isinstance(momentum, str):
@@ -98,68 +66,39 @@ class DPSGHMC(PrivateOptimizer):
                 raise ArgumentError(
                     f'momentum must be a number in [0, 1) or "matched", got {momentum!r}'
                 )
-            if not noise_multiplier > 0:
+            if not options.get("noise_multiplier", 0.0) > 0:
                 raise ArgumentError(
                     'momentum="matched" fits the friction to the privacy noise: it needs'
                     " noise_multiplier > 0"
                 )
-            if not temperature > 0:
+            if not options.get("temperature", 1.0) > 0:
                 raise ArgumentError(
                     'momentum="matched" needs temperature > 0: no friction makes noise sample'
                     " temperature 0"
                 )
         elif not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
+        else:  # under this name torch's schedulers cycle it
+            self._group_options = {"momentum": momentum}
         self._momentum = momentum
-        defaults = {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean}
-        super().__init__(
-            params,
-            # under this name torch's schedulers cycle it
-            defaults if self._is_matched else {**defaults, "momentum": momentum},
-            num_data=num_data,
-            expected_batch_size=expected_batch_size,
-            max_grad_norm=max_grad_norm,
-            noise_multiplier=noise_multiplier,
-            temperature=temperature,
-            log_prior=log_prior,
-            sampling=sampling,
-            accountant=accountant,
-            generator=generator,
-            assume_independent_records=assume_independent_records,
-        )
+        super().__init__(params, lr, **options)
 
     @property
     def momentum(self) -> float | str:
         """m in force, of the first group, or ``"matched"``."""
         return self._momentum if self._is_matched else self._momentum_of(self.param_groups[0])
 
+    def _friction(self, group: dict[str, Any]) -> float:
+        return 1.0 if self._is_matched else 1 - self._momentum_of(group)
+
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
-        if self._is_matched:
-            return 0.0  # asks for no noise of its own
-        scale = self.expected_batch_size / self.max_grad_norm
-        return scale * math.sqrt(
-            2 * self._friction(group, 0.0) * self.temperature / (group["lr"] * self.num_data)
-        )
+        # matched friction asks for no noise of its own
+        return 0.0 if self._is_matched else super()._group_langevin_noise_multiplier(group)
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         if self._is_matched:
             return self.temperature
-        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return (
-            group["lr"] * self.num_data * ratio**2 / (2 * self._friction(group, noise_multiplier))
-        )
-
-    def _free_lr(self) -> float:
-        ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
-        friction = 1.0 if self._is_matched else 1 - self._momentum_of(self.defaults)
-        return 2 * friction * self.temperature * ratio**2 / self.num_data
-
-    def _friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        """1 − m."""
-        if not self._is_matched:
-            return 1 - self._momentum_of(group)
-        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return group["lr"] * self.num_data * ratio**2 / (2 * self.temperature)
+        return super()._group_temperature(group, noise_multiplier)
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
         """m of a group; that of a state saved before groups had one is the optimizer's."""
@@ -174,10 +113,10 @@ class DPSGHMC(PrivateOptimizer):
             self._momentum_of(group)
         noise_multiplier = super()._multiplier(group)
         if self._is_matched and group["lr"] > self._free_lr() * (1 + 1e-9):
+            friction = self._matching_friction(group, noise_multiplier)
             raise ArgumentError(
-                f"lr = {group['lr']} needs a friction of"
-                f" {self._friction(group, noise_multiplier):.4g} > 1 to match the privacy noise,"
-                f" which is more than temperature {self.temperature} allows. Use lr <="
+                f"lr = {group['lr']} needs a friction of {friction:.4g} > 1 to match the privacy"
+                f" noise, which is more than temperature {self.temperature} allows. Use lr <="
                 f" {self._free_lr():.4g}, or a number for momentum and a higher temperature."
             )
         return noise_multiplier
@@ -191,11 +130,11 @@ class DPSGHMC(PrivateOptimizer):
                 if lr != before and before > 0:
                     velocity.mul_(math.sqrt(lr / before))
                 part.group["velocity_lr"] = lr
-            friction = (
-                self._friction(part.group, part.noise_multiplier)
-                if lr > 0 or not self._is_matched
-                else 0.0
-            )
+            friction = 0.0
+            if not self._is_matched:
+                friction = self._friction(part.group)
+            elif lr > 0:
+                friction = self._matching_friction(part.group, part.noise_multiplier)
             for v, gradient in in_cache(velocity, part.gradient):
                 v.mul_(1 - friction).add_(gradient, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Any, Literal
-
 import torch
 
-from ..accounting.accountant import PrivacyAccountant
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
-from .priors import LogPrior
 
 
 class DPSGLD(PrivateOptimizer):
@@ -48,6 +42,8 @@ class DPSGLD(PrivateOptimizer):
             :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
         accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
         generator: source of the noise; None: operating-system entropy.
+        assume_independent_records: you vouch for per-sample gradients that ``make_private`` did
+            not record.
 
     Raises:
         ValueError: an argument is out of range; the message says what would do.
@@ -58,51 +54,6 @@ class DPSGLD(PrivateOptimizer):
     ``UnspecifiedBatchGaussianDpEvent(z)`` (replace-one) or, if so stated,
     ``RecordwiseBatchGaussianDpEvent(z)``; ``NonPrivateDpEvent()`` at z = 0.
     """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Literal["free"],
-        *,
-        num_data: int,
-        expected_batch_size: float,
-        max_grad_norm: float,
-        noise_multiplier: float = 0.0,
-        temperature: float = 1.0,
-        prior_std: float = 1.0,
-        prior_mean: float = 0.0,
-        log_prior: LogPrior | None = None,
-        sampling: str | None = None,
-        accountant: PrivacyAccountant | None = None,
-        generator: torch.Generator | None = None,
-        assume_independent_records: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
-            num_data=num_data,
-            expected_batch_size=expected_batch_size,
-            max_grad_norm=max_grad_norm,
-            noise_multiplier=noise_multiplier,
-            temperature=temperature,
-            log_prior=log_prior,
-            sampling=sampling,
-            accountant=accountant,
-            generator=generator,
-            assume_independent_records=assume_independent_records,
-        )
-
-    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
-        scale = self.expected_batch_size / self.max_grad_norm
-        return scale * math.sqrt(2 * self.temperature / (group["lr"] * self.num_data))
-
-    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return group["lr"] * self.num_data * ratio**2 / 2
-
-    def _free_lr(self) -> float:
-        ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
-        return 2 * self.temperature * ratio**2 / self.num_data
 
     def _update(self, parts: list[GroupGradient]) -> None:
         for part in parts:

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
-from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
-from .priors import LogPrior
+from .settings import Options
 
 # Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
 # α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
@@ -49,36 +48,17 @@ class DPSGNHT(PrivateOptimizer):
     noise of variance 2aη beside the privacy noise; here the larger of the two is drawn once.
 
     Args:
-        params: parameters, ``model.named_parameters()`` or parameter groups.
-        lr: step size η on the *mean* loss, the one that SGD with momentum would take; ``"free"`` is
-            :attr:`free_lr`.
-        num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
-            records that came.
-        max_grad_norm: clip norm C of one record's gradient of −log p.
-        noise_multiplier: floor z_min of the noise std on the sum, in units of C.
-        temperature: T > 0.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's
-            ``weight_decay`` λ is 1/√(Nλ).
-        prior_mean: its mean.
-        log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
-        sampling: ``"poisson"``, ``"recordwise"`` or None, see
-            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
-        accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
-        generator: source of the noise; None: operating-system entropy.
+        params, lr: as for :class:`DPSGLD`; lr is the one that SGD with momentum would take.
         momentum: 1 − a in [0, 1): the friction that z_L is made for.
         thermostat_gain: how fast α follows the kinetic energy; positive. The number of steps it
             takes to settle is about 1/gain.
+        options: as for :class:`DPSGLD`; the temperature is positive.
 
     Raises:
         ValueError: an argument is out of range, or α* > 1; the message says what would do.
 
-    **Privacy.** One step releases S; velocity and α are made of released vectors only. Adding or
-    removing a record moves the clipped sum by at most C, replacing one by at most 2C. The event is
-    ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling,
-    ``GaussianDpEvent(z)`` on full batches, on any others ``UnspecifiedBatchGaussianDpEvent(z)``
-    (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(z)``; ``NonPrivateDpEvent()``
-    at z = 0.
+    **Privacy.** One step releases S; velocity and α are made of released vectors only. Its
+    sensitivity and event are those of :class:`DPSGLD`.
     """
 
     def __init__(
@@ -86,24 +66,13 @@ class DPSGNHT(PrivateOptimizer):
         params: Iterable[Any],
         lr: float | Literal["free"],
         *,
-        num_data: int,
-        expected_batch_size: float,
-        max_grad_norm: float,
-        noise_multiplier: float = 0.0,
-        temperature: float = 1.0,
-        prior_std: float = 1.0,
-        prior_mean: float = 0.0,
-        log_prior: LogPrior | None = None,
-        sampling: str | None = None,
-        accountant: PrivacyAccountant | None = None,
-        generator: torch.Generator | None = None,
-        assume_independent_records: bool = False,
         momentum: float = 0.9,
         thermostat_gain: float = 0.01,
+        **options: Unpack[Options],
     ) -> None:
         if not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
-        if not temperature > 0:
+        if not (temperature := options.get("temperature", 1.0)) > 0:
             raise ArgumentError(
                 f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes"
                 " temperature 0"
@@ -112,22 +81,8 @@ class DPSGNHT(PrivateOptimizer):
             raise ArgumentError(
                 f"thermostat_gain must be positive and finite, got {thermostat_gain}"
             )
-        self._momentum = float(momentum)
-        self._thermostat_gain = float(thermostat_gain)
-        super().__init__(
-            params,
-            {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
-            num_data=num_data,
-            expected_batch_size=expected_batch_size,
-            max_grad_norm=max_grad_norm,
-            noise_multiplier=noise_multiplier,
-            temperature=temperature,
-            log_prior=log_prior,
-            sampling=sampling,
-            accountant=accountant,
-            generator=generator,
-            assume_independent_records=assume_independent_records,
-        )
+        self._momentum, self._thermostat_gain = float(momentum), float(thermostat_gain)
+        super().__init__(params, lr, **options)
 
     @property
     def momentum(self) -> float:
@@ -144,22 +99,11 @@ class DPSGNHT(PrivateOptimizer):
         """α, the friction in force; None before the first step."""
         return next((group["friction"] for group in self.param_groups if "friction" in group), None)
 
-    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
-        scale = self.expected_batch_size / self.max_grad_norm
-        return scale * math.sqrt(
-            2 * (1 - self._momentum) * self.temperature / (group["lr"] * self.num_data)
-        )
+    def _friction(self, group: dict[str, Any]) -> float:
+        return 1 - self._momentum
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         return self.temperature
-
-    def _free_lr(self) -> float:
-        return (1 - self._momentum) * self._largest_lr(self.noise_multiplier)
-
-    def _needed_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        """α* = ηN z²C²/(2TB²)."""
-        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return group["lr"] * self.num_data * ratio**2 / (2 * self.temperature)
 
     def _largest_lr(self, noise_multiplier: float) -> float:
         """The lr of α* = 1."""
@@ -170,7 +114,7 @@ class DPSGNHT(PrivateOptimizer):
         noise_multiplier = super()._multiplier(group)
         if (
             group["lr"] > 0
-            and (needed := self._needed_friction(group, noise_multiplier)) > 1 + 1e-9
+            and (needed := self._matching_friction(group, noise_multiplier)) > 1 + 1e-9
         ):
             raise ArgumentError(
                 f"lr = {group['lr']} at noise multiplier {noise_multiplier:.4g} needs a friction of"
@@ -186,7 +130,7 @@ class DPSGNHT(PrivateOptimizer):
         friction = self.friction
         if friction is None and active:
             needed = (
-                len(part.gradient) * self._needed_friction(part.group, part.noise_multiplier)
+                len(part.gradient) * self._matching_friction(part.group, part.noise_multiplier)
                 for part in active
             )
             friction = sum(needed) / number

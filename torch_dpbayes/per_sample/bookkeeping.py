@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -24,16 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import StepError
+from ..errors import ModelError, StepError
 from . import layers
-from .contributions import Contribution, PerRecord, full_precision, together
-from .gradient_source import MappedSource, require_first_backward
-from .mapped_forward import COPIED, OfOne, ReplacedForward
+from .arithmetic import full_precision
+from .contributions import Contribution, PerRecord, together
+from .gradient_source import COPIED, GradientSource, require_first_backward
+from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
 from .record_map import (
     SAVED_TENSORS,
     InnerTransform,
     RecordMap,
-    attention_as_in_maps,
     require_no_modes,
 )
 
@@ -48,30 +49,61 @@ class UsedElsewhere(RuntimeError):
         self.parameters = list(parameters)
 
 
-class BookkeepingGradientSource(MappedSource):
+class BookkeepingGradientSource(GradientSource):
     """Σ clip(g_i) from the inputs and output gradients of the layers.
 
-    Args: as those of :class:`~torch_dpbayes.per_sample.gradient_source.MappedSource`.
+    Args:
+        module: the model; it stays the user's own object.
+        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
+        assume_independent: the user vouches for the loss, which is not followed.
+        loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: what goes
     into a layer, and the gradient of what comes out, depend in record i's row on record i alone.
     """
 
-    _alone = attention_as_in_maps
-
-    def _in_map(self, module: nn.Module) -> Sequence[Tensor]:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        loss_reduction: str = "mean",
+        assume_independent: bool = False,
+        loss: Loss | None = None,
+    ) -> None:
+        super().__init__(module, loss_reduction, assume_independent=assume_independent)
+        self.follows = not assume_independent
+        self._is_paused = False
         # which forward passes may still be backpropagated; grows when they are forgotten
         self.step = 0
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # of parameters, with a row for each record
         self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
         self._versions: list[tuple[Tensor, int]] = []  # of parameters, in the last forward pass
-        self._layers = [_Layer(self, *found) for found in _trusted(module)]
+        self._layers = [_Layer(self, *found) for found in self._recorded_layers(module)]
         self._code = _code_of({layer.kind for layer in self._layers})
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         recorded = {p for layer in self._layers for _, p in layer.known}
-        return [p for p in self._parameters if p not in recorded]
+        in_map = [p for p in self._parameters if p not in recorded]
+        self.mapped = MappedForward(module, self, in_map, loss)
+
+    @staticmethod
+    def _recorded_layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        return _trusted(module)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a forward pass in training mode would be recorded."""
+        return torch.is_grad_enabled() and not (self._is_paused or self._is_removed)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No per-sample gradients are recorded inside."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def take_into_map(self, parameters: Iterable[Tensor]) -> bool:
         """Give every record a copy of these parameters, which are used elsewhere than in their own
@@ -88,17 +120,23 @@ class BookkeepingGradientSource(MappedSource):
             self.mapped.add_direct(p for _, p in layer.known)
         return bool(moved)
 
-    def recorded(
-        self, named_parameters: Sequence[tuple[str, Tensor]]
-    ) -> Iterator[Sequence[Contribution]]:
-        self.passes.require_one(bool(self._noted or self._copies))
+    def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
+        self.require_one_pass()
+        for name, p in named_parameters:
+            if p.grad is not None:
+                raise StepError(
+                    f"parameter {name!r} has an ordinary gradient, which is not clipped: call the"
+                    " whole model, take prior_std= instead of a penalty, and call"
+                    " optimizer.zero_grad() after other backward passes.",
+                    code="step-unclipped",
+                )
         for name, t, version in self._held:
             if t._version != version:
                 raise StepError(_WRITTEN.format(name, "backward() and step()"), code="step-changed")
         if any(p._version != version for p, version in self._versions):
             raise StepError(
-                "a parameter was changed between forward() and step(): change parameters before the"
-                " forward pass or after the step",
+                "a parameter was changed between forward() and step(), as max_norm of an embedding"
+                " does: change it before the forward pass or after the step",
                 code="step-changed",
             )
         found: list[Contribution] = []
@@ -114,7 +152,7 @@ class BookkeepingGradientSource(MappedSource):
         if len(uses) < uses.total():
             shared = [c for c in found if any(uses[id(p)] > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
-        yield found
+        return found
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         self._noted.clear()
@@ -126,12 +164,23 @@ class BookkeepingGradientSource(MappedSource):
         self.zero_grad(parameters)
         self._copies = []
         self.step += 1
-        self.passes.forget()
+        self.passes, self.is_empty = 0, False
 
     def remove(self) -> None:
         super().remove()
+        self.mapped.remove()
         for layer in self._layers:
             layer.remove()
+
+    def _refuse_gradient(self, parameter: Tensor) -> None:
+        if not (self._is_paused or self._is_removed):
+            parameter.grad = None
+            raise StepError(
+                "a parameter of the private model got an ordinary gradient, which is not clipped:"
+                " train on the private loader's batches in training mode, and take"
+                " torch.autograd.grad for gradients of inputs.",
+                code="step-unclipped",
+            )
 
     def require_unchanged(self) -> None:
         if self.is_copy:
@@ -146,8 +195,18 @@ class BookkeepingGradientSource(MappedSource):
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A map in which layers see the whole batch, and each record has its own copy of the
-        parameters of everything else.
+        """``of_one`` of each of n records, in a map in which layers see the whole batch, and each
+        record has its own copy of the parameters of everything else.
+
+        Args:
+            of_one: the program of one record: its slices and the values of ``direct``, to its
+                results.
+            rows: tensors with records in dimension 0.
+            direct: parameters that take part in the map.
+            n: the number of records.
+
+        Returns:
+            The results, with records in dimension 0, and the leaves of their autograd graph.
         """
         self.require_unchanged()
         self._versions = [(p, p._version) for p in self._parameters]
@@ -166,13 +225,14 @@ class BookkeepingGradientSource(MappedSource):
             )
         finally:
             self.record_map = None
-        record_map.require_nothing_kept()
+        if kept := record_map.kept():
+            raise ModelError(self.mapped.where(kept), code="model-kept")
         return found, [*copies, *anchors]
 
     def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:
         """Whether the program of a record is a single layer, for which no map is needed."""
         is_one = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
-        return is_one and len(rows) == 1 and self.mapped.loss is None and self.passes.follows
+        return is_one and len(rows) == 1 and self.mapped.loss is None and self.follows
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
@@ -181,14 +241,31 @@ class BookkeepingGradientSource(MappedSource):
         self._held += [(layer.name, t, t._version) for t in held]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_noted": [], "_copies": [], "_held": [], "_code": []}
+        """A copy of a private model takes along how to get rid of the hooks, and no data."""
+        empty: dict[str, Any] = {k: [] for k in ("_handles", "_noted", "_copies", "_held", "_code")}
+        return {**self.__dict__, **empty, "is_copy": True}
+
+
+class VmapGradientSource(BookkeepingGradientSource):
+    """Every parameter takes part in the map, with a copy for each record: nothing is known of
+    layers. It needs memory for a gradient of each record, and more time than book-keeping.
+
+    Args: as those of :class:`BookkeepingGradientSource`.
+
+    **Privacy.** As there; what record i's gradient is computed from is record i, its random numbers
+    and the gradient that reaches its outputs.
+    """
+
+    @staticmethod
+    def _recorded_layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        return ()
 
 
 class _WholeBatch:
     """In the place of a map, where the whole program is a layer that leaves the map anyway."""
 
     @staticmethod
-    def on_batch(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    def call_batched(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         return run(*tensors)
 
 
@@ -236,7 +313,7 @@ class _Layer(ReplacedForward):
         shape = inputs[0].shape[isinstance(record_map, _WholeBatch) :]
         is_one, is_several = layers.rows_of(self.module, shape)
 
-        def on_batch(*given: Tensor) -> Tensor:
+        def run(*given: Tensor) -> Tensor:
             n, rows = given[0].shape[:2] if is_one or is_several else (len(given[0]), 1)
             if is_one:
                 given = tuple(t.squeeze(1) for t in given)
@@ -248,7 +325,7 @@ class _Layer(ReplacedForward):
             return out.unflatten(0, (n, rows)) if is_several else out
 
         try:
-            return record_map.on_batch(on_batch, inputs)
+            return record_map.call_batched(run, inputs)
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 

@@ -1,22 +1,17 @@
-"""What a layer adds to every record's gradient, and the sum of the clipped gradients."""
+"""What a layer adds to every record's gradient."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_CHUNK = 2**20  # numbers in a temporary that is worked off in chunks: about what stays in the cache
-
-# A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about
-# κ·2⁻²⁴·‖g_i‖ of rounding in float32. Below this κ that is 6e-5 of the clip norm; a record above it
-# is summed by itself first, as its norm is.
-LARGEST_CANCELLATION = 2.0**10
+from . import arithmetic
+from .arithmetic import LOST_IN_SPLIT, chunks, gram, is_split, joined, product, split, wide
 
 
 class Contribution(ABC):
@@ -63,7 +58,7 @@ class PerRecord(Contribution):
         self.parameters = tuple(gradients)
 
     def norm(self) -> Tensor:
-        return _joined(
+        return joined(
             [
                 torch.linalg.vector_norm(
                     g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)
@@ -77,11 +72,62 @@ class PerRecord(Contribution):
             if p in out:
                 out[p].addmv_(g.to(out[p].dtype).T, factor.to(out[p].dtype))
 
+    def add_in_terms(self, terms: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        """The same of gradients in bfloat16, as they are: the factors are the sums of ``terms``."""
+        for p, g in self.gradients.items():
+            if p in out:
+                out[p].add_(product(terms, g).sum(0))
+
     def per_record(self) -> dict[Tensor, Tensor]:
         return self.gradients
 
     def keep_only(self, keep: Tensor) -> None:
         self.gradients = {p: _kept(g, keep) for p, g in self.gradients.items()}
+
+
+class Small(Contribution):
+    """Per-record gradients of parameters with few numbers, side by side: one operation for all."""
+
+    def __init__(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        self.parameters, self._sizes = tuple(gradients), [p.numel() for p in gradients]
+        self._rows = torch.cat(list(gradients.values()), dim=1)
+
+    def norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self._rows, dim=1)
+
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        dtype = next(iter(out.values())).dtype
+        total = torch.mv(self._rows.to(dtype).T, factor.to(dtype)).split(self._sizes)
+        found = [(out[p], t) for p, t in zip(self.parameters, total, strict=True) if p in out]
+        torch._foreach_add_([p for p, _ in found], [t for _, t in found])
+
+    def per_record(self) -> dict[Tensor, Tensor]:
+        rows = self._rows.split(self._sizes, dim=1)
+        return dict(zip(self.parameters, rows, strict=True))
+
+    def keep_only(self, keep: Tensor) -> None:
+        self._rows = _kept(self._rows, keep)
+
+
+_SMALL = 2**12  # numbers of a parameter
+_ALL = slice(None)
+
+
+def merged(parts: Sequence[Contribution]) -> Sequence[Contribution]:
+    """The same contributions with small gradients together."""
+    small: dict[Tensor, Tensor] = {}
+    rest: list[Contribution] = []
+    for part in parts:
+        if type(part) is not PerRecord:
+            rest.append(part)
+            continue
+        found = {p: g for p, g in part.gradients.items() if g.shape[1] <= _SMALL}
+        small.update((p, g.to(wide(g))) for p, g in found.items())
+        if len(found) < len(part.gradients):
+            rest.append(PerRecord({p: g for p, g in part.gradients.items() if p not in found}))
+    if len(small) < 3 or len({g.dtype for g in small.values()}) > 1:
+        return parts
+    return [*rest, Small(small)]
 
 
 class Product(Contribution):
@@ -97,7 +143,7 @@ class Product(Contribution):
     """
 
     size: Tensor | None = None
-    _norm: Tensor
+    _norm: Tensor | None = None
 
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
         self.inputs, self.backprops = inputs, backprops
@@ -105,14 +151,38 @@ class Product(Contribution):
         self._apart: tuple[Tensor, PerRecord] | None = None
 
     def norm(self) -> Tensor:
+        if self._norm is None:
+            set_norms([self])
+        assert self._norm is not None
         return self._norm
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether they were found already."""
+        return self._norm is not None
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Any, ...]:
+        """Of layers whose norms can be taken together it is equal."""
+
+    @abstractmethod
+    def set_norms(self, alike: Sequence[Any]) -> None:
+        """Norms, and sizes, of layers with the key of this one."""
+
+    def note_norms(self, alike: Sequence[Product], norms: Tensor, sizes: Tensor) -> None:
+        """Of all records of the first layer, then of the second and so on."""
+        n, dtype = len(self.backprops), wide(self.backprops)
+        rows = (t.to(dtype).view(len(alike), n).unbind() for t in (norms, sizes))
+        for layer, norm, size in zip(alike, *rows, strict=True):
+            layer._norm, layer.size = norm, size  # noqa: SLF001 - of its own class
 
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
         index = which.nonzero().flatten()
-        apart = self._per_record(self.inputs[index], self.backprops[index])
+        apart, norm = PerRecord(self.per_record_of(index)), self.norm()
         self.keep_only(~which)
-        self._norm = self._norm.index_copy(0, index, apart.norm().to(self._norm.dtype))
+        self._norm = norm.index_copy(0, index, apart.norm().to(norm.dtype))
         self._apart, self.size = (index, apart), None
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
@@ -122,7 +192,7 @@ class Product(Contribution):
             apart.add_sum(factor[index], out)
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        gradients = self._per_record(self.inputs, self.backprops).gradients
+        gradients = self.per_record_of(_ALL)
         if self._apart is None:
             return gradients
         index, apart = self._apart
@@ -134,13 +204,14 @@ class Product(Contribution):
             index, apart = self._apart
             apart.keep_only(keep[index])
 
-    def _per_record(self, inputs: Tensor, backprops: Tensor) -> PerRecord:
-        """In the type of sums, so that nothing is rounded of which the norm knows nothing."""
-        dtype = wide(backprops)
-        return PerRecord(self._instantiated(inputs.to(dtype), backprops.to(dtype)))
+    def wide_of(self, which: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Inputs and output gradients of these records, in the type of sums."""
+        dtype = wide(self.backprops)
+        return self.inputs[which].to(dtype), self.backprops[which].to(dtype)
 
     @abstractmethod
-    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]: ...
+    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
+        """As matrices, in the type of sums: nothing is rounded that the norm does not see."""
 
     @abstractmethod
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None: ...
@@ -153,18 +224,43 @@ class Outer(Product):
         weight, bias: the parameters, None where there is none or it is frozen.
         inputs: a, (records, [positions,] in).
         backprops: g, (records, [positions,] out).
+        is_transposed: whether the weight is (in, out).
     """
 
     def __init__(
-        self, weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        inputs: Tensor,
+        backprops: Tensor,
+        *,
+        is_transposed: bool = False,
     ) -> None:
         super().__init__(inputs, backprops)
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
         self.parameters = tuple(p for p in (weight, bias) if p is not None)
         if backprops.dim() == 2:
-            self._norm = self._vector_norm()
-        else:
-            self._norm, self.size = self._gram_norm()
+            norm = self._vector_norm()
+            self._norm = norm.mul_(1 + LOST_IN_SPLIT) if is_split(backprops) else norm
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        kept = self.weight is None, self.bias is None
+        return self.backprops.shape, self.inputs.shape, self.backprops.dtype, kept
+
+    def set_norms(self, alike: Sequence[Outer]) -> None:
+        n, positions, width = self.backprops.shape
+        each = positions * 2 * (2 * positions + width + self.inputs.shape[2])
+        together = max(1, arithmetic.machine_of(self.backprops.device).piece // (each * n))
+        for start in range(0, len(alike), together):
+            some = alike[start : start + together]
+            g, a = (beside(t) for t in ([x.backprops for x in some], [x.inputs for x in some]))
+            parts = chunks(len(g), each, g.device)
+            found = [_gram_norms(self, g[part], a[part]) for part in parts]
+            norms, sizes = (f[0] if len(f) == 1 else torch.cat(f) for f in zip(*found, strict=True))
+            if is_split(self.backprops):
+                norms = norms + LOST_IN_SPLIT * sizes
+            self.note_norms(some, norms, sizes)
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -176,36 +272,52 @@ class Outer(Product):
         a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
         return a.mul_(g).hypot_(g)
 
-    def _gram_norm(self) -> tuple[Tensor, Tensor]:
-        """In float64: where positions cancel, the squared norm is small beside its terms."""
-        n, positions, _ = self.backprops.shape
-        norms, sizes = [], []
-        for part in chunks(n, positions * positions * 2):
-            g = self.backprops[part].double()
-            gram = torch.bmm(g, g.transpose(1, 2))
-            size = gram.diagonal(dim1=1, dim2=2)
-            lost: Tensor | float = 0.0  # where squares underflow and the other factor is huge
-            if self.weight is not None:
-                a = self.inputs[part].double()
-                other = torch.bmm(a, a.transpose(1, 2))
-                if self.bias is not None:
-                    other.add_(1.0)
-                of_inputs = other.diagonal(dim1=1, dim2=2)
-                if self.backprops.dtype == torch.float64:
-                    lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
-                    lost += _lost_in_squares(a) * size.sqrt().sum(1)
-                size = size * of_inputs
-                gram.mul_(other)
-            sizes.append(size.clamp(min=0.0).sqrt().sum(1))
-            norms.append(gram.sum((1, 2)).clamp_(min=0.0).sqrt_().add_(lost))
-        dtype = wide(self.backprops)
-        return torch.cat(norms).to(dtype), torch.cat(sizes).to(dtype)
+    def is_with_others(self, out: Mapping[Tensor, Tensor]) -> bool:
+        """Whether the sums of several such layers may be taken by one product."""
+        is_whole = self.backprops.dim() == 3 and self._apart is None and self.weight is not None
+        return is_whole and all(p in out for p in self.parameters)
+
+    def add_sums(
+        self, alike: Sequence[Outer], factor: Tensor, out: Mapping[Tensor, Tensor]
+    ) -> None:
+        """:meth:`add_sum` of layers with the key of this one."""
+        if len(alike) == 1:
+            self.add_sum(factor, out)
+            return
+        g, a = (beside(t) for t in ([x.backprops for x in alike], [x.inputs for x in alike]))
+        g = g.view(len(alike), *self.backprops.shape) * factor.view(-1, 1, 1)
+        g, a = g.flatten(1, 2), a.view(len(alike), -1, a.shape[-1])
+        a = a if is_split(a) else a.to(g.dtype)
+        weights = [out[p].view(p.shape) for x in alike if (p := x.weight) is not None]
+        for term in split(g, 2) if is_split(a) else [g]:
+            left, right = (a, term) if self.is_transposed else (term, a)
+            torch._foreach_add_(weights, list(product(left.transpose(1, 2), right).unbind()))
+        if self.bias is not None:
+            biases = [out[p] for x in alike if (p := x.bias) is not None]
+            torch._foreach_add_(biases, list(g.sum(1).unbind()))
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        if is_split(self.backprops) and next(iter(out.values())).dtype == torch.float32:
+            each = self.backprops[0].numel()
+            for part in chunks(len(factor), each, factor.device):
+                self._add_in_terms(part, factor[part], out)
+            return
         g, a = weighted(self.backprops, factor, out), self.inputs
         if g.dim() > 2:
             g, a = g.flatten(0, -2), a.flatten(0, -2)
         self._add(g, a.to(g.dtype), out)
+
+    def _add_in_terms(self, part: slice, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        """Of some records, whose weighted gradients are split: their factors stay exact."""
+        g, a = weighted(self.backprops[part], factor, out), self.inputs[part]
+        g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
+        if self.weight is not None and self.weight in out:
+            weight = out[self.weight].view(self.weight.shape)
+            for term in split(g, 2):
+                found = product(a.t(), term) if self.is_transposed else product(term.t(), a)
+                weight.add_(found)
+        if self.bias is not None and self.bias in out:
+            out[self.bias].add_(g.sum(0))
 
     def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.backprops.dim() > 2:
@@ -216,12 +328,81 @@ class Outer(Product):
 
     def _add(self, g: Tensor, a: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight is not None and self.weight in out:
-            out[self.weight].view(self.weight.shape).addmm_(g.t(), a)
+            weight = out[self.weight].view(self.weight.shape)
+            weight.addmm_(a.t(), g) if self.is_transposed else weight.addmm_(g.t(), a)
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 
-    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
-        return outer(self.weight, self.bias, inputs, backprops)
+    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
+        a, g = self.wide_of(which)
+        found = outer(self.weight, self.bias, a, g, is_transposed=self.is_transposed)
+        return PerRecord(found).gradients
+
+
+def set_norms(parts: Sequence[Contribution]) -> None:
+    """Norms of products, of which those with equal shapes are taken together: to launch an
+    operation on a GPU takes longer than to run a small one.
+    """
+    groups: dict[Any, list[Product]] = {}
+    for part in parts:
+        if isinstance(part, Product) and not part.has_norms:
+            groups.setdefault((type(part), part.key), []).append(part)
+    for alike in groups.values():
+        alike[0].set_norms(alike)
+
+
+def beside(tensors: Sequence[Tensor]) -> Tensor:
+    """One after another, without a copy if there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: where positions cancel, the squared norm is small
+    beside its terms.
+
+    In float32, entry (s, t) of the products G and A lies off by at most e_G·‖g_s‖·‖g_t‖ and
+    e_A·‖a_s‖·‖a_t‖ (:func:`~torch_dpbayes.per_sample.arithmetic.gram`), their product by one
+    rounding more, so that Σ_st G_st·A_st, added up in float64, lies off by at most
+    (e_G + e_A + e_G·e_A + 2⁻²⁴)·size². Records are divided by their largest number first (2⁻²⁴
+    each), so that nothing overflows; squares that underflow then are below 2⁻¹²⁶ each. Both are
+    added to the squared norm: clipping is never too weak. To norms 2⁻¹²⁶ is added: of float32, they
+    are normal numbers, whose rounding is relative; that of smaller ones would be absolute.
+    """
+    machine, dtype = arithmetic.machine_of(g.device), g.dtype
+    is_double = machine.has_double or dtype == torch.float64
+    unit: Tensor | float = 1.0  # of the results
+    one: Tensor | float = 1.0  # what goes into the bias
+    if is_double:
+        g, a = g.double(), a.double()
+    else:
+        g, unit = _of_size_one(g, 0.0)
+        if like.weight is not None:
+            a, of_a = _of_size_one(a, 0.0 if like.bias is None else 1.0)
+            one, unit = of_a.float().square().reciprocal().view(-1, 1, 1), unit * of_a
+    products, error = gram(g, machine)
+    size = products.diagonal(dim1=1, dim2=2).double()
+    # where squares of float64 underflow and the other factor is huge; or see above
+    lost: Tensor | float = 0.0 if dtype == torch.float64 else _TINY
+    if like.weight is not None:
+        others, other_error = gram(a, machine)
+        if like.bias is not None:
+            others.add_(one)
+        of_inputs = others.diagonal(dim1=1, dim2=2).double()
+        if dtype == torch.float64:
+            lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
+            lost += _lost_in_squares(a) * size.sqrt().sum(1)
+        error += other_error
+        size = size * of_inputs
+        products.mul_(others)
+    size = size.clamp(min=0.0).sqrt().sum(1)
+    squared = products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+    if is_double:
+        return squared.sqrt_().add_(lost), size
+    # a twentieth more for products of errors and for the size's own
+    squared += 1.05 * (error + 6 * _ULP) * size.square()
+    widths = 4.0 * (g.shape[2] + 1) * (a.shape[2] + 1)  # of numbers up to 1: no product is more
+    norm = squared.sqrt_().add_(g.shape[1] * math.sqrt(widths * _TINY))
+    return norm * unit + _TINY, size * unit
 
 
 class Tokens(Contribution):
@@ -240,129 +421,112 @@ class Tokens(Contribution):
     ) -> None:
         self.weight, self.parameters = weight, (weight,)
         self.held = (tokens, backprops)  # of one position a record they are used as they are
-        self._number = len(tokens)
-        records, g = torch.arange(len(tokens), device=tokens.device), backprops.flatten(0, 1)
-        if tokens.shape[1] == 1:
-            self._tokens, self._records, self._rows = tokens[:, 0], records, g
-        else:
-            pairs, where = torch.unique(
-                records[:, None] * len(weight) + tokens, return_inverse=True
-            )
-            self._tokens, self._records = pairs % len(weight), pairs // len(weight)
-            rows = torch.zeros(len(pairs), g.shape[1], dtype=wide(g), device=g.device)
-            self._rows = rows.index_add_(0, where.flatten(), g.to(rows.dtype))
+        n, positions = tokens.shape
+        g, self.tokens = backprops.flatten(0, 1), tokens.flatten()
+        self._records = torch.arange(n, device=tokens.device).repeat_interleave(positions)
+        if positions > 1:  # the first place of each token gets the sum, the others nothing
+            where = _first_places(tokens).flatten()
+            rows = torch.zeros(g.shape, dtype=wide(g), device=g.device)
+            g = rows.index_add_(0, where, g.to(rows.dtype))
         if padding_idx is not None:
-            kept = self._tokens != padding_idx
-            self._tokens, self._records = self._tokens[kept], self._records[kept]
-            self._rows = self._rows[kept]
+            g = _kept(g, self.tokens != padding_idx)
+        self.rows, self._number = g, n
 
     def norm(self) -> Tensor:
-        norms = torch.linalg.vector_norm(self._rows, dim=1, dtype=wide(self._rows))
+        norms = torch.linalg.vector_norm(self.rows, dim=1, dtype=wide(self.rows))
         squares = torch.zeros(self._number, dtype=norms.dtype, device=norms.device)
         return squares.index_add_(0, self._records, norms.square()).sqrt_()
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self._add(weighted(self._rows, factor[self._records], out), out)
+        self._add(weighted(self.rows, factor[self._records], out), out)
 
     def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self._add(weighted(self._rows, factor[self._records], out).square_(), out)
+        self._add(weighted(self.rows, factor[self._records], out).square_(), out)
 
     def _add(self, rows: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight in out:
-            out[self.weight].view(self.weight.shape).index_add_(0, self._tokens, rows)
+            out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
 
-    def per_record(self) -> dict[Tensor, Tensor]:
-        rows = self._rows.new_zeros(self._number * len(self.weight), self._rows.shape[1])
-        rows[self._records * len(self.weight) + self._tokens] = self._rows
-        return {self.weight: rows.view(self._number, -1)}
+    def per_record(self, which: Tensor | slice = _ALL) -> dict[Tensor, Tensor]:
+        g = self.rows.view(self._number, -1, self.rows.shape[1])[which]
+        places = self.tokens.view(self._number, -1, 1)[which].expand_as(g)
+        rows = g.new_zeros(len(g), *self.weight.shape).scatter_add_(1, places, g)
+        return {self.weight: rows.flatten(1)}
 
     def keep_only(self, keep: Tensor) -> None:
-        self._rows = _kept(self._rows, keep[self._records])
+        self.rows = _kept(self.rows, keep[self._records])
+
+
+class Tied(Product):
+    """An embedding whose table is a linear layer's weight as well, as in language models.
+
+    With A of the linear layer and E of the embedding, ‖A + E‖² = ‖A‖² + ‖E‖² + 2⟨A, E⟩, where E has
+    a row e_r for each token r and ⟨A, E⟩ = Σ_r Σ_t g_t[r]·⟨a_t, e_r⟩. All three are found in
+    float64, of what the sum is made of: where A and E cancel, their rounding would not.
+    """
+
+    def __init__(self, linear: Outer, tokens: Tokens) -> None:
+        super().__init__(linear.inputs, linear.backprops)
+        self.linear, self.tokens, self.parameters = linear, tokens, tokens.parameters
+        self.held = (*linear.held, *tokens.held)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self),)
+
+    def set_norms(self, alike: Sequence[Any]) -> None:
+        n, rows, places = len(self.inputs), self.tokens.rows, self.tokens.tokens
+        a, g, e = (t.view(n, -1, t.shape[-1]) for t in (self.inputs, self.backprops, rows))
+        places, positions = places.view(n, 1, -1), g.shape[1]
+        widths = 2 * positions + a.shape[2] + g.shape[2] + 2 * e.shape[1]
+        found = []
+        for part in chunks(n, 2 * (positions * widths + e[0].numel()), g.device):
+            norm, size = _gram_norms(self.linear, g[part], a[part])
+            of_tokens = e[part].double()
+            other = torch.linalg.vector_norm(of_tokens, dim=(1, 2))
+            if rows.dtype == torch.float64:  # the inner product loses less than both norms
+                other += math.sqrt(e.shape[1]) * _lost_in_squares(e)
+            picked = g[part].gather(2, places[part].expand(-1, positions, -1)).double()
+            inner = torch.bmm(a[part].double(), of_tokens.transpose(1, 2)).mul_(picked).sum((1, 2))
+            norm = (norm.square() + other.square() + 2 * inner).clamp_(min=0.0).sqrt_()
+            if is_split(g):  # the linear layer's product
+                norm += LOST_IN_SPLIT * size
+            found.append((norm, size + other))
+        norms, sizes = (beside(f) for f in zip(*found, strict=True))
+        self.note_norms([self], norms, sizes)
+
+    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
+        return _added([self.linear.per_record_of(which), self.tokens.per_record(which)])
+
+    def keep_only(self, keep: Tensor) -> None:
+        super().keep_only(keep)
+        self.linear.keep_only(keep)
+        self.tokens.keep_only(keep)
+
+    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        self.linear.add_sum(factor, out)
+        self.tokens.add_sum(factor, out)
 
 
 def together(parts: Sequence[Contribution]) -> Contribution:
     """Contributions to parameters that are shared: norms do not add up, per-record gradients do."""
     if len(parts) == 1:
         return parts[0]
+    linear = next((p for p in parts if isinstance(p, Outer) and not p.is_transposed), None)
+    tokens = next((p for p in parts if isinstance(p, Tokens)), None)
+    if len(parts) == 2 and linear is not None and tokens is not None:
+        has_double = arithmetic.machine_of(linear.backprops.device).has_double
+        if [*map(id, linear.parameters)] == [*map(id, tokens.parameters)] and has_double:
+            return Tied(linear, tokens)
+    return PerRecord(_added([part.per_record() for part in parts]))
+
+
+def _added(several: Sequence[Mapping[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
     gradients: dict[Tensor, Tensor] = {}
-    for part in parts:
-        for p, g in part.per_record().items():
+    for found in several:
+        for p, g in found.items():
             gradients[p] = g if p not in gradients else gradients[p] + g
-    return PerRecord(gradients)
-
-
-# -- clipping --------------------------------------------------------------------------------------
-
-
-def add_clipped(
-    parts: Sequence[Contribution],
-    max_grad_norm: float,
-    out: Mapping[Tensor, Tensor],
-    scale: Tensor | None,
-    second_moment: Tensor | None,
-) -> int:
-    """Add Σ_i clip(g_i) of some records to ``out``, a flat tensor for each parameter; returns how
-    many records they are.
-    """
-    is_full = second_moment is not None and second_moment.dim() > 1
-    if scale is not None or is_full:
-        found = {p: g for part in parts for p, g in part.per_record().items()}
-        rows = [found[p] for p in out]
-        rows = rows if scale is None else _scaled(rows, scale)
-        parts = [PerRecord(dict(zip(out, rows, strict=True)))]
-    norm = joint_norm(parts, max_grad_norm)
-    factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
-    # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
-    # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or
-    # more); where only they do, no record is found to be cut out.
-    if not math.isfinite(norm.dot(norm)):
-        kept = factor >= torch.finfo(factor.dtype).tiny
-        factor = torch.where(kept, factor, 0.0)
-        for part in parts:
-            part.keep_only(kept)
-    for part in parts:
-        part.add_sum(factor, out)
-    if second_moment is not None and is_full:
-        rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
-        clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)
-        second_moment.addmm_(clipped.T, clipped)
-    elif second_moment is not None:
-        squares = dict(zip(out, second_moment.split([p.numel() for p in out]), strict=True))
-        for part in parts:
-            part.add_squares(factor, squares)
-    return len(norm)
-
-
-def joint_norm(parts: Sequence[Contribution], floor: float = 0.0) -> Tensor:
-    """Every record's norm over everything; norms below ``floor`` are not clipped."""
-    norm = _joined([part.norm() for part in parts])
-    sized = [p for p in parts if isinstance(p, Product) and p.size is not None]
-    if sized:
-        limit = LARGEST_CANCELLATION * norm.clamp(min=floor)
-        above = torch.stack([part.size for part in sized if part.size is not None]) > limit
-        if bool(above.any()):
-            for part, which in zip(sized, above, strict=True):
-                if bool(which.any()):
-                    part.set_apart(which)
-            norm = _joined([part.norm() for part in parts])
-    return norm
-
-
-def _joined(norms: Sequence[Tensor]) -> Tensor:
-    if len(norms) == 1:
-        return norms[0]
-    dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
-    return torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
-
-
-def _scaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    """F⁻¹g for every record's g."""
-    rows = torch.cat([g.to(scale.dtype) for g in gradients], dim=1)
-    if scale.dim() == 1:
-        rows = rows / scale
-    else:
-        rows = torch.linalg.solve_triangular(scale, rows.T, upper=False).T
-    return list(rows.split([g.shape[1] for g in gradients], dim=1))
+    return gradients
 
 
 # -- what layers share -----------------------------------------------------------------------------
@@ -374,21 +538,22 @@ def trainable(module: nn.Module, name: str) -> Tensor | None:
 
 
 def outer(
-    weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor
+    weight: Tensor | None,
+    bias: Tensor | None,
+    inputs: Tensor,
+    backprops: Tensor,
+    *,
+    is_transposed: bool = False,
 ) -> dict[Tensor, Tensor]:
     gradients = {}
     if backprops.dim() == 2:
         inputs, backprops = inputs[:, None], backprops[:, None]
     if weight is not None:
-        gradients[weight] = torch.bmm(backprops.transpose(1, 2), inputs)
+        left, right = (inputs, backprops) if is_transposed else (backprops, inputs)
+        gradients[weight] = torch.bmm(left.transpose(1, 2), right)
     if bias is not None:
         gradients[bias] = backprops.sum(1)
     return gradients
-
-
-def wide(t: Tensor) -> torch.dtype:
-    """The type of norms and of sums: float32, or float64 where the numbers are."""
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def _norm_above(t: Tensor) -> Tensor:
@@ -396,6 +561,26 @@ def _norm_above(t: Tensor) -> Tensor:
     number must not hide it.
     """
     return torch.linalg.vector_norm(t, dim=1, dtype=wide(t)).add_(_lost_in_squares(t))
+
+
+_ULP, _TINY = 2.0**-24, 2.0**-126  # of float32: a rounding, and the least normal number
+
+
+def _of_size_one(t: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Records divided by their largest number, or by ``least`` if that is larger; and by what."""
+    t = t.float()
+    size = t.abs().amax((1, 2)).clamp(min=max(least, _TINY))
+    return t / size.view(-1, 1, 1), size.double()
+
+
+def _first_places(tokens: Tensor) -> Tensor:
+    """Where each token of a record first stands, among the places of all records."""
+    ordered, order = tokens.sort(dim=1, stable=True)
+    places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+    starts = torch.zeros_like(places)
+    starts[:, 1:] = torch.where(ordered[:, 1:] != ordered[:, :-1], places[:, 1:] - places[:, :1], 0)
+    first = order.gather(1, starts.cummax(1).values) + places[:, :1]
+    return torch.empty_like(places).scatter_(1, order, first)
 
 
 def _lost_in_squares(t: Tensor) -> float:
@@ -411,50 +596,3 @@ def weighted(rows: Tensor, factor: Tensor, out: Mapping[Tensor, Tensor]) -> Tens
 
 def _kept(t: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.view(-1, *[1] * (t.dim() - 1)), t, 0.0)
-
-
-def chunks(n: int, numbers: int) -> Iterator[slice]:
-    """Slices of the records, each with about ``_CHUNK`` numbers if one record has ``numbers``."""
-    step = max(1, _CHUNK // max(1, numbers))
-    return (slice(i, i + step) for i in range(0, n, step))
-
-
-# Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without
-# the properties, which are slow.
-_PRODUCTS = {
-    "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
-    "cuda": (("cuda", "matmul"), ("cuda", "conv")),
-}
-_FULL, _AS_IT_IS = ("ieee", "none"), nullcontext()
-if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _precision_of: Any = torch._C._get_fp32_precision_getter
-    _set_precision_of: Any = torch._C._set_fp32_precision_setter
-else:  # torch before 2.9
-    _FLAGS: dict[str, Any] = {"matmul": torch.backends.cuda.matmul, "conv": torch.backends.cudnn}
-
-    def _precision_of(backend: str, name: str) -> Any:
-        return "tf32" if backend == "cuda" and _FLAGS[name].allow_tf32 else "ieee"
-
-    def _set_precision_of(_backend: str, name: str, precision: Any) -> None:
-        _FLAGS[name].allow_tf32 = precision != "ieee"
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
-    kind = device.type
-    are_full = all(_precision_of(*of) in _FULL for of in _PRODUCTS.get(kind, ()))
-    if are_full and not torch.is_autocast_enabled(kind):
-        return _AS_IT_IS
-    return _raised_precision(kind, [(of, _precision_of(*of)) for of in _PRODUCTS.get(kind, ())])
-
-
-@contextmanager
-def _raised_precision(kind: str, products: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    for of, _ in products:
-        _set_precision_of(*of, "ieee")
-    try:
-        with torch.autocast(kind, enabled=False):
-            yield
-    finally:
-        for of, precision in products:
-            _set_precision_of(*of, precision)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .contributions import Outer, Product, chunks, trainable, weighted, wide
+from . import arithmetic
+from .arithmetic import chunks, wide
+from .contributions import Outer, PerRecord, Product, beside, trainable, weighted
 
 
 class Geometry:
@@ -67,17 +71,21 @@ class Geometry:
         and group, some records at a time.
         """
         positions = backprops[0, 0].numel()
-        for part in chunks(len(backprops), self.numel // self.shape[0] * self.groups * positions):
+        numbers = self.numel // self.shape[0] * self.groups * positions  # of the unfolded input
+        for part in chunks(len(backprops), numbers, backprops.device):
             u = self.unfolded(inputs[part]).flatten(0, 1).transpose(1, 2)
             yield u, backprops[part].reshape(len(u), -1, positions).transpose(1, 2)
 
     def instantiate(self, inputs: Tensor, backprops: Tensor, way: str) -> Iterator[Tensor]:
-        """Per-record gradients of the weight, (records, numel), some records at a time."""
+        """Per-record gradients of the weight, (records, numel), some records at a time; in the type
+        of the layer, so that their norms have to be taken of what is found here.
+        """
         if way == "loop":
             for i in range(len(backprops)):
                 yield self.weight_gradient(inputs[i : i + 1], backprops[i : i + 1]).view(1, -1)
         elif way == "grouped":
-            for part in chunks(len(backprops), max(self.numel, inputs[0].numel())):
+            numbers = max(self.numel, inputs[0].numel())
+            for part in chunks(len(backprops), numbers, backprops.device):
                 a, g = inputs[part].flatten(0, 1)[None], backprops[part].flatten(0, 1)[None]
                 yield self.weight_gradient(a, g, records=len(inputs[part])).reshape(-1, self.numel)
         else:
@@ -93,33 +101,79 @@ class Geometry:
             gradients[self.bias] = backprops.flatten(2).sum(2)
         return gradients
 
-    def norms(self, inputs: Tensor, backprops: Tensor, way: str) -> Tensor:
-        """Every record's norm of the weight's gradient."""
+    def norms(self, inputs: Tensor, backprops: Tensor, way: str) -> tuple[Tensor, Tensor]:
+        """Every record's norm of the weight's gradient, and at least the sum of the norms of its
+        terms.
+        """
         if way != "gram":
             parts = self.instantiate(inputs, backprops, way)
-            return torch.cat([torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in parts])
+            norms = [torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in parts]
+            of_inputs, of_outputs = (
+                torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide(t))
+                for t in (inputs, backprops)
+            )
+            return beside(norms), of_inputs * of_outputs * math.sqrt(self.overlap)
         assert self.weight is not None
-        norms = [
-            Outer(self.weight, None, u, g).norm() for u, g in self._as_linear(inputs, backprops)
-        ]
-        return torch.linalg.vector_norm(torch.cat(norms).view(-1, self.groups), dim=1)
+        found = [Outer(self.weight, None, u, g) for u, g in self._as_linear(inputs, backprops)]
+        norm, size = (
+            beside(t).view(-1, self.groups)
+            for t in ([part.norm() for part in found], [_size_of(part) for part in found])
+        )
+        if self.groups == 1:
+            return norm[:, 0], size[:, 0]
+        return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
+
+
+def _size_of(part: Outer) -> Tensor:
+    assert part.size is not None
+    return part.size
 
 
 class Convolution(Product):
-    """A convolution that is too large for its per-record gradients to be kept."""
+    """A convolution that is too large for its per-record gradients to be kept.
+
+    Where its norms are found in TensorFloat-32, the record's gradient is that of its inputs and
+    output gradients cut to that type: products of these are exact, in the norm as in the sum, which
+    is made in float32.
+    """
 
     def __init__(self, geometry: Geometry, inputs: Tensor, backprops: Tensor, way: str) -> None:
         super().__init__(inputs, backprops)
-        self.geometry, self.parameters = geometry, geometry.parameters
-        a, g = inputs.to(wide(inputs)), backprops.to(wide(backprops))
-        self._norm = geometry.norms(a, g, way)
-        if geometry.bias is not None:
-            self._norm = self._norm.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
-        of_inputs, of_outputs = (torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (a, g))
-        self.size = of_inputs * of_outputs * math.sqrt(geometry.overlap)
+        self.geometry, self.parameters, self.way = geometry, geometry.parameters, way
+        self.is_reduced = is_reduced(backprops)
 
-    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
-        return self.geometry.per_record(inputs, backprops, "unfold")
+    @property
+    def key(self) -> tuple[Any, ...]:
+        of, dtype = self.geometry, self.backprops.dtype
+        kind = of.shape, of.stride, of.padding, of.dilation, of.groups, of.bias is None, self.way
+        return self.inputs.shape, self.backprops.shape, dtype, repr(kind), self.is_reduced
+
+    def set_norms(self, alike: Sequence[Convolution]) -> None:
+        machine = arithmetic.machine_of(self.backprops.device)
+        numbers = self.inputs.numel() + self.backprops.numel()
+        step = max(1, machine.piece // numbers) if machine.is_accelerator else 1
+        for start in range(0, len(alike), step):
+            self._set_norms(alike[start : start + step])
+
+    def _set_norms(self, alike: Sequence[Convolution]) -> None:
+        a, g = (beside(t) for t in ([x.inputs for x in alike], [x.backprops for x in alike]))
+        if self.is_reduced and self.way != "gram" and g.dtype == torch.float32:
+            a, g = arithmetic.cut(a), arithmetic.cut(g)
+            for layer, mine, theirs in zip(
+                alike, a.chunk(len(alike)), g.chunk(len(alike)), strict=True
+            ):
+                layer.inputs, layer.backprops = mine, theirs
+        a, g = a.to(wide(a)), g.to(wide(g))
+        # Gram matrices have a bound that only float32 keeps
+        is_coarse = self.is_reduced and self.way != "gram"
+        with arithmetic.tf32(g.device) if is_coarse else nullcontext():
+            norms, sizes = self.geometry.norms(a, g, self.way)
+        if self.geometry.bias is not None:
+            norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
+        self.note_norms(alike, norms, sizes)
+
+    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
+        return PerRecord(self.geometry.per_record(*self.wide_of(which), "unfold")).gradients
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         weight, bias = self.geometry.weight, self.geometry.bias
@@ -128,3 +182,10 @@ class Convolution(Product):
             out[weight].add_(self.geometry.weight_gradient(self.inputs.to(g.dtype), g).flatten())
         if bias is not None and bias in out:
             out[bias].add_(g.flatten(2).sum(2).sum(0))
+
+
+def is_reduced(backprops: Tensor) -> bool:
+    """Whether a convolution's products run in TensorFloat-32, which holds what half types do."""
+    if backprops.dtype in (torch.float16, torch.bfloat16):
+        return arithmetic.machine_of(backprops.device).is_accelerator
+    return backprops.dtype == torch.float32 and arithmetic.allows_tf32(backprops.device)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_LONGEST_WAIT = 64  # steps
+from ..errors import StepError
+from .derived import WRITTEN, guard, holds_records
 
-CHANGED = (
+_CHANGED = (
     "{!r} changed while training: buffers and frozen parameters would carry data without noise."
     " Keep statistics (GroupNorm, not BatchNorm) and counters out of the module, as plain Python"
     " numbers, and load a state of before."
 )
+_LONGEST_WAIT = 64  # steps
 
 
 class FixedTensors:
@@ -50,7 +52,15 @@ class FixedTensors:
         """Compare values next time: parameters were frozen or unfrozen, or the model was moved."""
         self._is_known = False
 
-    def changed(self) -> str | None:
+    def require_unchanged(self) -> None:
+        """Raise if a tensor is not what it was, or a parameter holds values of a batch."""
+        tensors = (t for home in self._homes for t in home.values() if t is not None)
+        if any(map(holds_records, tensors)):
+            raise StepError(WRITTEN, code="model-written")
+        if (changed := self._changed()) is not None:
+            raise StepError(_CHANGED.format(changed), code="model-buffer")
+
+    def _changed(self) -> str | None:
         """Name of a tensor that is not what it was."""
         self._looks += 1
         is_due = not self._looks % _LONGEST_WAIT or not self._looks & (self._looks - 1)
@@ -94,6 +104,8 @@ class FixedTensors:
         self._homes = [
             home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)
         ]
+        for t in (t for home in self._homes for t in home.values() if t is not None):
+            guard(t)
         self._places = sum(map(len, self._homes))
         cells = [
             (home, name, t)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
+from .derived import Derived, as_plain, derived, holds_records
 
 INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"
@@ -32,7 +33,10 @@ REMEDIES = {
     "loss-mixes": INSTEAD,
     "loss-number": "Read it after backward()",
     "loss-backward": "Call loss.backward() without arguments, of one loss",
-    "loss-in-place": "Write y = f(x) in its place",
+    "loss-in-place": (
+        "Write y = f(x) in its place; for label_smoothing_factor of Trainer, compute_loss_func=,"
+        " with F.cross_entropy(..., label_smoothing=)"
+    ),
     "loss-reduced": (
         "Multiply a loss by fixed Python numbers, and add losses up, before or after the mean. What"
         " else a record's loss needs, compute before the mean, for each record"
@@ -51,6 +55,9 @@ REMEDIES = {
     "loss-constant": "Compute it from net(x) in training mode, without torch.no_grad()",
     "model-input": "Pass the batch of the loader, or what is made of it record by record",
 }
+_NO_VALUES = "the batch has no values before backward(), and t.data = x makes t a part of it"
+_HIDDEN_WEIGHT = "torch hides weight= of l1_loss from tensors of other classes"
+_WEIGHT_INSTEAD = "Write (F.l1_loss(out, y, reduction='none') * w).mean()"
 # The number of records on meta tensors: a dimension that it divides is the one of the records.
 PRIME = 10007
 
@@ -86,35 +93,6 @@ class Batch:
         """The error of this use, and of every later one."""
         self.refusal = self.refusal or what
         return LossError(f"{what}. {remedy or REMEDIES[code]}.", code=code)
-
-
-class Derived(Tensor):
-    """An ordinary tensor that was computed from records. What is computed from it is one, too. It
-    may not meet followed tensors: it would carry other records into the loss.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(v, Followed) for v in flatten((args, kwargs))[0]):
-            return Followed.__torch_function__(func, types, args, kwargs)
-        found = super().__torch_function__(func, types, args, kwargs)
-        _mark_written(func, args, kwargs or {})
-        return found
-
-    def __copy__(self) -> Tensor:
-        return self.detach()
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.detach().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return as_plain(self).__reduce_ex__(protocol)
-
-    def __format__(self, spec: str) -> str:
-        return format(as_plain(self), spec)
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        return as_plain(self).__repr__(**options)
 
 
 class Followed(Tensor):
@@ -159,6 +137,9 @@ class Followed(Tensor):
             device=device or rows.device,
             requires_grad=rows.requires_grad,
         )
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = self.untyped_storage()._cdata
+        torch._C._set_storage_data_ptr_access_error_msg(storage, _NO_VALUES)
         self._rows, self._batch, self._dim, self._how = rows, batch, dim, how
         if value is not None:
             self._value = value
@@ -175,6 +156,8 @@ class Followed(Tensor):
             leaves, spec = flatten((args, kwargs))
             for v in leaves:
                 if isinstance(v, Followed) and v._batch.is_open:
+                    if name == "l1_loss" and Tensor in types and Tensor not in map(type, leaves):
+                        raise v._batch.refuse(_HIDDEN_WEIGHT, "loss-divisor", _WEIGHT_INSTEAD)
                     return v._batch.run(func, name, args, kwargs, leaves, spec, v._batch)
             if name in ("backward", "grad_fn"):
                 raise LossError(
@@ -186,9 +169,7 @@ class Followed(Tensor):
             if name in ("__format__", "__repr__", "__str__"):
                 free = [as_plain(v) if isinstance(v, Derived) else v for v in free]
         args, kwargs = unflatten(free, spec)
-        found = func(*args, **kwargs)
-        _mark_written(func, args, kwargs)
-        return found
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -226,13 +207,13 @@ class Followed(Tensor):
 
     def _copied(self) -> Tensor:
         if self._how == "sealed":
-            return self._value().detach().as_subclass(Derived)
+            return derived(self._value().detach())
         rows = self._rows.detach()
         rows = rows[:0] if self._batch.is_empty else rows
         if self._how is not None:
             found = rows.mean(0) if self._how == "mean" else rows.sum(0)
-            return found.as_subclass(Derived)
-        return _in_place(rows, self._dim or 0).clone().as_subclass(Derived)
+            return derived(found)
+        return derived(_in_place(rows, self._dim or 0).clone())
 
     def whole(self) -> Tensor:
         """The values, with all records in the dimension of the records."""
@@ -247,17 +228,12 @@ def _in_place(rows: Tensor, dim: int) -> Tensor:
     return rows.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def as_plain(t: Tensor) -> Tensor:
-    """The same values as an ordinary tensor of torch."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return t.as_subclass(Tensor)
-
-
 def is_constant(value: Any, batch: Batch) -> bool:
     """Whether a tensor has the number of rows that the batch shows, all equal."""
     return (
         isinstance(value, Tensor)
-        and not isinstance(value, (Followed, Derived))
+        and not isinstance(value, Followed)
+        and not holds_records(value)
         and value.dim() > 0
         and len(value) > 0
         and len(value) % batch.shown == 0
@@ -278,29 +254,6 @@ def name_of(function: Any) -> str:
     if name == "__get__":
         return str(function.__self__.__name__)
     return f"{name} {function.__self__.__name__}" if name == "__set__" else name
-
-
-def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes into its first argument."""
-    return (
-        (name.endswith("_") and not name.endswith("__"))
-        or name.startswith("__set")
-        or (name.startswith("__i") and name not in _NOT_IN_PLACE)
-        or bool(kwargs.get("inplace"))
-    )
-
-
-_NOT_IN_PLACE = frozenset(("__invert__", "__index__", "__int__", "__iter__"))
-
-
-def _mark_written(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """What values of a batch were written into holds them, too."""
-    written = [kwargs.get("out")]
-    if args and is_in_place(name_of(func), kwargs):
-        written.append(args[0])
-    for t in written:
-        if type(t) is Tensor:
-            t.__class__ = Derived
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .followed import PRIME, Followed, flatten, unflatten
 
@@ -66,8 +67,21 @@ OF_ENTRIES = names(
     "poisson_nll_loss soft_margin_loss kl_div",
 )
 
+_NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
+
 _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
+
+
+def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes into an argument."""
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name.startswith("__set")
+        or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+        or bool(kwargs.get("inplace"))
+        or kwargs.get("out") is not None
+    )
 
 
 def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor | None], bool]:
@@ -167,18 +181,24 @@ def _is_row_by_row(function: Any, spec: Any, leaves: list[Any], metas: list[Tens
     batch = {k: leaves[k].like(v).whole() for k, v in made.items()}
     devices = {v.device for v in made.values() if v.device.type == "cuda"}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
-            together, again = results(batch, _ROWS_TRIED), results(batch, _ROWS_TRIED)
-            if not all(map(_are_equal, together, again)):
-                return True  # it draws random numbers
+        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)), _FixedDraws():
+            together = results(batch, _ROWS_TRIED)
             alone = [results({k: v[i] for k, v in made.items()}, 1) for i in range(_ROWS_TRIED)]
     except Exception:
         return True
     return all(map(_is_made_of, together, metas, zip(*alone, strict=True)))
 
 
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool((a != a).any())
+class _FixedDraws(TorchDispatchMode):
+    """One number in place of random ones, which are others for a batch than for its records."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for t in flatten(found)[0]:
+                if isinstance(t, Tensor):
+                    t.fill_(0.5 if t.is_floating_point() else 0)
+        return found
 
 
 def _is_made_of(together: Tensor, meta: Tensor | None, rows: tuple[Tensor, ...]) -> bool:

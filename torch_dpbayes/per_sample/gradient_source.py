@@ -8,21 +8,37 @@ the checks of ``release/`` see.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ArgumentError, StepError
-from .contributions import Contribution, add_clipped, full_precision, joint_norm
-from .mapped_forward import EVALUATED, ForwardPasses, Loss, MappedForward
+from ..errors import ArgumentError, LossError, StepError
+from .arithmetic import full_precision
+from .clipped_sum import add_clipped, joint_norm
+from .contributions import Contribution
+from .followed import Followed
+from .nested import tensors_in
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
 BY_CONSTRUCTION = "by construction, in the model and in the loss"
 _ATTRIBUTE = "_dpbayes_gradient_source"
+
+COPIED = (
+    "no per-sample gradients can be recorded: the model is a copy of a private one, or a parameter"
+    " was added, exchanged or unfrozen since. Call make_private again; predict under model.eval()."
+)
+AVERAGED = (
+    "the model is called through torch's DistributedDataParallel, which averages unclipped"
+    " gradients. Call the model that make_private returned; for several ranks"
+    " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
+)
+TRAINED = (
+    "an input of the model requires gradients, which are neither clipped nor noisy: whatever they"
+    " train would release the records. Put that into the model, or pass x.detach()."
+)
 
 
 class GradientSource(ABC):
@@ -36,11 +52,15 @@ class GradientSource(ABC):
 
     Attributes:
         independence: how records are kept apart.
-        passes: of the model, where they are counted.
+        follows: whether the model takes and returns followed tensors.
+        passes: how often the model ran forward for this step, while gradients are recorded.
+        is_empty: no record was drawn; a synthetic one stands in, and counts as none.
         is_copy: it came with a copy of its model, and is only good for :meth:`remove`.
     """
 
-    passes: ForwardPasses | None = None
+    follows = False
+    passes = 0
+    is_empty = False
 
     def __init__(
         self, module: nn.Module | None, loss_reduction: str, *, assume_independent: bool = False
@@ -49,7 +69,7 @@ class GradientSource(ABC):
             raise ArgumentError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
         self.independence = VOUCHED if assume_independent else BY_CONSTRUCTION
-        self.is_copy = self._is_paused = self._is_removed = False
+        self.is_copy = self._is_removed = False
         self._module = module
         self._handles: list[Any] = []
         if module is not None:
@@ -103,29 +123,26 @@ class GradientSource(ABC):
                 made.
         """
         sums = {p: o for (_, p), o in zip(named_parameters, out, strict=True)}
-        n = 0
-        for parts in self._checked(named_parameters):
-            with full_precision(out[0].device):
-                n += add_clipped(parts, max_grad_norm, sums, scale, second_moment)
-        return n
+        parts = self._checked(named_parameters)
+        if self.is_empty:
+            return 0
+        with full_precision(out[0].device):
+            return add_clipped(parts, max_grad_norm, sums, scale, second_moment)
 
     @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the
         library unless the records are public.
         """
-        device = named_parameters[0][1].device
-        norms = [torch.zeros(0, device=device)]
-        for parts in self._checked(named_parameters):
-            with full_precision(device):
-                norms.append(joint_norm(parts))
-        return torch.cat(norms).float()
+        parts, device = self._checked(named_parameters), named_parameters[0][1].device
+        if self.is_empty:
+            return torch.zeros(0, device=device)
+        with full_precision(device):
+            return joint_norm(parts).float()
 
     @abstractmethod
-    def recorded(
-        self, named_parameters: Sequence[tuple[str, Tensor]]
-    ) -> Iterator[Sequence[Contribution]]:
-        """What the last backward pass recorded, some records at a time."""
+    def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
+        """What the last backward pass recorded."""
 
     @abstractmethod
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
@@ -137,13 +154,27 @@ class GradientSource(ABC):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Forget everything that forward and backward passes left behind."""
 
-    def require_pass_in_training_mode(self) -> None:
-        """Raise where the only forward passes of this step were in eval mode."""
-        is_evaluated = self._module is not None and not self._module.training
-        if is_evaluated and self.passes is not None and self.passes.count == 0:
-            raise StepError(EVALUATED, code="step-eval")
+    def begin_pass(self, given: Any) -> None:
+        """The model runs forward, with these arguments, and its gradients are recorded."""
+        if any(t.requires_grad for t in tensors_in(given) if not isinstance(t, Followed)):
+            raise LossError(TRAINED, code="loss-outside")
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise StepError(AVERAGED, code="step-ddp")
+        self.passes += 1
 
-    def require_unchanged(self) -> None:  # noqa: B027 - a model under vmap may change
+    def require_one_pass(self) -> None:
+        """Raise if there were several passes since the last step: rows of different records would
+        add up.
+        """
+        if self.passes > 1:
+            raise StepError(
+                f"the model was run forward {self.passes} times in training mode for one step:"
+                " evaluate under torch.no_grad() or model.eval(), and compute all that a loss"
+                " needs in one forward pass.",
+                code="step-passes",
+            )
+
+    def require_unchanged(self) -> None:  # noqa: B027 - code may change where it runs in a map
         """Raise if code that runs on whole batches is not what it was at ``make_private``."""
 
     def remove(self) -> None:
@@ -155,117 +186,29 @@ class GradientSource(ABC):
         if self._module is not None:
             self._module.__dict__.pop(_ATTRIBUTE, None)
 
-    def _is_enabled(self) -> bool:
-        return not (self._is_paused or self._is_removed)
-
-    def _checked(
-        self, named_parameters: Sequence[tuple[str, Tensor]]
-    ) -> Iterator[Sequence[Contribution]]:
-        """What was recorded, each parameter in it; or an error that says why it was not."""
+    def _checked(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
+        """What was recorded, with each parameter; or an error that says why it was not."""
         if self._is_removed:
             raise StepError(
                 "the model was made private again since: step with the optimizer of the last"
                 " make_private call",
                 code="step-removed",
             )
-        for parts in self.recorded(named_parameters):
-            found = {id(p) for part in parts for p in part.parameters}  # tensors hash slowly
-            for name, p in named_parameters:
-                if id(p) not in found:
-                    raise StepError(
-                        f"parameter {name!r} has no per-sample gradient in this step: call"
-                        " backward() once, on one forward pass in training mode, and freeze with"
-                        " requires_grad_(False) what the model does not use.",
-                        code="step-unused",
-                    )
-            if self.passes is None or not self.passes.is_empty:
-                yield parts
+        parts = self.recorded(named_parameters)
+        found = {id(p) for part in parts for p in part.parameters}  # tensors hash slowly
+        for name, p in named_parameters:
+            if id(p) not in found:
+                raise StepError(
+                    f"parameter {name!r} has no per-sample gradient in this step: call"
+                    " backward() once, on one forward pass in training mode, and freeze with"
+                    " requires_grad_(False) what the model does not use.",
+                    code="step-unused",
+                )
+        return parts
 
     def _refuse_gradient(self, parameter: Tensor) -> None:
         """Autograd computed an ordinary gradient as well: nobody may step on it."""
         parameter.grad = None
-
-
-class MappedSource(GradientSource):
-    """A source whose model runs as a map over records.
-
-    Args:
-        module: the model; it stays the user's own object.
-        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
-        assume_independent: the user vouches for the loss, which is not followed.
-        loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
-    """
-
-    passes: ForwardPasses
-    _alone: Callable[[], AbstractContextManager[Any]]  # as in the map, for one record
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        loss_reduction: str = "mean",
-        assume_independent: bool = False,
-        loss: Loss | None = None,
-    ) -> None:
-        super().__init__(module, loss_reduction, assume_independent=assume_independent)
-        self.passes = ForwardPasses(
-            self._is_enabled, partial(self.discard, ()), follows=not assume_independent
-        )
-        self.mapped = MappedForward(module, self, self._in_map(module), loss)
-
-    @abstractmethod
-    def _in_map(self, module: nn.Module) -> Sequence[Tensor]:
-        """The trainable parameters that take part in the map."""
-
-    @abstractmethod
-    def over_records(
-        self, of_one: Any, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """As :class:`~torch_dpbayes.per_sample.mapped_forward.MapsRecords` says."""
-
-    def require_nothing_kept(self) -> None:
-        """Raise if a tensor of the last forward pass is still alive, after :meth:`discard`."""
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """No per-sample gradients are recorded inside, and torch functions compute as in maps."""
-        self._is_paused = True
-        try:
-            with self._alone():
-                yield
-        finally:
-            self._is_paused = False
-
-    def remove(self) -> None:
-        super().remove()
-        self.mapped.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of a private model takes along how to get rid of the hooks, and no data."""
-        return {**self.__dict__, "_handles": [], "is_copy": True}
-
-    def _checked(
-        self, named_parameters: Sequence[tuple[str, Tensor]]
-    ) -> Iterator[Sequence[Contribution]]:
-        for name, p in named_parameters:
-            if p.grad is not None:
-                raise StepError(
-                    f"parameter {name!r} has an ordinary gradient, which is not clipped: call the"
-                    " whole model, take prior_std= instead of a penalty, and call"
-                    " optimizer.zero_grad() after other backward passes.",
-                    code="step-unclipped",
-                )
-        return super()._checked(named_parameters)
-
-    def _refuse_gradient(self, parameter: Tensor) -> None:
-        if self._is_enabled():
-            parameter.grad = None
-            raise StepError(
-                "a parameter of the private model got an ordinary gradient, which is not clipped:"
-                " train on the private loader's batches in training mode, and take"
-                " torch.autograd.grad for gradients of inputs.",
-                code="step-unclipped",
-            )
 
 
 def require_first_backward(is_again: bool) -> None:

@@ -5,7 +5,7 @@ Nothing here keeps records apart: the user vouches that model and loss do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, StepError
 from .contributions import Contribution, PerRecord
-from .gradient_source import GradientSource, require_first_backward
-from .mapped_forward import COPIED, ForwardPasses
+from .gradient_source import COPIED, GradientSource, require_first_backward
 from .nested import map_tensors, tensors_in
 
 
@@ -44,7 +43,7 @@ class HooksGradientSource(GradientSource):
         self._hooks: _Hooks | None = None
         if module is not None:
             try:
-                self._hooks = _Hooks(module, loss_reduction)
+                self._hooks = _Hooks(module, self)
             except NotImplementedError as error:
                 module.__dict__.pop("autograd_grad_sample_hooks", None)
                 self.remove()
@@ -53,11 +52,8 @@ class HooksGradientSource(GradientSource):
                     " Replace the layer.",
                     code="model-no-sampler",
                 ) from error
-            self.passes = self._hooks.passes
 
-    def recorded(
-        self, named_parameters: Sequence[tuple[str, Tensor]]
-    ) -> Iterator[Sequence[Contribution]]:
+    def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
         records = {p: g for n, p in named_parameters if (g := _records_of(n, p)) is not None}
         if not self._is_vouched:
             raise StepError(
@@ -66,15 +62,14 @@ class HooksGradientSource(GradientSource):
                 " by assume_independent_records=True.",
                 code="step-vouch",
             )
-        if self.passes is not None:
-            self.passes.require_one(bool(records))
+        self.require_one_pass()
         if len({len(g) for g in records.values()}) > 1:
             raise StepError(
                 "the parameters disagree on the number of records in the batch: keep records in"
                 " dimension 0, and do not fold time or patches into it.",
                 code="step-disagree",
             )
-        yield [PerRecord(records)]
+        return [PerRecord(records)]
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
@@ -83,6 +78,7 @@ class HooksGradientSource(GradientSource):
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
+        self.passes, self.is_empty = 0, False
         # what else the caller's hooks keep is on modules that are not known here
         if self._hooks is not None:
             self._hooks.forget_pass()
@@ -98,9 +94,10 @@ class _Hooks(GradSampleHooks):
     models, empty batches, padding.
     """
 
-    def __init__(self, module: nn.Module, loss_reduction: str) -> None:
-        super().__init__(module, loss_reduction=loss_reduction, strict=False)
-        self.passes = ForwardPasses(lambda: True, self.forget_pass, follows=False)
+    def __init__(self, module: nn.Module, source: HooksGradientSource) -> None:
+        super().__init__(module, loss_reduction=source.loss_reduction, strict=False)
+        self._source = source
+        self._is_open = False  # inside a forward pass that is recorded
         self._of_passes = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -114,7 +111,6 @@ class _Hooks(GradSampleHooks):
 
     def forget_pass(self) -> None:
         """Forget the last forward pass."""
-        self.passes.forget()
         for module in self._module.modules():
             for left_behind in ("activations", "max_batch_len"):
                 if hasattr(module, left_behind):
@@ -127,12 +123,14 @@ class _Hooks(GradSampleHooks):
 
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.passes.begin(module, (args, kwargs)):
+        self._is_open = self.hooks_enabled and module.training and torch.is_grad_enabled()
+        if not self._is_open:
             return None
+        self._source.begin_pass((args, kwargs))
         first = next(tensors_in((args, kwargs)), None)
         if first is None or first.dim() == 0 or len(first) > 0:
             return None
-        self.passes.is_empty = True  # many layers fail on no records: one of ones stands in
+        self._source.is_empty = True  # many layers fail on no records: one of ones stands in
         return map_tensors(
             (args, kwargs),
             lambda t: t.new_ones(1, *t.shape[1:]) if t.dim() > 0 and len(t) == 0 else t,
@@ -140,11 +138,14 @@ class _Hooks(GradSampleHooks):
 
     @torch.compiler.disable
     def _after(self, _module: nn.Module, _input: Any, output: Any) -> Any:
-        if not self.passes.is_open:
+        if not self._is_open:
             return None
-        self.passes.end(failed=output is None)
-        is_cut = self.passes.is_empty
-        return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t) if is_cut else None
+        self._is_open = False
+        if output is None and self._source.passes == 1:  # it raised
+            self._source.discard(())
+        elif self._source.is_empty:
+            return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t)
+        return None
 
     def capture_activations_hook(
         self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor

@@ -8,13 +8,16 @@ over records is the product (c∘g)ᵀa that autograd would have computed with c
 Where T² is large beside the number of weights, per-record gradients are cheaper than the Gram
 matrices.
 
-Which way is taken depends on shapes alone.
+Which way is taken depends on shapes and on the device alone.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +25,9 @@ import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
+from . import arithmetic
 from .contributions import Contribution, Outer, PerRecord, Tokens, outer, together, trainable
-from .convolutions import Convolution, Geometry
+from .convolutions import Convolution, Geometry, is_reduced
 
 
 class Call(NamedTuple):
@@ -38,7 +42,9 @@ class Call(NamedTuple):
     backprops: Tensor
 
 
-def linear(module: nn.Module, calls: Sequence[Call]) -> Contribution:
+def linear(
+    module: nn.Module, calls: Sequence[Call], *, is_transposed: bool = False
+) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
     pieces = []
     for (inputs,), g in calls:
@@ -51,13 +57,13 @@ def linear(module: nn.Module, calls: Sequence[Call]) -> Contribution:
             torch.cat([t if t.dim() == 3 else t[:, None] for t in side], dim=1)
             for side in zip(*pieces, strict=True)
         )
-    if g.dim() == 2:
-        return Outer(weight, bias, a, g)
-    if g.shape[1] == 1:
-        return Outer(weight, bias, a[:, 0], g[:, 0])
-    if choose_linear(g.shape[1], a.shape[2], g.shape[2]) == "gram":
-        return Outer(weight, bias, a, g)
-    return PerRecord(outer(weight, bias, a, g))
+    if g.dim() == 3 and g.shape[1] == 1:
+        a, g = a[:, 0], g[:, 0]
+    if g.dim() == 3:
+        machine = arithmetic.machine_of(g.device)
+        if choose_linear(g.shape[1], a.shape[2], g.shape[2], machine) != "gram":
+            return PerRecord(outer(weight, bias, a, g, is_transposed=is_transposed))
+    return Outer(weight, bias, a, g, is_transposed=is_transposed)
 
 
 def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
@@ -67,9 +73,11 @@ def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     if geometry.weight is None:
         return PerRecord(geometry.per_record(inputs, g, "unfold"))
     a, g = geometry.padded(inputs.to(g.dtype)), g.contiguous()
-    way, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g)
+    machine = arithmetic.machine_of(g.device)
+    way, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g, machine)
     if is_kept:
-        return PerRecord(geometry.per_record(a, g, way))
+        with arithmetic.tf32(g.device) if is_reduced(g) else nullcontext():
+            return PerRecord(geometry.per_record(a, g, way))
     return Convolution(geometry, a, g, way)
 
 
@@ -169,10 +177,24 @@ def rows_of(module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
     return is_one, not is_one and not kind.has_positions
 
 
+# What the forward pass of a layer of transformers calls, a linear layer with a transposed weight; a
+# version with another runs in the map.
+_CONV1D = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
+
+
+def _is_transposed_linear(kind: type[nn.Module]) -> bool:
+    theirs = sys.modules.get("transformers.pytorch_utils")
+    if theirs is None or kind is not getattr(theirs, "Conv1D", None):
+        return False
+    return set(kind.forward.__code__.co_names) == _CONV1D
+
+
 def is_known(module: nn.Module) -> bool:
     """Whether this is exactly a known kind of layer, with a weight of its own (of which torch's
     pruning makes an attribute) and no option that sees which tokens the batch has.
     """
+    if type(module) not in KINDS and _is_transposed_linear(type(module)):
+        KINDS[type(module)] = Kind(partial(linear, is_transposed=True), 1, (), True)
     is_aware = getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False)
     return type(module) in KINDS and "weight" in module._parameters and not is_aware
 
@@ -183,16 +205,33 @@ def is_known(module: nn.Module) -> bool:
 _MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.044, 0.012, 0.5, 1.0, 80e3
 
 
-def choose_linear(positions: int, width_in: int, width_out: int) -> str:
+# The same of GPUs, in multiply-adds of float32 in a matrix product, by the ratio of arithmetic to
+# memory of H100, A100 and T4, which agree within a factor of two: a number that is unfolded, or
+# written and read twice, a multiply-add in TensorFloat-32 and one in a convolution whose groups are
+# records, which takes longer the more weights there are (H200, torch 2.11).
+_GPU_UNFOLD, _GPU_WRITE, _GPU_TF32, _GPU_GROUPED, _GPU_GROUP = 100.0, 80.0, 0.3, 1.4, 300.0
+# Per-record gradients are kept on a GPU where they have at most so many times the numbers of the
+# inputs and output gradients, which the step would hold in their place: with them, a step takes no
+# more memory than these many times a plain step's activations. Matrices of more numbers have fewer
+# positions than 1.6 times the mean width, for which Gram matrices are cheaper.
+_KEPT = 1.6
+
+
+def choose_linear(
+    positions: int, width_in: int, width_out: int, machine: arithmetic.Machine
+) -> str:
     """``"gram"`` or ``"instantiate"`` for a linear layer, by the estimated time of either."""
     weights = width_in * width_out
+    if machine.is_accelerator:
+        is_kept = weights <= _KEPT * positions * (width_in + width_out)
+        return "instantiate" if is_kept else "gram"
     gram = positions**2 * (width_in + width_out) * _GRAM + positions * weights * _MATMUL
     instantiate = positions * weights * _MATMUL + weights * _WRITE
     return "gram" if gram < instantiate else "instantiate"
 
 
 def choose_convolution(
-    weights: int, groups: int, inputs: Tensor, backprops: Tensor
+    weights: int, groups: int, inputs: Tensor, backprops: Tensor, machine: arithmetic.Machine
 ) -> tuple[str, bool]:
     """``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"``, and whether the per-record
     gradients are kept for the sum.
@@ -201,11 +240,18 @@ def choose_convolution(
     held = inputs[0].numel() + backprops[0].numel()
     columns = weights // backprops.shape[1]  # of the unfolded input, for each group
     products, unfolded = positions * weights, columns * groups * positions
-    is_onednn = (
-        inputs.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and backprops.dtype == torch.float32
-    )
+    in_gram = positions**2 * (columns * groups + backprops.shape[1])
+    if machine.is_accelerator:
+        times = {"unfold": products + unfolded * _GPU_UNFOLD + weights * _GPU_WRITE}
+        if is_reduced(backprops):
+            times["unfold"] -= (1 - _GPU_TF32) * products
+            if columns >= 16 * 9:
+                times["grouped"] = products * _GPU_GROUPED + weights * _GPU_GROUP
+        is_kept = weights <= _KEPT * held
+        if not is_kept:
+            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram  # in float64, or by blocks
+        return min(times, key=lambda w: times[w]), is_kept
+    is_onednn = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
     times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
     if is_onednn:
         times["loop"] = products * _CONVOLUTION + _CALL
@@ -215,7 +261,7 @@ def choose_convolution(
     # the weighted sum, from inputs and output gradients
     again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD
     is_kept = weights <= held or (weights <= 2 * held and weights * _WRITE < again)
-    gram = unfolded * _UNFOLD + positions**2 * (columns * groups + backprops.shape[1]) * _GRAM
+    gram = unfolded * _UNFOLD + in_gram * _GRAM
     if gram + again < times[way] + (weights * _WRITE if is_kept else again):
         return "gram", False
     return way, is_kept

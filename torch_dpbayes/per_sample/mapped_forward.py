@@ -8,50 +8,33 @@ returns is put together again. A scalar that the model returns is the loss of on
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..errors import DPBayesError, LossError, ModelError, StepError
-from .followed import Batch, Derived, Followed, is_constant
+from .derived import holds_records
+from .followed import Batch, Followed, is_constant
+from .gradient_source import COPIED
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import (
-    SAVED_TENSORS,
-    CannotBeMapped,
-    KeptTensors,
-    in_plain_words,
-    is_of_maps,
-    without_values,
-)
+from .record_map import CannotBeMapped, without_values
+
+if TYPE_CHECKING:
+    from .bookkeeping import BookkeepingGradientSource
 
 Loss = Callable[..., Tensor]
 
 # slices, parameters -> results
 OfOne = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
-COPIED = (
-    "no per-sample gradients can be recorded: the model is a copy of a private one, or a parameter"
-    " was added, exchanged or unfrozen since. Call make_private again; predict under model.eval()."
-)
-AVERAGED = (
-    "the model is called through torch's DistributedDataParallel, which averages unclipped"
-    " gradients. Call the model that make_private returned; for several ranks"
-    " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
-)
-TRAINED = (
-    "an input of the model requires gradients, which are neither clipped nor noisy: whatever they"
-    " train would release the records. Put that into the model, or pass x.detach()."
-)
 BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
 EVALUATED = (
     "the model is in eval mode, in which no per-sample gradients are recorded: call model.train()"
@@ -61,87 +44,6 @@ STRANGE_INPUT = (
     "the model is given a tensor, of rows of shape {}, that the private loader did not deliver, or"
     " that was made of several records: pass the loader's batch; constants are buffers of the model"
 )
-
-
-class ForwardPasses:
-    """Counts the forward passes of a model while gradients are recorded.
-
-    Args:
-        is_enabled: whether anything is recorded at all.
-        forget: called after a pass that raised, if no other waits for its backward pass.
-        follows: whether inputs and outputs are followed tensors. Otherwise the user vouches that
-            the loss keeps records apart.
-    """
-
-    def __init__(
-        self, is_enabled: Callable[[], bool], forget: Callable[[], None], *, follows: bool
-    ) -> None:
-        self._is_enabled, self._forget, self.follows = is_enabled, forget, follows
-        self.count = 0
-        self.is_empty = False  # of records: a synthetic one stands in
-        self._thread: int | None = None  # inside a pass that is recorded, which runs there
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this thread is inside a pass that is recorded."""
-        return self._thread is not None and self._thread == threading.get_ident()
-
-    @property
-    def would_record(self) -> bool:
-        """Whether a pass in training mode would be recorded."""
-        return torch.is_grad_enabled() and self._is_enabled()
-
-    def would_begin(self, module: nn.Module) -> bool:
-        """Whether a pass would be recorded."""
-        return module.training and self.would_record
-
-    def begin(self, module: nn.Module, given: Any) -> bool:
-        """Whether a pass with these arguments is recorded."""
-        if not self.would_begin(module):
-            if self.is_open:  # of a pass that was interrupted
-                self._thread = None
-            return False
-        if self._thread not in (None, threading.get_ident()):
-            raise StepError(
-                "another thread runs this model forward in training mode: train in one thread, and"
-                " evaluate in others under torch.no_grad()",
-                code="step-threads",
-            )
-        if any(t.requires_grad for t in tensors_in(given) if not isinstance(t, Followed)):
-            raise LossError(TRAINED, code="loss-outside")
-        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-            raise StepError(AVERAGED, code="step-ddp")
-        self._thread = threading.get_ident()
-        self.count += 1
-        return True
-
-    def end(self, *, failed: bool) -> None:
-        """The pass that began last is over."""
-        self._thread = None
-        if failed and self.count == 1:
-            self._forget()
-
-    def require_one(self, is_anything_recorded: bool) -> None:
-        """Raise unless there was one pass since the last step."""
-        if self.count > 1:
-            raise StepError(
-                f"the model was run forward {self.count} times in training mode for one step:"
-                " evaluate under torch.no_grad() or model.eval(), and compute all that a loss"
-                " needs in one forward pass.",
-                code="step-passes",
-            )
-        if self.count == 0 and is_anything_recorded:
-            raise StepError(
-                "call the model itself, not its parts: model(x), so that it can be checked that"
-                " every record is used once",
-                code="step-parts",
-            )
-
-    def forget(self) -> None:
-        """The next pass is the first of its step."""
-        self.count, self.is_empty = 0, False
-        if self.is_open:
-            self._thread = None
 
 
 class ReplacedForward(ABC):
@@ -193,30 +95,6 @@ class ReplacedForward(ABC):
                 owner.__dict__["_parameters"] = parameters
 
 
-class MapsRecords(Protocol):
-    """A gradient source that runs a model over records."""
-
-    loss_reduction: str
-    passes: ForwardPasses
-    is_copy: bool
-
-    def over_records(
-        self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """``of_one`` of each of n records.
-
-        Args:
-            of_one: the program of one record: its slices and the values of ``direct``, to its
-                results.
-            rows: tensors with records in dimension 0.
-            direct: parameters that take part in the map.
-            n: the number of records.
-
-        Returns:
-            The results, with records in dimension 0, and the leaves of their autograd graph.
-        """
-
-
 class MappedForward(ReplacedForward):
     """Runs a model for each record alone while its gradients are recorded.
 
@@ -235,7 +113,11 @@ class MappedForward(ReplacedForward):
     """
 
     def __init__(
-        self, module: nn.Module, source: MapsRecords, direct: Sequence[Tensor], loss: Loss | None
+        self,
+        module: nn.Module,
+        source: BookkeepingGradientSource,
+        direct: Sequence[Tensor],
+        loss: Loss | None,
     ) -> None:
         self.source, self.loss = source, loss
         self._direct: list[tuple[nn.Module, str, Tensor]] = []
@@ -266,16 +148,15 @@ class MappedForward(ReplacedForward):
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        passes = self.source.passes
-        if self.pending is not None and passes.would_begin(self.module):
+        source = self.source
+        if not (self.module.training and source.is_recording):
+            if source.is_recording and any(t._batch.is_open for t in _followed_in(args, kwargs)):
+                raise StepError(EVALUATED, code="step-eval")
+            return self.original(*args, **kwargs)
+        if self.pending is not None:
             pending, self.pending = self.pending, None
             pending(args, kwargs)
-        if not passes.begin(self.module, (args, kwargs)):
-            if not self.module.training and passes.would_record:
-                if any(t._batch.is_open for t in _followed_in(args, kwargs)):
-                    raise StepError(EVALUATED, code="step-eval")
-            return self.original(*args, **kwargs)
-        is_done = False
+        source.begin_pass((args, kwargs))
         try:
             targets, self._targets = self._targets, None
             if self.loss is not None and targets is None and not self.is_checking:
@@ -284,25 +165,17 @@ class MappedForward(ReplacedForward):
                     " which computes it for each record alone",
                     code="loss-twice-given",
                 )
-            output = self._mapped(args, kwargs, targets)
-            is_done = True
-            return output
-        except IndexError:
+            return self._mapped(args, kwargs, targets)
+        except BaseException as error:
+            if source.passes == 1:  # no other waits for its backward pass
+                source.discard(())
             if self.is_checking:
                 raise
-            what = "an index of a record is out of range, as in an embedding: check the data before"
-            raise CannotBeMapped(what) from None
-        except RuntimeError as error:
-            if isinstance(error, DPBayesError) or self.is_checking:
+            for t in _followed_in(args, kwargs):  # what one record caused chooses no pass
+                t._batch.refusal = t._batch.refusal or "the forward pass failed"
+            if isinstance(error, DPBayesError) or not isinstance(error, (IndexError, RuntimeError)):
                 raise
-            if is_of_maps(error) or str(error) == SAVED_TENSORS:
-                raise CannotBeMapped(in_plain_words(error)) from error
             raise CannotBeMapped(without_values(error)) from None
-        finally:
-            passes.end(failed=not is_done)
-            if not is_done and not self.is_checking:
-                for t in _followed_in(args, kwargs):  # what one record caused chooses no pass
-                    t._batch.refusal = t._batch.refusal or "the forward pass failed"
 
     def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
         """The loss of a batch, computed for each record alone: ``net.private_loss(x,
@@ -331,8 +204,7 @@ class MappedForward(ReplacedForward):
             raise CannotBeMapped(
                 f"an argument of type {kind} may hold several records: pass tensors"
             )
-        values = () if is_plain else (*args, *kwargs.values(), *(targets or ()))
-        if any(map(holds_plain_sequence, values)):
+        if any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
             raise CannotBeMapped(
                 "an argument holds several numbers or texts, which every record would see: pass a"
                 " tensor with a row for each"
@@ -359,21 +231,14 @@ class MappedForward(ReplacedForward):
             found, result.tensors, result.strangers = result.tensors, [], []
             return found
 
-        try:
-            found, leaves = self.source.over_records(of_one, rows, direct, n)
-        except KeptTensors as kept:
-            raise KeptTensors(kept.tensors, self.where(kept.tensors)) from None
+        found, leaves = self.source.over_records(of_one, rows, direct, n)
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
-            whole = (t[:0] if self.source.passes.is_empty else t for t in found)
+            whole = (undivided(t[:0] if self.source.is_empty else t, how) for t in found)
+            divisor = max(n, 1) if how == "mean" else 1
             return result.rebuilt(
-                [
-                    _Reduced.apply(t, how == "mean")
-                    if t.dim() == 1
-                    else undivided(t.squeeze(1), how)
-                    for t in whole
-                ]
+                [t.squeeze(1) if t.dim() > 1 else t.sum() / divisor for t in whole]
             )
         batch.loss_reduction = how
         batch.leaves = [*leaves, *(p for p in self.module.parameters() if p.requires_grad)]
@@ -410,6 +275,11 @@ class MappedForward(ReplacedForward):
                 changing += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, BasePruningMethod):
+                    if module is self.module:
+                        raise CannotBeMapped(
+                            "it is pruned as a whole, by a hook that runs before it: make private"
+                            " nn.Sequential(model)"
+                        )
                     changing.append((module, hook._tensor_name))
         if is_compiled or changing:
             return partial(_as_written, self.around, is_compiled, changing)
@@ -417,10 +287,9 @@ class MappedForward(ReplacedForward):
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
         """The batch, the rows of all tensors with dimensions, and how many records there are."""
-        passes = self.source.passes
         followed = [t for t in tensors if isinstance(t, Followed)]
         batch = next((t._batch for t in followed if t._batch.is_open), None)
-        if not passes.follows:
+        if not self.source.follows:
             if batch is not None:
                 raise LossError(
                     "the model was made private with assume_independent_records=True, and takes"
@@ -438,13 +307,13 @@ class MappedForward(ReplacedForward):
             )
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
-        passes.is_empty = batch.is_empty
+        self.source.is_empty = batch.is_empty
         n = len(followed[0]._rows)
         rows = []
         for t in tensors:
             if isinstance(t, Followed):
                 rows.append(_of_batch(t, batch))
-            elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
+            elif holds_records(t) or not (t.dim() == 0 or is_constant(t, batch)):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
@@ -460,7 +329,7 @@ class MappedForward(ReplacedForward):
                 " row for every record; keep constants in buffers"
             )
         (n,) = sizes
-        self.source.passes.is_empty = n == 0
+        self.source.is_empty = n == 0
         whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
         return [t.unsqueeze(1) for t in whole], max(n, 1)
 
@@ -547,21 +416,14 @@ def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: boo
 
 
 def _of_batch(t: Followed, batch: Batch) -> Tensor:
-    """The rows of an argument, which must be of this batch."""
-    if t._batch is not batch:
-        raise batch.refuse("the model is given tensors of two batches")
-    if t._how == "sealed" or (t._how is not None and t.dim() == 0):
+    """The rows of an argument, which must have one for each record of this batch."""
+    if t._batch is not batch or t._how is not None or (t._dim != 0 and t.dim() > 0):
         raise batch.refuse(
-            "the model is given a tensor that was made of several records",
+            "the model is given a tensor of another batch, of several records, or whose records are"
+            " not in dimension 0",
             "model-input",
-            "Pass what is made of the loader's batch record by record. For Trainer of transformers"
-            " set net.accepts_loss_kwargs = False",
-        )
-    if t._how is not None or (t._dim != 0 and t.dim() > 0):
-        raise batch.refuse(
-            "the model is given a tensor whose records are not in dimension 0",
-            "model-input",
-            "Transpose inside the model",
+            "Transpose inside the model. For Trainer of transformers set"
+            " net.accepts_loss_kwargs = False",
         )
     return t._rows
 
@@ -591,24 +453,3 @@ def undivided(output: Tensor, loss_reduction: str) -> Tensor:
     row = output.view_as(output)
     row.register_hook(lambda gradient: gradient * n)
     return row
-
-
-class _Reduced(torch.autograd.Function):
-    """The sum or mean of the records' losses; every record's own gets the gradient 1, and no other
-    may come back.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, is_mean: bool) -> Tensor:
-        ctx.like = losses
-        return losses.sum() / max(len(losses), 1) if is_mean else losses.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        if not bool((gradients[0] == 1).all()):
-            raise LossError(
-                "a scalar that the model returned came back with another gradient than 1: call"
-                " backward() on it as it is, and weigh its terms in forward.",
-                code="loss-backward",
-            )
-        return torch.ones_like(ctx.like), None

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
 from .followed import shape_of
-from .gradient_source import MappedSource
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Keywords, Nested, map_tensors, output_of, rows_of, synthetic
 from .operations import Delivery
@@ -108,15 +107,17 @@ class _WithoutRandomness(TorchFunctionMode):
         return found
 
 
-def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[Any, ...]]) -> None:
+def check_model(
+    module: nn.Module, source: BookkeepingGradientSource, ways: Sequence[tuple[Any, ...]]
+) -> None:
     """Look at the model now if it runs with arguments of one of these shapes, else at its first
     pass, when the shapes are known.
 
     Mapped outputs and gradients of a few synthetic records are compared with those of the same
-    records alone.
+    records alone. The model is left as it was found.
 
     Args:
-        module: the model, to which ``source`` is attached. It is left as it was found.
+        module: the model, to which ``source`` is attached.
         source: its gradient source.
         ways: in which the model may be meant to take its arguments, the likeliest first.
 
@@ -126,7 +127,7 @@ def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[An
 
     def at_first_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = (*args, Keywords(kwargs)) if kwargs else args
-        _check(module, source, tuple(map_tensors(arguments, shape_of)))
+        _Comparison(module, source, tuple(map_tensors(arguments, shape_of))).run()
 
     generator = torch.Generator().manual_seed(0)
     for way in ways:
@@ -135,34 +136,9 @@ def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[An
                 output_of(module, synthetic(way, _RECORDS, generator))
         except Exception:  # of the model: it takes its inputs in another way
             continue
-        _check(module, source, way)
+        _Comparison(module, source, way).run()
         return
     source.mapped.pending = at_first_pass
-
-
-def _check(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) -> None:
-    """Compare, with all parameters that are used outside of their layers in the map."""
-    source.mapped.is_checking = True
-    try:
-        with _left_as_found(module):
-            while True:
-                try:
-                    _compare(module, source, arguments)
-                    return
-                except UsedElsewhere as found:
-                    is_moved = isinstance(
-                        source, BookkeepingGradientSource
-                    ) and source.take_into_map(found.parameters)
-                    if not is_moved:
-                        outside = set(found.parameters)
-                        names = [n for n, p in module.named_parameters() if p in outside]
-                        raise ModelError(
-                            f"parameters {names} get no gradient from the model's forward pass:"
-                            " freeze with requires_grad_(False) what the model does not use",
-                            code="model-unused",
-                        ) from None
-    finally:
-        source.mapped.is_checking = False
 
 
 @contextmanager
@@ -192,60 +168,161 @@ class _Run(NamedTuple):
     weights: Sequence[Tensor]
 
 
-def _compare(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) -> None:
-    """Raise where mapped outputs and gradients are not those of records alone."""
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
-    before = {name: b.detach().clone() for name, b in module.named_buffers()}
-    reason: str | None = None
-    for _ in range(_TRIES):
-        inputs = synthetic(arguments, _RECORDS, generator)
-        source.mapped.rows_of_scalars = _rows_of_scalars(module, source, inputs)
-        mapped = _mapped(module, source, inputs, named)
-        reason = None
-        for k in range(_RECORDS):
-            alone = _alone(module, source, rows_of(inputs, k), named, mapped)
-            reason = reason or _difference(named, mapped, k, alone)
-        for name, b in module.named_buffers():
-            if not torch.equal(before[name], b) and not bool((b != b).any()):
-                raise ModelError(
-                    f"the forward pass changes its buffer {name!r}, which would carry records"
-                    " without noise: keep statistics out of the model (GroupNorm, not BatchNorm)",
-                    code="model-buffer",
-                )
-        if reason is None:
-            return
-    raise ModelError(
-        f"{reason}: the model mixes records, or uses parameters outside of their modules."
-        f" Compute what it needs from each record alone. {_INSTEAD}.",
-        code="model-mixes",
-    )
+class _Comparison:
+    """Synthetic records in the map, and each by itself.
 
+    Args:
+        module: the model.
+        source: its gradient source.
+        arguments: of the shapes of the model's own.
+    """
 
-def _difference(
-    named: Sequence[tuple[str, Tensor]], mapped: _Run, k: int, alone: _Run | None
-) -> str | None:
-    """What of record k is not what it is of the record alone."""
-    # it draws numbers that cannot be switched off, or is not made for synthetic records
-    if alone is None or not all(bool(t.isfinite().all()) for t in alone.outputs):
+    def __init__(
+        self, module: nn.Module, source: BookkeepingGradientSource, arguments: tuple[Any, ...]
+    ) -> None:
+        self.module, self.source, self.arguments = module, source, arguments
+        self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.parameters = [p for _, p in self.named]
+
+    def run(self) -> None:
+        """Compare; parameters that are used outside of their layers move into the map."""
+        self.source.mapped.is_checking = True
+        try:
+            with _left_as_found(self.module):
+                while True:
+                    try:
+                        self._require_equal()
+                        return
+                    except UsedElsewhere as found:
+                        if not self.source.take_into_map(found.parameters):
+                            outside = set(found.parameters)
+                            names = [n for n, p in self.module.named_parameters() if p in outside]
+                            raise ModelError(
+                                f"parameters {names} get no gradient from the model's forward pass:"
+                                " freeze with requires_grad_(False) what the model does not use",
+                                code="model-unused",
+                            ) from None
+        finally:
+            self.source.mapped.is_checking = False
+
+    def _require_equal(self) -> None:
+        """Raise where mapped outputs and gradients are not those of records alone."""
+        generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+        before = {name: b.detach().clone() for name, b in self.module.named_buffers()}
+        for _ in range(_TRIES):
+            inputs = synthetic(self.arguments, _RECORDS, generator)
+            self.source.mapped.rows_of_scalars = self._rows_of_scalars(inputs)
+            mapped = self._mapped(inputs)
+            alone = [self._alone(rows_of(inputs, k), mapped.weights) for k in range(_RECORDS)]
+            for name, b in self.module.named_buffers():
+                if not torch.equal(before[name], b) and not bool((b != b).any()):
+                    raise ModelError(
+                        f"the forward pass changes its buffer {name!r}, which would carry records"
+                        " without noise: keep statistics out of the model (GroupNorm, not"
+                        " BatchNorm)",
+                        code="model-buffer",
+                    )
+            found = (self._difference(mapped, k, run) for k, run in enumerate(alone))
+            reason = next((text for text in found if text is not None), None)
+            if reason is None:
+                return
+        raise ModelError(
+            f"{reason}: the model mixes records, or uses parameters outside of their modules."
+            f" Compute what it needs from each record alone. {_INSTEAD}.",
+            code="model-mixes",
+        )
+
+    def _difference(self, mapped: _Run, k: int, alone: _Run | None) -> str | None:
+        """What of record k is not what it is of the record alone."""
+        # it draws numbers that cannot be switched off, or is not made for synthetic records
+        if alone is None or not all(bool(t.isfinite().all()) for t in alone.outputs):
+            return None
+        is_coarse = any(
+            p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
+            for p in self.parameters
+        )
+        room = 20 * _ROOM if is_coarse else _ROOM
+        for mine, theirs in zip(mapped.outputs, alone.outputs, strict=True):
+            if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
+                return f"the output has shape {list(mine[k].shape)} for one record"
+            if not _is_close(mine[k].flatten(), theirs.flatten(), float(_norm(theirs)), room):
+                return "the output of a record depends on the batch"
+        length = math.hypot(*(float(_norm(g)) for g in alone.gradients if g is not None))
+        gradients = zip(self.named, mapped.gradients, alone.gradients, strict=True)
+        for (name, p), found, true in gradients:
+            true = torch.zeros_like(p) if true is None else true.to_dense()
+            if found is not None and not _is_close(found[k], true.flatten(), length, room):
+                return f"the per-sample gradients of parameter {name!r} are not its gradients"
         return None
-    is_coarse = any(
-        p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
-        for _, p in named
-    )
-    room = 20 * _ROOM if is_coarse else _ROOM
-    for mine, theirs in zip(mapped.outputs, alone.outputs, strict=True):
-        if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
-            return f"the output has shape {list(mine[k].shape)} for one record"
-        if not _is_close(mine[k].flatten(), theirs.flatten(), float(_norm(theirs)), room):
-            return "the output of a record depends on the batch"
-    norms = [float(_norm(g)) for g in alone.gradients if g is not None]
-    length = math.hypot(*norms)
-    for (name, p), found, true in zip(named, mapped.gradients, alone.gradients, strict=True):
-        true = torch.zeros_like(p) if true is None else true.to_dense()
-        if found is not None and not _is_close(found[k], true.flatten(), length, room):
-            return f"the per-sample gradients of parameter {name!r} are not its gradients"
-    return None
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        with self.source.paused(), uncompiled(self.module), without_looks():
+            yield
+
+    def _rows_of_scalars(self, inputs: tuple[Any, ...]) -> tuple[bool, ...]:
+        """Which outputs have one number for each record, and so no dimension of its own for one."""
+        with torch.no_grad(), self._by_itself():
+            try:
+                return tuple(t.dim() == 1 for t in Nested(output_of(self.module, inputs)).tensors)
+            except Exception:  # the model is not run on batches
+                return ()
+
+    def _mapped(self, inputs: tuple[Any, ...]) -> _Run:
+        source = self.source
+        source.discard(self.parameters)
+        source.mapped.around = _WithoutRandomness
+        try:
+            with _blamed(self.module), torch.enable_grad():
+                given = Delivery(_RECORDS)(inputs, _RECORDS) if source.follows else inputs
+                outputs = Nested(output_of(self.module, given)).tensors
+                rows = [_rows_of_output(t, source.loss_reduction) for t in outputs]
+                floats = [t for t in rows if t.is_floating_point()]
+                weights = [torch.randn(t.shape[1:], device=t.device).to(t.dtype) for t in floats]
+                total = sum((t * w).float().sum() for t, w in zip(floats, weights, strict=True))
+                if not isinstance(total, Tensor) or not total.requires_grad:
+                    raise ModelError(
+                        "the model's output has no gradient: return a tensor of floating-point"
+                        " numbers with a row per record, or a loss, computed from trainable"
+                        " parameters",
+                        code="model-output",
+                    )
+                is_mean = not source.follows and source.loss_reduction == "mean"
+                (total / _RECORDS if is_mean else total).backward()
+            records: dict[Tensor, Tensor] = {}
+            for part in source.recorded(self.named):
+                records.update(part.per_record())
+            if missing := [p for p in self.parameters if p not in records]:
+                raise UsedElsewhere("in no gradient", missing)
+            gradients = [records[p].reshape(_RECORDS, -1) for p in self.parameters]
+            true = torch.stack([_norm(g, 1) for g in gradients]).norm(dim=0)
+            norms = source.norms(self.named)
+            wrong = (norms - true).abs() > _ROOM * true + 1e-6
+            if bool((wrong & norms.isfinite()).any()):  # others are cut out
+                raise ModelError(
+                    "the norms of per-sample gradients are wrong, an error of this library: take"
+                    ' grad_sample_mode="vmap", and please report the model',
+                    code="model-norms",
+                )
+            return _Run([t.detach() for t in rows], gradients, weights)
+        finally:
+            source.mapped.around = nullcontext
+            source.discard(self.parameters)
+
+    def _alone(self, inputs: tuple[Any, ...], weights: Sequence[Tensor]) -> _Run | None:
+        """One record, by ordinary autograd; None where two runs differ."""
+        with self._by_itself(), torch.enable_grad(), _WithoutRandomness():
+            first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
+            for a, b in zip(first, second, strict=True):
+                if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
+                    return None
+            floats = [t for t in first if t.is_floating_point()]
+            each = zip(floats, weights, strict=True)
+            total = sum((t.reshape(w.shape) * w).sum().float() for t, w in each)
+            gradients: Sequence[Tensor | None] = [None] * len(self.parameters)
+            if isinstance(total, Tensor) and total.requires_grad:
+                gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
+        return _Run([torch.atleast_1d(t.detach()) for t in first], gradients, weights)
 
 
 def _norm(t: Tensor, dim: int | None = None) -> Tensor:
@@ -259,98 +336,12 @@ def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
     return not distance > room * (length + 1e-6)  # nor where something is not finite
 
 
-def _rows_of_scalars(
-    module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]
-) -> tuple[bool, ...]:
-    """Which outputs have one number for each record, and so none of its own dimension for one."""
-    with torch.no_grad(), source.paused(), uncompiled(module), without_looks():
-        try:
-            return tuple(t.dim() == 1 for t in Nested(output_of(module, inputs)).tensors)
-        except Exception:  # the model is not run on batches
-            return ()
-
-
-def _mapped(
-    module: nn.Module,
-    source: MappedSource,
-    inputs: tuple[Any, ...],
-    named: Sequence[tuple[str, Tensor]],
-) -> _Run:
-    parameters = [p for _, p in named]
-    passes = source.passes
-    source.discard(parameters)
-    source.mapped.around = _WithoutRandomness
-    try:
-        with _blamed(module), torch.enable_grad():
-            given = Delivery(_RECORDS)(inputs, _RECORDS) if passes.follows else inputs
-            outputs = Nested(output_of(module, given)).tensors
-            rows = [_rows_of_output(t, source.loss_reduction) for t in outputs]
-            floats = [t for t in rows if t.is_floating_point()]
-            weights = [torch.randn(t.shape[1:], device=t.device).to(t.dtype) for t in floats]
-            total = sum((t * w).float().sum() for t, w in zip(floats, weights, strict=True))
-            if not isinstance(total, Tensor) or not total.requires_grad:
-                raise ModelError(
-                    "the model's output has no gradient: return a tensor of floating-point numbers"
-                    " with a row per record, or a loss, computed from trainable parameters",
-                    code="model-output",
-                )
-            if not passes.follows and source.loss_reduction == "mean":
-                total = total / _RECORDS
-            total.backward()
-        records: dict[Tensor, list[Tensor]] = {}
-        for parts in source.recorded(named):
-            for p, g in (item for part in parts for item in part.per_record().items()):
-                records.setdefault(p, []).append(g)
-        if missing := [p for p in parameters if p not in records]:
-            raise UsedElsewhere("in no gradient", missing)
-        found = [records.pop(p) for p in parameters]
-        gradients = [(g[0] if len(g) == 1 else torch.cat(g)).reshape(_RECORDS, -1) for g in found]
-        squares = [_norm(g, 1).square() for g in gradients]
-        true, norms = torch.stack(squares).sum(0).sqrt(), source.norms(named)
-        wrong = (norms - true).abs() > _ROOM * true + 1e-6
-        if bool((wrong & norms.isfinite()).any()):  # others are cut out
-            raise ModelError(
-                "the norms of per-sample gradients are wrong, an error of this library: take"
-                ' grad_sample_mode="vmap", and please report the model',
-                code="model-norms",
-            )
-        return _Run([t.detach() for t in rows], gradients, weights)
-    finally:
-        source.mapped.around = nullcontext
-        source.discard(parameters)
-        source.require_nothing_kept()
-
-
 def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
     """The values of an output, records first; of a loss one for each record."""
     rows = getattr(t, "_rows", None)
     if rows is None:
         return t if t.dim() > 0 else (t * _RECORDS if loss_reduction == "mean" else t)[None]
     return rows if t.dim() == 0 else rows.flatten(0, 1).unflatten(0, (_RECORDS, -1))
-
-
-def _alone(
-    module: nn.Module,
-    source: MappedSource,
-    inputs: tuple[Any, ...],
-    named: Sequence[tuple[str, Tensor]],
-    mapped: _Run,
-) -> _Run | None:
-    """One record, by ordinary autograd; None where two runs differ."""
-    parameters = [p for _, p in named]
-    with source.paused(), uncompiled(module), without_looks(), torch.enable_grad():
-        with _WithoutRandomness():
-            first, second = (Nested(output_of(module, inputs)).tensors for _ in range(2))
-            for a, b in zip(first, second, strict=True):
-                if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                    return None
-            floats = [t for t in first if t.is_floating_point()]
-            each = zip(floats, mapped.weights, strict=True)
-            total = sum((t.reshape(w.shape) * w).sum().float() for t, w in each)
-            gradients: Sequence[Tensor | None] = [None] * len(parameters)
-            if isinstance(total, Tensor) and total.requires_grad:
-                gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    return _Run([torch.atleast_1d(t.detach()) for t in first], gradients, mapped.weights)
 
 
 @contextmanager

@@ -10,15 +10,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, slice)
-_TORCHS = (torch.dtype, torch.device, torch.Size)
+# Types that hold neither tensors nor other values.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device)
 
 
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _children(value: Any) -> Sequence[Any] | None:
+    """The values in a tuple, list, mapping or dataclass; None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list)):
+        return value
+    return [getattr(value, name) for name in _fields(value)] if _fields(value) else None
+
+
+def _fields(value: Any) -> list[str]:
+    """Names of a dataclass instance's fields."""
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return [field.name for field in dataclasses.fields(value)] if is_instance else []
+
+
+def _with_children(value: Any, children: Sequence[Any]) -> Any:
+    """The same container with other values."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+    whole: Any = copy.copy(value)  # of which more than its items may count
+    if isinstance(value, Mapping):
+        for key, child in zip(value, children, strict=True):
+            whole[key] = child
+    else:
+        for name, child in zip(_fields(value), children, strict=True):
+            object.__setattr__(whole, name, child)
+    return whole
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -27,42 +51,24 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, Mapping):
-        mapped: Any = copy.copy(value)  # of which more than its items may count
-        for k, v in value.items():
-            mapped[k] = map_tensors(v, function)
-        return mapped
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(v, function) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if _is_dataclass(value):
-        whole = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(whole, field.name, map_tensors(getattr(value, field.name), function))
-        return whole
-    return value
+    children = _children(value)
+    if children is None:
+        return value
+    return _with_children(value, [map_tensors(child, function) for child in children])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors that :func:`map_tensors` finds."""
     if isinstance(value, Tensor):
         yield value
-        return
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif _is_dataclass(value):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif not isinstance(value, (tuple, list)):
-        return
-    for v in value:
-        yield from tensors_in(v)
+    else:
+        for child in _children(value) or ():
+            yield from tensors_in(child)
 
 
 class Nested:
     """A value taken apart into its tensors and the rest, to be put together again with other
     tensors.
-
-    Tuples, lists, dicts, dataclasses and what is registered with torch's pytree are looked into.
 
     Args:
         value: the arguments or the result of a model.
@@ -75,81 +81,49 @@ class Nested:
     """
 
     def __init__(self, value: Any, *, stands_in: Callable[[str], Any] | None = None) -> None:
-        self._stands_in = stands_in
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
-        self._is_tensor = isinstance(value, Tensor)
-        if self._is_tensor:  # most often; the rest of this takes 20 microseconds
-            self.tensors.append(value)
-            return
-        leaves, self._shape = pytree.tree_flatten(value)
-        self._leaves = [self._taken(leaf) for leaf in leaves]
+        self._stands_in = stands_in
+        self._shell = self._taken(value)
 
-    def _taken(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            self.tensors.append(leaf)
+    def _taken(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
             return _PLACE
-        if _is_dataclass(leaf) and _has_fields_only(leaf):
-            inner = {
-                f.name: Nested(getattr(leaf, f.name), stands_in=self._stands_in)
-                for f in dataclasses.fields(leaf)
-            }
-            shell = copy.copy(leaf)
-            for name, part in inner.items():
-                self.tensors += part.tensors
-                self.strangers += part.strangers
-                part.tensors, part.strangers = [], []
-                object.__setattr__(shell, name, None)
-            return _Dataclass(shell, inner)
-        if not isinstance(leaf, (*_PLAIN, *_TORCHS)):
-            self.strangers.append(leaf)
-            return leaf if self._stands_in is None else self._stands_in(type(leaf).__name__)
-        return leaf
+        if isinstance(value, _PLAIN):
+            return value
+        children = _children(value) if _holds_items_only(value) else None
+        if children is not None:
+            return _with_children(value, [self._taken(child) for child in children])
+        self.strangers.append(value)
+        return value if self._stands_in is None else self._stands_in(type(value).__name__)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value with ``tensors`` in place of its own."""
-        return tensors[0] if self._is_tensor else self.rebuilt_from(iter(tensors))
+        return self._put(self._shell, iter(tensors))
 
-    def rebuilt_from(self, remaining: Iterator[Tensor]) -> Any:
-        if self._is_tensor:
+    def _put(self, value: Any, remaining: Iterator[Tensor]) -> Any:
+        if value is _PLACE:
             return next(remaining)
-
-        def put(leaf: Any) -> Any:
-            if leaf is _PLACE:
-                return next(remaining)
-            if isinstance(leaf, _Dataclass):
-                whole = copy.copy(leaf.shell)
-                for name, part in leaf.parts.items():
-                    object.__setattr__(whole, name, part.rebuilt_from(remaining))
-                return whole
-            return leaf
-
-        return pytree.tree_unflatten([put(leaf) for leaf in self._leaves], self._shape)
+        children = _children(value)
+        if children is None:
+            return value
+        return _with_children(value, [self._put(child, remaining) for child in children])
 
 
-def _has_fields_only(value: Any) -> bool:
-    """Whether nothing else is kept on a dataclass instance, such as a cached property made of
-    all records.
-    """
-    return getattr(value, "__dict__", {}).keys() <= {f.name for f in dataclasses.fields(value)}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dataclass:
-    shell: Any  # with nothing in its fields
-    parts: dict[str, Nested]
+def _holds_items_only(value: Any) -> bool:
+    """Whether a container keeps nothing else, as a cached property made of all records."""
+    known = set(_fields(value)) | (value.keys() if isinstance(value, dict) else set())
+    return getattr(value, "__dict__", {}).keys() <= known
 
 
 _PLACE = object()
 
 
 def holds_plain_sequence(value: Any) -> bool:
-    """Whether several numbers or texts stand in a list, tuple or dict: one for each record,
-    most likely.
-    """
-    if not isinstance(value, (list, tuple, dict)):
+    """Whether several numbers or texts stand in a container: one for each record, most likely."""
+    if isinstance(value, (Tensor, torch.Size)) or not (items := _children(value)):
         return False
-    items = list(value.values()) if isinstance(value, dict) else list(value)
     are_plain = all(
         isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)
         for item in items

@@ -20,20 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DPBayesError
+from ..errors import DPBayesError, LossError
 from . import function_kinds as kinds
+from .derived import as_plain, derived, holds_records
 from .followed import (
     PRIME,
     Batch,
-    Derived,
     Followed,
-    as_plain,
     flatten,
     is_constant,
-    is_in_place,
     unflatten,
 )
 from .nested import map_tensors
+from .plain_functions import LOSSES_OF_BATCHES
 from .record_map import (
     SAVED_TENSORS,
     CannotBeMapped,
@@ -70,7 +69,14 @@ class Delivery:
 
         def followed(t: Tensor) -> Tensor:
             if t.dim() == 0 or len(t) != records:
-                return t.as_subclass(Derived)  # made of several records by collate_fn
+                return derived(t)  # made of several records by collate_fn
+            if holds_records(t):
+                raise LossError(
+                    "the loader delivers values of an earlier batch, which the data set or"
+                    " collate_fn kept: other records would count in this step. Deliver each record"
+                    " as it is stored",
+                    code="loss-mixes",
+                )
             if records == 0:
                 t = t.new_full((1, *t.shape[1:]), 1 if t.is_floating_point() else 0)
             return Followed(t.unsqueeze(1), batch)
@@ -148,7 +154,7 @@ class _Operation:
             return self._special()
         if name == "requires_grad_":
             raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
-        if is_in_place(name, self.kwargs) or self.kwargs.get("out") is not None:
+        if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if is_metric:
             self._free_earlier()
@@ -164,7 +170,7 @@ class _Operation:
             return first.like(self._called([first._rows]))
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
-        if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
+        if name in kinds.LOSSES and ("reduction" in self.kwargs or name in LOSSES_OF_BATCHES):
             return self._loss()
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
@@ -229,7 +235,7 @@ class _Operation:
         others = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
         earlier = [f for f in self.followed if f._batch is not self.batch]
         return (
-            (bool(earlier) or any(isinstance(v, Derived) for v in others))
+            (bool(earlier) or any(map(holds_records, others)))
             and not any(f._batch.is_open for f in earlier)
             and not any(v.requires_grad for v in others)
             and all(f._how is not None and not f._rows.requires_grad for f in mine)
@@ -247,7 +253,7 @@ class _Operation:
         for value in self.leaves:
             if not isinstance(value, Tensor) or isinstance(value, Followed):
                 continue
-            if isinstance(value, Derived):
+            if holds_records(value):
                 raise self.batch.refuse(
                     f"{self.name} meets a tensor that was computed from other records, or from"
                     " several of this batch"
@@ -271,7 +277,7 @@ class _Operation:
         )
 
     def _is_detached(self) -> bool:
-        return not any(f._rows.requires_grad for f in self.followed)
+        return not torch.is_grad_enabled() or not any(f._rows.requires_grad for f in self.followed)
 
     # -- losses of torch.nn.functional -------------------------------------------------------------
 
@@ -305,8 +311,8 @@ class _Operation:
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
-            is_gaussian = name == "gaussian_nll_loss"
-            found = _gaussian_nll(*self.args, **kwargs) if is_gaussian else self._mapped()
+            is_ours = name in LOSSES_OF_BATCHES
+            found = LOSSES_OF_BATCHES[name](*self.args, **kwargs) if is_ours else self._mapped()
             if how == "none":
                 return found
             rows = found._rows
@@ -498,7 +504,7 @@ class _Operation:
         over. Until then only the shapes are known that it has for every number of records.
         """
         name, batch = self.name, self.batch
-        if not self._is_detached() and torch.is_grad_enabled():
+        if not self._is_detached():
             raise batch.refuse(f"{name} mixes the records of the batch")
         shapes: Sequence[Tensor | None] = [None]
         with suppress(Exception):
@@ -546,18 +552,21 @@ class _Operation:
             if name in ("isnan", "isfinite"):
                 what = f"{name}(loss){_NON_FINITE}"
             elif name in kinds.LINEAR and is_one:
-                what = "a reduced loss meets a tensor in a product or a sum, as in GradScaler"
+                what = (
+                    "a reduced loss meets a tensor in a product or a sum (GradScaler does that; for"
+                    " a constant write a Python number)"
+                )
             raise batch.refuse(what, "loss-reduced")
         if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *tensors)):
             if self._is_detached():
                 return self._sealed()
             raise batch.refuse("a number is added to a sum over records", "loss-reduced")
-        if name in kinds.PRODUCTS and numbers == [
-            batch.shown
-        ]:  # the number of records, as it is shown
-            if "div" in name and how == "sum":
-                return Followed(first._rows, batch, None, "mean")
-            if "mul" in name and how == "mean" and batch.loss_reduction == "sum":
+        if name in kinds.PRODUCTS and numbers:
+            each, rest = divmod(numbers[0], batch.shown)  # the number of records, as it is shown
+            is_mean = each == 1 or (each > 1 and batch.loss_reduction == "mean")
+            if "div" in name and how == "sum" and rest == 0 and is_mean:
+                return Followed(first._rows / each, batch, None, "mean")
+            if numbers == [batch.shown] and "mul" in name and batch.loss_reduction == "sum":
                 return Followed(first._rows, batch, None, "sum")
         rows = [f._rows for f in self.followed]
         (found,) = RecordMap(len(rows[0]), leaves=False)(lambda r: [self._called(r)], rows)
@@ -608,15 +617,3 @@ class _Operation:
 _SPECIAL = kinds.NUMBERS | kinds.names(
     "requires_grad grad _is_all_true data backward grad_fn __repr__ __str__"
 )
-
-
-def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
-    """torch's own raises an error where a record's variance is negative."""
-    with torch._C._EnableTorchFunction():
-        if not isinstance(var, Tensor):
-            var = torch.full_like(input, var)
-        elif var.dim() == input.dim() - 1:
-            var = var.unsqueeze(-1)
-        var = var.clamp(min=eps).detach() + (var - var.detach())
-        loss = 0.5 * (var.log() + (input - target) ** 2 / var)
-        return loss + 0.5 * math.log(2 * math.pi) if full else loss

@@ -1,8 +1,8 @@
 """Functions that run inside a map in place of others.
 
-Recurrent layers, cells and bags of embeddings by operations that ``vmap`` has rules for, where
-torch's own would fail or run for one record after another; and what other libraries decide by the
-values of records.
+Recurrent layers, cells, bags of embeddings, RMSNorm and losses of classes by operations that
+``vmap`` has rules for, where torch's own would fail or run for one record after another; and what
+other libraries decide by the values of records.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction as _Reduction
 
 
 def lstm_cell(
@@ -137,7 +140,75 @@ def embedding_bag(
     return total / count.clamp(min=1) if mode == "mean" else total
 
 
-CELLS: dict[Any, Callable[..., Any]] = {
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Tensor:
+    """As ``F.rms_norm``, whose fused backward pass on GPUs has no rule."""
+    wide = input.double() if input.dtype == torch.float64 else input.float()
+    dims = tuple(range(-len(normalized_shape), 0))
+    least = torch.finfo(wide.dtype).eps if eps is None else eps
+    found = wide * (wide.square().mean(dims, keepdim=True) + least).rsqrt()
+    return (found if weight is None else found * weight).to(input.dtype)
+
+
+def rrelu(
+    input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
+) -> Tensor | None:
+    """As ``F.rrelu``, which has no rule; None where it is in place."""
+    if inplace:
+        return None
+    slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
+    return torch.where(input <= 0, lower + (upper - lower) * slope, 1) * input
+
+
+def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
+    """As ``F.one_hot``, which reads the labels; of a label that is no class, zeros."""
+    if num_classes < 1:
+        return None
+    classes = torch.arange(num_classes, device=labels.device)
+    return (labels.unsqueeze(-1) == classes).long()
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float | None = None,
+) -> Tensor | None:
+    """As ``F.cross_entropy``; NaN for a label that is no class, where torch raises an error."""
+    if target.is_floating_point() or size_average is not None or reduce is not None:
+        return None
+    classes = input.shape[0 if input.dim() == 1 else 1]
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    labels = target.masked_fill(wrong, 0)
+    how: Any = _Reduction.get_enum(reduction)
+    if label_smoothing is None:
+        found = torch._C._nn.nll_loss_nd(input, labels, weight, how, ignore_index)
+    else:
+        found = torch._C._nn.cross_entropy_loss(
+            input, labels, weight, how, ignore_index, label_smoothing
+        )
+    return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
+
+
+def _smoothed(
+    input: Tensor, target: Tensor, *, label_smoothing: float = 0.0, **options: Any
+) -> Tensor | None:
+    return cross_entropy(input, target, label_smoothing=label_smoothing, **options)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.embedding_bag: embedding_bag,
+    F.one_hot: one_hot,
+    F.nll_loss: cross_entropy,
+    F.cross_entropy: _smoothed,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    F.rrelu: rrelu,
     torch.lstm_cell: lstm_cell,
     torch.gru_cell: gru_cell,
     torch.rnn_tanh_cell: rnn_tanh_cell,
@@ -151,13 +222,50 @@ LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
+def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
+    """torch's own raises an error where a record's variance is negative."""
+    with torch._C._EnableTorchFunction():  # noqa: SLF001
+        if not isinstance(var, Tensor):
+            var = torch.full_like(input, var)
+        elif var.dim() == input.dim() - 1:
+            var = var.unsqueeze(-1)
+        var = var.clamp(min=eps).detach() + (var - var.detach())
+        loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+        return loss + 0.5 * math.log(2 * math.pi) if full else loss
+
+
+def _triplet(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    *,
+    distance_function: Any = None,
+    margin: float = 1.0,
+    swap: bool = False,
+) -> Any:
+    """Inside of torch's own, nothing would be seen of what ``distance_function`` does."""
+    distance = distance_function or F.pairwise_distance
+    with torch._C._EnableTorchFunction():  # noqa: SLF001
+        apart = distance(anchor, negative)
+        if swap:
+            apart = torch.minimum(apart, distance(positive, negative))
+        return F.relu(margin + distance(anchor, positive) - apart)
+
+
+# on followed tensors
+LOSSES_OF_BATCHES: dict[str, Callable[..., Any]] = {
+    "gaussian_nll_loss": _gaussian_nll,
+    "triplet_margin_with_distance_loss": _triplet,
+}
+
+
 @contextmanager
 def without_looks() -> Iterator[None]:
     """Let ``transformers`` build every attention mask, and ``checkpoint`` call its function.
 
     The former looks at values of tokens to save work, and does not while it is traced; in a map it
     cannot, where each record may have another answer. The latter would run a part of the model
-    again in the backward pass, where the map is over.
+    again in the backward pass, where the map is over. Bloom's GELU has no rule.
     """
     before = [
         (home, name, getattr(home, name), instead)
@@ -192,6 +300,11 @@ def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
 _REPLACED = (
     ("transformers.masking_utils", "is_tracing", _always),
     ("transformers.modeling_utils", "is_tracing", _always),
+    (
+        "transformers.models.bloom.modeling_bloom",
+        "GeLUFunction",
+        SimpleNamespace(apply=partial(F.gelu, approximate="tanh")),
+    ),
     ("torch.utils.checkpoint", "CheckpointFunction", _PlainCheckpoint),
     ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", _no_checkpoint),
     ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator_impl", _no_checkpoint),

@@ -1,13 +1,12 @@
 """A model run as a map over records: no record's forward or backward pass can see another record.
 
-``torch.func.vmap`` turns a program for one record into one for a batch. What the program asks for
-(a mean over dimension 0, an order of its rows, how many there are) it is told of that one record,
-whatever stands in the batch. The exception are torch's own layers, which book-keeping has to see on
-the whole batch: they leave the map (:meth:`RecordMap.on_batch`), and compute every row by itself.
+``torch.func.vmap`` turns a program for one record into one for a batch. A mean over dimension 0, an
+order of the rows or their number are those of one record. Only torch's own layers, which
+book-keeping has to see on the whole batch, leave the map (:meth:`RecordMap.call_batched`); they
+compute every row by itself.
 
-What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), a
-dispatch mode around the whole model, torch functions switched off by a private name, TorchScript
-that calls an operator of the caller's.
+What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), torch
+functions switched off by a private name, TorchScript that calls an operator of the caller's.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import DPBayesError
 from . import plain_functions
+from .derived import holds_records
 
 SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
@@ -68,14 +68,21 @@ _TORCHS_WORDS = {
     ),
     "different inplace randomness": (
         "it draws random numbers into a tensor of its own (bernoulli_, normal_), which is one for"
-        " all records: write torch.rand(...) < p, or alike"
+        " all records: write torch.rand(...) < p, or similar"
+    ),
+    "fallback path doesn't work on out=": (
+        "it computes into a tensor given as out=, as spectral_norm does in training mode: leave it"
+        " out"
     ),
     "requires_grad_() outside": (
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
     ),
 }
 # In torch's errors on programs, and not on the values of a record.
-_OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
+_OF_PROGRAMS = (
+    *("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),
+    "hooks on saved tensors",
+)
 
 
 class CannotBeMapped(DPBayesError, RuntimeError):
@@ -87,23 +94,6 @@ class CannotBeMapped(DPBayesError, RuntimeError):
 
 class InnerTransform(CannotBeMapped):
     """The map cannot be left inside a ``torch.func`` transform of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__("what runs on whole batches is called inside a torch.func transform")
-
-
-class KeptTensors(DPBayesError, RuntimeError):
-    """Tensors of a finished map that somebody still has: in the next one, every record would
-    see what they hold of all.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        text: str = "a tensor made of the records outlives the forward pass",
-    ) -> None:
-        super().__init__(text, code="model-kept")
-        self.tensors = list(tensors)
 
 
 class OutsideTensor(CannotBeMapped):
@@ -117,11 +107,6 @@ class OutsideTensor(CannotBeMapped):
             code="loss-outside",
         )
         self.tensor = tensor
-
-
-def is_of_maps(error: Exception) -> bool:
-    """Whether torch speaks of its transforms."""
-    return any(theirs in str(error) for theirs in _TORCHS_WORDS) or "vmap" in str(error)
 
 
 def in_plain_words(error: Exception) -> str:
@@ -153,8 +138,8 @@ class RecordMap:
         self.records = records
         self.leaves = leaves
         self._level: int | None = None
-        self.error: Exception | None = None  # of a layer, which the model may have caught
-        self._seen: list[weakref.ref[Tensor]] = []
+        self.error: Exception | None = None  # inside, which the model may have caught
+        self._tracked: list[weakref.ref[Tensor]] = []
         _load_rules()
 
     def __call__(
@@ -168,35 +153,23 @@ class RecordMap:
         """
         require_no_modes()
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-        mode = _OfOneRecord(self)
-        with no_hooks, plain_functions.without_looks(), mode:
-            found = self.again(function, tensors)
-        if mode.error is not None or self.error is not None:
+        with no_hooks, plain_functions.without_looks(), _OfOneRecord(self):
+            self._level = level = _vmap_increment_nesting(self.records, "different")
+            try:
+                inside = [_add_batch_dim(t, 0, level) for t in tensors]
+                self.track(inside)
+                found = [_remove_batch_dim(t, level, self.records, 0) for t in function(inside)]
+            finally:
+                self._level = None
+                _vmap_decrement_nesting()
+        if self.error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all: leave"
                 " out the try"
             )
         return found
 
-    def again(
-        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """As in a call, for what follows from an earlier one and runs nothing of the model's."""
-        if maybe_current_level() is not None:
-            raise CannotBeMapped(
-                "the model is called inside a torch.func transform: call it by itself"
-            )
-        self._level = level = _vmap_increment_nesting(self.records, "different")
-        try:
-            inside = [_add_batch_dim(t, 0, level) for t in tensors]
-            self.see(inside)
-            results = function(inside)
-            return [_remove_batch_dim(t, level, self.records, 0) for t in results]
-        finally:
-            self._level = None
-            _vmap_decrement_nesting()
-
-    def on_batch(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
         gives such a tensor.
 
@@ -212,7 +185,7 @@ class RecordMap:
             or maybe_current_level() != level
             or any(is_gradtrackingtensor(t) or is_batchedtensor(_within(t)) for t in tensors)
         ):
-            raise InnerTransform
+            raise InnerTransform("whole batches are needed inside a torch.func transform")
         outside = [self._with_rows(t) for t in tensors]
         stack = pop_dynamic_layer_stack()
         try:
@@ -224,35 +197,38 @@ class RecordMap:
         finally:
             push_dynamic_layer_stack(stack)
         result = _add_batch_dim(result, 0, level)
-        self.see(result)
+        self.track(result)
         return result
 
     def _with_rows(self, t: Tensor) -> Tensor:
         if not is_batchedtensor(t):
+            _require_public((t,))
             return t.expand(self.records, *t.shape)
         dim = maybe_get_bdim(t)
         return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
 
-    def see(self, result: Any) -> None:
+    def track(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
         if isinstance(result, Tensor):
             if is_of_records(result):
-                self._seen.append(weakref.ref(result))
+                self._tracked.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
-                self.see(part)
+                self.track(part)
 
-    def require_nothing_kept(self) -> None:
-        """Raise if a tensor of the finished map is still alive."""
+    def kept(self) -> list[Tensor]:
+        """Tensors of the finished map that are still alive. In the next one, every record would see
+        what they hold of all.
+        """
+        alive: list[Tensor] = []
         for generation in (None, 0, 2):  # most of what is in reference cycles is young
+            alive.clear()
             if generation is not None:
                 gc.collect(generation)
-            alive = [t for reference in self._seen if (t := reference()) is not None]
+            alive = [t for reference in self._tracked if (t := reference()) is not None]
             if not alive:
-                return
-            if generation == 2:
-                raise KeptTensors(alive)
-            alive.clear()
+                break
+        return alive
 
     def own(self, empty: Tensor) -> Tensor:
         """Memory for each record, into which a model may write or draw."""
@@ -292,9 +268,7 @@ _LOOKS = frozenset(
         *(Tensor.allclose, torch.allclose),
     )
 )
-_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
@@ -306,28 +280,24 @@ _ORDINARY = frozenset(
     )
 )
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
+_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 
 
 class _OfOneRecord(TorchFunctionMode):
-    """What torch functions do inside the map where vmap by itself would be slow, or unsafe.
+    """What torch functions do inside the map where vmap by itself would be slow, or unsafe."""
 
-    Args:
-        record_map: the map; None outside of one, where nothing is hidden.
-    """
-
-    def __init__(self, record_map: RecordMap | None) -> None:
+    def __init__(self, record_map: RecordMap) -> None:
         super().__init__()
         self._map = record_map
-        self.error: Exception | None = None  # of a function, which the model may have caught
-        self._dispatch_modes = _len_torch_dispatch_stack()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._map is not None:
-            self._require_nothing_hidden(func, args, kwargs)
-        if args and isinstance(args[0], Tensor) and is_of_records(args[0]):
-            self._require_no_look(func)
+        self._require_nothing_hidden(func, args, kwargs)
+        if func in _LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
+            raise CannotBeMapped(
+                f"it reads a number of the records ({func.__name__}): compute with tensors"
+                " (torch.where)"
+            )
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _REPLACED_FUNCTIONS:
@@ -344,8 +314,7 @@ class _OfOneRecord(TorchFunctionMode):
             t = args[0]
             return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
         if func in _EMPTY:
-            empty = func(*args, **kwargs)
-            return empty if self._map is None else self._map.own(empty)
+            return self._map.own(func(*args, **kwargs))
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
@@ -353,48 +322,30 @@ class _OfOneRecord(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self.error = error
+            self._map.error = error
             raise
-        if self._map is not None:
-            if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
-                if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
-                    _require_no_outside(func, (*args, *kwargs.values()))
-            self._map.see(result)
+        if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
+            if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
+                _require_no_outside(func, (*args, *kwargs.values()))
+        self._map.track(result)
         return result
-
-    def _require_no_look(self, func: Any) -> None:
-        """Refuse what reads a number of the records, or puts a hook on them."""
-        if func in _LOOKS:
-            raise CannotBeMapped(
-                f"it reads a number of the records ({func.__name__}): compute with tensors"
-                " (torch.where)"
-            )
-        if func == _GRAD_FN:
-            raise CannotBeMapped(
-                "it takes grad_fn of a tensor made of the records, where a hook"
-                " (grad_fn.register_hook) would not run: leave it out"
-            )
 
     def _require_nothing_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse what would run below the map, where tensors hold all records, or out of sight."""
-        if _len_torch_dispatch_stack() > self._dispatch_modes:
+        if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
             )
-        if func in _HOOKS:
-            raise CannotBeMapped(
-                f"it puts a hook on a tensor ({func.__name__}), which would not run"
-            )
+        values = (*args, *kwargs.values())
+        _require_public(values)
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
-            _require_ordinary(func, (*args, *kwargs.values()))
+            _require_ordinary(func, values)
         if kwargs.get("generator") is not None:
             raise CannotBeMapped(
                 "it draws from a generator of its own, which would give each record other numbers:"
                 " draw fixed numbers in __init__, into a buffer"
             )
-        if kwargs.get("max_norm") is not None:
-            raise CannotBeMapped("max_norm changes the weight of an embedding in place")
         if func in _RESIZES:
             raise CannotBeMapped(
                 f"it changes the size of a tensor in memory ({func.__name__}), where other records"
@@ -405,17 +356,18 @@ class _OfOneRecord(TorchFunctionMode):
                 f"{func.__name__} at an index that a record holds would write into other records:"
                 " write torch.where(torch.arange(n) == index, value, x)"
             )
-        if isinstance(func, _OPERATORS):
-            _require_torchs_operator(func)
+        if isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _TORCHS_OPERATORS:
+            raise CannotBeMapped(
+                f"operator {func} is not torch's own: what it does to whole batches, or keeps of"
+                " one record for the next, is not seen"
+            )
 
     def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result by operations that vmap has rules for; None where torch's own will do."""
         if func is F.embedding:
             return _padded_embedding(*args, **kwargs)
-        if func is F.embedding_bag:
-            return plain_functions.embedding_bag(*args, **kwargs)
-        if func in plain_functions.CELLS:
-            return plain_functions.CELLS[func](*args, **kwargs)
+        if func in plain_functions.FUNCTIONS:
+            return plain_functions.FUNCTIONS[func](*args, **kwargs)
         return plain_functions.LAYERS[func](*args) if len(args) == 9 else None
 
     def _attention(
@@ -432,16 +384,7 @@ class _OfOneRecord(TorchFunctionMode):
         """
         mask: Tensor | None = attn_mask
         operands = [query, key, value, *(() if mask is None else (mask,))]
-        if (
-            self._map is None
-            or not self._map.leaves
-            or any(t.dim() != query.dim() for t in (key, value))
-            or (mask is not None and mask.dim() > query.dim())
-        ):
-            return _with_plain_attention(
-                F.scaled_dot_product_attention, (query, key, value, mask, *rest), kw
-            )
-        is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in (query, key, value))
+        is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in operands[:3])
         if mask is not None and mask.dim() == 4:
             is_one_row &= mask.shape[0] == 1
 
@@ -454,17 +397,15 @@ class _OfOneRecord(TorchFunctionMode):
             out = F.scaled_dot_product_attention(q, k, v, m, *rest, **kw)
             return out.unsqueeze(1) if is_one_row else out
 
-        try:
-            return self._map.on_batch(run, operands)
-        except InnerTransform:
-            return _with_plain_attention(
-                F.scaled_dot_product_attention, (query, key, value, mask, *rest), kw
-            )
+        are_alike = query.dim() == key.dim() == value.dim()
+        if self._map.leaves and are_alike and (mask is None or mask.dim() <= query.dim()):
+            with suppress(InnerTransform):
+                return self._map.call_batched(run, operands)
+        args = (query, key, value, mask, *rest)
+        return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
-_REPLACED_FUNCTIONS = frozenset(
-    (*(F.embedding, F.embedding_bag, *plain_functions.CELLS, *plain_functions.LAYERS),)
-)
+_REPLACED_FUNCTIONS = frozenset((F.embedding, *plain_functions.FUNCTIONS, *plain_functions.LAYERS))
 
 
 def _padded_embedding(
@@ -494,40 +435,14 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-class attention_as_in_maps(TorchFunctionMode):
-    """Torch's attention layer computes as it does in a map, so that dropout draws the same
-    numbers.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.multi_head_attention_forward:
-            return _with_plain_attention(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def one_record_only() -> Iterator[None]:
-    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
-    program.
-    """
-    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-    with no_hooks, plain_functions.without_looks(), _OfOneRecord(None):
-        yield
-
-
 def require_no_modes() -> None:
     """Refuse modes of the caller's: they see tensors that hold all records."""
-    if _len_torch_dispatch_stack() > 0:
+    names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
+    if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(
-            "it runs under a dispatch mode (TorchDispatchMode), which sees all records of a batch:"
-            " leave that mode before the model is called"
+            "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records at"
+            " once: leave that mode before the model is called"
         )
-    for mode in _get_current_function_mode_stack():
-        if type(mode).__module__.partition(".")[0] not in ("torch", "torch_dpbayes"):
-            raise CannotBeMapped(
-                f"it runs under {type(mode).__name__}, a TorchFunctionMode which may see all"
-                " records at once: leave that mode before the model is called"
-            )
 
 
 def _require_torchs_own(function: type) -> None:
@@ -543,6 +458,19 @@ def _require_torchs_own(function: type) -> None:
         )
 
 
+def _require_public(values: Iterable[Any]) -> None:
+    """Refuse what was computed from records of other batches, or from several of this one."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if not _is_mapped(value) and holds_records(value):
+                raise CannotBeMapped(
+                    "it computes with a tensor that was made of other records, or of several: leave"
+                    " it out, or make it of each record alone"
+                )
+        elif type(value) in (tuple, list):
+            _require_public(value)
+
+
 def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
     """Refuse what would run code of the caller's below the map, or out of its sight: tensors with
     code of their own, and functions that a torch function calls.
@@ -553,7 +481,7 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
         if isinstance(value, Tensor):
             raise CannotBeMapped(
                 f"it computes with a {type(value).__name__}, a class of tensors with code of its"
-                " own, or of values of other batches: take plain tensors"
+                " own: take plain tensors"
             )
         if isinstance(value, (tuple, list)):
             _require_ordinary(func, value)
@@ -579,14 +507,3 @@ def _require_no_outside(func: Any, values: Iterable[Any]) -> None:
 
 def _is_mapped(t: Tensor) -> bool:
     return is_batchedtensor(t) or is_gradtrackingtensor(t)
-
-
-def _require_torchs_operator(func: Any) -> None:
-    """Refuse an operator of the caller's. It may have a rule of its own for whole batches; without
-    one it is called for one record after another, and may keep something from each for the next.
-    """
-    if str(func).partition(".")[0] not in _TORCHS_OPERATORS:
-        raise CannotBeMapped(
-            f"operator {func} is not torch's own: what it does to whole batches, or keeps of one"
-            " record for the next, is not seen"
-        )

@@ -8,10 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StateError
+
 _MANY_RECORDS = 2**14
 
 # a parameter group with the names and the tensors of its trainable parameters
 Member = tuple[dict[str, Any], list[str], list[Tensor]]
+
+
+def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
+    """The parameter groups of an optimizer that have trainable parameters.
+
+    Raises:
+        StateError: there is none, or parameters live on several devices.
+    """
+    members: list[Member] = []
+    for i, group in enumerate(groups):
+        given = group.get("param_names", [f"{j} of group {i}" for j in range(len(group["params"]))])
+        trainable = [
+            (name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad
+        ]
+        if trainable:
+            members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
+    if not members:
+        raise StateError("every parameter is frozen: there is nothing to sample")
+    if len({p.device for _, _, parameters in members for p in parameters}) > 1:
+        raise StateError(
+            "the parameters live on several devices; one norm per record needs them on one"
+        )
+    return members
 
 
 class GroupGradient:
@@ -30,7 +55,16 @@ class GroupGradient:
         self.group, self.parameters, self.gradient = group, parameters, gradient
         self.gradients = self.views(gradient)
         self.noise_multiplier = math.inf
+        self.options: list[Any] = []  # with which it was computed
         self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def current_options(self) -> list[Any]:
+        """The group's options, numbers in place of tensors, which may be changed in place."""
+        return [
+            value.tolist() if isinstance(value, Tensor) else value
+            for name, value in self.group.items()
+            if name != "params"
+        ]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``flat`` by pieces that are shaped like the parameters."""
@@ -46,7 +80,7 @@ class Layout:
 
     Args:
         members: the parameter groups that have trainable parameters.
-        numbers_beside: how many numbers are released beside the gradient.
+        extra_size: how many numbers are released beside the gradient.
         records: expected number of records in a sum, which decides its precision.
         is_shared: whether several ranks add up their buffers.
 
@@ -55,7 +89,7 @@ class Layout:
     """
 
     def __init__(
-        self, members: list[Member], numbers_beside: int, records: float, *, is_shared: bool
+        self, members: list[Member], extra_size: int, records: float, *, is_shared: bool
     ) -> None:
         self.parameters = [p for _, _, parameters in members for p in parameters]
         self.names = [name for _, names, _ in members for name in names]
@@ -65,10 +99,10 @@ class Layout:
         sizes = [p.numel() for p in self.parameters]
         self.description = repr((self.names, sizes, self.dtype))
         self.buffer = torch.zeros(
-            sum(sizes) + numbers_beside + is_shared, dtype=self.dtype, device=self.device
+            sum(sizes) + extra_size + is_shared, dtype=self.dtype, device=self.device
         )
-        self.gradient, self.beside, self.failed = self.buffer.split(
-            [sum(sizes), numbers_beside, int(is_shared)]
+        self.gradient, self.extra, self.failed = self.buffer.split(
+            [sum(sizes), extra_size, int(is_shared)]
         )
         self.pieces = list(self.gradient.split(sizes))
         totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]

@@ -11,10 +11,8 @@ and the smallest z is charged, which bounds the release whose groups are scaled 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -25,37 +23,34 @@ from torch import Tensor
 
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
-from ..batches.draws import PoissonSampler
-from ..errors import ArgumentError, StateError, StepError
+from ..batches.sampler import PoissonSampler
+from ..distributed import STEP, Ranks, digest, require_single_process
+from ..errors import StateError, StepError
 from ..noise import GaussianNoise
-from ..per_sample.fixed_tensors import CHANGED, FixedTensors
+from ..per_sample.derived import holds_records
+from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
-from ..ranks import STEP, Ranks, require_alone
-from .layout import Layout
-from .query import ClippedSum
+from .layout import Layout, trainable_members
+from .query import Charged, ClippedSum
 
 
-class Release:
+class Release(Charged):
     """Everything that a private step needs between the batch and the noisy sum.
 
     Args:
         query: the sum over records that every step asks for.
-        num_data: number of records N, a public constant.
-        sampling: what is known about batches, see
+        num_data, sampling, accountant, generator, assume_independent: as for
             :class:`~torch_dpbayes.optim.base.PrivateOptimizer`.
-        accountant: where releases are charged.
-        generator: source of the noise; None: operating-system entropy.
         label: by which the accountant's summary names the releases.
-        assume_independent: the user vouches for per-sample gradients of the user's own hooks.
 
     Attributes:
         source: gives the batch's clipped sum.
         draws: the Poisson draws that batches are; None where batches are the caller's.
         ranks: those that release together; None where this process is alone.
         noise: where the Gaussian comes from.
-        turn: held from before :meth:`take` until its result was used. Between these the layout of a
+        lock: held from before :meth:`take` until its result was used. Between these the layout of a
             second thread's step would hold a sum without noise.
         watch: is told of every release, with the layout that holds it.
 
@@ -77,10 +72,10 @@ class Release:
         self.query, self.num_data, self.sampling = query, num_data, sampling
         self.accountant, self.label = accountant, label
         self.noise = GaussianNoise(generator)
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self._assume_independent = assume_independent
         self.source: GradientSource = HooksGradientSource(is_vouched=assume_independent)
-        self.draws: PoissonSampler | None = None
+        self.draws = None
         self.ranks: Ranks | None = None
         self._fixed: FixedTensors | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
@@ -91,7 +86,7 @@ class Release:
         """Forget what belongs to steps that came before."""
         self.forget_parts()
         self._pending_records, self._pending_draw = 0, -1
-        self._last_event: tuple[Any, tuple[events.DpEvent, float]] | None = None
+        self._last_event = None
         self._stated = ""  # on what the accountant was told that independence of records rests
         self._compared_pass = -1  # of the loader, in which the ranks compared their histories
         self._warned = False
@@ -109,33 +104,28 @@ class Release:
         *,
         is_alone: bool,
     ) -> None:
-        """Take gradients from ``source`` from now on, and verify every step.
-
-        It is compared with the ``draws`` and the ``fixed`` tensors. ``is_alone`` says that the
-        other ranks of a process group, if there is one, have nothing to do with it.
+        """Take gradients from ``source`` from now on, and compare every step with the ``draws`` and
+        the ``fixed`` tensors. ``is_alone``: other ranks have nothing to do with it.
         """
         self.source, self.draws = source, draws
         self._fixed = fixed
         self.ranks, self._is_alone = draws.ranks, is_alone
-        self.sampling = draws.law
+        self.sampling = draws.scheme
         self._last_event = None  # of other draws
         self.forget_parts()
 
-        def before_delivery() -> None:
-            # Gradients taken before a batch was delivered are not that batch's; without this, those
-            # of an earlier draw could pass for it.
+        def before_delivery() -> None:  # gradients of an earlier draw cannot pass for a later one's
             source.discard(parameters)
             fixed.begin()
 
         draws.before_delivery = before_delivery
-        follows = source.passes is not None and source.passes.follows
-        draws.delivery = Delivery(self.query.expected_batch_size) if follows else None
+        draws.delivery = Delivery(self.query.expected_batch_size) if source.follows else None
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
         """One that charges the same accountant and draws its own noise."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
-        new.query, new.noise, new.turn = copy(self.query), GaussianNoise(), threading.RLock()
+        new.query, new.noise, new.lock = copy(self.query), GaussianNoise(), threading.RLock()
         if has_other_parameters:  # of a copied model, which needs hooks of its own
             new.source = HooksGradientSource(is_vouched=self._assume_independent)
             new._fixed = None
@@ -151,10 +141,16 @@ class Release:
         """How records are kept apart, in the model and in the loss."""
         return self.query.independence(self.source)
 
-    def layout_changed(self) -> None:
-        """Other tensors are trainable now: look at the fixed ones themselves once."""
-        if self._fixed is not None:
+    def layout_of(self, groups: list[dict[str, Any]]) -> Layout:
+        """A buffer for what these parameter groups release, in a new sum."""
+        self.forget_parts()
+        members = trainable_members(groups)
+        parameters = [p for _, _, own in members for p in own]
+        extra = self.query.extra_size(sum(p.numel() for p in parameters), parameters[0].device)
+        if self._fixed is not None:  # look at the fixed ones themselves once
             self._fixed.look_closely()
+        records, is_shared = self.query.expected_batch_size, self.ranks is not None
+        return Layout(members, extra, records, is_shared=is_shared)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -170,7 +166,7 @@ class Release:
             False while parts of the draw are outstanding; nothing is released then.
         """
         if self.ranks is None and not self._is_alone:
-            require_alone()
+            require_single_process()
         if not self._collect(layout):
             return False
         self._require_unchanged()
@@ -194,7 +190,6 @@ class Release:
         """Add Σ clip(g_i) of the batch to the buffer; False while parts of the draw are
         outstanding.
         """
-        self.source.require_pass_in_training_mode()
         is_last = True
         if self.draws is not None:
             is_last = self.draws.use()
@@ -213,14 +208,12 @@ class Release:
 
     def _require_unchanged(self) -> None:
         """Fixed tensors, and what runs on whole batches, are as they were."""
-        if self._fixed is not None and (changed := self._fixed.changed()) is not None:
-            raise StepError(CHANGED.format(changed), code="model-buffer")
+        if self._fixed is not None:
+            self._fixed.require_unchanged()
         self.source.require_unchanged()
 
     def _require_whole(self, records: int, total: int | None) -> None:
-        """The batch is the one that was delivered, every record once; ``total`` is that of a
-        draw which it completes.
-        """
+        """Every record of the delivered batch came once; ``total``: of a draw that it completes."""
         if self.draws is not None:
             if records != self.draws.part_size or total not in (None, self.draws.size):
                 raise StepError(
@@ -242,7 +235,7 @@ class Release:
     def _retire(self) -> None:
         """The draw is used up; the accountant hears on what its charge rests."""
         if self.draws is not None:
-            self.draws.retire()
+            self.draws.mark_used()
         if (independence := self.independence) != self._stated:
             self._state(self.label, independence)
             self._stated = independence
@@ -265,7 +258,7 @@ class Release:
             [(*options_of(group.group), group.noise_multiplier) for group in layout.groups],
         )
         numbers = {
-            "the settings of the optimizer or its parameters": _digest(repr(facts)),
+            "the settings of the optimizer or its parameters": _bits_of(repr(facts)),
             "the draw": self.draws.checksum,
         }
         if self.accountant.path is None:
@@ -276,10 +269,10 @@ class Release:
             )
         compared = len(numbers)
         if self.noise.generator is None:
-            ranks.agree(STEP, numbers, compare=compared, norm=norm)
+            ranks.check_consistent(STEP, numbers, compare=compared, norm=norm)
             return []
-        numbers["the sum"] = _digest(layout.buffer)
-        rows = ranks.agree(STEP, numbers, compare=compared, norm=norm)
+        numbers["the sum"] = _bits_of(layout.buffer)
+        rows = ranks.check_consistent(STEP, numbers, compare=compared, norm=norm)
         return [repr([row[compared] for row in rows])]
 
     def _take_together(
@@ -302,7 +295,7 @@ class Release:
             error = reason
             layout.buffer.zero_()
             layout.failed.fill_(1.0)
-        ranks.add_up(layout.buffer)
+        ranks.all_reduce(layout.buffer)
         if float(layout.failed) > 0:
             ranks.raise_together(error)
 
@@ -342,85 +335,6 @@ class Release:
         share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / batch
         return float(share.clamp(0.0, 1.0))
 
-    # -- what a release is charged for -------------------------------------------------------------
-
-    @property
-    def sample_rate(self) -> float:
-        """q = B/N."""
-        return self.query.expected_batch_size / self.num_data
-
-    def _is_full(self) -> bool:
-        return self.query.expected_batch_size == self.num_data
-
-    def event(
-        self, noise_multiplier: float, sampling: str | None, draws: PoissonSampler | None = None
-    ) -> events.DpEvent:
-        """The event of one step, in noise std / clip bound; the accountant turns it into
-        noise / sensitivity. Of batches that ``draws`` made it is what they say, for as many steps
-        as they are charged together.
-        """
-        z = float(noise_multiplier)
-        if z == 0.0:
-            return events.NonPrivateDpEvent()
-        z = self._equivalent(z, sampling)
-        if draws is not None and draws.law == "people":  # of several records each, also of all
-            return draws.event(events.GaussianDpEvent(z))
-        if self._is_full():
-            return events.GaussianDpEvent(z)
-        if draws is not None and draws.law != "poisson":
-            return draws.event(events.GaussianDpEvent(z))
-        if sampling == "poisson":
-            return events.PoissonSampledDpEvent(self.sample_rate, events.GaussianDpEvent(z))
-        if sampling == "recordwise":
-            return events.RecordwiseBatchGaussianDpEvent(z)
-        if self.accountant.neighboring != "replace_one":
-            raise ArgumentError(
-                "who is in these batches is not known, and one record more may change them all: use"
-                ' PrivacyEngine.make_private, PrivacyAccountant(neighboring="replace_one"), or'
-                ' sampling="recordwise" if no record\'s place depends on others.',
-                code="sampling-unknown",
-            )
-        return events.UnspecifiedBatchGaussianDpEvent(z)
-
-    def _charge(self, noise_multiplier: float, *, is_mine: bool = True) -> None:
-        """Charge the step, unless that was done with an earlier one of its pass, or, where it is
-        not ``is_mine``, by another rank.
-        """
-        event, cost = self._event_of(noise_multiplier)
-        if self.draws is not None and self.draws.is_paid(cost):
-            return
-        if is_mine:
-            self.accountant.compose(event, label=self.label)
-        if self.draws is not None:
-            self.draws.paid(cost)
-
-    def _equivalent(self, noise_multiplier: float, sampling: str | None) -> float:
-        return self.query.equivalent_noise_multiplier(
-            noise_multiplier,
-            is_full=self._is_full(),
-            sampling=sampling,
-            neighboring=self.accountant.neighboring,
-        )
-
-    def _event_of(self, noise_multiplier: float) -> tuple[events.DpEvent, float]:
-        """:meth:`event` of these steps, and the noise multiplier that it has for a clipped sum
-        alone; worked out once for as long as nothing changes.
-        """
-        made_for = (noise_multiplier, self.sampling)
-        if self._last_event is None or self._last_event[0] != made_for:
-            event = self.event(noise_multiplier, self.sampling, self.draws)
-            cost = self._equivalent(noise_multiplier, self.sampling)
-            self._last_event = made_for, (event, cost)
-            if isinstance(event, events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    "steps are charged at sensitivity 2C, without amplification: nothing is known"
-                    " of how batches are drawn, except that no record is in one twice."
-                    " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=8,
-                )
-        return self._last_event[1]
-
 
 def options_of(group: dict[str, Any]) -> list[Any]:
     """What a parameter group may have of its own."""
@@ -434,7 +348,16 @@ def _hidden(layout: Layout, settings: Callable[[], Mapping[str, Any]]) -> Iterat
     yield from layout.parameters
 
 
-def _digest(value: Tensor | str) -> int:
+def _bits_of(value: Tensor | str) -> int:
     """64 bits of a hash."""
-    code = value.encode() if isinstance(value, str) else value.cpu().view(torch.uint8).numpy().data
-    return int.from_bytes(hashlib.blake2b(code, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(digest([value], size=8), "little", signed=True)
+
+
+def require_public(what: str, values: Iterable[Any]) -> None:
+    """Refuse values of a batch among those that a step uses beside the noisy gradient."""
+    if any(isinstance(value, torch.Tensor) and holds_records(value) for value in values):
+        raise StepError(
+            f"{what} holds values that were computed from records: they would enter the step"
+            " without clipping and noise. Use public values, or what opt.step() released",
+            code="model-written",
+        )

@@ -12,29 +12,25 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 from ...errors import ArgumentError
-from ..events import DpEvent
+from ..history import Settings
 from .schema import (
     APPLICATION,
-    CHARGING,
     COLUMNS,
     FORMAT,
     SEAL,
     TABLES,
-    Entry,
     LedgerError,
     Row,
-    charges,
+    code_of,
     damaged,
     explained,
     first_digest,
-    is_busy,
     next_digest,
     now,
     open_blocks,
@@ -51,7 +47,6 @@ _MOUNTS = Path("/proc/self/mountinfo")
 # change, and SQLite keeps a process' locks in its memory, where a child would find those of a
 # connection that it does not have.
 LOCK = threading.RLock()
-_being_written: set[str] = set()  # names, whose hash no signal handler can interrupt
 if hasattr(os, "register_at_fork"):  # else there is no fork
     os.register_at_fork(
         before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
@@ -60,20 +55,50 @@ if hasattr(os, "register_at_fork"):  # else there is no fork
 T = TypeVar("T")
 
 
-class Database:
-    """Opens one file.
+class Ledger:
+    """The file: settings fixed at creation, and rows.
 
     Args:
         path: a plain path on a local disk.
+        settings: what must be in force. A ``None`` value takes over what the file has.
+        create: make the file with these settings if there is none.
         read_only: never write, not even what SQLite keeps beside the file.
+
+    Raises:
+        ArgumentError: the file has other settings.
+        LedgerError: the file is not a ledger, is damaged, or cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        *,
+        create: bool = False,
+        read_only: bool = False,
+    ) -> None:
         self.path = _plain_path(path)
-        self.read_only = read_only
-        self._is_checked = False
+        self._is_read_only, self._is_checked = read_only, False
+        if create:
+            self._make_if_missing(settings)
+        found = self._connected("read", lambda connection: read_settings(connection, self.path))
+        self.id = str(found["id"])
+        self.settings = Settings(*(found[name] for name in Settings._fields))
+        self._before = first_digest(found)  # of the first row
+        self._version, self._digest = 0, self._before  # the last row that was read
+        if settings.get("id", self.id) != self.id:
+            raise replaced(self.path)
+        for name, value in settings.items():
+            if value is not None and found[name] != value:
+                raise ArgumentError(
+                    f"the ledger {self.path} was made with {name} = {found[name]!r},"
+                    f" not {value!r}. These are fixed at its creation, for what is in it was"
+                    " charged under them: open it with its own, or make another file."
+                )
 
-    def connected(
+    # --- connections ------------------------------------------------------------------------------
+
+    def _connected(
         self, purpose: Literal["create", "read", "write"], work: Callable[[sqlite3.Connection], T]
     ) -> T:
         """What ``work`` does with a connection of its own. (Not a context manager, in whose
@@ -83,37 +108,23 @@ class Database:
             LedgerError: SQLite cannot do it; in words.
         """
         connection: sqlite3.Connection | None = None
-        mode, name = (
-            "rwc" if purpose == "create" else "ro" if self.read_only else "rw",
-            str(self.path),
-        )
+        mode = {"create": "rwc", "read": "ro" if self._is_read_only else "rw", "write": "rw"}
         with LOCK:
-            if purpose != "read" and name in _being_written:
-                raise LedgerError(
-                    f"the ledger {self.path} is being written by this very thread: what runs now,"
-                    " in a signal handler or in garbage collection, came in the middle of it."
-                    " Nothing was recorded; release nothing."
-                )
             try:
-                connection = self._connect(mode)
+                connection = self._connect(mode[purpose])
                 if purpose != "read":
-                    _being_written.add(name)
                     connection.execute("PRAGMA synchronous = FULL")
                 return work(connection)
             # the latter where a damaged text is quoted in the former
             except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise explained(self.path, error, BUSY_SECONDS) from error
             finally:
-                try:
-                    if connection is not None:
-                        connection.close()
-                finally:
-                    if purpose != "read":
-                        _being_written.discard(name)
+                if connection is not None:
+                    connection.close()
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         if self.path.is_file():
-            self.require_one_name()
+            self._require_one_name()
         address = f"file:{quote(str(self.path))}?mode={mode}"
         journal = Path(f"{self.path}-wal")
         writable = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
@@ -123,12 +134,8 @@ class Database:
             address += "&immutable=1"
         return sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
 
-    def require_one_name(self) -> None:
-        """Raise where the file can be opened under another name.
-
-        SQLite keeps a journal for each name, so charges under one would be invisible under the
-        other, and the file would be damaged.
-        """
+    def _require_one_name(self) -> None:
+        """Raise where the file can be opened under another name."""
         if self.path.stat().st_nlink > 1:
             raise LedgerError(
                 f"{self.path} has a second name (a hard link). SQLite keeps a journal for each"
@@ -142,6 +149,176 @@ class Database:
                 " invisible here. Release nothing; mount the folder."
             )
         self._is_checked = True
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def read(self) -> list[Row]:
+        """The rows that came since the last call.
+
+        Raises:
+            LedgerError: a row is damaged, or what was read before is not there any more.
+        """
+
+        def select(connection: sqlite3.Connection) -> tuple[list[tuple[Any, ...]], Any]:
+            connection.execute("BEGIN")  # rows and seal of one moment
+            seal = seal_of_same_file(connection, self.path, self.id)
+            rows = f"SELECT {COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq"
+            return connection.execute(rows, (self._version or 1,)).fetchall(), seal
+
+        rows, seal = self._connected("read", select)
+        if self._version and (not rows or rows.pop(0)[-1] != self._digest):
+            raise LedgerError(
+                f"the ledger {self.path} does not hold any more what this process read in it: a"
+                " copy or a backup took its place. Nothing is released: put the newer file back."
+            )
+        found, last = [], self._digest
+        for number, (*values, digest) in enumerate(rows, self._version + 1):
+            last = next_digest(last, values)
+            if values[0] != number or digest != last:
+                raise damaged(self.path, f"row {values[0]} is not what was written")
+            found.append(Row.decoded(values))
+        if seal != last:
+            raise damaged(self.path, f"its seal is not that of row {self._version + len(found)}")
+        self._version, self._digest = self._version + len(found), last
+        return found
+
+    def append(
+        self, rows: Iterable[Row], *, job: str, writer: str, later: bool, if_unchanged: bool = True
+    ) -> list[int] | None:
+        """Commits the rows and returns their numbers; ``None`` if ``if_unchanged`` and the file
+        has rows that were not read yet.
+
+        Raises:
+            LedgerError: it cannot be said that the rows are on disk.
+        """
+
+        def insert(connection: sqlite3.Connection) -> tuple[list[int], str, bool] | None:
+            connection.execute("BEGIN IMMEDIATE")
+            seal = seal_of_same_file(connection, self.path, self.id)
+            last = "SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1"
+            seq, digest = connection.execute(last).fetchone() or (0, self._before)
+            if not (isinstance(seq, int) and isinstance(digest, str)) or digest != seal:
+                raise damaged(self.path, f"its seal is not that of row {seq}")
+            unchanged = (seq, digest) == (self._version, self._digest)
+            if if_unchanged and not unchanged:
+                connection.execute("ROLLBACK")
+                return None
+            moment, first = now(), seq + 1
+            for row in rows:
+                seq += 1
+                values = row.encoded(seq, moment, job, writer, later)
+                digest = next_digest(digest, values)
+                connection.execute(
+                    f"INSERT INTO rows ({COLUMNS}, digest) VALUES ({', '.join('?' * 12)})",
+                    [*values, digest],
+                )
+            connection.execute("UPDATE settings SET value = ? WHERE name = ?", (digest, SEAL))
+            connection.execute("COMMIT")
+            return list(range(first, seq + 1)), digest, unchanged
+
+        written = self._connected("write", insert)
+        if written is None:
+            return None
+        numbers, digest, unchanged = written
+        if unchanged and numbers:
+            self._version, self._digest = numbers[-1], digest
+        return numbers
+
+    def open_blocks_of(self, writer: str) -> list[Row]:
+        """The blocks of one process that were not returned, whatever was read before."""
+        rows = Ledger(self.path, {"id": self.id}, read_only=self._is_read_only).read()
+        return open_blocks(row for row in rows if row.writer == writer)
+
+    @property
+    def place(self) -> list[Any]:
+        """How far the file was read: number and digest of a row, which stand for all up to it."""
+        return [self._version, self._digest]
+
+    def holds(self, place: list[Any]) -> bool:
+        """Whether the file goes on from there, unlike one that was restored from an older copy."""
+        number, digest = place
+
+        def select(connection: sqlite3.Connection) -> Any:
+            row = "SELECT digest FROM rows WHERE seq = ?"
+            return connection.execute(row, (number,)).fetchone()
+
+        found = self._connected("read", select) if number else (self._before,)
+        return found is not None and bool(found[0] == digest)
+
+    # --- making -----------------------------------------------------------------------------------
+    #
+    # A file beside the ledger, "-making", says that an empty ledger never held a charge; no other
+    # empty file may be begun anew. Every process takes it away before it charges anything.
+
+    def _make_if_missing(self, settings: Mapping[str, Any]) -> None:
+        """Makes the file with these settings if there is none, or one whose making was cut off.
+
+        Raises:
+            LedgerError: it cannot be made, or is empty without being known never to have held a
+                charge.
+        """
+        mark = Path(f"{self.path}-making")
+        is_blank = self._is_blank(mark)
+        if is_blank and not self.path.parent.is_dir():
+            raise LedgerError(
+                f"there is no folder {self.path.parent} for the ledger {self.path.name}: make it"
+                " first."
+            )
+        try:
+            if is_blank:
+                mark.touch()
+                self._make({**settings, "id": uuid.uuid4().hex, "created": now()})
+            mark.unlink(missing_ok=True)
+        except OSError as error:
+            raise LedgerError(
+                f"the ledger {self.path} cannot be made: {error}. Nothing may be released."
+            ) from error
+
+    def _is_blank(self, mark: Path) -> bool:
+        """No file, or one whose making was cut off, which therefore never held a charge."""
+        end = time.monotonic() + MAKING_SECONDS
+        while self.path.is_file() and (
+            not self.path.stat().st_size or self._connected("read", _has_no_tables)
+        ):
+            if mark.exists():
+                return True
+            self._require_one_name()
+            if time.monotonic() > end:
+                raise LedgerError(
+                    f"{self.path} is empty. If it was a ledger, what was charged is lost (a full"
+                    " disk?), and beginning anew would spend the budget twice: restore it. If it"
+                    " never was one, remove it."
+                )
+            time.sleep(0.01)  # another process may be making it
+        return not self.path.exists()
+
+    def _make(self, settings: Mapping[str, Any]) -> None:
+        def make(connection: sqlite3.Connection) -> None:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("BEGIN IMMEDIATE")
+            if _has_no_tables(connection):  # else another process was faster
+                connection.execute(f"PRAGMA application_id = {APPLICATION}")
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
+                for table in TABLES:
+                    connection.execute(table)
+                values = [(name, json.dumps(value)) for name, value in settings.items()]
+                values.append((SEAL, first_digest(settings)))
+                connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
+            connection.execute("COMMIT")
+
+        end = time.monotonic() + MAKING_SECONDS
+        while True:
+            try:
+                return self._connected("create", make)
+            except LedgerError as error:  # SQLite does not wait where two turn a new file to WAL
+                is_busy = code_of(error.__cause__) == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+
+
+def _has_no_tables(connection: sqlite3.Connection) -> bool:
+    return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
 
 def _is_mounted(path: Path) -> bool:
@@ -162,320 +339,10 @@ def _is_mounted(path: Path) -> bool:
 
 def _plain_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
-    if (
-        not isinstance(text, str)
-        or not text
-        or text.startswith((":memory:", "file:"))
-        or "\0" in text
-    ):
+    plain = isinstance(text, str) and text and "\0" not in text
+    if not plain or text.startswith((":memory:", "file:")):
         raise ArgumentError(
             f"path must be the path of a file on a local disk, got {text!r}. Without path= the"
             " history is kept in memory."
         )
     return Path(os.path.realpath(os.path.expanduser(text)))
-
-
-class Ledger:
-    """The file: settings fixed at creation, rows, and notes.
-
-    Args:
-        path: a plain path on a local disk.
-        settings: what must be in force. A ``None`` value takes over what the file has.
-        create: make the file with these settings if there is none.
-        read_only: never write, not even what SQLite keeps beside the file.
-
-    Raises:
-        ValueError: the file has other settings.
-        LedgerError: the file is not a ledger, is damaged, or cannot be used.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        settings: Mapping[str, Any],
-        *,
-        create: bool = False,
-        read_only: bool = False,
-    ) -> None:
-        self._database = database = Database(path, read_only=read_only)
-        if create:
-            _make_if_missing(database, settings)
-        self.settings = database.connected(
-            "read", lambda connection: read_settings(connection, self.path)
-        )
-        self.version, self._digest = 0, first_digest(self.settings)
-        self._last_note = (0, self._digest)  # number and digest of those that were read
-        if settings.get("id", self.id) != self.id:
-            raise replaced(self.path)
-        for name, value in settings.items():
-            if value is not None and self.settings.get(name) != value:
-                raise ArgumentError(
-                    f"the ledger {self.path} was made with {name} = {self.settings.get(name)!r},"
-                    f" not {value!r}. These are fixed at its creation, for what is in it was"
-                    " charged under them: open it with its own, or make another file."
-                )
-
-    @property
-    def path(self) -> Path:
-        return self._database.path
-
-    @property
-    def id(self) -> str:
-        return str(self.settings["id"])
-
-    # --- rows -------------------------------------------------------------------------------------
-
-    def read(self) -> list[Row]:
-        """The rows that came since the last call.
-
-        Raises:
-            LedgerError: a row is damaged, or what was read before is not there any more.
-        """
-
-        def select(connection: sqlite3.Connection) -> tuple[list[tuple[Any, ...]], Any]:
-            connection.execute("BEGIN")  # rows and seal of one moment
-            seal = seal_of_same_file(connection, self.path, self.id)
-            rows = f"SELECT {COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq"
-            return connection.execute(rows, (self.version or 1,)).fetchall(), seal
-
-        rows, seal = self._database.connected("read", select)
-        if self.version and (not rows or rows.pop(0)[-1] != self._digest):
-            raise LedgerError(
-                f"the ledger {self.path} does not hold any more what this process read in it: a"
-                " copy or a backup took its place. Nothing is released: put the newer file back."
-            )
-        found, last = [], self._digest
-        for number, (*values, digest) in enumerate(rows, self.version + 1):
-            last = next_digest(last, values)
-            if values[0] != number or digest != last:
-                raise damaged(self.path, f"row {values[0]} is not what was written")
-            found.append(Row.decoded(values))
-        if seal != last:
-            raise damaged(self.path, f"its seal is not that of row {self.version + len(found)}")
-        self.version, self._digest = self.version + len(found), last
-        return found
-
-    def append(
-        self,
-        entries: Iterable[Entry],
-        *,
-        job: str,
-        writer: str,
-        later: bool,
-        if_unchanged: bool = True,
-    ) -> list[int] | None:
-        """Commits the entries and returns their numbers; ``None`` if ``if_unchanged`` and the file
-        has rows that were not read yet.
-
-        Raises:
-            LedgerError: it cannot be said that the entries are on disk.
-        """
-
-        def insert(connection: sqlite3.Connection) -> tuple[list[int], str, bool] | None:
-            connection.execute("BEGIN IMMEDIATE")
-            seal = seal_of_same_file(connection, self.path, self.id)
-            last = connection.execute(
-                "SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1"
-            ).fetchone()
-            seq, digest = last or (0, first_digest(self.settings))
-            if not (isinstance(seq, int) and isinstance(digest, str)) or digest != seal:
-                raise damaged(self.path, f"its seal is not that of row {seq}")
-            unchanged = (seq, digest) == (self.version, self._digest)
-            if if_unchanged and not unchanged:
-                connection.execute("ROLLBACK")
-                return None
-            moment, first = now(), seq + 1
-            for entry in entries:
-                seq += 1
-                values = entry.encoded(seq, moment, job, writer, later)
-                digest = next_digest(digest, values)
-                connection.execute(
-                    f"INSERT INTO rows ({COLUMNS}, digest) VALUES ({', '.join('?' * 12)})",
-                    [*values, digest],
-                )
-            connection.execute("UPDATE settings SET value = ? WHERE name = ?", (digest, SEAL))
-            connection.execute("COMMIT")
-            return list(range(first, seq + 1)), digest, unchanged
-
-        written = self._database.connected("write", insert)
-        if written is None:
-            return None
-        numbers, digest, unchanged = written
-        if unchanged and numbers:
-            self.version, self._digest = numbers[-1], digest
-        return numbers
-
-    # --- questions about all rows, whatever was read before ---------------------------------------
-
-    def open_blocks_of(self, writer: str) -> list[Row]:
-        """The blocks of one process that were not returned."""
-        return open_blocks(row for row in self._read_anew() if row.writer == writer)
-
-    def charges_of(self, job: str) -> list[Row]:
-        """The rows in which a job charged something."""
-        return [row for row in self._read_anew() if row.job == job and row.kind in CHARGING]
-
-    def charged_by(self, job: str) -> Counter[DpEvent]:
-        """How often a job charged each event."""
-        return charges(self.charges_of(job))
-
-    @property
-    def place(self) -> list[Any]:
-        """How far the file was read: number and digest of a row, which stand for all up to it."""
-        return [self.version, self._digest]
-
-    def charged_until(self, place: list[Any]) -> Counter[DpEvent] | None:
-        """How often each event had been charged there.
-
-        ``None``: the file does not go on from there, as one that was restored from an older copy.
-        """
-        number, digest = place
-        rows = self._read_anew()
-        last = first_digest(self.settings)
-        if number:
-            known = self._database.connected(
-                "read",
-                lambda connection: connection.execute(
-                    "SELECT digest FROM rows WHERE seq = ?", (number,)
-                ).fetchone(),
-            )
-            last = known[0] if known else ""
-        return charges(row for row in rows if row.seq <= number) if last == digest else None
-
-    def _read_anew(self) -> list[Row]:
-        return Ledger(self.path, {"id": self.id}, read_only=self._database.read_only).read()
-
-    # --- notes ------------------------------------------------------------------------------------
-
-    def notes(self) -> list[str]:
-        """The statements that jobs noted, in order.
-
-        Raises:
-            LedgerError: a note is damaged, or one that was read before is not there any more.
-        """
-
-        def select(connection: sqlite3.Connection) -> list[str]:
-            seal_of_same_file(connection, self.path, self.id)
-            return self._checked_notes(connection)
-
-        return self._database.connected("read", select)
-
-    def add_note(self, text: str, job: str) -> None:
-        """Keeps a statement for all jobs, unless it is there already."""
-
-        def insert(connection: sqlite3.Connection) -> None:
-            connection.execute("BEGIN IMMEDIATE")
-            seal_of_same_file(connection, self.path, self.id)
-            known = self._checked_notes(connection)
-            number, digest = self._last_note
-            if text not in known:
-                number += 1
-                values = [number, now(), job, text]
-                digest = next_digest(digest, values)
-                connection.execute("INSERT INTO notes VALUES (?, ?, ?, ?, ?)", [*values, digest])
-            connection.execute("COMMIT")
-            self._last_note = (number, digest)
-
-        if text not in self.notes():
-            self._database.connected("write", insert)
-
-    def _checked_notes(self, connection: sqlite3.Connection) -> list[str]:
-        columns = "SELECT seq, time, job, text, digest FROM notes ORDER BY seq"
-        rows = connection.execute(columns).fetchall()
-        digests = [first_digest(self.settings)]
-        for number, (*values, digest) in enumerate(rows, 1):
-            whole = values[0] == number and all(isinstance(value, str) for value in values[1:])
-            if not whole or digest != next_digest(digests[-1], values):
-                raise damaged(self.path, f"note {number} is not what was written")
-            digests.append(digest)
-        number, digest = self._last_note
-        if digests[number : number + 1] != [digest]:
-            raise damaged(self.path, "notes that were read before are gone")
-        self._last_note = (len(rows), digests[-1])
-        return [values[3] for values in rows]
-
-
-# --- making ---------------------------------------------------------------------------------------
-
-
-def _make_if_missing(database: Database, settings: Mapping[str, Any]) -> None:
-    """Makes the file with these settings if there is none, or one whose making was cut off.
-
-    Raises:
-        LedgerError: it cannot be made, or is empty without being known never to have held a
-            charge.
-    """
-    mark = Path(f"{database.path}-making")
-    if _is_blank(database, mark):
-        _make(database, settings, mark)
-    _mark_as_being_made(database, mark, False)
-
-
-def _is_blank(database: Database, mark: Path) -> bool:
-    """No file, or one whose making was cut off, which therefore never held a charge."""
-    path = database.path
-    if not path.exists():
-        return True
-    end = time.monotonic() + MAKING_SECONDS
-    while path.is_file() and (
-        not path.stat().st_size or database.connected("read", _has_no_tables)
-    ):
-        if mark.exists():
-            return True
-        database.require_one_name()
-        if time.monotonic() > end:
-            raise LedgerError(
-                f"{path} is empty. If it was a ledger, what was charged is lost (a full"
-                " disk?), and beginning anew would spend the budget twice: restore it. If it"
-                " never was one, remove it."
-            )
-        time.sleep(0.01)  # another process may be making it
-    return False
-
-
-def _make(database: Database, settings: Mapping[str, Any], mark: Path) -> None:
-    if not database.path.parent.is_dir():
-        raise LedgerError(
-            f"there is no folder {database.path.parent} for the ledger {database.path.name}: make"
-            " it first."
-        )
-    made = {**settings, "id": uuid.uuid4().hex, "created": now()}
-    _mark_as_being_made(database, mark, True)
-
-    def make(connection: sqlite3.Connection) -> None:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("BEGIN IMMEDIATE")
-        if _has_no_tables(connection):  # else another process was faster
-            connection.execute(f"PRAGMA application_id = {APPLICATION}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-            for table in TABLES:
-                connection.execute(table)
-            values = [(name, json.dumps(value)) for name, value in made.items()]
-            values.append((SEAL, first_digest(made)))
-            connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
-        connection.execute("COMMIT")
-
-    end = time.monotonic() + MAKING_SECONDS
-    while True:
-        try:
-            return database.connected("create", make)
-        except LedgerError as error:  # SQLite does not wait where two turn a new file to WAL
-            if not is_busy(error) or time.monotonic() > end:
-                raise
-            time.sleep(0.01)
-
-
-def _mark_as_being_made(database: Database, mark: Path, answer: bool) -> None:
-    """Notes beside an empty file that it never held a charge; no other empty file may be begun
-    anew. Every process takes the note away before it charges anything.
-    """
-    try:
-        mark.touch() if answer else mark.unlink(missing_ok=True)
-    except OSError as error:
-        raise LedgerError(
-            f"the ledger {database.path} cannot be made: {error}. Nothing may be released."
-        ) from error
-
-
-def _has_no_tables(connection: sqlite3.Connection) -> bool:
-    return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sqlite3
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from ...errors import DPBayesError
 from .. import events
-from ..events import DpEvent, accounting_method, neighboring_relation, privacy_unit
+from ..events import DpEvent
 from ..history import Flag, Key
 
-FORMAT = 3
+FORMAT = 4
 APPLICATION = 0x64706279
 SEAL = "seal"  # the last row's digest, repeated among the settings
 
@@ -31,14 +29,7 @@ TABLES = (
         " NULL)"
     ),
     "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
-    (
-        "CREATE TABLE notes (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, text"
-        " TEXT NOT NULL, digest TEXT NOT NULL)"
-    ),
 )
-
-Kind = Literal["charge", "block", "return", "filter"]
-CHARGING = ("charge", "block", "return")
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -67,43 +58,41 @@ def damaged(path: Path, what: str) -> LedgerError:
     )
 
 
-def is_busy(error: LedgerError) -> bool:
-    """Whether SQLite said that another process has the file."""
-    code: int = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
-    return code == sqlite3.SQLITE_BUSY
+_NONE = "Nothing may be released"
+_EXPLAINED = {
+    sqlite3.SQLITE_FULL: f"cannot grow: the disk is full. {_NONE}; make room, then go on",
+    sqlite3.SQLITE_IOERR: (
+        f"cannot be read or written ({{error}}): is the disk full, or a size limit reached? {_NONE}"
+    ),
+    sqlite3.SQLITE_READONLY: (
+        "cannot be written: the file or its folder is read-only. Charging needs write access to"
+        f" both. {_NONE}"
+    ),
+    sqlite3.SQLITE_CANTOPEN: f"cannot be opened: {{why}}. {_NONE}",
+    sqlite3.SQLITE_CONSTRAINT: f"refused a row ({{error}}). {_NONE}",
+    sqlite3.SQLITE_BUSY: (
+        "was kept busy by other processes for {seconds:g} s. Nothing was recorded; release nothing,"
+        " and try again"
+    ),
+}
+_EXPLAINED[sqlite3.SQLITE_LOCKED] = _EXPLAINED[sqlite3.SQLITE_BUSY]
+_EXPLAINED[sqlite3.SQLITE_PERM] = _EXPLAINED[sqlite3.SQLITE_READONLY]
 
 
-def explained(
-    path: Path, error: sqlite3.Error | UnicodeDecodeError, busy_seconds: float
-) -> LedgerError:
-    """An error of SQLite in words, and what to do."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        what = (
-            f"was kept busy by other processes for {busy_seconds:g} s. Nothing was recorded;"
-            " release nothing, and try again"
-        )
-    elif code == sqlite3.SQLITE_FULL:
-        what = "cannot grow: the disk is full. Nothing may be released; make room, then go on"
-    elif code == sqlite3.SQLITE_IOERR:
-        what = (
-            f"cannot be read or written ({error}): is the disk full, or a size limit reached?"
-            " Nothing may be released"
-        )
-    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        what = (
-            "cannot be written: the file or its folder is read-only. Charging needs write access to"
-            " both. Nothing may be released"
-        )
-    elif code == sqlite3.SQLITE_CANTOPEN:
-        why = "check the permissions of the file and of its folder, which both must be writable"
-        why = why if path.is_file() else "it is no file" if path.exists() else "it is gone"
-        what = f"cannot be opened: {why}. Nothing may be released"
-    elif code == sqlite3.SQLITE_CONSTRAINT:
-        what = f"refused a row ({error}). Nothing may be released"
-    else:
+def code_of(error: BaseException | None) -> int:
+    """The code of SQLite's error, or 0."""
+    code: int = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code
+
+
+def explained(path: Path, error: sqlite3.Error | UnicodeDecodeError, seconds: float) -> LedgerError:
+    """An error of SQLite, after so many seconds of waiting, in words."""
+    what = _EXPLAINED.get(code_of(error))
+    if what is None:
         return damaged(path, str(error))
-    return LedgerError(f"the ledger {path} {what}.")
+    why = "check the permissions of the file and of its folder, which both must be writable"
+    why = why if path.is_file() else "it is no file" if path.exists() else "it is gone"
+    return LedgerError(f"the ledger {path} {what.format(error=error, why=why, seconds=seconds)}.")
 
 
 # --- digests --------------------------------------------------------------------------------------
@@ -115,7 +104,7 @@ def first_digest(settings: Mapping[str, Any]) -> str:
 
 
 def next_digest(before: str, values: list[Any]) -> str:
-    """The digest of a row or a note after the one with the digest ``before``."""
+    """The digest of a row after the one with the digest ``before``."""
     return _hashed(before + json.dumps(values, default=repr))  # bytes, which are never written
 
 
@@ -124,7 +113,7 @@ def _hashed(text: str) -> str:
 
 
 def now() -> str:
-    """The moment, for people: nothing is ordered by it."""
+    """The moment, for reading: nothing is ordered by it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -132,49 +121,40 @@ def now() -> str:
 
 
 class Row(NamedTuple):
-    """One row. ``block``: the number of the row that a return belongs to."""
+    """One row. ``label``: also the code of a filter, or the text of a note. ``block``: the number
+    of the row that a return belongs to. ``job``: whose it is; empty in one that is not written yet:
+    of the job that writes it.
+    """
 
-    seq: int
-    time: str
-    job: str
-    writer: str
-    later: bool
-    kind: Kind
-    label: str | None
-    event: DpEvent | None
-    count: int  # type: ignore[assignment]
-    flag: Flag
-    block: int
-
-    @property
-    def key(self) -> Key:
-        assert self.event is not None
-        return self.event, self.label, self.flag
-
-    @classmethod
-    def decoded(cls, values: list[Any]) -> Row:
-        """The row with these columns."""
-        seq, moment, job, writer, later, kind, label, code, count, flag, block = values
-        event = events.decode(json.loads(code)) if code else None
-        return cls(seq, moment, job, writer, bool(later), kind, label, event, count, flag, block)
-
-
-class Entry(NamedTuple):
-    """What is to become a row."""
-
-    kind: Kind
+    kind: Literal["charge", "block", "return", "filter", "note"]
     label: str | None
     event: DpEvent | None
     count: int  # type: ignore[assignment]
     flag: Flag
     block: int = 0
-    job: str = ""  # whose it is; empty: of the job that writes it
+    job: str = ""
+    seq: int = 0
+    time: str = ""
+    writer: str = ""
+    later: bool = False
 
-    def encoded(self, seq: int, moment: str, job: str, writer: str, later: bool) -> list[Any]:
-        """The columns of the row with number ``seq``."""
+    @property
+    def key(self) -> Key:
+        assert self.event is not None
+        return Key(self.event, self.label, self.flag, self.job)
+
+    @classmethod
+    def decoded(cls, values: list[Any]) -> Row:
+        """The row with these columns."""
+        seq, time, job, writer, later, kind, label, code, count, flag, block = values
+        event = events.decode(json.loads(code)) if code else None
+        return cls(kind, label, event, count, flag, block, job, seq, time, writer, bool(later))
+
+    def encoded(self, seq: int, time: str, job: str, writer: str, later: bool) -> list[Any]:
+        """The columns of this row, as number ``seq``."""
         code = "" if self.event is None else json.dumps(events.encode(self.event))
-        row = [self.kind, self.label, code, self.count, self.flag, self.block]
-        return [seq, moment, self.job or job, writer, int(later), *row]
+        columns = [self.kind, self.label, code, self.count, self.flag, self.block]
+        return [seq, time, self.job or job, writer, int(later), *columns]
 
 
 def open_blocks(rows: Iterable[Row]) -> list[Row]:
@@ -186,15 +166,6 @@ def open_blocks(rows: Iterable[Row]) -> list[Row]:
         elif row.kind == "return":
             found.pop(row.block, None)
     return list(found.values())
-
-
-def charges(rows: Iterable[Row]) -> Counter[DpEvent]:
-    """How often these rows charge each event."""
-    found: Counter[DpEvent] = Counter()
-    for row in rows:
-        if row.event is not None and row.kind in CHARGING:
-            found[row.event] += row.count
-    return found
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -220,17 +191,16 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise damaged(path, verdict)
-    if not {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master")}.issuperset(
-        TABLES
-    ):
+    made = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master")}
+    if not made.issuperset(TABLES):
         raise damaged(path, "its tables are not those that were made")
     try:
         saved = dict(connection.execute("SELECT name, value FROM settings").fetchall())
         expected = saved.pop(SEAL)
-        found = _decoded(saved)
+        found = {name: json.loads(value) for name, value in saved.items()}
+        digest = first_digest(found)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise damaged(path, f"its settings are not what was written: {error!r}") from error
-    digest = first_digest(found)
     first = connection.execute(f"SELECT {COLUMNS}, digest FROM rows WHERE seq = 1").fetchone()
     if first is not None:
         digest, expected = next_digest(digest, list(first[:-1])), first[-1]
@@ -250,24 +220,3 @@ def seal_of_same_file(connection: sqlite3.Connection, path: Path, identity: str)
     if found.get("id") != json.dumps(identity):
         raise replaced(path)
     return found.get(SEAL)
-
-
-def _decoded(saved: Mapping[Any, Any]) -> dict[str, Any]:
-    """Settings that were read from a file.
-
-    Raises:
-        TypeError, ValueError: a ledger is not made with these.
-    """
-    found = {name: json.loads(value) for name, value in saved.items()}
-    if set(found) != {"epsilon", "delta", "method", "neighboring", "unit", "id", "created"}:
-        raise ValueError(f"they are {sorted(map(str, found))}")
-    accounting_method(found["method"])
-    neighboring_relation(found["neighboring"])
-    privacy_unit(found["unit"])
-    epsilon, delta = found["epsilon"], found["delta"]
-    for number, largest in ((epsilon, math.inf), (delta, 1)):
-        if number is not None and not (isinstance(number, float) and 0 < number < largest):
-            raise ValueError(f"epsilon = {epsilon!r}, delta = {delta!r}")
-    if not isinstance(found["id"], str) or (epsilon is not None and delta is None):
-        raise ValueError(f"epsilon = {epsilon!r}, delta = {delta!r}, id = {found['id']!r}")
-    return found

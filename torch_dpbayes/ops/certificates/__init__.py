@@ -1,10 +1,8 @@
-"""What can be said about the privacy of one posterior draw, with every constant, and how the
-draw is made. One certificate a file; ``certificate`` says what each has to provide.
-"""
+"""Certificates: how private one posterior draw is, with every constant, and how it is drawn."""
 
 from .bounded import Bounded
 from .certificate import Certificate, Setting, Statement
-from .finite_run_langevin import FiniteRunLangevin, StepTooLarge
+from .finite_run_langevin import FiniteRunLangevin
 from .renyi_close import RenyiClose
 from .strongly_log_concave import StronglyLogConcave
 from .total_variation_close import TotalVariationClose
@@ -16,7 +14,6 @@ __all__ = [
     "RenyiClose",
     "Setting",
     "Statement",
-    "StepTooLarge",
     "StronglyLogConcave",
     "TotalVariationClose",
 ]

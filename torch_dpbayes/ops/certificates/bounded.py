@@ -12,8 +12,7 @@ from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
 from ...mcmc.checks import check_positive
 from ..models import Density, Model, gradient_of
-from .certificate import ROUND_UP, Setting, Statement
-from .exact_draw import ExactDraw
+from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
 
 @dataclass(frozen=True)
@@ -26,26 +25,22 @@ class Bounded(ExactDraw):
         \mid \theta), a, b)\big), \qquad R = b - a
 
     The log ratio of the densities on neighbouring data sets spans at most ε_B = 2ρR (replace one)
-    or ρR (add or remove one): the draw is the exponential mechanism, with its bounded-range profile
-    δ(g) = (1 − e^{−(ε_B−g)/2})²/(1 − e^{−ε_B}), which is below that of ε_B-differential privacy.
+    or ρR (add or remove one): the draw is the exponential mechanism, with the bounded-range profile
+    δ(g) = (1 − e^{−(ε_B−g)/2})²/(1 − e^{−ε_B}).
 
     Sources: Wang, Fienberg, Smola (2015), Theorem 1 (their 4Bρ is 2ρR with R = 2B); Dong, Durfee,
     Rogers (2020) for the profile.
 
     Args:
-        log_likelihood_range: (a, b), chosen without the data; one number R stands for (−R, 0),
-            which suits probabilities of discrete data. Every record's log likelihood is clipped
-            into it, and the clipped model is what is sampled. A density's log likelihood changes
-            with the units of the data.
+        log_likelihood_range: (a, b), chosen without the data; one number R stands for (−R, 0).
+            Every record's log likelihood is clipped into it, and the clipped model is sampled.
         temper: ``"likelihood"``, or ``"posterior"`` to raise the prior to the power ρ as well (Wang
             et al., Algorithm 1), at the same cost.
         warmup_steps: adaptive steps of the No-U-Turn sampler before the state that is released.
-        relative: clip the difference to the record's log likelihood at the start of the chain
-            instead; :meth:`from_lipschitz`.
+        relative: clip the difference to the log likelihood at the chain's start instead.
 
     Raises:
-        ValueError: the range is not finite, or the prior is not proper: with a bounded likelihood
-            no data can make up for that.
+        ValueError: the range is not finite, or the prior is not proper.
 
     **Privacy.** The event is ``BoundedRangeDpEvent(ε_B)``, for an *exact* draw: that the chain has
     converged is assumed, and no diagnostic of it is computed, for its value would be a release.
@@ -59,16 +54,14 @@ class Bounded(ExactDraw):
     def __post_init__(self) -> None:
         given = self.log_likelihood_range
         low, high = (-float(given), 0.0) if isinstance(given, int | float) else map(float, given)
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        if not -math.inf < low < high < math.inf:
             raise CertificateError(
                 "log_likelihood_range must be a finite interval (lowest, highest) of one record's"
                 f" log likelihood, got {given!r}."
             )
         object.__setattr__(self, "log_likelihood_range", (low, high))
         if self.temper not in ("likelihood", "posterior"):
-            raise CertificateError(
-                f'temper must be "likelihood" or "posterior", got {self.temper!r}.'
-            )
+            raise CertificateError(f'temper must be "likelihood" or "posterior": {self.temper!r}.')
         positive_count(self.warmup_steps, "warmup_steps")
 
     @classmethod
@@ -81,11 +74,9 @@ class Bounded(ExactDraw):
         warmup_steps: int = 1000,
     ) -> Bounded:
         """For log likelihoods that are ``lipschitz``-Lipschitz in θ, and a posterior within
-        ``radius`` of the start of the chain.
-
-        There a record's log likelihood differs by at most ``lipschitz · radius`` from that at the
-        start. The difference is clipped to that, so that the guarantee holds whether the two
-        numbers are right or not; if they are, the clip changes nothing.
+        ``radius`` of the start of the chain. The difference to a record's log likelihood at the
+        start is clipped to ``lipschitz · radius``: the guarantee holds whether the two numbers are
+        right or not.
         """
         check_positive("lipschitz", lipschitz)
         check_positive("radius", radius)
@@ -112,38 +103,24 @@ class Bounded(ExactDraw):
         )
 
     def conditions(self, model: Model, setting: Setting) -> Statement:
-        """What was proved and assumed, the sampler aside."""
         low, high = self._range
-        what = (
-            "log likelihood, less that at the start of the chain,"
-            if self.relative
-            else "log likelihood"
+        start = ", less that at the start of the chain," if self.relative else ""
+        tempered = f"the {self.temper} is tempered"
+        clipped = (
+            f"every record's log likelihood{start} is clipped into [{low:g}, {high:g}]; {tempered}"
         )
-        return Statement(
-            [
-                f"every record's {what} is clipped into [{low:g}, {high:g}]; "
-                + (
-                    "prior and likelihood are"
-                    if self.temper == "posterior"
-                    else "the likelihood alone is"
-                )
-                + " tempered",
-                (
-                    "an exact draw is then the exponential mechanism, whose privacy loss spans at"
-                    f" most {setting.records_changed} x {high - low:g} x rho (Wang, Fienberg, Smola"
-                    " 2015; Dong, Durfee, Rogers 2020)"
-                ),
-            ],
-            [],
+        theorem = (
+            "an exact draw is then the exponential mechanism, whose privacy loss spans at most"
+            f" {setting.records_changed} x {high - low:g} x rho (Wang, Fienberg, Smola 2015; Dong,"
+            " Durfee, Rogers 2020)"
         )
+        return Statement([clipped, theorem], [])
 
     def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
-        """What a draw is drawn from."""
-        whole = self.temper == "posterior"
-        target = model.target(
-            data, tempering=1.0 if whole else setting.tempering, max_grad_norm=math.inf
-        )
-        power = setting.tempering if whole else 1.0
+        rho, power = setting.tempering, 1.0
+        if self.temper == "posterior":
+            rho, power = power, rho
+        target = model.target(data, tempering=rho, max_grad_norm=math.inf)
 
         def potential(theta: Tensor) -> Tensor:
             return power * target.clipped_potential(theta, *self._range, self.relative)

@@ -1,18 +1,46 @@
-"""What every certificate says about one draw, and what it may depend on."""
+"""What every certificate says about one draw. For a new one copy ``bounded.py``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+import numpy as np
+from scipy import special
 from torch import Tensor
 
-from ...accounting.events import DpEvent, Neighboring, neighboring_relation
+from ...accounting.dominating_pairs import Array
+from ...accounting.events import (
+    BoundedRangeDpEvent,
+    ComposedDpEvent,
+    DpEvent,
+    FailureDpEvent,
+    MuGaussianDpEvent,
+    Neighboring,
+    PureDpEvent,
+    neighboring_relation,
+)
+from ...errors import ArgumentTypeError, CertificateError
+from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise
-from ..models import Model
+from ..langevin import Sampler
+from ..models import Density, Model
+from ..nuts import no_u_turn
 
+ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # what an exact draw is charged for
 ROUND_UP = 1 + 1e-9  # of a cost computed in floats
-NOTHING_CHECKED = "nothing was checked, because a diagnostic would itself depend on the records"
+_LEAST_DELTA = 1e-290  # below it the tail of a Gaussian leaves floating point
+_LARGE_MU = 1e4  # from here on the second term of delta is left out, which only raises delta
+_GRID, _ROUNDS = np.arange(1, 33) / 32, 8  # of an interval that is refined: to 1e-12 of it
+_NOTHING_CHECKED = "nothing was checked, because a diagnostic would itself depend on the records"
+
+
+class StepTooLarge(CertificateError):
+    """A step size above 2/M."""
+
+
+class TooFar(CertificateError):
+    """The sampler is not close enough to its target for any ε at this δ."""
 
 
 class Setting(NamedTuple):
@@ -24,8 +52,8 @@ class Setting(NamedTuple):
 
     @property
     def records_changed(self) -> int:
-        """How many records' contributions one step towards a neighbour can change: a replaced
-        record goes and another comes.
+        """How many records' contributions differ between neighbours: a replaced record goes and
+        another comes.
         """
         return 2 if neighboring_relation(self.neighboring) == "replace_one" else 1
 
@@ -44,9 +72,9 @@ class Certificate(ABC):
     def check(self, model: Model) -> None:
         """Refuse a model for which the certificate says nothing."""
 
-    @abstractmethod
     def needs_num_data(self, model: Model) -> bool:
         """Whether the guarantee depends on the number of records."""
+        return False
 
     @abstractmethod
     def event(self, model: Model, setting: Setting) -> DpEvent:
@@ -60,6 +88,168 @@ class Certificate(ABC):
     def draw(
         self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
     ) -> Tensor:
-        """One draw, flat, in the space that the sampler moves in. The only place of a
-        certificate that sees data.
-        """
+        """One draw, flat and unconstrained: all that a certificate makes of the data."""
+
+
+class ExactDraw(Certificate):
+    """A certificate for a draw from the posterior itself. The No-U-Turn sampler makes it, and its
+    convergence is assumed.
+    """
+
+    warmup_steps: int
+
+    @abstractmethod
+    def event(self, model: Model, setting: Setting) -> ExactEvent: ...
+
+    @abstractmethod
+    def conditions(self, model: Model, setting: Setting) -> Statement:
+        """What was proved and assumed, the sampler aside."""
+
+    @abstractmethod
+    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+        """The density to draw from."""
+
+    def statement(self, model: Model, setting: Setting) -> Statement:
+        proved, assumed = self.conditions(model, setting)
+        converged = (
+            "the draw is exact: the No-U-Turn sampler has converged after"
+            f" {self.warmup_steps} warm-up steps, on every data set; {_NOTHING_CHECKED}"
+        )
+        return Statement(proved, [*assumed, converged])
+
+    def draw(
+        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
+    ) -> Tensor:
+        density = self.density(model, data, setting)
+        return no_u_turn(density.potential, density.start, self.warmup_steps)
+
+
+class CloseDraw(Certificate):
+    """A certificate for a draw Q that is close to an exact draw P of ``target``. With neighbours P'
+    and Q', an event says what is known of (P, P'); closeness of (P, Q) and (P', Q') is assumed. No
+    triangle inequality for privacy is free: each bound is larger than the event of (P, P').
+    """
+
+    target: ExactDraw
+    sampler: Sampler | None  # None: the No-U-Turn chain of the target
+
+    @abstractmethod
+    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float] | None:
+        """(ε, δ) of one draw; None: the guarantee is more than a pair."""
+
+    @abstractmethod
+    def closeness(self) -> str:
+        """How close Q is assumed to be, in words."""
+
+    def check(self, model: Model) -> None:
+        self.target.check(model)
+
+    def event(self, model: Model, setting: Setting) -> DpEvent:
+        """What dominates every release with the pair (Kairouz, Oh, Viswanath 2015, Theorem 3.3)."""
+        pair = self.single_guarantee(model, setting)
+        assert pair is not None
+        return ComposedDpEvent([PureDpEvent(pair[0]), FailureDpEvent(pair[1])])
+
+    def statement(self, model: Model, setting: Setting) -> Statement:
+        proved, assumed = self.target.conditions(model, setting)
+        if (pair := self.single_guarantee(model, setting)) is not None:
+            proved = [
+                *proved,
+                (
+                    "if what is assumed holds, one draw is (epsilon, delta) ="
+                    f" ({pair[0]:.5g}, {pair[1]:g})-differentially private"
+                ),
+            ]
+        chain = (
+            f"the No-U-Turn sampler after {self.target.warmup_steps} warm-up steps"
+            if self.sampler is None
+            else f"{self.sampler!r}"
+        )
+        close = (
+            f"the law of the last state of {chain} is within {self.closeness()}, on every data set;"
+            f" {_NOTHING_CHECKED}"
+        )
+        return Statement(proved, [*assumed, close])
+
+    def draw(
+        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
+    ) -> Tensor:
+        if self.sampler is None:
+            return self.target.draw(model, data, setting, noise)
+        return self.sampler.draw(self.target.density(model, data, setting), noise)
+
+    def _check_parts(self) -> None:
+        if not isinstance(self.target, ExactDraw):
+            raise ArgumentTypeError(
+                "target must be the certificate of an exact draw, Bounded or StronglyLogConcave;"
+                f" got {self.target!r}."
+            )
+        sampler = self.sampler
+        if sampler is not None and (
+            not callable(getattr(sampler, "draw", None)) or isinstance(sampler, type | Certificate)
+        ):
+            raise ArgumentTypeError(
+                "sampler must be one of dpb.ops, as Underdamped(steps=1000, step_size=0.1); got"
+                f" {sampler!r}."
+            )
+
+
+class Asserted(Certificate):
+    """A certificate whose constants are derived for a GLM, and asserted for other models."""
+
+    max_grad_norm: float
+    lipschitz: float | None
+
+    def check(self, model: Model) -> None:
+        if (model.derived_constants(self.max_grad_norm) is None) == (self.lipschitz is None):
+            raise CertificateError(
+                f"{type(self).__name__}: assert its constants for a model that is not a GLM; for a"
+                " GLM or Softmax they are derived, so leave them out."
+            )
+        if self.lipschitz is not None:
+            model.require_unconstrained(type(self).__name__)
+
+    def _check_constants(self, **others: float | None) -> None:
+        """``max_grad_norm``, and ``lipschitz`` with the others: all or none."""
+        check_positive("max_grad_norm", self.max_grad_norm)
+        missing = [name for name, v in {"lipschitz": self.lipschitz, **others}.items() if v is None]
+        if 0 < len(missing) <= len(others):
+            raise CertificateError(
+                f"asserted constants come together: {', '.join(missing)} missing. Leave all out for"
+                " a GLM, whose constants are derived."
+            )
+        if not missing:
+            check_positive("lipschitz", self.lipschitz)
+            if (smoothness := others.get("smoothness")) is not None:
+                check_positive("smoothness", smoothness)
+
+
+def exact_delta(event: ExactEvent, epsilon: Array) -> Array:
+    """δ of an exact draw at each ε ≥ 0, rounded up: Dong, Durfee, Rogers (2020), or Balle, Wang
+    (2018), Theorem 8.
+    """
+    if isinstance(event, BoundedRangeDpEvent):
+        gap = np.maximum(event.epsilon - epsilon, 0.0)
+        found: Array = np.expm1(-gap / 2) ** 2 / -np.expm1(-event.epsilon)
+        return found
+    half, ratio = event.mu / 2, epsilon / event.mu
+    found = special.ndtr(half - ratio) * (1 + 1e-15)
+    if event.mu < _LARGE_MU:
+        found = found - np.exp(epsilon + special.log_ndtr(-half - ratio)) * (1 - 1e-15)
+    return found
+
+
+def exact_epsilon(event: ExactEvent, delta: Array) -> Array:
+    """ε of an exact draw at each δ, rounded up; infinite where δ is next to 0."""
+    if isinstance(event, BoundedRangeDpEvent):
+        width = np.full_like(delta, event.epsilon)
+    else:  # at which the first term of δ alone is no larger
+        width = event.mu**2 / 2 - event.mu * special.ndtri(np.maximum(delta, _LEAST_DELTA))
+        width = np.maximum(width, 0.0)
+    low = np.zeros_like(width)
+    for _ in range(_ROUNDS):
+        points = low + np.multiply.outer(_GRID, width)
+        above = (exact_delta(event, points) > delta).sum(0)
+        width = width / len(_GRID)
+        low = low + width * np.minimum(above, len(_GRID) - 1)
+    return np.where(delta < _LEAST_DELTA, np.inf, (low + width) * (1 + 1e-10))

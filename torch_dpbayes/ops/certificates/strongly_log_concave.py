@@ -10,12 +10,11 @@ from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...mcmc.checks import check_positive
 from ..models import Density, Model
-from .certificate import ROUND_UP, Setting, Statement
-from .exact_draw import ExactDraw
+from .certificate import ROUND_UP, Asserted, ExactDraw, Setting, Statement
 
 
 @dataclass(frozen=True)
-class StronglyLogConcave(ExactDraw):
+class StronglyLogConcave(Asserted, ExactDraw):
     r"""A draw from a posterior whose prior is strongly log-concave and whose likelihood is
     log-concave and Lipschitz.
 
@@ -54,37 +53,18 @@ class StronglyLogConcave(ExactDraw):
     warmup_steps: int = 1000
 
     def __post_init__(self) -> None:
-        check_positive("max_grad_norm", self.max_grad_norm)
-        if (self.lipschitz is None) != (self.strength is None):
-            raise CertificateError(
-                "lipschitz and strength are asserted together: state both; for a GLM, whose"
-                " constants are derived, none."
-            )
-        if self.lipschitz is not None:
-            check_positive("lipschitz", self.lipschitz)
+        self._check_constants(strength=self.strength)
+        if self.strength is not None:
             check_positive("strength", self.strength)
         positive_count(self.warmup_steps, "warmup_steps")
 
     def check(self, model: Model) -> None:
-        constants = model.derived_constants(self.max_grad_norm)
-        if constants is not None:
-            if self.lipschitz is not None:
-                raise CertificateError(
-                    "the constants of a GLM are derived, not asserted: leave out lipschitz= and"
-                    " strength=."
-                )
-            if constants.strength == 0:
-                raise CertificateError(
-                    "prior_std is infinite, so the prior is not strongly log-concave: state a"
-                    " finite prior_std."
-                )
-        elif self.lipschitz is None:
+        super().check(model)
+        if not self._constants(model)[1]:
             raise CertificateError(
-                "the constants of a model that is not a GLM have to be asserted:"
-                " StronglyLogConcave(lipschitz=..., strength=...)."
+                "prior_std is infinite, so the prior is not strongly log-concave: state a finite"
+                " prior_std."
             )
-        else:
-            model.require_unconstrained("StronglyLogConcave")
 
     def event(self, model: Model, setting: Setting) -> MuGaussianDpEvent:
         lipschitz, strength = self._constants(model)
@@ -93,7 +73,6 @@ class StronglyLogConcave(ExactDraw):
         )
 
     def conditions(self, model: Model, setting: Setting) -> Statement:
-        """What was proved and assumed, the sampler aside."""
         lipschitz, strength = self._constants(model)
         numbers = (
             f"one record's gradient has norm at most L = {lipschitz:g}; -log prior is"
@@ -114,7 +93,6 @@ class StronglyLogConcave(ExactDraw):
         )
 
     def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
-        """What a draw is drawn from."""
         clip = self.max_grad_norm if self.lipschitz is None else math.inf
         target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
         return Density(target.start, target.potential, target.gradient)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
+import numpy as np
 
-from ...accounting.events import DpEvent, check_delta
+from ...accounting.events import check_delta
 from ...errors import CertificateError
 from ...mcmc.checks import check_positive
-from ...noise import GaussianNoise
-from .. import sampling_error
 from ..langevin import Sampler
 from ..models import Model
-from .certificate import NOTHING_CHECKED, Certificate, Setting, Statement
-from .exact_draw import ExactDraw, require_exact
-from .sampled_draw import SINGLE_GUARANTEE, event_of_pair, require_sampler
+from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, Setting, TooFar, exact_delta
+
+_POINTS, _ROUNDS = 401, 5  # of a grid that is refined: 1e-13 of the first one
 
 
 @dataclass(frozen=True)
-class TotalVariationClose(Certificate):
+class TotalVariationClose(CloseDraw):
     r"""A draw whose law is within total variation distance ξ of an exact draw's, on every data set
     that could occur.
 
@@ -34,7 +32,7 @@ class TotalVariationClose(Certificate):
         target: what is known about an exact draw, and which density that is: a :class:`Bounded` or
             a :class:`StronglyLogConcave`.
         xi: ξ, asserted. It has to be far below δ: a converged chain is hardly ever known to be that
-            sampling_error.
+            close.
         delta: the δ of this release, public: its guarantee is one pair (ε, δ). n draws use up nδ of
             the accountant's delta.
         sampler: as for :class:`RenyiClose`. None: the No-U-Turn chain of ``target``.
@@ -42,9 +40,8 @@ class TotalVariationClose(Certificate):
     Raises:
         ValueError: a constant is out of range, or ``xi`` too large for ``delta``.
 
-    **Privacy.** The event is ``PureDpEvent(ε)`` and ``FailureDpEvent(δ)``, with the pair of
-    :meth:`single_guarantee`. Closeness is assumed; no diagnostic of it is computed, for its value
-    would be a release.
+    **Privacy.** The event is ``PureDpEvent(ε)`` and ``FailureDpEvent(δ)``. Closeness is assumed; no
+    diagnostic of it is computed, for its value would be a release.
     """
 
     target: ExactDraw
@@ -53,9 +50,7 @@ class TotalVariationClose(Certificate):
     sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
-        require_exact(self.target)
-        if self.sampler is not None:
-            require_sampler(self.sampler)
+        self._check_parts()
         check_delta(self.delta)
         check_positive("xi", self.xi)
         if 2 * self.xi >= self.delta:
@@ -64,43 +59,34 @@ class TotalVariationClose(Certificate):
                 " delta, or a sampler that is closer."
             )
 
-    def check(self, model: Model) -> None:
-        self.target.check(model)
-
-    def needs_num_data(self, model: Model) -> bool:
-        return False
-
-    def event(self, model: Model, setting: Setting) -> DpEvent:
-        return event_of_pair(*self.single_guarantee(model, setting))
-
     def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
         """(ε, δ) of one draw."""
-        return (
-            sampling_error.total_variation_close(
-                self.target.event(model, setting), self.xi, self.delta
-            ),
-            self.delta,
-        )
+        exact = self.target.event(model, setting)
+        return total_variation_close(exact, self.xi, self.delta), self.delta
 
-    def statement(self, model: Model, setting: Setting) -> Statement:
-        proved, assumed = self.target.conditions(model, setting)
-        chain = (
-            f"{self.sampler!r}"
-            if self.sampler
-            else f"the No-U-Turn sampler after {self.target.warmup_steps} warm-up steps"
-        )
-        closeness = (
-            f"the law of the last state of {chain} is within total variation distance {self.xi:g}"
-            " of an exact draw, on every data set; "
-        )
-        return Statement(
-            [*proved, SINGLE_GUARANTEE.format(*self.single_guarantee(model, setting))],
-            [*assumed, closeness + NOTHING_CHECKED],
-        )
+    def closeness(self) -> str:
+        return f"total variation distance {self.xi:g} of an exact draw"
 
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
-        if self.sampler is None:
-            return self.target.draw(model, data, setting, noise)
-        return self.sampler.draw(self.target.density(model, data, setting), noise)
+
+def total_variation_close(event: ExactEvent, distance: float, delta: float) -> float:
+    r"""ε at ``delta`` of (Q, Q') where the total variation distances of (P, Q) and (P', Q') are at
+    most ξ: Q(S) ≤ P(S) + ξ ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ.
+
+    Raises:
+        TooFar: no ε meets ``delta``.
+    """
+    if delta > 2 * distance:
+        low, high = 0.0, math.log(delta / distance - 1)  # beyond, (1 + e^ε)ξ alone is too large
+        for _ in range(_ROUNDS):
+            points = np.linspace(low, high, _POINTS)
+            meets = exact_delta(event, points) + (1 + np.exp(points)) * distance <= delta
+            if not meets.any():
+                break
+            first = int(meets.argmax())
+            low, high = float(points[max(first - 1, 0)]), float(points[first])
+        else:
+            return high * ROUND_UP
+    raise TooFar(
+        f"xi = {distance:g} is too large for delta = {delta:g} at every epsilon: state a larger"
+        " delta, an exact draw that costs less, or a sampler that is closer."
+    )

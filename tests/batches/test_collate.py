@@ -1,0 +1,237 @@
+"""Collate functions that mix records, or make something else of a record alone, are refused on what
+they make of synthetic records. Others are not.
+"""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+import torch_dpbayes as dpb
+from torch_dpbayes.batches import collate
+from torch_dpbayes.batches.collate import RecordwiseCollate, check_collate
+
+
+class Listed(Dataset):
+    def __init__(self, *records):
+        self.records = records
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, i):
+        return self.records[i]
+
+
+PICTURES = Listed((torch.rand(3, 4, 4), 1), (torch.rand(3, 4, 4), 0))
+LENGTHS = Listed(*((torch.randn(n, 2), n % 2) for n in (5, 7, 6)))
+TABLE = Listed({"x": np.random.randn(3), "age": 40, "weight": 70.5, "y": np.int64(1)})
+TOKENS = Listed({"input_ids": [5, 0, 2, 9], "labels": 1})
+
+
+def changed(change):
+    """``change`` of a batch of torch's own collate function."""
+    return lambda records: change(*default_collate(records))
+
+
+def mixup(x, y):
+    weight = np.random.beta(0.2, 0.2)
+    partner = torch.randperm(len(x))
+    return weight * x + (1 - weight) * x[partner], y
+
+
+def cutmix(x, y):
+    x = x.clone()
+    x[:, :, :2] = x.roll(1, 0)[:, :, :2]
+    return x, y
+
+
+def mixed_labels(x, y):
+    labels = F.one_hot(y, 2).float()
+    return x, 0.9 * labels + 0.1 * labels.flip(0)
+
+
+def theirs(name):
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    return getattr(v2, name)(num_classes=2)
+
+
+MIXING = {
+    "mixup": (PICTURES, lambda: changed(mixup)),
+    "rarely": (
+        PICTURES,
+        lambda: changed(lambda x, y: mixup(x, y) if random.random() < 0.5 else (x, y)),
+    ),
+    "cutmix": (PICTURES, lambda: changed(cutmix)),
+    "labels": (PICTURES, lambda: changed(mixed_labels)),
+    "torchvision's mixup": (PICTURES, lambda: changed(theirs("MixUp"))),
+    "torchvision's cutmix": (PICTURES, lambda: changed(theirs("CutMix"))),
+    "centred": (PICTURES, lambda: changed(lambda x, y: (x - x.mean(0), y))),
+    "standardised": (PICTURES, lambda: changed(lambda x, y: ((x - x.mean()) / x.std(), y))),
+    "the largest is 1": (PICTURES, lambda: changed(lambda x, y: (x / x.max(), y))),
+    "sorted": (PICTURES, lambda: changed(lambda x, y: (x.sort(0).values, y))),
+    "ranks": (
+        TABLE,
+        lambda: lambda records: torch.tensor([r["age"] for r in records]).argsort().argsort(),
+    ),
+    "weights of classes": (
+        PICTURES,
+        lambda: changed(lambda x, y: (x, y, 1 / torch.bincount(y, minlength=2)[y])),
+    ),
+    "an array": (
+        TABLE,
+        lambda: (
+            lambda records: torch.stack(
+                [torch.tensor(r["x"] - sum(s["x"] for s in records)) for r in records]
+            )
+        ),
+    ),
+    "a float": (
+        TABLE,
+        lambda: (
+            lambda records: torch.tensor(
+                [r["weight"] - max(s["weight"] for s in records) for r in records]
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_mixing_is_refused(name):
+    """30 times: random partners never pass."""
+    dataset, make = MIXING[name]
+    for _ in range(30):
+        with pytest.raises(ValueError, match="when the others in the batch change"):
+            check_collate(dataset, make())
+
+
+def padded(records):
+    features, labels = zip(*records, strict=True)
+    return pad_sequence(list(features), batch_first=True), torch.tensor(labels)
+
+
+def time_first(records):
+    features, labels = zip(*records, strict=True)
+    return pad_sequence(list(features)), torch.tensor(labels)
+
+
+def masked(records):
+    tokens = torch.tensor([r["input_ids"] for r in records])
+    hidden = torch.bernoulli(torch.full(tokens.shape, 0.3)).bool()
+    return {"input_ids": tokens.masked_fill(hidden, 3), "labels": tokens}
+
+
+def with_own_generator(x, y):
+    return x + torch.from_numpy(np.random.default_rng().normal(size=x.shape)), y
+
+
+def failing(records):
+    raise KeyError("name")
+
+
+SEPARATE = {
+    "torch's own": (PICTURES, default_collate),
+    "as a part": (PICTURES, partial(default_collate)),
+    "scaled": (PICTURES, changed(lambda x, y: (x / 255, F.one_hot(y, 2)))),
+    "flipped at random": (
+        PICTURES,
+        changed(lambda x, y: (torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(3), x), y)),
+    ),
+    "Python's randomness": (
+        PICTURES,
+        lambda records: default_collate([(x * random.random(), y) for x, y in records]),
+    ),
+    "a generator of its own": (PICTURES, changed(with_own_generator)),
+    "padded": (LENGTHS, padded),
+    "padded, time first": (LENGTHS, time_first),
+    "time first of five": (Listed((torch.randn(5, 2), 1)), time_first),
+    "time first of seven": (Listed((torch.randn(7, 2), 1)), time_first),
+    "masked at random": (TOKENS, masked),
+    "no tensors": (TABLE, lambda records: records),
+    "no numbers": (PICTURES, lambda records: (default_collate(records)[0], "name")),
+    "not a number": (PICTURES, changed(lambda x, y: (torch.where(x > 0.5, torch.nan, x), y))),
+    "fails": (TABLE, failing),
+    "a number of tensors that changes": (
+        PICTURES,
+        lambda records: [x for x, _ in records if x.mean() > 0.5],
+    ),
+    "counts records": (PICTURES, changed(lambda x, y: (x, y, torch.full((len(x),), len(x))))),
+    "no records": (Listed(), changed(mixup)),
+}
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_what_keeps_records_apart_passes(name):
+    dataset, function = SEPARATE[name]
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    check_collate(dataset, function)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+ALONE = (
+    "time first of five",
+    "time first of seven",
+    "padded, time first",
+    "counts records",
+    "a number of tensors that changes",
+    "no tensors",
+)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_what_differs_alone_is_refused(name):
+    dataset, function = SEPARATE[name]
+    if name in ALONE:
+        with pytest.raises(dpb.DPBayesError, match="collate_fn is given each record alone"):
+            RecordwiseCollate(function).require_same_alone(dataset)
+    else:
+        RecordwiseCollate(function).require_same_alone(dataset)
+
+
+def test_no_value_of_a_record_is_used():
+    seen = []
+
+    def function(records):
+        seen.extend(records)
+        return default_collate(records)
+
+    record = (torch.full((2,), 77.0), torch.tensor(77), np.full(2, 77.0), 77, 77.0, np.float32(77))
+    check_collate(Listed(record), function)
+    RecordwiseCollate(function).require_same_alone(Listed(record))
+    assert len(seen) > 100
+    for made in seen:
+        assert [type(a) for a in made] == [type(a) for a in record]
+        assert all((torch.as_tensor(a) <= 1).all() for a in made)
+
+
+@pytest.mark.parametrize("entrance", ["make_private", "make_private_with_epsilon", "plan"])
+def test_engines_ask(entrance):
+    loader = DataLoader(
+        TensorDataset(torch.randn(40, 3), torch.arange(40) % 2),
+        batch_size=8,
+        collate_fn=changed(mixup),
+    )
+    options = {
+        "module": torch.nn.Linear(3, 2),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.1),
+        "data_loader": loader,
+        "max_grad_norm": 1.0,
+    }
+    if entrance != "make_private":
+        options |= {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": 1}
+    with pytest.raises(ValueError, match="collate_fn makes something else"):
+        getattr(dpb.PrivacyEngine(), entrance)(**options)
+
+
+def test_the_check_fails_where_it_does_not_exchange_records(monkeypatch):
+    """What this file shows is shown by the exchange alone."""
+    synthetic = collate._synthetic
+    monkeypatch.setattr(collate, "_synthetic", lambda record, seed: synthetic(record, 0))
+    check_collate(PICTURES, changed(lambda x, y: (x - x.mean(0), y)))

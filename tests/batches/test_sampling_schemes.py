@@ -1,0 +1,486 @@
+"""Truncated Poisson draws, batches of fixed size and random allocation: their joint laws, what they
+are charged as, and that they go on where they were.
+"""
+
+import copy
+import itertools
+import math
+import pickle
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from scipy import stats
+from support.training import values
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes import noise
+from torch_dpbayes.accounting.events import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
+from torch_dpbayes.batches.sampling_schemes import (
+    FixedSizeSampler,
+    RandomAllocationSampler,
+    TruncatedPoissonSampler,
+)
+
+FALSE_ALARM = 1e-6  # of each statistical test
+
+
+def loader_of(rows=12, batch_size=4, **options):
+    x = torch.arange(float(rows))[:, None] / rows
+    return DataLoader(TensorDataset(x, torch.zeros(rows, 1)), batch_size=batch_size, **options)
+
+
+def private(
+    rows=12, batch_size=4, accountant=None, temperature=0.0, noise_multiplier=1.0, **options
+):
+    made = {k: options.pop(k) for k in ("generator", "num_workers") if k in options}
+    return dpb.PrivacyEngine(accountant).make_private(
+        module=nn.Linear(1, 1),
+        optimizer=partial(dpb.optim.DPSGLD, lr=1e-4, temperature=temperature),
+        data_loader=loader_of(rows, batch_size, **made),
+        max_grad_norm=1.0,
+        noise_multiplier=noise_multiplier,
+        **options,
+    )
+
+
+def one(net, optimizer, batch):
+    x, y = batch
+    optimizer.zero_grad()
+    nn.functional.mse_loss(net(x), y).backward()
+    optimizer.step()
+
+
+def records(batch, rows=12):
+    return tuple((values(batch[0])[:, 0] * rows).round().int().tolist())
+
+
+def events_of(accountant):
+    return [tuple(charge[:2]) for charge in accountant.history]
+
+
+def draws_of(sampler, number):
+    """Draws, each used up before the next is drawn."""
+    found = []
+    while len(found) < number:
+        for batch in sampler:
+            sampler.delivered()
+            sampler.use()
+            sampler.mark_used()
+            found.append(tuple(batch))
+            if len(found) == number:
+                break
+    return found
+
+
+def requires_law(counts, probabilities):
+    """Chi-square of cells with these probabilities."""
+    number = sum(counts.values())
+    assert set(counts) <= set(probabilities)
+    statistic = sum(
+        (counts[cell] - number * p) ** 2 / (number * p) for cell, p in probabilities.items()
+    )
+    assert stats.chi2.sf(statistic, len(probabilities) - 1) > FALSE_ALARM, counts
+
+
+# -- the joint laws --------------------------------------------------------------------------------
+
+
+def test_a_pass_gives_every_record_one_batch_each_independently():
+    """Joint law of the batches of three records, and of one record in two passes."""
+    passes, steps = 4000, 3
+    sampler = RandomAllocationSampler(3, 1 / steps, None, 0)
+    draws = draws_of(sampler, passes * steps)
+    together, in_a_row, before = Counter(), Counter(), None
+    for start in range(0, len(draws), steps):
+        batches = draws[start : start + steps]
+        assert sorted(itertools.chain(*batches)) == [0, 1, 2]
+        place = tuple(next(j for j in range(steps) if r in batches[j]) for r in range(3))
+        together[place] += 1
+        if before is not None and (start // steps) % 2:
+            in_a_row[before, place[0]] += 1
+        before = place[0]
+    cells = list(itertools.product(range(steps), repeat=3))
+    requires_law(together, {cell: 1 / 27 for cell in cells})
+    requires_law(in_a_row, {cell: 1 / 9 for cell in itertools.product(range(steps), repeat=2)})
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("rate, most", [(0.5, 2), (0.06, 1)])
+def test_cut_draws_have_the_law_that_is_charged(rate, most):
+    """Every set of at most so many of four records, in two draws in a row."""
+    number = 8000
+    sampler = TruncatedPoissonSampler(4, rate, None, 0, max_batch_size=most)
+    law = Counter()
+    for size in range(5):
+        for drawn in itertools.combinations(range(4), size):
+            kept = list(itertools.combinations(drawn, min(size, most)))
+            for batch in kept:
+                law[batch] += rate**size * (1 - rate) ** (4 - size) / len(kept)
+    draws = draws_of(sampler, number)
+    requires_law(Counter(draws), law)
+    pairs = Counter(zip(draws[::2], draws[1::2], strict=True))
+    requires_law(pairs, {(a, b): law[a] * law[b] for a in law for b in law})
+
+
+def test_batches_of_fixed_size_are_every_set_alike():
+    sampler = FixedSizeSampler(5, 3 / 5, None, 0)
+    draws = draws_of(sampler, 4000)
+    sets = list(itertools.combinations(range(5), 3))
+    requires_law(Counter(draws), {cell: 1 / 10 for cell in sets})
+    pairs = Counter(zip(draws[::2], draws[1::2], strict=True))
+    requires_law(pairs, {cell: 1 / 100 for cell in itertools.product(sets, repeat=2)})
+
+
+def test_small_batches_of_fixed_size_are_every_pair_alike():
+    pairs = list(itertools.combinations(range(33), 2))
+    draws = draws_of(FixedSizeSampler(33, 2 / 33, None, 0), 30 * len(pairs))
+    requires_law(Counter(draws), {pair: 1 / len(pairs) for pair in pairs})
+
+
+@pytest.mark.parametrize("law", [FixedSizeSampler, RandomAllocationSampler])
+def test_ranks_share_a_draw(law):
+    seed = torch.initial_seed()
+    whole, *shares = [
+        law(12, 1 / 3, torch.Generator().manual_seed(seed), 0, ranks)
+        for ranks in (None, SimpleNamespace(size=2, rank=0), SimpleNamespace(size=2, rank=1))
+    ]
+    noise._used_positions.clear()  # as in three processes
+    wanted = draws_of(whole, 6)
+    found = []
+    for share in shares:
+        noise._used_positions.clear()
+        found.append(draws_of(share, 6))
+    assert [tuple(sorted(a + b)) for a, b in zip(*found, strict=True)] == wanted
+
+
+# -- what is charged -------------------------------------------------------------------------------
+
+
+def test_random_allocation_is_charged_once_a_pass():
+    net, optimizer, loader = private(sampling="random_allocation", noise_multiplier=2.0)
+    event = RandomAllocationDpEvent(3, GaussianDpEvent(2.0))
+    for epoch in (1, 2):
+        seen = []
+        for batch in loader:
+            one(net, optimizer, batch)
+            seen += records(batch)
+            assert events_of(optimizer.accountant) == [(event, epoch)]
+        assert sorted(seen) == list(range(12))
+    assert optimizer.sampling == "random_allocation"
+
+
+def test_a_pass_that_was_left_goes_on_and_ends():
+    net, optimizer, loader = private(sampling="random_allocation")
+    first = next(iter(loader))
+    assert records(first) == records(next(iter(loader)))
+    seen = []
+    for batch in loader:
+        one(net, optimizer, batch)
+        seen += records(batch)
+        break
+    rest = list(loader)
+    assert len(rest) == 2
+    assert sorted(seen + [r for batch in rest for r in records(batch)]) == list(range(12))
+    for batch in loader:
+        one(net, optimizer, batch)
+    assert len(optimizer.accountant) == 1
+
+
+def test_the_noise_must_not_fall_within_a_pass():
+    net, optimizer, loader = private(
+        sampling="random_allocation", noise_multiplier=0.1, temperature=1.0
+    )
+    group = optimizer.param_groups[0]
+    batches = iter(loader)
+    one(net, optimizer, next(batches))
+    charged = optimizer.effective_noise_multiplier
+    group["lr"] = 1e-5  # more noise
+    one(net, optimizer, next(batches))
+    group["lr"] = 1e-2
+    batch = next(batches)
+    with pytest.raises(ValueError, match="change lr between passes"):
+        one(net, optimizer, batch)
+    group["lr"] = 1e-4
+    one(net, optimizer, next(iter(loader)))
+    event = RandomAllocationDpEvent(3, GaussianDpEvent(charged))
+    assert events_of(optimizer.accountant) == [(event, 1)]
+    group["lr"] = 1e-2
+    one(net, optimizer, next(iter(loader)))
+    assert len(optimizer.accountant) == 2
+
+
+def test_a_step_that_failed_after_its_charge_is_charged_again(monkeypatch):
+    """It may have been released."""
+    net, optimizer, loader = private(sampling="random_allocation")
+    one(net, optimizer, next(iter(loader)))
+    original = optimizer.release.query.add_noise
+
+    def fails(*_):
+        raise OSError("no noise")
+
+    batch = next(iter(loader))
+    monkeypatch.setattr(optimizer.release.query, "add_noise", fails)
+    with pytest.raises(OSError, match="no noise"):
+        one(net, optimizer, batch)
+    monkeypatch.setattr(optimizer.release.query, "add_noise", original)
+    assert len(optimizer.accountant) == 1
+    one(net, optimizer, next(iter(loader)))
+    assert len(optimizer.accountant) == 2
+
+
+def test_a_pass_that_does_not_fit_is_not_begun():
+    budget = dpb.PrivacyAccountant(1.0, 1e-5)
+    net, optimizer, loader = private(sampling="random_allocation", accountant=budget)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        one(net, optimizer, next(iter(loader)))
+    assert len(budget) == 0
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize(
+    "options, event",
+    [
+        (
+            {"max_batch_size": 6},
+            lambda z: TruncatedSubsampledGaussianDpEvent(12, 1 / 3, 6, z),
+        ),
+        (
+            {"sampling": "fixed_size"},
+            lambda z: SampledWithoutReplacementDpEvent(12, 4, GaussianDpEvent(z)),
+        ),
+        ({}, lambda z: PoissonSampledDpEvent(1 / 3, GaussianDpEvent(z))),
+    ],
+)
+def test_each_law_is_charged_as_itself(options, event, neighboring):
+    accountant = dpb.PrivacyAccountant(neighboring=neighboring)
+    net, optimizer, loader = private(accountant=accountant, noise_multiplier=1.5, **options)
+    for batch in loader:
+        assert len(batch[0]) <= options.get("max_batch_size", 12)
+        if "sampling" in options:
+            assert len(batch[0]) == 4
+        one(net, optimizer, batch)
+    assert events_of(accountant) == [(event(1.5), 3)]
+
+
+def test_an_optimizer_with_another_loader_is_charged_for_that_one():
+    net, optimizer, loader = private(max_batch_size=8)
+    one(net, optimizer, next(iter(loader)))
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=net, optimizer=optimizer, data_loader=loader_of(), max_batch_size=4
+    )
+    one(net, optimizer, next(iter(loader)))
+    cut = [event.truncated_batch_size for event, _ in events_of(optimizer.accountant)]
+    assert cut == [8, 4]
+
+
+@pytest.mark.parametrize("sampling", ["random_allocation", "fixed_size"])
+def test_full_batches_are_full_batches(sampling):
+    net, optimizer, loader = private(batch_size=12, sampling=sampling)
+    for batch in loader:
+        one(net, optimizer, batch)
+    assert events_of(optimizer.accountant) == [(GaussianDpEvent(1.0), 1)]
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"sampling": "shuffle"}, "sampling must be one of 'poisson', 'random_allocation'"),
+        ({"sampling": "fixed_size", "max_batch_size": 5}, "max_batch_size cuts Poisson draws"),
+        ({"max_batch_size": 3}, "below the batch size 4"),
+        ({"max_batch_size": 5.5}, "must be a positive integer"),
+    ],
+)
+def test_what_does_not_go_together(options, says):
+    with pytest.raises(ValueError, match=says):
+        private(**options)
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize(
+    "options",
+    [{"sampling": "random_allocation"}, {"max_batch_size": 8}, {"sampling": "fixed_size"}],
+)
+def test_the_noise_of_a_target_is_that_of_the_law(options):
+    epochs, target = 3, 4.0
+    engine = dpb.PrivacyEngine()
+    arguments = {
+        "module": nn.Linear(1, 1),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=1e-9, temperature=0.0),
+        "data_loader": loader_of(),
+        "target_epsilon": target,
+        "target_delta": 1e-5,
+        "epochs": epochs,
+        "max_grad_norm": 1.0,
+        **options,
+    }
+    plan = engine.plan(**arguments)
+    net, optimizer, loader = engine.make_private_with_epsilon(**arguments)
+    assert plan.steps == epochs * 3
+    for _ in range(epochs):
+        for batch in loader:
+            one(net, optimizer, batch)
+    assert target * 0.99 <= engine.get_epsilon() <= target
+    assert plan.epsilon == pytest.approx(engine.get_epsilon(), rel=1e-9)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        one(net, optimizer, next(iter(loader)))
+
+
+# -- saved runs and copies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["random_allocation", "fixed_size"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_resumed_run_draws_what_the_whole_one_would(monkeypatch, sampling, steps):
+    seed = torch.initial_seed() % 2**32
+    whole = resumed = None
+    for part in ("whole", "saved", "resumed"):
+        monkeypatch.setattr(noise, "_used_positions", set())  # as in a new process
+        generator = torch.Generator().manual_seed(seed)
+        net, optimizer, loader = private(sampling=sampling, generator=generator)
+        if part == "resumed":
+            optimizer.load_state_dict(state)  # noqa: F821
+        seen = []
+        number = {"whole": 7, "saved": steps, "resumed": 7 - steps}[part]
+        while len(seen) < number:
+            for batch in loader:
+                one(net, optimizer, batch)
+                seen.append(records(batch))
+                if len(seen) == number:
+                    break
+        if part == "saved":
+            state = copy.deepcopy(optimizer.state_dict())  # noqa: F841
+            first = seen
+        elif part == "whole":
+            whole, charged = seen, events_of(optimizer.accountant)
+        else:
+            resumed = first + seen
+    assert resumed == whole
+    assert events_of(optimizer.accountant) == charged
+
+
+@pytest.mark.parametrize("rows", [12, 100])
+def test_a_saved_run_of_another_law_is_refused(monkeypatch, rows):
+    """Nothing is changed."""
+    states = {}
+    for sampling in ("poisson", "random_allocation"):
+        monkeypatch.setattr(noise, "_used_positions", set())
+        made = private(rows, sampling=sampling, generator=torch.Generator())
+        states[sampling] = made[1].state_dict()
+    for sampling, other in (("poisson", "random_allocation"), ("random_allocation", "poisson")):
+        monkeypatch.setattr(noise, "_used_positions", set())
+        _, optimizer, _ = private(rows, sampling=sampling, generator=torch.Generator())
+        with pytest.raises(ValueError, match="in another way"):
+            optimizer.load_state_dict(states[other])
+
+
+@pytest.mark.parametrize("rows, batch_size", [(12, 6), (16, 4), (18, 6)])
+def test_a_pass_does_not_go_on_over_other_data_or_batches(monkeypatch, rows, batch_size):
+    """It was charged for its own; nothing is changed. Between passes one may change both."""
+
+    def made(*sizes):
+        monkeypatch.setattr(noise, "_used_positions", set())
+        return private(*sizes, sampling="random_allocation", generator=torch.Generator())
+
+    net, optimizer, loader = made()
+    one(net, optimizer, next(iter(loader)))
+    begun = copy.deepcopy(optimizer.state_dict())
+    for batch in loader:
+        one(net, optimizer, batch)
+    net, other, loader = made(rows, batch_size)
+    with pytest.raises(ValueError, match="keep data"):
+        other.load_state_dict(begun)
+    assert len(other.accountant) == 0
+    other.load_state_dict(optimizer.state_dict())
+    one(net, other, next(iter(loader)))
+    assert len(other.accountant) == 2
+
+
+def test_a_pass_that_was_looked_at_is_not_drawn_again_from_other_data():
+    """Without keys it would take the random numbers of the next one."""
+    begun = RandomAllocationSampler(100, 1 / 20, torch.Generator(), 0)
+    begun.require_position(begun.position())
+    next(iter(begun))
+    begun.require_position(begun.position())
+    for num_data, steps in ((101, 20), (100, 10)):
+        other = RandomAllocationSampler(num_data, 1 / steps, torch.Generator(), 0)
+        with pytest.raises(ValueError, match="keep data"):
+            other.require_position(begun.position())
+
+
+def test_a_pass_that_is_paid_does_not_go_on_with_a_dearer_query(monkeypatch):
+    """The same noise hides less where more is released."""
+    state = None
+    for share in (0.1, 1.0):
+        monkeypatch.setattr(noise, "_used_positions", set())
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(
+            module=nn.Linear(1, 1),
+            optimizer=partial(dpb.optim.DPSGFS, lr=1e-6, fisher_share=share),
+            data_loader=loader_of(generator=torch.Generator()),
+            max_grad_norm=1.0,
+            noise_multiplier=1e3,
+            sampling="random_allocation",
+        )
+        if state is None:
+            one(net, optimizer, next(iter(loader)))
+            state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="fell"):
+        one(net, optimizer, next(iter(loader)))
+
+
+def test_a_pass_is_not_drawn_again_in_one_process():
+    """Its later steps add no charge by which the accountant could tell."""
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    accountant = dpb.PrivacyAccountant()
+    net, optimizer, loader = private(
+        sampling="random_allocation", generator=generator, accountant=accountant
+    )
+    one(net, optimizer, next(iter(loader)))
+    state = copy.deepcopy(optimizer.state_dict())
+    one(net, optimizer, next(iter(loader)))
+    optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="already drawn"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("options", [{"sampling": "random_allocation"}, {"max_batch_size": 5}])
+def test_a_copied_loader_draws_by_the_same_law(options):
+    _, _, loader = private(**options)
+    next(iter(loader))
+    for copied in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        sampler = copied.sampler_of_draws
+        assert sampler.scheme == loader.sampler_of_draws.scheme and len(copied) == len(loader)
+        assert sampler.event(GaussianDpEvent(1.0)) == loader.sampler_of_draws.event(
+            GaussianDpEvent(1.0)
+        )
+        assert all(len(batch) <= 5 for batch in draws_of(sampler, 9)) or "sampling" in options
+
+
+@pytest.mark.parametrize("options", [{"sampling": "random_allocation"}, {"sampling": "fixed_size"}])
+def test_parts_and_workers(options):
+    net, optimizer, loader = private(**options)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as parts:
+        for batch in parts:
+            one(net, optimizer, batch)
+    is_allocated = options["sampling"] == "random_allocation"
+    assert len(optimizer.accountant) == (1 if is_allocated else 3)
+    net, optimizer, loader = private(num_workers=1, **options)
+    seen = []
+    for batch in loader:
+        one(net, optimizer, batch)
+        seen += records(batch)
+    assert len(seen) == 12 and math.isclose(loader.expected_batch_size, 4)

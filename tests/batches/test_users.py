@@ -1,0 +1,419 @@
+"""Draws of people: their joint law, what a person's records do to a sum, what that is charged as,
+and that accountants of records and of people take nothing of each other.
+"""
+
+import copy
+import itertools
+import math
+import pickle
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from support.training import deliver
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes import noise
+from torch_dpbayes.accounting import events
+from torch_dpbayes.accounting.accountant import look_at
+from torch_dpbayes.accounting.events import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    UserLevelDpEvent,
+)
+from torch_dpbayes.batches.sampling_schemes import Users, UserSampler
+
+FALSE_ALARM = 1e-6  # of each statistical test
+STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
+IDS = [7, 3, 7, 3, 7, 5]  # of six records
+
+
+def sampler_of(ids, most, rate, **options):
+    people = Users(ids, len(ids), most)
+    return UserSampler(people.counted_records, rate, None, 0, users=people, **options)
+
+
+def draws_of(sampler, number):
+    found = []
+    while len(found) < number:
+        for batch in sampler:
+            sampler.delivered()
+            sampler.use()
+            sampler.mark_used()
+            found.append(tuple(batch))
+            if len(found) == number:
+                break
+    return found
+
+
+def private(ids=IDS, batch_size=2, accountant=None, noise_multiplier=1.0, data=None, **options):
+    x = torch.arange(float(len(ids)))[:, None] if data is None else data
+    net = nn.Linear(x.shape[1], 1)
+    made = dpb.PrivacyEngine(accountant).make_private(
+        **{
+            "module": net,
+            "optimizer": partial(dpb.optim.DPSGLD, lr=1e-4, temperature=0.0),
+            "data_loader": DataLoader(TensorDataset(x, torch.zeros(len(x), 1)), batch_size),
+            "max_grad_norm": 1.0,
+            "noise_multiplier": noise_multiplier,
+            "user_ids": ids,
+            **options,
+        }
+    )
+    return made
+
+
+def one(net, optimizer, batch):
+    x, y = batch
+    optimizer.zero_grad()
+    nn.functional.mse_loss(net(x), y).backward()
+    optimizer.step()
+
+
+# -- the law of the draws --------------------------------------------------------------------------
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_people_join_independently_with_at_most_so_many_records(most):
+    """The joint law of a batch, and of whether somebody is in two batches in a row."""
+    rate, number = 0.4, 6000
+    law = Counter()
+    of_each = [[place for place, owner in enumerate(IDS) if owner == who] for who in (7, 3, 5)]
+    brought = [list(itertools.combinations(own, min(most, len(own)))) for own in of_each]
+    for joins in itertools.product([False, True], repeat=3):
+        chosen = [sets if join else [()] for sets, join in zip(brought, joins, strict=True)]
+        chance = math.prod(rate if join else 1 - rate for join in joins)
+        for sets in itertools.product(*chosen):
+            batch = tuple(sorted(itertools.chain(*sets)))
+            law[batch] += chance / math.prod(map(len, chosen))
+    drawn = draws_of(sampler_of(IDS, most, rate), number)
+    counts = Counter(drawn)
+    assert set(counts) <= set(law)
+    statistic = sum((counts[b] - number * p) ** 2 / (number * p) for b, p in law.items())
+    assert stats.chi2.sf(statistic, len(law) - 1) > FALSE_ALARM
+    both = Counter((bool(set(a) & {1, 3}), bool(set(b) & {1, 3}))
+                   for a, b in zip(drawn[::2], drawn[1::2], strict=True))  # fmt: skip
+    chances = {
+        (a, b): (rate if a else 1 - rate) * (rate if b else 1 - rate)
+        for a in (False, True)
+        for b in (False, True)
+    }
+    pairs = number // 2
+    statistic = sum((both[c] - pairs * p) ** 2 / (pairs * p) for c, p in chances.items())
+    assert stats.chi2.sf(statistic, 3) > FALSE_ALARM
+
+
+def test_others_are_drawn_alike_with_and_without_a_person():
+    """The law of what the others bring, where a person of many records is there or not."""
+    rate, number = 0.3, 5000
+    others = ["a", "b", "b", "c", "c", "c"]
+    seen = []
+    for ids in (others, [*others, *["z"] * 5]):
+        drawn = draws_of(sampler_of(ids, 2, rate), number)
+        seen.append(Counter(tuple(r for r in batch if r < len(others)) for batch in drawn))
+    cells = sorted(set(seen[0]) | set(seen[1]))
+    table = np.array([[counts[cell] for cell in cells] for counts in seen])
+    table = table[:, table.sum(0) > 20]
+    assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
+    """Of people with up to nine records, all of whose gradients are far above the clip norm."""
+    ids = [who for who in range(6) for _ in range(1 + who * 8 // 5)]
+    x = torch.randn(len(ids), 3) * 100
+    net, optimizer, loader = private(
+        ids, 4, dpb.PrivacyAccountant(unit="user"), data=x, records_per_user=most
+    )
+    source, named = optimizer.release.source, [*net.named_parameters()]
+    whose = torch.tensor(ids)
+    size = sum(p.numel() for _, p in named)
+    largest = 0.0
+    for batch in draws_of(loader.sampler_of_draws, 40):
+        rows = torch.tensor(batch, dtype=torch.int64)
+        for who in set(whose[rows].tolist()):
+            own = rows[whose[rows] == who]
+            inputs, target = deliver(x[own], torch.ones(len(own), 1))
+            nn.functional.mse_loss(net(inputs), target).backward()
+            out = [torch.zeros(p.numel()) for _, p in named]
+            source.add_clipped_sum(named, 1.0, out)
+            source.discard([p for _, p in named])
+            largest = max(largest, float(torch.cat(out).norm()))
+    assert size == 4 and 0.5 < largest <= most * (1 + 1e-5)
+    charged = optimizer.release.event(1.0, "users", loader.sampler_of_draws)
+    assert charged.event.event.noise_multiplier * most == 1.0
+
+
+# -- what is charged -------------------------------------------------------------------------------
+
+
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_the_charge_of_a_step(most, relation):
+    accountant = dpb.PrivacyAccountant(neighboring=relation, unit="user")
+    net, optimizer, loader = private(accountant=accountant, records_per_user=most)
+    for batch in loader:
+        one(net, optimizer, batch)
+    rate = 2 / {1: 3, 2: 5}[most]
+    assert loader.sample_rate == pytest.approx(rate) and len(loader) == int(1 / rate)
+    (charge,) = accountant.history
+    assert charge.event == UserLevelDpEvent(
+        PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(1.0 / most))
+    )
+    alike = dpb.PrivacyAccountant(neighboring=relation).compose(charge.event.event, charge.count)
+    assert accountant.get_epsilon(1e-5) == alike.get_epsilon(1e-5)
+    assert "user with all their records" in accountant.summary()
+    assert "unit='user'" in repr(accountant)
+
+
+def test_full_batches_are_charged_for_all_of_a_persons_records():
+    for most in (1, 3):
+        accountant = dpb.PrivacyAccountant(unit="user")
+        net, optimizer, loader = private(
+            batch_size={1: 3, 3: 6}[most], accountant=accountant, records_per_user=most
+        )
+        one(net, optimizer, next(iter(loader)))
+        epsilon = dpb.PrivacyAccountant().compose(GaussianDpEvent(1.0 / most)).get_epsilon(1e-5)
+        assert accountant.get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-9)
+
+
+def test_second_moments_of_a_person_count_too():
+    accountant = dpb.PrivacyAccountant(unit="user")
+    net, optimizer, loader = private(
+        accountant=accountant,
+        records_per_user=2,
+        optimizer=partial(dpb.optim.DPSGFS, lr=1e-3, fisher="diagonal"),
+        noise_multiplier=3.0,
+    )
+    plain = private(noise_multiplier=3.0, records_per_user=2)[1]
+    z = optimizer.effective_noise_multiplier
+    noisy = optimizer.release.event(z, "users", loader.sampler_of_draws)
+    alone = plain.release.event(z, "users", loader.sampler_of_draws)
+    assert noisy.event.event.noise_multiplier < alone.event.event.noise_multiplier
+
+
+def test_noise_is_calibrated_for_people():
+    engine = dpb.PrivacyEngine()
+    ids = [i // 4 for i in range(200)]
+    found = {}
+    for most in (1, 2):
+        engine = dpb.PrivacyEngine()
+        _, optimizer, loader = engine.make_private_with_epsilon(
+            module=nn.Linear(1, 1),
+            optimizer=partial(dpb.optim.DPSGLD, lr=1e-4, temperature=0.0),
+            data_loader=DataLoader(TensorDataset(torch.zeros(200, 1), torch.zeros(200, 1)), 5),
+            max_grad_norm=1.0,
+            target_epsilon=2.0,
+            target_delta=1e-5,
+            epochs=3,
+            user_ids=ids,
+            records_per_user=most,
+        )
+        assert engine.accountant.unit == "user"
+        event = PoissonSampledDpEvent(
+            loader.sample_rate, GaussianDpEvent(optimizer.noise_multiplier / most)
+        )
+        spent = dpb.PrivacyAccountant().compose(event, 3 * len(loader)).get_epsilon(1e-5)
+        assert 1.97 < spent <= 2.0
+        found[most] = optimizer.noise_multiplier
+    assert found[2] > 1.5 * found[1]
+
+
+# -- records and people do not mix -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize(
+    "event",
+    [STEP, PureDpEvent(0.1), NonPrivateDpEvent(), ComposedDpEvent([UserLevelDpEvent(STEP), STEP])],
+)
+def test_an_accountant_of_people_takes_nothing_of_records(event, is_kept, tmp_path):
+    place = {"path": tmp_path / "budget.db"} if is_kept else {}
+    accountant = dpb.PrivacyAccountant(5.0, 1e-5, unit="user", **place)
+    for refused in (
+        accountant.compose,
+        accountant.remaining,
+    ):
+        with pytest.raises(ValueError, match="users"):
+            refused(event)
+    assert len(accountant) == 0
+    assert len(accountant.compose(UserLevelDpEvent(STEP))) == 1
+
+
+def test_an_accountant_of_records_takes_nothing_of_people():
+    accountant = dpb.PrivacyAccountant(5.0, 1e-5)
+    for event in (UserLevelDpEvent(STEP), ComposedDpEvent([STEP, UserLevelDpEvent(STEP)])):
+        with pytest.raises(ValueError, match='unit="user"'):
+            accountant.compose(event)
+    assert len(accountant) == 0
+
+
+def test_a_ledger_stays_what_it_is(tmp_path):
+    for unit, other in (("user", "record"), ("record", "user")):
+        path = tmp_path / f"{unit}.db"
+        event = UserLevelDpEvent(STEP) if unit == "user" else STEP
+        with dpb.PrivacyAccountant(5.0, 1e-5, path=path, unit=unit) as accountant:
+            accountant.compose(event, 3)
+        assert look_at(path)[0].unit == unit
+        with pytest.raises(ValueError, match="unit"):
+            dpb.PrivacyAccountant(5.0, 1e-5, path=path, unit=other)
+        again = pickle.loads(pickle.dumps(accountant))
+        assert again.unit == unit and again.history[0].event == event
+        epsilon = dpb.PrivacyAccountant().compose(STEP, 3).get_epsilon(1e-5)
+        assert accountant.get_epsilon() == pytest.approx(epsilon, rel=1e-9)
+
+
+def test_saved_histories_stay_what_they_are():
+    people = dpb.PrivacyAccountant(unit="user").compose(UserLevelDpEvent(STEP), 2)
+    records = dpb.PrivacyAccountant().compose(STEP, 2)
+    for mine, other in ((people, records), (records, people)):
+        new = dpb.PrivacyAccountant(unit=mine.unit)
+        new.load_state_dict(mine.state_dict())
+        assert new.history == mine.history
+        with pytest.raises(ValueError, match="unit"):
+            dpb.PrivacyAccountant(unit=mine.unit).load_state_dict(other.state_dict())
+
+
+def test_events_of_people_are_kept_and_lowered():
+    event = UserLevelDpEvent(STEP)
+    assert events.decode(events.encode(event)) == event
+    assert [*events.elementary(ComposedDpEvent([event, event]), 2)] == [(event, 2), (event, 2)]
+    low = events.lowered(event, 1.0)
+    assert isinstance(low, UserLevelDpEvent) and low.event.event.noise_multiplier <= 1.0
+    with pytest.raises(TypeError, match="only one"):
+        dpb.PrivacyAccountant(unit="user").compose(UserLevelDpEvent(event))
+
+
+def test_statements_of_events_of_people_are_shown():
+    event = UserLevelDpEvent(RecordwiseBatchGaussianDpEvent(2.0))
+    accountant = dpb.PrivacyAccountant(unit="user").compose(event)
+    assert any("Recordwise" in note for note in accountant.notes)
+
+
+def test_the_share_of_clipped_records_is_no_release_of_people():
+    accountant = dpb.PrivacyAccountant(unit="user")
+    net, optimizer, loader = private(accountant=accountant)
+    with pytest.raises(ValueError, match="users"):
+        dpb.private_clipped_fraction(
+            net, optimizer, loader, noise_multiplier=1.0, criterion=nn.functional.mse_loss
+        )
+    assert len(accountant) == 0
+
+
+def test_the_front_door_wants_accountant_and_batches_of_one_kind():
+    with pytest.raises(ValueError, match='unit="user"'):
+        private(accountant=dpb.PrivacyAccountant())
+    with pytest.raises(ValueError, match="protects users"):
+        private(accountant=dpb.PrivacyAccountant(unit="user"), user_ids=None)
+    with pytest.raises(ValueError, match="leave out"):
+        private(sampling="fixed_size")
+    with pytest.raises(ValueError, match="leave out"):
+        private(max_batch_size=5)
+    with pytest.raises(ValueError, match="needs user_ids="):
+        private(user_ids=None, records_per_user=2)
+    with pytest.raises(ValueError, match="records_per_user"):
+        private(records_per_user=0)
+    with pytest.raises(ValueError, match="users bring"):
+        private(batch_size=5)  # three people with one record each
+    with pytest.raises(ValueError, match="unit must be"):
+        dpb.PrivacyAccountant(unit="people")
+
+
+def test_a_loader_of_records_made_of_one_of_people_is_charged_to_records_only():
+    accountant = dpb.PrivacyAccountant(unit="user")
+    net, optimizer, loader = private(accountant=accountant)
+    with pytest.raises(ValueError, match="protects users"):
+        private(accountant=accountant, user_ids=None, data_loader=loader)
+    assert len(accountant) == 0
+
+
+@pytest.mark.parametrize(("most", "rate"), [(1, 2 / 3), (2, 2 / 5), (3, 2 / 6)])
+def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
+    """Two records on average, of three people who have one, two and three."""
+    loader = private(accountant=dpb.PrivacyAccountant(unit="user"), records_per_user=most)[2]
+    assert loader.sample_rate == pytest.approx(rate)
+    of_records = private(user_ids=None, data_loader=loader)[2]
+    assert of_records.sample_rate == pytest.approx(2 / 6)
+    accountant = dpb.PrivacyAccountant(unit="user")
+    again = private(accountant=accountant, data_loader=loader, records_per_user=2)[2]
+    assert again.sample_rate == pytest.approx(2 / 5)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["a", "b", None, "a", "b", "c"],
+        [1.0, 2.0, float("nan"), 1.0, 2.0, 3.0],
+        [1, "1", 2, 2, 3, 3],
+        [True, False] * 3,
+        [1, 2, 3],
+        np.ma.masked_equal([1, 2, 9, 1, 2, 3], 9),
+        torch.zeros(6, 2, dtype=torch.int64),
+    ],
+)
+def test_ids_of_another_kind_are_refused(ids):
+    with pytest.raises((ValueError, TypeError), match="id of each record's user"):
+        private(user_ids=ids)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor(IDS),
+        np.array(IDS, dtype=np.uint64),
+        [str(i) for i in IDS],
+        np.array([str(i) for i in IDS]),
+        np.array([str(i) for i in IDS], dtype=object),
+        tuple(IDS),
+    ],
+)
+def test_ids_come_as_they_are(ids):
+    people = Users(ids, len(IDS), 1)
+    assert (len(people), people.counted_records) == (3, 3)
+    own = people.records_of(torch.arange(3), torch.Generator())
+    assert sorted(IDS[place] for place in own.tolist()) == [3, 5, 7]
+
+
+def test_strings_that_numpy_takes_for_equal_are_two_people():
+    assert len(Users(["a", "a\0"], 2, 1)) == 2
+
+
+# -- the sequence of draws -------------------------------------------------------------------------
+
+
+def test_draws_with_a_generator_go_on_where_they_were_saved(monkeypatch):
+    monkeypatch.setattr(noise, "use_position", lambda *_: None)  # a second run of the same draws
+    seed = int(torch.randint(2**40, ()))
+
+    def made():
+        people = Users(IDS, len(IDS), 1)
+        generator = torch.Generator().manual_seed(seed)
+        return UserSampler(people.counted_records, 0.5, generator, 0, users=people)
+
+    whole, first, again = draws_of(made(), 12), made(), made()
+    begun = draws_of(first, 5)
+    again.resume(first.position())
+    assert begun + draws_of(again, 7) == whole
+
+
+def test_a_copy_draws_people_of_its_own():
+    sampler = sampler_of(IDS, 2, 0.5)
+    for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        assert other.users.counted_records == sampler.users.counted_records
+        assert other.event(GaussianDpEvent(1.0)) == sampler.event(GaussianDpEvent(1.0))
+        assert draws_of(other, 60) != draws_of(sampler, 60)
+    with pytest.raises(AttributeError):
+        sampler.users.records_per_user = 1
+    with pytest.raises(AttributeError, match="no setter"):
+        sampler.users = Users(IDS, len(IDS), 1)

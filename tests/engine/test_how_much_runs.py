@@ -1,0 +1,73 @@
+"""How many functions and files of this library a call runs: what a reader of it has to read.
+
+The rooms of models and of accounting have bounds of their own.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+ROOT = Path(dpb.__file__).parent
+OTHERS = ("per_sample", "accounting")
+
+
+def run_by(call):
+    """What ``call`` returns, (file, function) pairs that it runs, and how many calls it makes."""
+    seen, calls = set(), 0
+
+    def profile(frame, event, _):
+        nonlocal calls
+        if event == "call":
+            calls += 1
+            seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(before)
+    ours = {(f, q) for f, q in seen if Path(f).is_relative_to(ROOT)}
+    rest = {(f, q) for f, q in ours if Path(f).relative_to(ROOT).parts[0] not in OTHERS}
+    return result, rest, calls
+
+
+def make():
+    x, y = torch.randn(2560, 8), torch.randint(3, (2560,))
+    return dpb.PrivacyEngine(dpb.PrivacyAccountant()).make_private(
+        module=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=256),
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+    )
+
+
+def files(functions):
+    return {file for file, _ in functions}
+
+
+def test_the_second_run_is_made_private_by_few_functions():
+    make()  # imports, and what is worked out once
+    _, functions, _ = run_by(make)
+    assert len(functions) <= 100 and len(files(functions)) <= 22
+
+
+def test_a_step_and_a_batch_run_few_functions():
+    net, optimizer, loader = make()
+    for _ in range(3):  # the first charge is worked out, equal ones are counted
+        x, y = next(iter(loader))
+        nn.functional.cross_entropy(net(x), y).backward()
+        _, functions, _ = run_by(optimizer.step)
+    assert len(functions) <= 50 and len(files(functions)) <= 12
+
+    plain = iter(DataLoader(loader.dataset, batch_size=256))
+    private = iter(loader)
+    next(plain), next(private)
+    assert run_by(lambda: next(private))[2] <= run_by(lambda: next(plain))[2]

@@ -1,0 +1,164 @@
+"""A collate function of the user's: it is given each record alone, and refused if that gives
+something else than the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, default_collate
+
+from ..errors import ArgumentError
+from ..noise import seeded
+from ..per_sample.nested import map_tensors, tensors_in
+
+_ROWS = (5, 7)  # a tensor that has as many rows as there are records, in both, has one for each
+_KEPT = 2  # records that stay while all others are exchanged
+_SEEDS = 8  # in a random order a record may be its own partner
+_TOLERANCE = 1e-4  # of sums in another order
+_MIXES = (
+    "collate_fn makes something else of a record when the others in the batch change, as mixup and"
+    " standardising a batch do. Work on each record alone, in the data set's __getitem__."
+)
+_DIFFERS = (
+    "collate_fn is given each record alone, which makes something else of synthetic records than"
+    " the batch: do not use the number of records, or vouch by assume_independent_records=True"
+)
+
+
+def users_collate(data_loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
+    """The user's collate function, also of a loader that was made private before."""
+    collate_fn: Any = data_loader.collate_fn
+    while hasattr(collate_fn, "wrapped_collator_fn"):
+        collate_fn = collate_fn.wrapped_collator_fn
+    return collate_fn
+
+
+class RecordwiseCollate:
+    """Gives a collate function each record alone, so that no batch mixes records.
+
+    Attributes:
+        is_vouched: it keeps records apart, as torch's own does and the user vouches of others: it
+            is given whole batches.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.wrapped_collator_fn = collate_fn
+        self.is_vouched = collate_fn is default_collate
+
+    def __call__(self, records: Any) -> Any:
+        if self.is_vouched:
+            return self.wrapped_collator_fn(records)
+        if isinstance(records, list):
+            parts = [self.wrapped_collator_fn([record]) for record in records]
+            # what is no tensor is the same for all records
+            layouts = {repr(map_tensors(part, attrgetter("shape"))) for part in parts}
+            if len(layouts) == 1 and all(t.dim() and len(t) == 1 for t in tensors_in(parts[0])):
+                columns = zip(*map(tensors_in, parts), strict=True)
+                whole = iter([torch.cat(column) for column in columns])
+                return map_tensors(parts[0], lambda _: next(whole))
+        raise ArgumentError(
+            "collate_fn is given each record alone, and has to make tensors with one row of it, of"
+            " one shape for all records: pad to a fixed length, or vouch by"
+            " assume_independent_records=True",
+            code="loader-collate",
+        )
+
+    def require_same_alone(self, dataset: Any) -> None:
+        """Raise if synthetic records give something else alone than as a batch. A function that
+        fails on them is not tested; of a random one, only the shapes are compared.
+        """
+        if self.is_vouched or len(dataset) == 0:
+            return
+        records = [_synthetic(dataset[0], 3 * k) for k in range(_ROWS[0])]
+        together, again = (_tensors(self.wrapped_collator_fn, records, seed) for seed in (0, 1))
+        if together is None or again is None:
+            return
+        with seeded(0):
+            alone = list(tensors_in(self(records)))
+        is_repeatable = len(together) == len(again) and all(map(torch.equal, together, again))
+        if [t.shape for t in together] != [t.shape for t in alone] or (
+            is_repeatable and not all(map(_are_close, together, alone))
+        ):
+            raise ArgumentError(_DIFFERS, code="loader-collate")
+
+
+def check_collate(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+    """Raise if what ``collate_fn`` makes of a record depends on the values of the others.
+
+    It is run on synthetic records of the shapes of the first, so padding to the longest one is not
+    looked at; neither are strings and other objects, which are those of the first. A function that
+    fails on synthetic records is not tested, and neither is what comes out differently each time.
+    """
+    if collate_fn is default_collate or len(dataset) == 0:
+        return
+    record = dataset[0]
+    for seed in range(_SEEDS):
+        few, many = (_exchanged(collate_fn, record, rows, seed) for rows in _ROWS)
+        if len(few) != len(many):
+            return  # it hands out a changing number of tensors
+        for pair in zip(few, many, strict=True):
+            have_rows = all(
+                len({t.shape for t in runs}) == 1 and runs[0].dim() > 0 and len(runs[0]) == rows
+                for runs, rows in zip(pair, _ROWS, strict=True)
+            )
+            if have_rows and any(_is_moved(*runs) for runs in pair):
+                raise ArgumentError(_MIXES, code="loader-collate")
+
+
+def _exchanged(
+    collate_fn: Callable[[list[Any]], Any], record: Any, rows: int, seed: int
+) -> list[tuple[Tensor, ...]]:
+    """Each tensor of a batch, of the same again, and of one in which the last records are others;
+    none if the function fails, or hands out a changing number of them.
+    """
+    runs = []
+    for others in (1, 1, 2):
+        seeds = [100 * seed + 3 * k + (others if k >= _KEPT else 0) for k in range(rows)]
+        runs.append(_tensors(collate_fn, [_synthetic(record, s) for s in seeds], seed) or [])
+    return list(zip(*runs, strict=True)) if len(set(map(len, runs))) == 1 else []
+
+
+def _tensors(
+    collate_fn: Callable[[list[Any]], Any], records: list[Any], seed: int
+) -> list[Tensor] | None:
+    """The tensors of a batch of synthetic records; None if the function fails on them."""
+    with seeded(seed):
+        try:
+            return list(tensors_in(collate_fn(records)))
+        except Exception:
+            return None
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a.double().nan_to_num(), b.double().nan_to_num(), _TOLERANCE, _TOLERANCE)
+
+
+def _is_moved(first: Tensor, again: Tensor, changed: Tensor) -> bool:
+    kept, same, moved = (t[:_KEPT].double().nan_to_num() for t in (first, again, changed))
+    return torch.equal(kept, same) and not _are_close(kept, moved)
+
+
+def _synthetic(record: Any, seed: int) -> Any:
+    return pytree.tree_map(partial(_like, generator=torch.Generator().manual_seed(seed)), record)
+
+
+def _like(value: Any, generator: torch.Generator) -> Any:
+    """Numbers of the same shape and type: parts of one, or labels of two classes."""
+    if isinstance(value, Tensor):
+        uniform = torch.rand(value.shape, generator=generator)
+        return (uniform if value.is_floating_point() else uniform < 0.5).to(value.dtype)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return _like(torch.from_numpy(np.zeros(value.shape, value.dtype)), generator).numpy()
+    if isinstance(value, (bool, int, float, np.number, np.bool_)):
+        number = float(torch.rand((), generator=generator))
+        as_given: Any = type(value)
+        return as_given(number if isinstance(value, (float, np.floating)) else round(number))
+    return value

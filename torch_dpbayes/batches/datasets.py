@@ -1,0 +1,134 @@
+"""What a private loader knows of its data set: how to read a batch at once, whether records repeat,
+and which data sets are private.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from opacus.data_loader import DPDataLoader
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from ..errors import ArgumentError
+
+# Data sets are known as long as they live, lists (which take no weak references) as long as a
+# loader that reads them.
+_private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
+
+
+class BatchedDataset(Dataset[Any]):
+    """Reads a batch at once, for a loader that collates by :func:`unchanged`.
+
+    Args:
+        dataset: records for which :meth:`fits`.
+        collate_fn: makes the batch without records.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate_fn
+
+    @staticmethod
+    def fits(dataset: Any) -> bool:
+        """Whether a batch read at once is ``default_collate`` of its records: known of torch's
+        ``TensorDataset``, of tables of Hugging Face's ``datasets``, and of ``Subset`` of these.
+        """
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        is_table = hasattr(dataset, "column_names") and hasattr(dataset, "__getitems__")
+        return type(dataset) is TensorDataset or is_table
+
+    def __getitems__(self, positions: list[int]) -> Any:
+        return _read(self._dataset, positions) if positions else self._collate([])
+
+
+def unchanged(batch: Any) -> Any:
+    """The collate function of batches that are complete."""
+    return batch
+
+
+def _read(dataset: Any, positions: list[int]) -> Any:
+    if isinstance(dataset, Subset):
+        return _read(dataset.dataset, [dataset.indices[i] for i in positions])
+    if isinstance(dataset, TensorDataset):
+        index = torch.from_numpy(np.array(positions))  # torch.tensor takes ten times as long
+        return [tensor[index] for tensor in dataset.tensors]
+    if getattr(dataset, "format", {}).get("type") == "torch":
+        columns = dataset[positions]
+        if all(isinstance(c, torch.Tensor) and len(c) == len(positions) for c in columns.values()):
+            return columns
+    return default_collate(dataset.__getitems__(positions))
+
+
+def require_no_repeats(dataset: Any) -> None:
+    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set. Copies made in
+    another way, such as repeated rows of a tensor, are not recognised.
+    """
+    leaves = _leaves(dataset)
+    if len(set(leaves)) == len(leaves):  # without a number for each of 10⁹ records
+        return
+    origins = _origins(dataset)
+    origins = origins[np.lexsort(origins.T)]
+    if (origins[1:] == origins[:-1]).all(1).any():
+        raise ArgumentError(
+            "the data set holds some records several times, by a Subset or a ConcatDataset: epsilon"
+            " would be that of one copy. Keep each once, or pass user_ids=, the id of each record's"
+            " user.",
+            code="loader-repeats",
+        )
+
+
+def _leaves(dataset: Any) -> list[int]:
+    """Identities of the data sets that hold the records, twice below a subset that may repeat."""
+    if type(dataset) is ConcatDataset:
+        return [leaf for part in dataset.datasets for leaf in _leaves(part)]
+    if type(dataset) is not Subset:
+        return [id(dataset)]
+    chosen: Any = dataset.indices
+    if type(chosen) is range and chosen.start >= 0 <= chosen.stop:
+        return _leaves(dataset.dataset)
+    chosen = np.asarray(chosen, dtype=np.int64)
+    repeats = (chosen < 0).any() or len(np.unique(chosen)) < chosen.size
+    return _leaves(dataset.dataset) * (2 if repeats else 1)
+
+
+def _origins(dataset: Any) -> NDArray[np.int64]:
+    """For each record, the identity of the data set that holds it, and its position there."""
+    if type(dataset) is ConcatDataset:
+        return np.concatenate([_origins(part) for part in dataset.datasets])
+    if type(dataset) is Subset:
+        return _origins(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64).reshape(-1)]
+    size = len(dataset)
+    return np.stack([np.full(size, id(dataset)), np.arange(size)], axis=1)
+
+
+def register_private(loader: DataLoader[Any]) -> None:
+    """Remember that the loader, and its data set, are private."""
+    _private_loaders.add(loader)
+    with contextlib.suppress(TypeError):
+        _private_data[id(loader.dataset)] = loader.dataset
+
+
+def reads_private_data(loader: Any) -> bool:
+    """Whether this is a private loader, or one over its data set or a part of that."""
+    data = loader
+    while data is not None:
+        if isinstance(data, DPDataLoader) or _private_data.get(id(data)) is data:
+            return True
+        if any(data is private.dataset for private in _private_loaders):
+            return True
+        data = getattr(data, "dataset", None)
+    return False

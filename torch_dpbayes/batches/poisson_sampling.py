@@ -1,0 +1,201 @@
+"""Random subsets of the records, with exactly the distribution that is charged.
+
+Randomness is words of 63 independent bits, and arithmetic on them is of whole numbers: nothing is
+rounded, and every record is treated alike.
+
+**Each record independently with probability q**, :class:`SparseSubset`. Let x = L/N for a whole
+number L with 1 - e⁻ˣ ≥ q. Throw T ~ Poisson(L) darts at the N records, each at a uniform one. The
+numbers of darts n₁, …, n_N on the records are independent Poisson(x) variables, as their joint
+probability is
+
+    e⁻ᴸ Lᵀ/T! · T!/(n₁! … n_N!) · N⁻ᵀ = Π e⁻ˣ xⁿ/n!,        T = n₁ + … + n_N.
+
+So records are hit independently, each with probability 1 - e⁻ˣ. A record that is hit stays with
+probability q / (1 - e⁻ˣ), again independently. Every record therefore joins with probability q,
+which is neither rounded nor dependent on N. About L ≈ qN darts are thrown, whatever N is.
+
+Three things have to be drawn exactly. *A record for a dart*: a word modulo N; words at or above
+the largest multiple of N are drawn again. *T*: the sum of L independent Poisson(1) numbers, each
+the number of values F(0), F(1), … of that distribution function at or below a uniform number.
+*Which hits stay*: those whose uniform number is below q / (1 - e⁻ˣ). The last two compare a uniform
+number with real ones digit by digit, by as many digits as it takes (:class:`ExactInversion`).
+
+**Any m of N records**, :func:`sparse_choice`: the first m different ones of independent uniform
+positions. This is invariant under permutations of the records, so all sets of m are equally likely.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+MAX_RECORDS = 2**53  # from here on doubles do not count exactly
+_WORD_BITS = 63
+_CELLS = 2**24  # of the unit interval: the values of torch.rand in float32
+_PLACES = 2**53  # in a cell
+_CHUNK = 2**18  # records of a dense subset that are drawn together: 1 MiB of float32
+
+
+def _words(count: int, generator: torch.Generator) -> NDArray[np.int64]:
+    """Independent whole numbers, uniform in [0, 2⁶³)."""
+    words = torch.empty(count, dtype=torch.int64, device="cpu")
+    return words.random_(generator=generator).numpy()
+
+
+def uniform(count: int, values: int, generator: torch.Generator) -> NDArray[np.int64]:
+    """``count`` independent whole numbers, uniform in [0, values)."""
+    end = 2**_WORD_BITS // values * values
+    drawn = _words(count, generator)
+    while end < 2**_WORD_BITS and (again := drawn >= end).any():
+        drawn[again] = _words(int(again.sum()), generator)
+    return drawn % values
+
+
+def _distinct(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each once, in rising order; several times as fast as ``np.unique``."""
+    positions.sort()
+    is_new = np.ones(len(positions), dtype=bool)
+    np.not_equal(positions[1:], positions[:-1], out=is_new[1:])
+    return positions[is_new]
+
+
+def sparse_choice(num_data: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """``size`` of ``num_data`` positions in rising order, all such sets equally likely, in
+    O(size) while that is well below ``num_data``.
+    """
+    chosen = _distinct(uniform(size, num_data, generator))
+    while len(chosen) < size:  # as many as are missing are never too many
+        more = uniform(size - len(chosen), num_data, generator)
+        chosen = _distinct(np.concatenate([chosen, more]))
+    return torch.from_numpy(chosen)
+
+
+def dense_choice(num_data: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """As :func:`sparse_choice`, in O(num_data): the positions with the smallest of independent
+    random keys. All keys are drawn again if a tie leaves open which these are.
+    """
+    while True:
+        keys = torch.from_numpy(_words(num_data, generator))
+        smallest, chosen = torch.topk(keys, size, largest=False)
+        if int((keys <= smallest.max()).sum()) == size:
+            return chosen.sort().values
+
+
+class ExactInversion:
+    """For a uniform number: how many of some real numbers in (0, 1) lie at or below it, exactly.
+
+    The digits of the uniform number are drawn a word at a time. Where they differ from the first
+    digits of a real number, they decide; where they are equal, another word is drawn.
+
+    Args:
+        digits: b -> ⌊2ᵇx⌋ for every real number x, rising; of infinitely many, those up to the
+            first whose b digits are all ones.
+    """
+
+    def __init__(self, digits: Callable[[int], list[int]]) -> None:
+        self.digits = functools.cache(digits)
+        self._first = np.array(self.digits(_WORD_BITS), dtype=np.int64)
+
+    def draw(self, count: int, generator: torch.Generator) -> NDArray[np.int64]:
+        """For ``count`` independent uniform numbers."""
+        words = _words(count, generator)
+        passed = self._first.searchsorted(words)
+        is_open = self._first.take(passed, mode="clip") == words
+        if is_open.any():
+            for i in np.flatnonzero(is_open):
+                passed[i] = self._by_more_digits(int(words[i]), generator)
+        return passed
+
+    def _by_more_digits(self, drawn: int, generator: torch.Generator) -> int:
+        bits = _WORD_BITS
+        while True:
+            drawn = drawn << _WORD_BITS | int(_words(1, generator)[0])
+            bits += _WORD_BITS
+            digits = self.digits(bits)
+            if drawn not in digits:
+                return sum(other < drawn for other in digits)
+
+
+def _digits_of(f: Callable[[Fraction], Fraction], x: Fraction, bits: int) -> int:
+    """⌊2ᵇ f(e⁻ˣ)⌋ for a monotone f and a rational x in (0, 1] with irrational f(e⁻ˣ)."""
+    above = term = Fraction(1)
+    i = 0
+    while True:  # partial sums of the alternating, falling terms of e⁻ˣ are bounds that converge
+        below = above - (term := term * x / (i + 1))
+        above = below + (term := term * x / (i + 2))
+        i += 2
+        if (digits := math.floor(2**bits * f(below))) == math.floor(2**bits * f(above)):
+            return digits
+
+
+@functools.cache  # the same for all data sets
+def poisson_digits(bits: int) -> list[int]:
+    """Of F(0), F(1), … for Poisson(1): F(k) = e⁻¹ Σ_{i≤k} 1/i!."""
+    digits, terms, k = [0], Fraction(0), 0
+    while digits[-1] < 2**bits - 1:
+        terms += Fraction(1, math.factorial(k))
+        digits.append(_digits_of(terms.__mul__, Fraction(1), bits))
+        k += 1
+    return digits[1:]
+
+
+class SparseSubset:
+    """Each position joins independently with probability exactly q, in O(qN).
+
+    Args:
+        num_data: N > 0.
+        rate: q ≤ 1/2.
+    """
+
+    def __init__(self, num_data: int, rate: float) -> None:
+        self._num_data, q = num_data, Fraction(rate)
+        # 1 - e⁻ˣ ≥ q for x ≥ q / (1 - q) ≥ -log(1 - q)
+        self.expected_darts = math.ceil(q / (1 - q) * num_data)
+        x = Fraction(self.expected_darts, num_data)
+        self._darts = ExactInversion(poisson_digits)
+        self.stays = ExactInversion(lambda bits: [_digits_of(lambda e: q / (1 - e), x, bits)])
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """A batch, in rising order."""
+        thrown = int(self._darts.draw(self.expected_darts, generator).sum())
+        hit = _distinct(uniform(thrown, self._num_data, generator))
+        return torch.from_numpy(hit[self.stays.draw(len(hit), generator) == 0])
+
+
+class DenseSubset:
+    """Each position joins independently, by a random number for each, in O(N).
+
+    The rate in force is at most 2⁻⁷⁷ below q, and never above. float32 numbers tell 2²⁴ cells of
+    the unit interval apart; only records in the cell that q divides need their place in it.
+
+    Args:
+        num_data: N.
+        rate: q ≤ 1.
+    """
+
+    def __init__(self, num_data: int, rate: float) -> None:
+        self._num_data = num_data
+        cell, rest = divmod(rate * _CELLS, 1.0)
+        # the rate in force is cell + place·2⁻⁵³·2⁻²⁴
+        self.cell, self.place = cell / _CELLS, int(rest * _PLACES)
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        """A batch, in rising order."""
+        found, divided = [], []
+        for start in range(0, max(1, self._num_data), _CHUNK):
+            size = min(_CHUNK, self._num_data - start)
+            cells = torch.rand(size, dtype=torch.float32, generator=generator, device="cpu")
+            here = (cells <= self.cell).nonzero().reshape(-1)
+            found.append(here + start)
+            divided.append(cells[here] == self.cell)
+        joining, is_divided = torch.cat(found), torch.cat(divided)
+        if is_divided.any():
+            places = torch.randint(_PLACES, (len(joining),), generator=generator, device="cpu")
+            joining = joining[~is_divided | (places < self.place)]
+        return joining

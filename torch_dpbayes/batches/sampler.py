@@ -1,0 +1,357 @@
+"""The Poisson sampler of a private loader: each of its draws is used for exactly one step."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+
+from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from ..distributed import Ranks
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
+from ..noise import fresh_generator, stream_of_key
+from .poisson_sampling import MAX_RECORDS, DenseSubset, SparseSubset
+
+_DENSE_RATE = 1 / 16  # from here on a random number for every record costs no more than darts
+_MAX_BATCHES = 2**63  # of a pass
+_MAX_DELIVERIES = 100  # of one draw: a loop that waits for another batch is told to step
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
+class _Draw(NamedTuple):
+    records: torch.Tensor  # positions of this rank's records
+    checksum: int  # of all ranks' records
+    state: torch.Tensor | None  # of the caller's generator before the draw
+
+
+def _require_drawable(num_data: int, sample_rate: float, generator: torch.Generator | None) -> None:
+    """Raise if no batches can be drawn at exactly this rate."""
+    if not (0 < sample_rate <= 1 and 1 / sample_rate <= _MAX_BATCHES):
+        raise ArgumentError(
+            "a sampling rate is batch size / number of records, a probability of at least"
+            f" 2**-63; got {sample_rate}"
+        )
+    if num_data > MAX_RECORDS:
+        raise ArgumentError(
+            f"{num_data} records are more than 2**53, from where on positions are no longer"
+            " exact in double precision: train on a part, torch.utils.data.Subset"
+        )
+    if generator is not None and generator.device.type != "cpu":
+        raise ArgumentError(
+            "batches are drawn on the CPU, but the DataLoader's generator= lives on"
+            f" {generator.device}: pass torch.Generator()",
+            code="loader-generator",
+        )
+
+
+class PoissonSampler(UniformWithReplacementSampler):
+    """Each record joins a batch independently with probability q. Other schemes are subclasses.
+
+    Amplification by sampling holds for one step on each draw: who skips a draw because of its
+    records, or because it is empty, has chosen the batch. Draws therefore form one sequence. A draw
+    waits until a step was taken on all of its records. A pass begins with the draws that wait, and
+    a step on a later draw is refused while an earlier one waits. A forked process draws a sequence
+    of its own, and so does a copy, pickled or not.
+
+    Several ranks draw the same batch from one stream, and rank r of W takes its records r, r + W,
+    r + 2W, …: no record is on two ranks, and which records join does not depend on W.
+
+    For q < 1/16 a draw costs O(qN), and the rate in force is q itself (:mod:`.poisson_sampling`).
+    At larger rates it costs O(N), and the rate in force is at most 2⁻⁷⁷ below q, never above.
+
+    Args:
+        num_data: number of records N of all ranks, at most 2⁵³.
+        sample_rate: q in [2⁻⁶³, 1].
+        generator: the caller's source of randomness on the CPU; None: the operating system's
+            entropy. Each draw takes 256 bits of it, and is seeded by their hash, so that draws of
+            overlapping streams are independent; equal bits are refused in one process.
+        num_workers, ranks: those of the loader.
+
+    **Privacy.** Nothing is released; draws are data. Rate, number of records and generator are
+    read-only, as steps are charged for them.
+    """
+
+    # names of the scheme and of its batches, and how many releases are charged together
+    scheme, batches, steps_per_charge = "poisson", "Poisson batches", 1
+
+    def __init__(
+        self,
+        num_data: int,
+        sample_rate: float,
+        generator: torch.Generator | None,
+        num_workers: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        _require_drawable(num_data, sample_rate, generator)
+        self._num_data, self._sample_rate = num_data, sample_rate
+        self._steps = max(1, math.floor(1 / sample_rate + 1e-9))  # 1/q may be rounded down
+        self._has_user_generator = generator is not None
+        self.num_workers, self.ranks = num_workers, ranks
+        count, _ = self.drawn
+        self._is_sparse = sample_rate < _DENSE_RATE and count > 0
+        self._subset = (SparseSubset if self._is_sparse else DenseSubset)(count, sample_rate)
+        self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier ones
+        # makes batches whose operations run for each record alone; None: ordinary tensors
+        self.delivery: Callable[[Any, int], Any] | None = None
+        self.count_records: Callable[[], int] = lambda: num_data  # of the data set now
+        self.passes = 0
+        self.draw = 0  # changes with every delivery of a new draw
+        self.checksum = 0  # of the draw delivered last
+        # data, which must not leave the library: this rank's records in the draw, and in the batch
+        self.size = self.part_size = 0
+        self._pid = os.getpid()
+        self._renew(fresh_generator() if generator is None else generator)
+        self._begin()
+
+    num_samples = property(attrgetter("_num_data"))  # Opacus' name
+    sample_rate = property(attrgetter("_sample_rate"))
+    steps = property(attrgetter("_steps"))  # batches of a pass
+    generator = property(attrgetter("_generator"))
+    has_user_generator = property(attrgetter("_has_user_generator"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.has_user_generator or self.ranks is not None:
+            raise ArgumentTypeError(
+                "a private loader with a generator of the caller's, or of several ranks, cannot be"
+                " copied: both would draw the same batches. Use PrivacyEngine.make_private on a"
+                " DataLoader for the copy.",
+                code="copied",
+            )
+        settings = self.num_samples, self.sample_rate, None, self.num_workers
+        return partial(type(self), **self._options()), settings
+
+    def _options(self) -> dict[str, Any]:
+        """The keyword arguments that a subclass adds."""
+        return {}
+
+    def _renew(self, generator: torch.Generator) -> None:
+        """Begin a new sequence of draws."""
+        self._generator = generator
+        self._state = _state_of(generator)  # where the last draw left it
+        self._draws = deque[_Draw]()  # drawn, and not yet stepped on
+        # of a resumed run: states from which the draws that wait are drawn again, first
+        self._waiting = deque[torch.Tensor]()
+        self._deliveries = 0  # of the first draw that waits
+
+    def _begin(self) -> None:
+        """Begin a pass, with the draws that wait."""
+        self._handed = 0  # draws of this pass that the loader took
+        self._delivered = 0  # draws of this pass that it handed out
+        self._is_ready = False  # a batch was delivered and not yet stepped on
+        self._is_last = True  # it completes its draw
+        self._is_missed = False  # a batch of this pass was delivered and never stepped on
+        self.draw += 1
+
+    def _enter_process(self) -> None:
+        """A forked child begins a sequence of its own, with randomness of its own."""
+        if os.getpid() != self._pid:
+            self.require_own_process()
+            self._renew(fresh_generator())
+            self._pid = os.getpid()
+            self._begin()
+
+    def require_own_process(self) -> None:
+        """Raise in a forked child whose draws would be its parent's."""
+        if os.getpid() != self._pid and (self.has_user_generator or self.ranks is not None):
+            raise StateError(
+                "this private loader was made in another process, and a forked child draws the same"
+                " batches. Call make_private inside the child on a DataLoader with another"
+                " generator=, or without one.",
+                code="forked",
+            )
+
+    # -- drawing -----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._enter_process()
+        if (count := self.count_records()) != self.num_samples:
+            raise StateError(
+                f"the data set has {count} records now, and had {self.num_samples} when it was made"
+                " private: put them back, or call make_private for the records of today.",
+                code="data-changed",
+            )
+        self._begin()
+        self.passes += 1
+        this = self.passes
+        for _ in range(self._left_in_pass()):
+            self.require_latest(this)
+            self._enter_process()
+            if self._handed == len(self._draws):
+                self._draws.append(self._next_draw())
+            self._handed += 1
+            yield self._draws[self._handed - 1].records.tolist()
+
+    def _left_in_pass(self) -> int:
+        """How many draws a pass that begins now hands out."""
+        return self._steps
+
+    def require_latest(self, number: int) -> None:
+        """Raise if another pass began after this one."""
+        if number != self.passes:
+            self._is_missed = True
+            raise StateError(
+                "two passes over one private loader at a time: end this pass and begin a new one,"
+                " or look at records by DataLoader(loader.dataset, batch_size=...).",
+                code="loader-two-passes",
+            )
+
+    def _next_draw(self) -> _Draw:
+        if self.has_user_generator:
+            source = self._generator
+            if self._waiting:
+                source = torch.Generator("cpu").set_state(self._waiting[0])
+            state = source.get_state()
+            stream = stream_of_key("a batch", source, ["a batch"], "cpu")
+            if self._waiting:
+                self._waiting.popleft()
+            return self._share(self._joining(stream), state)
+        if _state_of(self._generator) != self._state:
+            raise StateError(
+                "the private loader's own generator was seeded or used from outside: call"
+                " make_private again and leave it alone, or give it DataLoader(...,"
+                " generator=torch.Generator().manual_seed(...)).",
+                code="loader-generator",
+            )
+        joining = self._joining(self._generator)
+        self._state = _state_of(self._generator)
+        return self._share(joining, None)
+
+    def _joining(self, stream: torch.Generator) -> torch.Tensor:
+        """The positions of the records that join the next batch, in rising order."""
+        return self._subset.draw(stream)
+
+    def _share(self, joining: torch.Tensor, state: torch.Tensor | None) -> _Draw:
+        """A draw of these records, of which this rank has its share."""
+        if self.ranks is None:
+            return _Draw(joining, 0, state)
+        own = joining[joining % self.ranks.size == self.ranks.rank]
+        return _Draw(own, zlib.crc32(joining.numpy().data), state)
+
+    def draw_from(self, state: torch.Tensor) -> None:
+        """Draw what rank 0 draws, unless the caller's generators do so already."""
+        if not self.has_user_generator:
+            self._renew(self._generator.set_state(state))
+
+    # -- one step on each draw ---------------------------------------------------------------------
+
+    def delivered(self, *, is_part: bool = False, is_last: bool = True) -> None:
+        """The loader hands out the next draw, or Opacus' BatchMemoryManager a part of it."""
+        if is_part and self.num_workers > 0:
+            raise StateError(
+                "BatchMemoryManager with num_workers > 0 announces batches before it delivers them,"
+                " and two draws could mix in one step. Build the DataLoader with num_workers=0.",
+                code="loader-memory-manager",
+            )
+        self._enter_process()
+        self.before_delivery()
+        self._is_missed |= self._is_ready
+        if self._is_last or not is_part:  # of a new draw
+            self._is_missed |= self._delivered > 0
+            if self._delivered == self._handed:
+                raise StateError(
+                    "this batch was drawn in another pass over the private loader, or by the"
+                    " process from which this one was forked: begin a new pass",
+                    code="loader-no-batch",
+                )
+            self._deliveries += self._delivered == 0
+            if self._deliveries > _MAX_DELIVERIES:
+                self._deliveries = 0
+                raise StateError(
+                    f"this batch was handed out {_MAX_DELIVERIES} times and got no step: call"
+                    " backward() and step() on every batch, whatever is in it. To look at records,"
+                    " use DataLoader(loader.dataset, batch_size=...).",
+                    code="loader-no-step",
+                )
+            draw = self._draws[self._delivered]
+            self.size = self.part_size = len(draw.records)
+            self.checksum = draw.checksum
+            self._delivered += 1
+            self.draw += 1
+        self._is_ready, self._is_last = True, is_last
+
+    def use(self) -> bool:
+        """The optimizer steps on the batch delivered last; returns whether it completes its
+        draw.
+        """
+        self.require_own_process()
+        if not self._is_ready or os.getpid() != self._pid:
+            raise StateError(
+                "no new batch came from the private loader since the last step, or since this"
+                " process was forked: take one for each step() from it, not from a loader that"
+                " accelerate or Fabric made.",
+                code="loader-no-batch",
+            )
+        self._is_ready = False
+        if self._is_missed:
+            raise StateError(
+                "a batch of this pass over the private loader got no step, or the one after it was"
+                " taken first: call backward() and step() on every batch, empty ones included."
+                " Opacus' BatchMemoryManager accumulates gradients.",
+                code="loader-no-step",
+            )
+        return self._is_last
+
+    def mark_used(self) -> None:
+        """The optimizer made a release of the draw. A step that fails before leaves it waiting."""
+        self._draws.popleft()
+        self._handed, self._delivered, self._deliveries = self._handed - 1, 0, 0
+
+    @property
+    def drawn(self) -> tuple[int, str]:
+        """How many there are of what is drawn, and what that is."""
+        return self._num_data, "records"
+
+    def event(self, gaussian: GaussianDpEvent) -> DpEvent:
+        """The event of ``steps_per_charge`` Gaussian sums over draws, of this noise multiplier."""
+        return PoissonSampledDpEvent(self.sample_rate, gaussian)
+
+    def is_charged(self, noise_multiplier: float) -> bool:
+        """Whether an earlier charge covers the next release; asked before each release."""
+        return False
+
+    def mark_charged(self, noise_multiplier: float) -> None:
+        """The next release, and what is charged together with it, was charged at this noise."""
+
+    def position(self) -> dict[str, Any]:
+        """Where the draws are: ``states`` of the caller's generator before each draw that waits for
+        a step, then where it stands. Others may have drawn from it in between.
+        """
+        states = torch.stack([*self._waiting_states(), self._generator.get_state()])
+        event = repr(self.event(GaussianDpEvent(1.0)))
+        return {"states": states, "of": [self.num_samples, event]}
+
+    def _waiting_states(self) -> list[torch.Tensor]:
+        return [*(draw.state for draw in self._draws if draw.state is not None), *self._waiting]
+
+    def require_position(self, position: dict[str, Any]) -> None:
+        """Raise unless the draws that waited at ``position`` can be drawn again."""
+        own = self.position()
+        if position.keys() != own.keys():
+            raise CheckpointError(
+                "the saved run drew its batches in another way than this loader does: pass the"
+                " sampling= that it had to make_private."
+            )
+        if len(position["states"]) > 1 and position["of"] != own["of"]:
+            raise CheckpointError(
+                "the saved run left draws that got no step, or a pass that goes on, of other data"
+                " or batches: keep data and batch size, or leave out generator=."
+            )
+
+    def resume(self, position: dict[str, Any]) -> None:
+        """Go on from where a saved run was, in a new pass: first with the draws that waited."""
+        *waiting, here = (state.clone() for state in position["states"])
+        self._renew(self._generator.set_state(here))
+        self._waiting.extend(waiting)
+        self.passes += 1
+        self._begin()

@@ -1,0 +1,355 @@
+"""The ranks of a process group that train one model together: agreement, sums, errors, equal data.
+
+The ranks work for one data holder: each may read every record, and clipped sums travel between them
+without noise. What leaves them all is the same release as that of one process: every record belongs
+to one rank, the ranks add up their clipped sums, and rank 0 adds the one Gaussian to its own before
+they do. A step has two messages: a few numbers from every rank, which say that all stand at the
+same place and none has failed, before anything is charged; then the sum, which is as long as the
+parameters, whatever the number of records.
+
+If one rank raises, every rank raises: it reports the error in its next message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .accounting.accountant import PrivacyBudgetExceeded
+from .errors import ArgumentError, ArgumentTypeError, RankError, StateError
+from .noise import seeded
+
+_WIDTH = 12  # numbers in a message
+_PLACES = (
+    "an error",
+    "make_private",
+    "the calibration of make_private_with_epsilon",
+    "optimizer.step()",
+)
+FAILED, MAKE_PRIVATE, CALIBRATION, STEP = range(4)
+_KNOWN = "_dpbayes_known_to_all_ranks"
+
+
+def require_single_process() -> None:
+    """Raise where this process is one of several, which would each take steps that the others
+    know nothing of.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise StateError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and nothing was"
+            " said about the others. To train one model together:"
+            " PrivacyEngine(process_group=torch.distributed.group.WORLD); for a model of this"
+            " rank's own: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]).",
+            code="ranks-alone",
+        )
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raise where another library adds up gradients of this model over ranks."""
+    for name, part in module.named_modules():
+        if (
+            isinstance(part, DistributedDataParallel)
+            or type(part).__name__ == "FullyShardedDataParallel"
+        ):
+            where = "the module" if not name else f"module {name!r}"
+            raise ArgumentTypeError(
+                f"{where} is wrapped in {type(part).__name__}, which would average gradients that"
+                " are neither clipped nor noisy. Pass the bare module to"
+                " PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private: its"
+                " optimizer adds up clipped sums over ranks.",
+                code="ranks-wrapped",
+            )
+    for name, p in module.named_parameters():
+        if hasattr(p, "device_mesh"):
+            raise ArgumentTypeError(
+                f"parameter {name!r} is sharded over ranks; a record's norm needs all of its"
+                " gradient on one: keep whole parameters",
+                code="ranks-wrapped",
+            )
+
+
+class Ranks:
+    """The ranks that train one model together.
+
+    Args:
+        group: an initialised process group that this process is in.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ArgumentError(
+                "this process is not in process_group: build the engine on the group's ranks only"
+            )
+        self._group = group
+        self._is_broken = False
+        self._timeout: timedelta | None = None
+        self._talk = group
+        backends = dist.get_backend_config(group)
+        # by itself it waits on the GPU, and ends the process in the end
+        if "cuda:nccl" in backends and torch.cuda.is_available():
+            self._timeout = group._get_backend(torch.device("cuda")).options._timeout
+        # messages are read on the host, and a rank that died must not hang a GPU
+        if "cpu:" not in backends:
+            members = dist.get_process_group_ranks(group)
+            talk = dist.new_group(
+                members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+            )
+            assert isinstance(talk, dist.ProcessGroup)  # this process is in it
+            self._talk = talk
+
+    def require_backend_for(self, device: torch.device) -> None:
+        """Raise if the group cannot add up tensors there, which steps would find out after
+        they are charged.
+        """
+        backends = dist.get_backend_config(self._group)
+        if f"{device.type}:" not in backends:
+            raise ArgumentError(
+                f"the parameters are on {device.type}, where the process group cannot add up"
+                f" ({backends}): move the model, or call "
+                f'init_process_group("{"nccl" if device.type == "cuda" else "gloo"}").'
+            )
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def check_consistent(
+        self, place: int, numbers: Mapping[str, int], *, compare: int, norm: float = 0.0
+    ) -> list[list[int]]:
+        """Exchange ``numbers``; raises on every rank if one failed, is at another place, or differs
+        in the first ``compare`` of them.
+
+        Args:
+            place: where this rank is, a position in ``_PLACES``.
+            numbers: of 64 bits, with the names that an error uses.
+            norm: that of the parameters, which must agree up to rounding.
+
+        Returns:
+            Every rank's numbers.
+        """
+        rows = self._exchange(place, _bits(norm), *numbers.values())
+        if any(row[0] == FAILED for row in rows):
+            self.raise_together(None)
+        for rank, row in enumerate(rows):
+            if row[0] != rows[0][0]:
+                self._raise(
+                    RankError(
+                        f"rank {rank} is in {_PLACES[row[0]]}, rank 0 in {_PLACES[rows[0][0]]}:"
+                        " every rank must make the same calls."
+                    )
+                )
+        for rank, row in enumerate(rows):
+            different = [
+                name
+                for name, a, b in zip(list(numbers)[:compare], row[2:], rows[0][2:], strict=False)
+                if a != b
+            ]
+            if not math.isclose(_float(row[1]), _float(rows[0][1]), rel_tol=1e-5):
+                different.append("the parameters of the model")
+            if different:
+                self._raise(
+                    RankError(
+                        f"rank {rank} and rank 0 differ in {' and in '.join(different)}; nothing"
+                        " was charged. All must take the same steps: change settings, parameters"
+                        " and the accountant alike, or load one checkpoint everywhere."
+                    )
+                )
+        return [row[2:] for row in rows]
+
+    def compare(self, described: Mapping[str, Any]) -> None:
+        """Raise on every rank if one of them describes anything differently from rank 0."""
+        self.check_consistent(MAKE_PRIVATE, {}, compare=0)
+        everyone = self.gather({name: repr(value) for name, value in described.items()})
+        for rank, theirs in enumerate(everyone):
+            for name, value in theirs.items():
+                expected = everyone[0].get(name)
+                if value != expected:
+                    shown = (
+                        f" ({value}, on rank 0 {expected})"
+                        if len(value) + len(str(expected)) < 200
+                        else ""
+                    )
+                    self._raise(
+                        RankError(
+                            f"rank {rank} and rank 0 differ in {name}{shown}: all ranks train one"
+                            " model on one data set with the same settings. Nothing was charged."
+                        )
+                    )
+
+    def from_rank_0(self, place: int, compute: Callable[[], float]) -> float:
+        """A number that rank 0 computes."""
+        value = compute() if self.rank == 0 else 0.0
+        return _float(self.check_consistent(place, {"the number": _bits(value)}, compare=0)[0][0])
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """buffer ← Σ over the ranks, the same bits on all of them."""
+        self._require_working()
+        try:
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            if work is not None:
+                work.wait(
+                    *(() if self._timeout is None or not buffer.is_cuda else (self._timeout,))
+                )
+        except RuntimeError as error:
+            self._lost(error)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object."""
+        self._require_working()
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._talk)
+        except RuntimeError as error:
+            self._lost(error)
+        return values
+
+    def _exchange(self, *numbers: int) -> list[list[int]]:
+        self._require_working()
+        mine = torch.zeros(_WIDTH, dtype=torch.int64)
+        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        everyone = torch.empty(self.size * _WIDTH, dtype=torch.int64)
+        try:
+            dist.all_gather_into_tensor(everyone, mine, group=self._talk)
+        except RuntimeError as error:
+            self._lost(error)
+        rows: list[list[int]] = everyone.view(self.size, _WIDTH).tolist()
+        return rows
+
+    # -- errors ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """An error inside reaches the other ranks in the next message that they wait for."""
+        try:
+            yield
+        except Exception as error:  # who is interrupted is gone soon, which the others notice
+            if not self._is_broken and not getattr(error, _KNOWN, False):
+                with suppress(RankError):  # nobody is left to be told
+                    self._exchange(FAILED)
+                    self.gather(_text(error))
+                setattr(error, _KNOWN, True)
+            raise
+
+    def raise_together(self, error: Exception | None) -> NoReturn:
+        """All ranks know already that one failed: each raises its own error, or that of the
+        first which has one.
+        """
+        texts = self.gather(None if error is None else _text(error))
+        if error is not None:
+            self._raise(error)
+        rank, (name, text) = next(
+            (rank, text) for rank, text in enumerate(texts) if text is not None
+        )
+        if name == PrivacyBudgetExceeded.__name__:
+            self._raise(PrivacyBudgetExceeded(text))
+        self._raise(
+            RankError(f"rank {rank} failed, so no rank takes this step. {name} there: {text}")
+        )
+
+    @staticmethod
+    def _raise(error: Exception) -> NoReturn:
+        setattr(error, _KNOWN, True)
+        raise error
+
+    def _lost(self, error: Exception) -> NoReturn:
+        self._is_broken = True
+        raise RankError(
+            f"rank {self.rank} of {self.size}: another rank died, or did not answer in time. No"
+            " step was taken; what was charged stays charged. Save state_dict(), and start all"
+            " ranks again from a checkpoint."
+        ) from error
+
+    def _require_working(self) -> None:
+        if self._is_broken:
+            raise RankError(
+                "a rank of this process group was lost before: start all ranks again from a"
+                " checkpoint. Nothing was charged now."
+            )
+
+
+def _text(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, str(error)
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+# -- equal data on all ranks -----------------------------------------------------------------------
+
+_LOOKED_AT = 64  # records of a data set, from its first to its last
+
+
+def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
+    """A hash of tensors and texts."""
+    found = hashlib.blake2b(digest_size=size)
+    for value in values:
+        if isinstance(value, str):
+            found.update(value.encode())
+        else:
+            own = value.detach().cpu().contiguous().reshape(-1)
+            found.update(own.view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> dict[str, str | None]:
+    """Digests of up to 64 records in their order, of augmented ones under one seed: of each
+    part of a record, None if it differs at every look.
+
+    Ranks that keep the same records in another order would use some of them twice.
+
+    Raises:
+        ValueError: the parts that stay the same do not tell records apart.
+    """
+    last = _LOOKED_AT - 1
+    positions = sorted({round(i * (len(dataset) - 1) / last) for i in range(_LOOKED_AT)})
+
+    def look() -> defaultdict[str, list[bytes]]:
+        parts: defaultdict[str, list[bytes]] = defaultdict(list)
+        with seeded(0):
+            for i in positions:
+                for part, value in _parts("record", collate([dataset[i]])):
+                    parts[part].append(digest([value]))
+                    parts[f"{part}, its shape"].append(
+                        digest([repr((value.dtype, tuple(value.shape)))])
+                    )
+        return parts
+
+    first, second = look(), look()
+    lasting = {part: digests for part, digests in first.items() if second[part] == digests}
+    if len(lasting) < len(first) and all(len(set(digests)) == 1 for digests in lasting.values()):
+        raise ArgumentError(
+            "the records differ at every look: let the data set draw from torch's, NumPy's or"
+            " Python's global random numbers, or hand out a label with every record, so that ranks"
+            " can compare them."
+        )
+    return {
+        part: digest(d.hex() for d in lasting[part]).hex() if part in lasting else None
+        for part in first
+    }
+
+
+def _parts(part: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nested value, each with the name of its place."""
+    if isinstance(value, Tensor):
+        yield part, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _parts(f"{part}[{name!r}]", item)
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from _parts(f"{part}[{i}]", item)

@@ -1,0 +1,286 @@
+"""Ties model, optimizer and private loader together: the source of gradients, and what the ranks
+must have in common.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import opacus
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import nn
+
+from .. import __version__
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import GaussianDpEvent
+from ..batches.collate import users_collate
+from ..batches.poisson_loader import PoissonLoader
+from ..distributed import Ranks, digest, records_digests, refuse_wrapped
+from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
+from ..noise import stream_position
+from ..optim.base import PrivateOptimizer
+from ..per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
+from ..per_sample.fixed_tensors import FixedTensors
+from ..per_sample.gradient_source import GradientSource
+from ..per_sample.hooks import HooksGradientSource
+from ..per_sample.model_check import check_layers, check_model
+from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
+from ..release.release import options_of
+from .loaders import private_loader, require_own_streams
+from .optimizers import build, build_calibrated
+from .plan import Plan, little_left, overridden_floor, plan_of
+from .settings import Settings
+
+# where a model's steps were charged last
+_accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDictionary()
+_CHARGED_ELSEWHERE = (
+    "the model was made private on another accountant before: epsilon of records that both"
+    " trainings read is that of both together"
+)
+_log = logging.getLogger("torch_dpbayes")
+
+
+def planned(settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None) -> Plan:
+    """What a run will cost and sample; nothing is changed."""
+    accountant = settings.accountant(found)
+    target = settings.target(accountant)
+    loader = private_loader(settings, ranks)
+    if target is None:
+        built = build(settings, loader, accountant, settings.noise_multiplier)
+    else:
+        built, _ = build_calibrated(settings, loader, accountant, target, None)
+    return plan_of(settings, built, loader, accountant, target)
+
+
+def made_private(
+    settings: Settings[Any],
+    found: PrivacyAccountant | None,
+    ranks: Ranks | None,
+    *,
+    is_alone: bool,
+) -> tuple[PrivateOptimizer, PoissonLoader]:
+    """Build loader and optimizer, tie them to the model, and say in the log what may surprise.
+
+    Args:
+        settings: the user's choices.
+        found: the engine's accountant, if it has one.
+        ranks: those that train together; None: there is one.
+        is_alone: the other ranks of a process group have nothing to do with it.
+
+    Raises:
+        ModelError: the model cannot be run for one record at a time.
+    """
+    module = settings.module
+    refuse_wrapped(module)
+    accountant = settings.accountant(found)
+    target = settings.target(accountant)
+    loader = private_loader(settings, ranks)
+    if target is None:
+        optimizer = build(settings, loader, accountant, settings.noise_multiplier)
+    else:
+        optimizer, floor = build_calibrated(settings, loader, accountant, target, ranks)
+        if optimizer.noise_multiplier < floor:
+            raise ArgumentError(
+                f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier};"
+                f" epsilon = {target} after {settings.epochs} epochs needs at least"
+                f" {floor:.4f}: build it with that, or pass a factory",
+                code="optimizer-settings",
+            )
+    source = _attach(settings, optimizer, loader, ranks, is_alone=is_alone)
+    _log.info("records are kept apart %s", source.independence)
+    warnings = []
+    if _was_charged_elsewhere(module, accountant):
+        accountant.note(_CHARGED_ELSEWHERE)
+        warnings.append(
+            f"{_CHARGED_ELSEWHERE}. Go on with that accountant, PrivacyEngine(accountant), or"
+            " begin with a new model."
+        )
+    _accountants[module] = ref(accountant)
+    if not isinstance(settings.data_loader, PoissonLoader):
+        draws = loader.sampler_of_draws
+        number, what = draws.drawn
+        divided = "" if ranks is None else f", divided among {ranks.size} ranks"
+        warnings.append(
+            f"the data loader now draws {draws.batches}: each of {number} {what} joins a batch"
+            f" with probability {loader.sample_rate:.6g}, {len(loader)} batches a pass{divided}"
+        )
+    if target is not None:
+        plan = plan_of(settings, optimizer, loader, accountant, target)
+        warnings += [*little_left(accountant, plan), *plan.unused_target]
+    elif settings.noise_multiplier is not None:
+        warnings += overridden_floor(optimizer)
+    if ranks is None or ranks.rank == 0:
+        for warning in warnings:
+            _log.warning("%s", warning)
+    return optimizer, loader
+
+
+def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> bool:
+    """Whether the model may have been trained on an accountant that this new one does not hold."""
+    if module not in _accountants or len(accountant):
+        return False
+    before = _accountants[module]()
+    return before is None or (
+        before is not accountant and (before.path is not None or len(before) > 0)
+    )
+
+
+def _attach(
+    settings: Settings[Any],
+    optimizer: PrivateOptimizer,
+    loader: PoissonLoader,
+    ranks: Ranks | None,
+    *,
+    is_alone: bool,
+) -> GradientSource:
+    """Check the model, and let the optimizer release sums over the loader's draws."""
+    module = settings.module
+    require_own_streams(optimizer, loader)
+    if settings.assume_independent_records:
+        loader.vouch()
+    loader.require_same_alone()
+    source = _source_for(settings, loader)
+    try:
+        if ranks is not None:
+            _check_consistent(ranks, settings, optimizer, loader)
+    except BaseException:
+        source.remove()
+        raise
+    fixed = FixedTensors(module)
+    module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    draws = loader.sampler_of_draws
+    optimizer.release.bind(source, draws, fixed, parameters, is_alone=is_alone)
+    return source
+
+
+def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSource:
+    """The source of per-sample gradients, for arguments of the shapes of the model's own."""
+    module, examples = settings.module, settings.example_inputs
+    if examples is not None:
+        ways = [(Keywords(examples),) if isinstance(examples, Mapping) else examples]
+        return _attached_source(settings, ways)
+    record, device = loader.dataset[0], next(module.parameters()).device
+    ways = ways_to_pass(module, loader.collate_fn([record]))
+    try:
+        return _attached_source(settings, map_tensors(ways, lambda t: t.to(device)))
+    except ValueError as error:
+        if not (names := _lists_in(record)):
+            raise
+        raise ArgumentError(
+            f"the model fails on records in which {names} are lists, of which torch's collate"
+            " function makes a tensor for each place: return tensors, as"
+            ' dataset.with_format("torch") of Hugging Face does',
+            code="loader-collate",
+        ) from error
+
+
+def _lists_in(record: Any) -> str:
+    """The names of what is a list of numbers in a record that is a mapping."""
+    fields = record.items() if isinstance(record, Mapping) else ()
+    return ", ".join(
+        repr(name)
+        for name, value in fields
+        if isinstance(value, list) and value and isinstance(value[0], (int, float))
+    )
+
+
+def _attached_source(settings: Settings[Any], ways: Sequence[tuple[Any, ...]]) -> GradientSource:
+    module, mode = settings.module, settings.grad_sample_mode
+    is_vouched = settings.assume_independent_records
+    if isinstance(module, AbstractGradSampleModule):
+        raise ArgumentTypeError(
+            f"the model is wrapped in Opacus' {type(module).__name__} already: pass the model"
+            " inside, module=model._module",
+            code="model-wrapped",
+        )
+    if mode == "hooks" and not is_vouched:
+        raise ModelError(
+            'grad_sample_mode="hooks" runs model and loss on whole batches, where nothing keeps'
+            " records apart: leave it out, or vouch for both by assume_independent_records=True",
+            code="model-vouch",
+        )
+    if (before := GradientSource.attached_to(module)) is not None:
+        before.remove()
+    check_layers(module)
+    reduction = settings.loss_reduction
+    if mode == "hooks":
+        return HooksGradientSource(module, loss_reduction=reduction)
+    kind = VmapGradientSource if mode == "vmap" else BookkeepingGradientSource
+    source = kind(
+        module, loss_reduction=reduction, assume_independent=is_vouched, loss=settings.loss
+    )
+    try:
+        check_model(module, source, ways)
+    except BaseException as error:
+        source.remove()
+        is_unmapped = isinstance(error, DPBayesError) and error.code == "model-map"
+        if is_unmapped and is_vouched and mode is None:
+            return HooksGradientSource(module, loss_reduction=reduction)
+        raise
+    return source
+
+
+def _check_consistent(
+    ranks: Ranks, settings: Settings[Any], optimizer: PrivateOptimizer, loader: PoissonLoader
+) -> None:
+    """Raise on all ranks if they are not about to do the same; then let them draw the same
+    batches.
+    """
+    module: nn.Module = settings.module
+    accountant, sampler, noise = (
+        optimizer.accountant,
+        loader.sampler_of_draws,
+        optimizer.release.noise.generator,
+    )
+    saved = accountant.state_dict()
+    # in memory each rank's accountant is a job of its own, with the same history
+    history = [repr(charge) for charge in accountant.history]
+    kept = saved["ledger"] or {**saved, "history": history, "job": None}
+    tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
+    ranks.require_backend_for(next(module.parameters()).device)
+    generators = (
+        None if noise is None else stream_position(noise),
+        stream_position(sampler.generator) if sampler.has_user_generator else None,
+    )
+    ranks.compare(
+        {
+            "the versions of torch_dpbayes, torch and opacus": (
+                __version__,
+                torch.__version__,
+                opacus.__version__,
+            ),
+            "the number of records": sampler.num_samples,
+            "the sampling rate": loader.sample_rate,
+            "the way in which batches are drawn": repr(sampler.event(GaussianDpEvent(1.0))),
+            "the records or their order (pass all of the data set on every rank)": (
+                records_digests(loader.dataset, users_collate(loader))
+            ),
+            "the parameters' names, shapes or types": [
+                (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
+            ],
+            "the kind of device": next(module.parameters()).device.type,
+            "the initial parameters or buffers (call torch.manual_seed before the model is"
+            " built, or load one state_dict)": digest(tensors).hex(),
+            "the algorithm": type(optimizer).__name__,
+            "the settings of the optimizer": optimizer.described(),
+            "the parameter groups' settings": [
+                (options_of(group), len(group["params"])) for group in optimizer.param_groups
+            ],
+            "loss_reduction": settings.loss_reduction,
+            "the accountant's settings": (
+                accountant.epsilon,
+                accountant.delta,
+                accountant.method,
+                accountant.neighboring,
+            ),
+            "the accountant's history (one that is kept in a file has to be opened on every"
+            " rank, and is on one machine)": (kept),
+            "the generators of noise and sampling (seeds must be equal)": generators,
+        }
+    )
+    sampler.draw_from(ranks.gather(sampler.generator.get_state() if ranks.rank == 0 else None)[0])

@@ -1,0 +1,214 @@
+"""The settings of a private run, which make_private, make_private_with_epsilon and plan share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Required, TypedDict, TypeVar
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import Unit, check_epsilon
+from ..errors import ArgumentError, ArgumentTypeError
+from ..optim.base import PrivateOptimizer
+from ..per_sample.mapped_forward import Loss
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+OptimizerFactory = Callable[..., PrivateOptimizer]
+Examples = tuple[Any, ...] | Mapping[str, Any]
+
+_REQUIRED = ("module", "optimizer", "data_loader")
+SCHEMES = ("poisson", "random_allocation", "fixed_size")
+_OPACUS_MODES = {
+    "ghost": '"bookkeeping", the default',
+    "functorch": '"vmap"',
+    "ew": '"hooks"',
+}
+
+
+class Options(TypedDict, Generic[ModuleT], total=False):
+    """The arguments of ``make_private``, for signatures that hand them on."""
+
+    module: Required[ModuleT]
+    optimizer: Required[OptimizerFactory | PrivateOptimizer]
+    data_loader: Required[DataLoader[Any]]
+    max_grad_norm: float | None
+    noise_multiplier: float | None
+    sampling: str
+    max_batch_size: int | None
+    user_ids: Iterable[Any] | None
+    records_per_user: int
+    grad_sample_mode: str | None
+    loss_reduction: str
+    loss: Loss | None
+    assume_independent_records: bool
+    example_inputs: Examples | None
+
+
+@dataclass(frozen=True, eq=False)
+class Settings(Generic[ModuleT]):
+    """Arguments of ``make_private``, ``make_private_with_epsilon`` and ``plan``, checked.
+
+    Raises:
+        ValueError, TypeError: one of them is out of range, or they do not go together.
+    """
+
+    module: ModuleT
+    optimizer: OptimizerFactory | PrivateOptimizer
+    data_loader: DataLoader[Any]
+    max_grad_norm: float | None = None
+    noise_multiplier: float | None = None
+    sampling: str = "poisson"
+    max_batch_size: int | None = None
+    user_ids: Iterable[Any] | None = field(default=None, repr=False)
+    records_per_user: int = 1
+    grad_sample_mode: str | None = None
+    loss_reduction: str = "mean"
+    loss: Loss | None = None
+    assume_independent_records: bool = False
+    example_inputs: Examples | None = None
+
+    target_epsilon: float | None = None
+    additional_epsilon: float | None = None
+    target_delta: float | None = None
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_batches()
+        mode = self.grad_sample_mode
+        if mode not in (None, "bookkeeping", "vmap", "hooks"):
+            ours = _OPACUS_MODES.get(str(mode))
+            raise ArgumentError(
+                f'grad_sample_mode must be "bookkeeping", "vmap" or "hooks", got {mode!r}'
+                + (f", which is {ours} here" if ours else "")
+            )
+        if not isinstance(self.assume_independent_records, bool):
+            raise ArgumentTypeError(
+                "assume_independent_records must be True or False, got"
+                f" {self.assume_independent_records!r}"
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise ArgumentTypeError(
+                f"loss must be a function of output and targets, got {self.loss!r}"
+            )
+        if self.loss is not None and self.assume_independent_records:
+            raise ArgumentError(
+                "loss= keeps records apart by construction: leave out assume_independent_records"
+            )
+        if self.target_epsilon is not None and self.additional_epsilon is not None:
+            raise ArgumentError(
+                "target_epsilon is of everything on the accountant, additional_epsilon of this run:"
+                " pass one of them"
+            )
+        if self.has_target and self.noise_multiplier is not None:
+            raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
+        epochs = self.epochs
+        if epochs is not None and (
+            isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1
+        ):
+            raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}")
+
+    def _check_batches(self) -> None:
+        if self.sampling not in SCHEMES:
+            raise ArgumentError(
+                f"sampling must be one of {', '.join(map(repr, SCHEMES))}, got {self.sampling!r}"
+            )
+        most = self.max_batch_size
+        if self.user_ids is not None and (self.sampling != "poisson" or most is not None):
+            raise ArgumentError(
+                "user_ids= draws users by Poisson sampling: leave out sampling= and max_batch_size="
+            )
+        if self.user_ids is None and self.records_per_user != 1:
+            raise ArgumentError(
+                "records_per_user= needs user_ids=, the id of each record's user in the order of"
+                " the data set"
+            )
+        if most is None:
+            return
+        if self.sampling != "poisson":
+            raise ArgumentError(
+                f"max_batch_size cuts Poisson draws: leave it out with sampling={self.sampling!r}"
+            )
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ArgumentError(f"max_batch_size must be a positive integer, got {most!r}")
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the noise follows from an ε."""
+        return self.target_epsilon is not None or self.additional_epsilon is not None
+
+    @property
+    def draws_plain_poisson(self) -> bool:
+        """Whether every record joins every batch independently, and nothing else is said."""
+        return self.sampling == "poisson" and self.max_batch_size is None and self.user_ids is None
+
+    @property
+    def unit(self) -> Unit:
+        """What is protected."""
+        return "record" if self.user_ids is None else "user"
+
+    def accountant(self, found: PrivacyAccountant | None) -> PrivacyAccountant:
+        """The engine's accountant, else a built optimizer's, else a new one with the target as its
+        budget.
+
+        Raises:
+            ValueError: it protects something else.
+        """
+        if found is None and isinstance(self.optimizer, PrivateOptimizer):
+            found = self.optimizer.accountant
+        if found is None:
+            both = (self.target_epsilon, self.additional_epsilon)
+            epsilon = next((value for value in both if value is not None), None)
+            delta = self.target_delta if epsilon is not None else None
+            return PrivacyAccountant(epsilon, delta, unit=self.unit)
+        if found.unit == self.unit:
+            return found
+        if self.unit == "user":
+            raise ArgumentError(
+                "user_ids= makes epsilon that of users, and this accountant's is that of records:"
+                ' pass PrivacyEngine(PrivacyAccountant(..., unit="user"))'
+            )
+        raise ArgumentError(
+            "this accountant protects users: pass user_ids=, the id of each record's user in the"
+            " order of the data set"
+        )
+
+    def delta(self, accountant: PrivacyAccountant) -> float:
+        """δ of the run, which is the accountant's if none is given."""
+        if (delta := accountant.delta if self.target_delta is None else self.target_delta) is None:
+            raise ArgumentError(
+                "target_delta is needed: the accountant has no budget to take it from",
+                code="budget-delta",
+            )
+        return delta
+
+    def target(self, accountant: PrivacyAccountant) -> float | None:
+        """ε of everything on the accountant at the end; None where the noise is given."""
+        if self.additional_epsilon is None:
+            return self.target_epsilon
+        delta = self.delta(accountant)
+        if is_held(accountant):
+            raise ArgumentError(
+                "additional_epsilon needs an accountant that adds up its charges; this one's"
+                " guarantee is its budget as a whole: pass that as target_epsilon",
+                code="budget-whole",
+            )
+        return accountant.get_epsilon(delta) + check_epsilon(self.additional_epsilon)
+
+
+def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
+    """Settings of arguments that were handed on by name."""
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise ArgumentTypeError(
+            f"{min(unknown)}= is not an argument: this call takes those of make_private"
+        )
+    if missing := [name for name in _REQUIRED if options.get(name) is None]:
+        raise ArgumentTypeError(f"{missing[0]}= is missing")
+    return Settings(**options, **more)
+
+
+def is_held(accountant: PrivacyAccountant) -> bool:
+    """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
+    return accountant.is_later_job or accountant.guarantee == "filter"

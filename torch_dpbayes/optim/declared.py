@@ -1,0 +1,381 @@
+"""What a private optimizer declares: public constants, groups, and the noise that follows."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import words
+from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError, ArgumentTypeError
+from ..release.query import ClippedSum
+from ..release.release import Release
+from .priors import LogPrior
+from .settings import (
+    LARGEST_LR,
+    LARGEST_NOISE_MULTIPLIER,
+    SETTINGS,
+    Defaults,
+    Settings,
+    require_number,
+    require_positive,
+)
+
+_ELSEWHERE = {  # arguments of other optimizers
+    "weight_decay": "weight_decay=: pass prior_std=, which is 1 / sqrt(weight_decay * num_data)",
+    "momentum": "momentum=: take DPSGHMC, which has it",
+    "betas": "betas=: DPSGHMC has momentum=, the first of them",
+}
+_NEEDED = ("lr", "num_data", "expected_batch_size", "max_grad_norm")
+_OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *SETTINGS))
+
+
+class DeclaredOptimizer(Optimizer):
+    """The part of :class:`~torch_dpbayes.optim.base.PrivateOptimizer` that never sees data: its
+    arguments, their checks, and the numbers that follow from them.
+    """
+
+    # a subclass's options that may differ between groups, set before __init__ is called
+    _group_options: dict[str, Any] = {}  # noqa: RUF012
+    _log_prior: LogPrior | None
+
+    __signature__: ClassVar[inspect.Signature]  # help() shows it
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = _signature_of(cls)
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        _require_arguments(cls, args, options)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | str,
+        *,
+        num_data: int,
+        expected_batch_size: float,
+        max_grad_norm: float,
+        noise_multiplier: float = 0.0,
+        temperature: float = 1.0,
+        prior_std: float = 1.0,
+        prior_mean: float = 0.0,
+        log_prior: LogPrior | None = None,
+        sampling: str | None = None,
+        accountant: PrivacyAccountant | None = None,
+        generator: torch.Generator | None = None,
+        assume_independent_records: bool = False,
+    ) -> None:
+        settings = Settings(
+            num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, sampling
+        )
+        if log_prior is not None and not math.isinf(prior_std) and prior_std != 1.0:
+            raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
+        if not isinstance(assume_independent_records, bool):
+            raise ArgumentTypeError(
+                "assume_independent_records must be True or False, got"
+                f" {assume_independent_records!r}"
+            )
+        self._constants, self._log_prior = settings, log_prior
+        self.release = Release(  # what stands between batches and the noisy gradient
+            self._make_query(settings.max_grad_norm, settings.expected_batch_size),
+            num_data=num_data,
+            sampling=sampling,
+            accountant=PrivacyAccountant() if accountant is None else accountant,
+            generator=generator,
+            label=type(self).__name__,
+            assume_independent=assume_independent_records,
+        )
+        # which the free lr is a function of
+        self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
+        super().__init__(params, {"lr": self._resolved(lr), **self.defaults})
+        self.defaults = Defaults(self.defaults, type(self).__name__)
+        if log_prior is not None and any("param_names" not in group for group in self.param_groups):
+            raise ArgumentError(
+                "log_prior takes parameters by name: construct the optimizer with"
+                " model.named_parameters()"
+            )
+
+    # -- what an algorithm's file provides ---------------------------------------------------------
+
+    def _friction(self, group: dict[str, Any]) -> float:
+        """a of a sampler whose own noise has the variance 2aTη/N in a step: 1 for overdamped
+        Langevin dynamics, 1 − momentum for underdamped ones. The next three follow from it; a
+        sampler of another kind overrides them.
+        """
+        return 1.0
+
+    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
+        """z_L = (B/C)·√(2aT/(ηN)) of a group whose lr η is positive."""
+        scale = self.expected_batch_size / self.max_grad_norm
+        friction = self._friction(group)
+        return scale * math.sqrt(2 * friction * self.temperature / (group["lr"] * self.num_data))
+
+    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """ηN z²C²/(2aB²): the temperature at which the Gaussian noise alone would sample."""
+        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
+        return group["lr"] * self.num_data * ratio**2 / (2 * self._friction(group))
+
+    def _matching_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """ηN z²C²/(2TB²): the friction with which this noise samples the temperature T."""
+        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
+        return group["lr"] * self.num_data * ratio**2 / (2 * self.temperature)
+
+    def _free_lr(self) -> float:
+        """The largest lr whose z_L is at least the floor, which is positive here."""
+        ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
+        return 2 * self._friction(self.defaults) * self.temperature * ratio**2 / self.num_data
+
+    def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> ClippedSum:
+        """What a step asks of the data."""
+        return ClippedSum(max_grad_norm, expected_batch_size)
+
+    # -- public constants and reports --------------------------------------------------------------
+
+    @property
+    def accountant(self) -> PrivacyAccountant:
+        """Where every step is charged."""
+        return self.release.accountant
+
+    @property
+    def num_data(self) -> int:
+        """N, the public number of records."""
+        return self._constants.num_data
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B, the public expected batch size."""
+        return self._constants.expected_batch_size
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, the clip norm of one record's gradient."""
+        return self._constants.max_grad_norm
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z_min, the floor under the noise multiplier."""
+        return self._constants.noise_multiplier
+
+    @property
+    def temperature(self) -> float:
+        """T of the target ∝ exp(−U/T)."""
+        return self._constants.temperature
+
+    @property
+    def has_own_log_prior(self) -> bool:
+        """Whether ``log_prior=`` replaces the Gaussian prior."""
+        return self._log_prior is not None
+
+    @property
+    def sampling(self) -> str | None:
+        """``"poisson"`` or another way in which ``make_private`` draws batches, ``"recordwise"``,
+        or None for batches of which nothing is stated.
+        """
+        return self.release.sampling
+
+    @property
+    def langevin_noise_multiplier(self) -> float:
+        """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite
+        where every lr is 0.
+        """
+        return min(self._langevin(group) for group in self._trained_groups())
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """z in force, which is what a step is charged for; the smallest over the groups."""
+        return min(self._multiplier(group) for group in self._trained_groups())
+
+    @property
+    def effective_temperature(self) -> float:
+        """Temperature of the Gaussian noise in force; the largest over the groups.
+
+        For q < 1 the minibatch noise comes on top, so this is a lower bound on the temperature of
+        the samples.
+        """
+        return max(
+            self._group_temperature(g, self._multiplier(g)) if g["lr"] > 0 else 0.0
+            for g in self._trained_groups()
+        )
+
+    @property
+    def free_lr(self) -> float:
+        """The largest lr at which privacy is free: the sampler's own noise reaches the floor.
+        Infinite without a floor.
+        """
+        return math.inf if self.noise_multiplier == 0 else self._free_lr()
+
+    @property
+    def independence(self) -> str:
+        """How records are kept apart: ``"by construction, …"`` or ``"vouched for …"``."""
+        return self.release.independence
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        return {
+            "lr": lrs[0] if len(lrs) == 1 else lrs,
+            "noise_multiplier": self.effective_noise_multiplier,
+            "temperature": self.effective_temperature,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": self.expected_batch_size,
+            "num_data": self.num_data,
+            "sampling": self.sampling,
+            "records": self.independence,
+        }
+
+    def __repr__(self) -> str:
+        """The numbers in force, and what is spent."""
+        try:
+            numbers = self._numbers
+        except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be
+            numbers = {"invalid": str(error)}
+        return words.one_line(self, numbers, self.accountant)
+
+    def _repr_html_(self) -> str:
+        return words.html(self, self._numbers, self.accountant)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _trained_groups(self) -> list[dict[str, Any]]:
+        """Groups that are not frozen; all of them if every one is."""
+        return [
+            group for group in self.param_groups if any(p.requires_grad for p in group["params"])
+        ] or self.param_groups
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def _langevin(self, group: dict[str, Any]) -> float:
+        if not group["lr"] > 0:
+            return math.inf
+        noise_multiplier = self._group_langevin_noise_multiplier(group)
+        if not noise_multiplier < LARGEST_NOISE_MULTIPLIER:
+            raise ArgumentError(
+                f"lr = {group['lr']} is so small that the sampler's own noise overflows (noise"
+                f" multiplier {noise_multiplier:.3g}): use a larger lr, 0 to leave the group as it"
+                " is, or temperature=0."
+            )
+        return noise_multiplier
+
+    def _multiplier(self, group: dict[str, Any]) -> float:
+        """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a
+        floor nothing is released.
+        """
+        self._require_options(group)
+        if not math.isfinite(group["prior_mean"]):
+            raise ArgumentError(f"prior_mean = {group['prior_mean']} is not finite")
+        require_positive("prior_std", group["prior_std"], allow_infinite=True)
+        require_number("lr", group["lr"])
+        if not 0 <= group["lr"] < LARGEST_LR:
+            raise ArgumentError(
+                f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
+            )
+        if group["lr"] == 0:
+            return self.noise_multiplier or math.inf
+        return max(self._langevin(group), self.noise_multiplier)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
+        if isinstance(param_group.get("lr"), str):
+            param_group = {**param_group, "lr": self._resolved(param_group["lr"])}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._require_options(group)
+            require_positive("lr", group["lr"])
+            require_positive("prior_std", group["prior_std"], allow_infinite=True)
+            require_number("prior_mean", group["prior_mean"])
+            if not math.isfinite(group["prior_mean"]):
+                raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
+            for p in group["params"]:
+                if not p.is_floating_point():
+                    raise ArgumentTypeError(
+                        f"parameters must be real floating-point tensors, got {p.dtype}"
+                    )
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _resolved(self, lr: Any) -> Any:
+        """``lr``, which is :attr:`free_lr` where ``"free"`` is asked for."""
+        if not isinstance(lr, str):
+            return lr
+        if lr != "free":
+            raise ArgumentError(f'lr must be a number or "free", got {lr!r}')
+        if not (self.noise_multiplier > 0 and self.temperature > 0):
+            raise ArgumentError(
+                'lr="free" is where the sampler\'s own noise reaches the floor: it needs'
+                " noise_multiplier > 0 (or a target epsilon) and temperature > 0"
+            )
+        return self._free_lr()
+
+    def _require_options(self, group: dict[str, Any]) -> None:
+        if _OPTIONS_OF_NO_GROUP.isdisjoint(group):
+            return
+        if foreign := [
+            name for name in group if name in _OPTIONS_OF_NO_GROUP and name not in self.defaults
+        ]:
+            raise ArgumentError(
+                f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its"
+                f" groups take {', '.join(self.defaults)}. Set it for all groups when the optimizer"
+                " is made."
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        """On which the law of a release depends."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+    def described(self) -> dict[str, Any]:
+        """Every constant that ranks must agree on."""
+        constants = (bool, int, float, str, type(None))
+        own = {name: v for name, v in vars(self).items() if isinstance(v, constants)}
+        return {**own, **self._settings()}
+
+
+def _signature_of(cls: type[DeclaredOptimizer]) -> inspect.Signature:
+    """The arguments of a sampler, with those that it hands on."""
+    _, *own = inspect.signature(cls.__init__).parameters.values()
+    if (
+        own
+        and own[-1].kind is inspect.Parameter.VAR_KEYWORD
+        and "Unpack" in str(own[-1].annotation)
+    ):
+        _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
+        names = {p.name for p in own}
+        own = [*own[:-1], *(p for p in common if p.name not in names)]
+    return inspect.Signature(own)
+
+
+def _require_arguments(
+    cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Say in plain words which arguments are missing."""
+    signature = cls.__signature__
+    try:
+        given = {*signature.bind_partial(*args, **options).arguments, *options}
+    except TypeError as error:
+        instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
+        if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
+            raise ArgumentTypeError(f"{cls.__name__} has no {line}") from None
+        raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
+    # a subclass that hands on what it is given has no names for it
+    missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
+    example = f"optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0"
+    if "num_data" in missing or "expected_batch_size" in missing:
+        raise ArgumentTypeError(
+            f"{cls.__name__} also needs {', '.join(missing)}: pass {example} to"
+            " PrivacyEngine().make_private, which knows the rest"
+        )
+    if missing:
+        raise ArgumentTypeError(
+            f"{cls.__name__} needs {' and '.join(missing)}: pass {example}, the clip norm of"
+            " one record's gradient"
+        )

@@ -1,0 +1,221 @@
+"""How a device computes norms and sums: how much at a time, in which type, and what is cheap.
+
+A record's norm must hold for what is added up. Where a sum is made of per-record gradients that are
+kept, it does by construction: they may be rounded as the layer's own gradients are (bfloat16 under
+autocast, TensorFloat-32 where the user allows it), for their norms are of what was rounded. Where a
+second product makes the sum, both are made of the same numbers, and what the sum's rounding may add
+is added to the norm.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Machine(NamedTuple):
+    """What a device is good at. Choices follow from it and from shapes alone, never from what other
+    programs leave free, so that a run repeats bit for bit.
+
+    Attributes:
+        piece: numbers in a temporary that is worked off in pieces.
+        is_accelerator: whether launches and memory cost more than multiply-adds.
+        has_double: whether products of float64 are about as fast as those of float32.
+    """
+
+    piece: int
+    is_accelerator: bool
+    has_double: bool
+
+
+_CACHE = 2**20  # numbers: about what stays in a CPU's cache
+# Of an accelerator's memory, a temporary of float32 takes 1/512: 31 MiB of 16 GiB, 278 of 139.
+_SHARE = 512 * 4
+# Compute capabilities whose float64 is at least half as fast as float32: P100, V100, A100, H100,
+# B200. All others have 1/32 or 1/64 of it.
+_DOUBLE = frozenset(((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)))
+_SMALLEST = 2**22  # numbers in a piece of an accelerator
+
+
+@functools.lru_cache(64)
+def machine_of(device: torch.device) -> Machine:
+    """What is known of a device."""
+    if device.type == "cpu":
+        return Machine(_CACHE, is_accelerator=False, has_double=True)
+    if device.type != "cuda":
+        return Machine(2**24, is_accelerator=True, has_double=device.type == "xpu")
+    card = torch.cuda.get_device_properties(device)
+    has_double = bool(torch.version.hip) or (card.major, card.minor) in _DOUBLE
+    return Machine(max(_SMALLEST, card.total_memory // _SHARE), True, has_double)
+
+
+def chunks(n: int, numbers: int, device: torch.device) -> Iterator[slice]:
+    """Slices of n records, each with about a piece if one record has so many numbers."""
+    step = max(1, machine_of(device).piece // max(1, numbers))
+    return (slice(i, i + step) for i in range(0, n, step))
+
+
+def wide(t: Tensor) -> torch.dtype:
+    """The type of norms and of sums: float32, or float64 where the numbers are."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+# -- products --------------------------------------------------------------------------------------
+
+_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a·b of matrices, or of each of a batch of matrices, in the type of sums. Products of half
+    types are exact in float32, in which they are accumulated.
+    """
+    if wide(a) == a.dtype:
+        return a @ b
+    if a.is_cuda and _HAS_OUT_DTYPE:
+        multiply: Any = torch.mm if a.dim() == 2 else torch.bmm
+        found: Tensor = multiply(a, b, out_dtype=torch.float32)
+        return found
+    return a.float() @ b.float()
+
+
+def split(t: Tensor, terms: int) -> list[Tensor]:
+    """Numbers of bfloat16 that add up to ``t`` but for 2⁻⁹ each time: 2⁻¹⁸ of it for two."""
+    parts = [t.bfloat16()]
+    for _ in range(terms - 1):
+        t = t - parts[-1]
+        parts.append(t.bfloat16())
+    return parts
+
+
+def is_split(t: Tensor) -> bool:
+    """Whether products with these numbers are made of several of bfloat16."""
+    return t.dtype == torch.bfloat16 and machine_of(t.device).is_accelerator
+
+
+LOST_IN_SPLIT = 2.0**-17  # more than the part of a number that is lost in two terms, 2⁻⁹ twice
+_TF32_MASK = -(2**13)  # of the 23 bits of a float32's fraction it keeps ten
+
+
+def cut(t: Tensor) -> Tensor:
+    """The ten leading bits of the fractions, which products of TensorFloat-32 take as they are."""
+    return t.contiguous().view(torch.int32).bitwise_and(_TF32_MASK).view(torch.float32)
+
+
+_BLOCK = 64  # terms of a dot product that are added up in float32 before their sum is
+
+
+def gram(t: Tensor, machine: Machine) -> tuple[Tensor, float]:
+    """The products of all pairs of a record's rows, and at most how far that of rows s and t lies
+    off, in units of ‖s‖·‖t‖.
+
+    In float64, as good as exact, where that is fast. In float32 a dot product of k terms lies off
+    by k·2⁻²⁴ of Σ|terms| at most, in whatever order they are added (Higham, Accuracy and Stability
+    of Numerical Algorithms, 2002, section 3.1); by blocks of b by b + k/b.
+    """
+    if machine.has_double or t.dtype == torch.float64:
+        t = t.double()
+        return torch.bmm(t, t.transpose(1, 2)), 0.0
+    parts = t.float().split(_BLOCK, dim=2)
+    found = torch.bmm(parts[0], parts[0].transpose(1, 2))
+    for part in parts[1:]:
+        found.baddbmm_(part, part.transpose(1, 2))
+    return found, (min(t.shape[2], _BLOCK) + len(parts)) * 2.0**-24
+
+
+# -- precision -------------------------------------------------------------------------------------
+
+# Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without
+# the properties, which are slow.
+_PRODUCTS = {
+    "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
+    "cuda": (("cuda", "matmul"), ("cuda", "conv")),
+}
+_FULL, _AS_IT_IS = frozenset(("ieee", "none")), nullcontext()
+if hasattr(torch._C, "_get_fp32_precision_getter"):
+    _precision_of: Any = torch._C._get_fp32_precision_getter
+    _set_precision_of: Any = torch._C._set_fp32_precision_setter
+else:  # torch before 2.9
+    _FLAGS: dict[str, Any] = {"matmul": torch.backends.cuda.matmul, "conv": torch.backends.cudnn}
+
+    def _precision_of(backend: str, name: str) -> Any:
+        return "tf32" if backend == "cuda" and _FLAGS[name].allow_tf32 else "ieee"
+
+    def _set_precision_of(_backend: str, name: str, precision: Any) -> None:
+        _FLAGS[name].allow_tf32 = precision != "ieee"
+
+
+# What :func:`full_precision` found, innermost last; the settings are the process' own, too.
+_found: list[dict[tuple[str, str], Any]] = []
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
+    kind = device.type
+    before = {of: _precision_of(*of) for of in _PRODUCTS.get(kind, ())}
+    is_autocast = torch.is_autocast_enabled(kind)
+    if not is_autocast and _FULL.issuperset(before.values()):
+        return _AS_IT_IS
+    return _Precision(before, "ieee", kind if is_autocast else None)
+
+
+def allows_tf32(device: torch.device) -> bool:
+    """Whether the user lets convolutions on this device round to TensorFloat-32."""
+    if device.type != "cuda":
+        return False
+    of = ("cuda", "conv")
+    return (_found[-1][of] if _found and of in _found[-1] else _precision_of(*of)) not in _FULL
+
+
+def tf32(device: torch.device) -> AbstractContextManager[Any]:
+    """Products and convolutions of float32 in TensorFloat-32, where the device has it."""
+    if device.type != "cuda":
+        return _AS_IT_IS
+    return _Precision({of: _precision_of(*of) for of in _PRODUCTS["cuda"]}, "tf32", None)
+
+
+class _Precision:
+    """Another precision of products, until the end of a block; a step enters hundreds of them.
+
+    Args:
+        before: by product, what to go back to.
+        precision: of all of them.
+        autocast: a kind of device on which autocast is off inside.
+    """
+
+    def __init__(
+        self, before: dict[tuple[str, str], Any], precision: str, autocast: str | None
+    ) -> None:
+        self._before, self._precision = before, precision
+        self._autocast = None if autocast is None else torch.autocast(autocast, enabled=False)
+
+    def __enter__(self) -> None:
+        if self._precision == "ieee":
+            _found.append(self._before)
+        for of, value in self._before.items():
+            if value != self._precision:
+                _set_precision_of(*of, self._precision)
+        if self._autocast is not None:
+            self._autocast.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
+        for of, value in self._before.items():
+            if value != self._precision:
+                _set_precision_of(*of, value)
+        if self._precision == "ieee":
+            _found.pop()
+
+
+def joined(norms: Sequence[Tensor]) -> Tensor:
+    """The norms of vectors of which parts have these."""
+    if len(norms) == 1:
+        return norms[0]
+    dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
+    norms = [n if n.dtype == dtype else n.to(dtype) for n in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)

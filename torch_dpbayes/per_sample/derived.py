@@ -1,0 +1,189 @@
+"""Ordinary tensors that were computed from records, and what they are written into.
+
+After ``backward()`` the values of a batch are ordinary tensors, which may not come back into a
+later loss, model or parameter: they would carry other records past the clipping. They are
+:class:`Derived` tensors. Torch's dispatcher hands every operation with one of them to
+``__torch_dispatch__``, also those of ``torch.func``, TorchScript and autograd, so that what is
+computed from them is marked, too. A tensor that they are written into is marked by its memory,
+which all of its views share.
+"""
+
+from __future__ import annotations
+
+import gc
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch, _storage_Use_Count
+from torch._tensor import _convert
+from torch.overrides import get_default_nowrap_functions
+
+from ..errors import LossError, StepError
+
+WRITTEN = (
+    "a parameter or buffer of the private model is written to with values of a batch, which are"
+    " neither clipped nor noisy: write public values only, and let the optimizer change parameters"
+)
+# marks of a storage
+_MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
+_ORDINARY = {Tensor, nn.Parameter}
+_DENSE = (torch.strided, torch.jagged)
+# torch has these for its own tensors only
+_FROM_MEMORY = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
+
+
+class Derived(Tensor):
+    """An ordinary tensor that was computed from records. What is computed from it is one, too."""
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in {*types, *map(type, args)} - _ORDINARY:  # of operators, torch names the first type
+            if issubclass(t, Tensor) and not issubclass(t, Derived):
+                return t.__torch_function__(func, types, args, kwargs)  # as of followed tensors
+        if func in _FROM_MEMORY:
+            return func(as_plain(args[0]), *args[1:], **(kwargs or {}))
+        with DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            _require_dense(found)
+            return found if func in get_default_nowrap_functions() else _convert(found, Derived)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not all(issubclass(t, Derived) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        with _DisableTorchDispatch():
+            if names := _names_written(func):
+                given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+                given.update(kwargs)
+                if given.get("training", True):
+                    for name in names:
+                        _mark(given.get(name))
+            return _derived(func(*args, **kwargs))
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return as_plain(self).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return format(as_plain(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return as_plain(self).__repr__(**options)
+
+
+class _DerivedParameter(nn.Parameter, Derived):
+    """A parameter that such values were written into."""
+
+    __torch_function__ = Derived.__torch_function__
+    __reduce_ex__ = nn.Parameter.__reduce_ex__
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        memo[id(self)] = copy = nn.Parameter(as_plain(self).detach().clone(), self.requires_grad)
+        _mark(copy)
+        return copy
+
+
+def derived(t: Tensor) -> Derived:
+    """The same values, as those of records."""
+    with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+        _mark_storage(t)
+        return t.as_subclass(Derived)
+
+
+def as_plain(t: Tensor) -> Tensor:
+    """The same values as an ordinary tensor of torch; its memory stays marked."""
+    with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
+        return t.as_subclass(Tensor)
+
+
+def guard(t: Tensor) -> None:
+    """Let no values of a batch be written into a tensor of the private model."""
+    if (storage := _storage_of(t)) is not None:
+        setattr(storage, _PRIVATE, True)
+
+
+def holds_records(t: Tensor) -> bool:
+    """Whether an ordinary tensor was computed from records, or shares memory with one that was."""
+    return isinstance(t, Derived) or _is_marked(t)
+
+
+def _derived(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        _require_dense(found)
+        is_known = isinstance(found, Derived) or isinstance(found, nn.Parameter)
+        return found if is_known else derived(found)
+    return type(found)(map(_derived, found)) if isinstance(found, (tuple, list)) else found
+
+
+def _require_dense(found: Any) -> None:
+    if isinstance(found, Tensor) and found.layout not in _DENSE:
+        raise LossError(
+            f"values of a batch become a tensor of layout {found.layout}, whose parts lose the mark"
+            " of records: take dense tensors, or NumPy arrays, which you keep out of later steps",
+            code="loss-mixes",
+        )
+
+
+@lru_cache(2048)
+def _names_written(func: Any) -> list[str]:
+    """The arguments that an operator writes into. Torch does not say so of running statistics."""
+    return [
+        a.name
+        for a in func._schema.arguments
+        if a.name in ("running_mean", "running_var") or (a.alias_info and a.alias_info.is_write)
+    ]
+
+
+def _mark(written: Any) -> None:
+    """Make a tensor, and those that share its memory, ones of records."""
+    if isinstance(written, (tuple, list)):
+        for t in written:
+            _mark(t)
+    if not isinstance(written, Tensor) or _is_marked(written):
+        return
+    if hasattr(_storage_of(written), _PRIVATE):
+        raise StepError(WRITTEN, code="model-written")
+    owners = [written] if written._base is None else [written, written._base]
+    if (storage := _mark_storage(written)) is not None:
+        if _storage_Use_Count(storage._cdata) > len(owners) + 1:  # and the storage's own object
+            owners = [
+                t
+                for t in gc.get_objects()
+                if issubclass(type(t), Tensor) and _storage_of(t) is storage
+            ]
+    for t in owners:
+        if type(t) is Tensor:
+            t.__class__ = Derived
+        elif type(t) is nn.Parameter:
+            t.__class__ = _DerivedParameter
+
+
+def _storage_of(t: Tensor) -> Any:
+    """None of a tensor that has none, such as a sparse one."""
+    with DisableTorchFunctionSubclass():
+        try:
+            return t.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def _is_marked(t: Tensor) -> bool:
+    return hasattr(_storage_of(t), _MARK)
+
+
+def _mark_storage(t: Tensor) -> Any:
+    storage = _storage_of(t)
+    if storage is not None:
+        setattr(storage, _MARK, True)
+    return storage

@@ -1,0 +1,266 @@
+"""The outputs of a model under every posterior sample, batch by batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+from .. import words
+from ..errors import ArgumentTypeError, SamplesError
+from ..per_sample.nested import TARGETS, named_inputs
+
+Transform = Callable[[Tensor], Tensor]
+Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
+Inputs = Tensor | Iterable[Any]
+Sample = dict[str, Tensor]
+
+_NO_BATCHES = (
+    "x must be a tensor whose first dimension is the record, or a DataLoader; for one batch of"
+    " another kind write [batch]."
+)
+
+# Small networks are run for several samples at once, which saves the fixed cost of a forward pass;
+# stacked parameters beyond the cache would cost more than that.
+_ROWS = 256  # of a tensor, predicted at a time
+_GROUP, _LARGEST_IN_GROUP = 16, 20_000  # samples, and numbers in each of them
+
+
+def softmax(output: Tensor) -> Tensor:
+    """Class probabilities from scores: softmax over the last dimension.
+
+    Args:
+        output: floating-point tensor ``[n, ..., classes]`` with at least two classes.
+
+    Raises:
+        ValueError: the output has no class dimension, or one class only, whose softmax is 1
+            whatever the score.
+    """
+    if output.dim() < 2 or output.shape[-1] < 2:
+        raise SamplesError(
+            "softmax needs an output of shape [n, ..., classes] with at least two classes, got"
+            f" {list(output.shape)}. Pass transform=None for regression, or transform=torch.sigmoid"
+            " where one logit stands for two classes."
+        )
+    return torch.softmax(output, dim=-1)
+
+
+def evaluate(
+    samples: Sequence[Sample],
+    model: nn.Module,
+    x: Inputs,
+    transform: Transform | None,
+    forward: Forward | None,
+    reduce: Callable[[Iterator[Tensor]], Tensor],
+) -> list[Tensor]:
+    """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each batch."""
+    batches = _batches(x)
+    parameters = dict(model.named_parameters())
+    shapes = {name: p.shape for name, p in samples[0].items()}
+    # A model may be frozen after training; what was frozen during training cannot be trainable
+    # now.
+    of_model = {
+        name: p.shape for name, p in parameters.items() if p.requires_grad or name in shapes
+    }
+    if of_model != shapes:
+        raise SamplesError(
+            "The model's trainable parameters are not those of the samples:"
+            f" {difference_of(shapes, of_model)}. Pass the model that was collected, or one built"
+            " and frozen like it."
+        )
+    device = parameters[next(iter(shapes))].device
+    called = _Called(model, _output_of if forward is None else forward)
+
+    def on_model(name: str, sample: Tensor) -> Tensor:
+        return sample.to(device=parameters[name].device, dtype=parameters[name].dtype)
+
+    def run(sample: Sample, batch: Any) -> Tensor:
+        output = functional_call(called, {f"model.{n}": p for n, p in sample.items()}, (batch,))
+        if not isinstance(output, Tensor):
+            raise ArgumentTypeError(
+                f"The model returned a {type(output).__name__}; predictions need one tensor"
+                " with a row a record: pass forward=lambda model, x: model(x).logits, or alike."
+            )
+        result = output if transform is None else transform(output)
+        if (
+            not isinstance(result, Tensor)
+            or result.dim() == 0
+            or result.shape[0] != _records_in(batch)
+        ):
+            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise SamplesError(
+                f"{_records_in(batch)} records went in and {shape} came out: model and"
+                " transform must return a tensor with one row a record in its first dimension."
+            )
+        return result
+
+    def groups(batch: Any, size: int) -> Iterator[Tensor]:
+        start = 0
+        while size > 1 and start < len(samples):
+            group = samples[start : start + size]
+            stacked = {
+                name: torch.stack([on_model(name, s[name]) for s in group]) for name in shapes
+            }
+            result = _try_vmap(run, stacked, batch)
+            if result is None:
+                break
+            yield result
+            start += len(group)
+        for sample in samples[start:]:
+            moved = {name: on_model(name, s) for name, s in sample.items()}
+            yield run(moved, batch).unsqueeze(0)
+
+    is_small = sum(s.numel() for s in samples[0].values()) <= _LARGEST_IN_GROUP
+    with _evaluation_mode(model), torch.no_grad():
+        size = _GROUP if is_small else 1
+        shown = words.shown(batches, "predicting")
+        reduced = [reduce(groups(_moved(batch, device), size)) for batch in shown]
+    if not reduced:
+        raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
+    return reduced
+
+
+def average(groups: Iterator[Tensor], size: int) -> Tensor:
+    """The average over ``size`` samples."""
+    total, dtype = torch.zeros(()), torch.get_default_dtype()
+    for group in groups:
+        dtype = group.dtype if group.is_floating_point() or group.is_complex() else dtype
+        # at least single precision: a sum of many half-precision values would lose its
+        # small terms
+        total = total.to(group.device) + group.sum(
+            0, dtype=torch.promote_types(group.dtype, torch.float32)
+        )
+    return (total / size).to(dtype)
+
+
+def entropies(groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+    """Entropy of the average of ``size`` distributions, and average of their entropies."""
+    average = entropy = torch.zeros(())
+    for group in groups:
+        group = group.to(torch.promote_types(group.dtype, torch.float32))
+        if not ((group.sum(-1) - 1).abs() < 0.01).all() or not (group >= 0).all():
+            raise SamplesError(
+                "The transformed output is not a probability distribution over its last"
+                " dimension. Pass a transform that makes it one: softmax (the default) for"
+                " scores, torch.exp for log-probabilities."
+            )
+        average = average.to(group.device) + group.sum(0) / size
+        entropy = entropy.to(group.device) + torch.special.entr(group).sum((0, -1)) / size
+    return torch.special.entr(average).sum(-1), entropy
+
+
+def mixture_quantiles(means: Tensor, quantiles: Sequence[float], noise_std: float) -> Tensor:
+    """Quantiles of Σ N(μ_s, σ²)/S by bisection, [len(quantiles), n, ...] of means [S, n, ...]."""
+    lowest, highest = means.amin(0), means.amax(0)
+    solved = []
+    for q in quantiles:
+        own = noise_std * torch.special.ndtri(
+            torch.tensor(q, dtype=means.dtype, device=means.device)
+        )
+        low, high = lowest + own, highest + own
+        for _ in range(50):  # double precision of any spread below 10⁵ noise standard deviations
+            middle = (low + high) / 2
+            below = torch.special.ndtr((middle - means) / noise_std).mean(0) < q
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        solved.append((low + high) / 2)
+    return torch.stack(solved)
+
+
+def difference_of(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> str:
+    """In which parameters two models differ."""
+    parts = []
+    if missing := [name for name in before if name not in now]:
+        parts.append(f"missing {', '.join(missing[:3])}")
+    if added := [name for name in now if name not in before]:
+        parts.append(f"added {', '.join(added[:3])}")
+    for name in [name for name in before if name in now and before[name] != now[name]][:3]:
+        parts.append(f"{name} was {list(before[name])} and is {list(now[name])}")
+    return "; ".join(parts)
+
+
+class _Called(nn.Module):
+    """A model and how it is called, as one module whose parameters can be exchanged."""
+
+    def __init__(self, model: nn.Module, call: Forward) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.call(self.model, batch)
+
+
+def _batches(x: Inputs) -> Iterable[Any]:
+    if isinstance(x, Tensor) and x.dim() > 0:
+        return x.split(_ROWS)
+    if hasattr(x, "sampler_of_draws"):
+        raise ArgumentTypeError(
+            "x is a private loader, which draws records at random for one step each: pass"
+            " DataLoader(dataset, batch_size=256)."
+        )
+    if isinstance(x, np.ndarray) or hasattr(x, "to_numpy"):
+        raise ArgumentTypeError(
+            f"x is a {type(x).__name__}: pass torch.as_tensor(numpy.asarray(x),"
+            " dtype=torch.float32), of the model's type"
+        )
+    if isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
+        raise ArgumentTypeError(_NO_BATCHES)
+    return x
+
+
+def _output_of(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        taken = named_inputs(model, {k: v for k, v in batch.items() if k not in TARGETS})
+        if not taken:
+            raise ArgumentTypeError(
+                f"the model takes none of {', '.join(map(str, batch))} by name: pass"
+                ' forward=lambda model, batch: model(batch["..."]).'
+            )
+        return model(**taken)
+    if isinstance(batch, (tuple, list)):
+        return model(*(batch[:-1] if len(batch) > 1 else batch))
+    return model(batch)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    if not any(isinstance(t, Tensor) for t in pytree.tree_leaves(batch)):
+        raise ArgumentTypeError(_NO_BATCHES)
+    return pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, batch)
+
+
+def _records_in(batch: Any) -> int:
+    tensors = (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0)
+    return len(next(tensors, ()))
+
+
+def _try_vmap(
+    forward: Callable[[Sample, Any], Tensor], stacked: Sample, batch: Any
+) -> Tensor | None:
+    """The outputs ``[samples, rows, ...]``, or ``None`` where vmap cannot run this model."""
+    try:
+        with warnings.catch_warnings():
+            # vmap runs an operation without a batching rule in a slow loop of its own: ours is
+            # faster
+            warnings.filterwarnings("error", message="There is a performance drop")
+            return vmap(forward, in_dims=(0, None))(stacked, batch)
+    # in-place writes, control flow on values, numpy; if the error is real, the loop raises it again
+    except Exception:
+        return None
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
