@@ -25,7 +25,7 @@ from torch import Tensor
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.gdp import gaussian_mu
-from torch_dpbayes.noise_aware_next import posterior
+from torch_dpbayes.noise_aware import posterior
 
 DELTA = 1e-5
 

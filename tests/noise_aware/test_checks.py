@@ -10,10 +10,10 @@ from scipy import stats
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc.density import Prior
-from torch_dpbayes.noise_aware_next import posterior
-from torch_dpbayes.noise_aware_next.checks import note, prior_p_value, release_p_values
-from torch_dpbayes.noise_aware_next.latents import Latents
-from torch_dpbayes.noise_aware_next.likelihood import Fit, Moments, Release, posterior_precision
+from torch_dpbayes.noise_aware import posterior
+from torch_dpbayes.noise_aware.checks import note, prior_p_value, release_p_values
+from torch_dpbayes.noise_aware.latents import Latents
+from torch_dpbayes.noise_aware.likelihood import Fit, Moments, Release, posterior_precision
 
 SIZE, N = 4, 1000
 

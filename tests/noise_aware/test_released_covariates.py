@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
-from torch_dpbayes.noise_aware_next import covariance, posterior
-from torch_dpbayes.noise_aware_next.covariates import (
+from torch_dpbayes.noise_aware import covariance, posterior
+from torch_dpbayes.noise_aware.covariates import (
     FeatureShape,
     Released,
     feature_shape,
     noisy_moments,
 )
-from torch_dpbayes.noise_aware_next.noisy_gram import gram_draws
-from torch_dpbayes.noise_aware_next.records import ModelRecords
+from torch_dpbayes.noise_aware.noisy_gram import gram_draws
+from torch_dpbayes.noise_aware.records import ModelRecords
 
 
 def linear(x, y):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
-from torch_dpbayes.noise_aware_next import posterior, posterior_for_module
-from torch_dpbayes.noise_aware_next.records import ModelRecords, PrivateRecords, clipped, scores
+from torch_dpbayes.noise_aware import posterior, posterior_for_module
+from torch_dpbayes.noise_aware.records import ModelRecords, PrivateRecords, clipped, scores
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -164,7 +164,7 @@ def test_no_record_raises_in_a_frozen_body():
             matrix = torch.diag_embed(x + 10)
             return self.last(torch.linalg.cholesky(matrix).diagonal(dim1=-2, dim2=-1))
 
-    from torch_dpbayes.noise_aware_next.models import LastLayer
+    from torch_dpbayes.noise_aware.models import LastLayer
 
     x = torch.rand(50, 2)
     x[7] = -20.0  # no square root

@@ -11,17 +11,17 @@ import torch
 from scipy import integrate, stats
 
 import torch_dpbayes as dpb
-from torch_dpbayes.noise_aware_next import posterior
-from torch_dpbayes.noise_aware_next.covariates import Nothing
-from torch_dpbayes.noise_aware_next.latents import Latents
-from torch_dpbayes.noise_aware_next.likelihood import (
+from torch_dpbayes.noise_aware import posterior
+from torch_dpbayes.noise_aware.covariates import Nothing
+from torch_dpbayes.noise_aware.latents import Latents
+from torch_dpbayes.noise_aware.likelihood import (
     Release,
     Simulator,
     SyntheticLikelihood,
     find_mode,
     moments,
 )
-from torch_dpbayes.noise_aware_next.records import ModelRecords
+from torch_dpbayes.noise_aware.records import ModelRecords
 
 PRIOR_STD, NOISE_STD, N = 2.0, 1.5, 4000
 ONE = torch.ones((), dtype=torch.float64)
@@ -206,7 +206,7 @@ def test_pairs_give_moments_given_the_covariates():
 
     x = 3 * torch.randn(500, dtype=torch.float64)
     records = records_of(model, x, torch.zeros(500, dtype=torch.float64), public=("x",))
-    from torch_dpbayes.noise_aware_next.covariates import PublicRows
+    from torch_dpbayes.noise_aware.covariates import PublicRows
 
     rows = PublicRows({0: x}, records, is_paired=True, seed=0)
     simulator = Simulator(records, rows, 500, 20_000, 1)

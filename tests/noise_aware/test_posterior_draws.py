@@ -12,7 +12,7 @@ from scipy import stats
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc.density import Prior
-from torch_dpbayes.noise_aware_next import (
+from torch_dpbayes.noise_aware import (
     ExponentialFamily,
     LinearRegression,
     beta_bernoulli,
@@ -21,7 +21,7 @@ from torch_dpbayes.noise_aware_next import (
     gamma_poisson,
     sufficient_statistics,
 )
-from torch_dpbayes.noise_aware_next.latents import Latents
+from torch_dpbayes.noise_aware.latents import Latents
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -95,7 +95,7 @@ def test_bernoulli_posterior_is_that_of_all_counts():
     n, epsilon = 60, 1.0
     x = (torch.rand(n) < 0.2).double()
     found = sufficient_statistics(beta_bernoulli(2.0, 3.0), x, epsilon=epsilon, delta=1e-5)
-    from torch_dpbayes.noise_aware_next.budget import total_multiplier
+    from torch_dpbayes.noise_aware.budget import total_multiplier
 
     z = total_multiplier(
         dpb.PrivacyAccountant(epsilon, 1e-5, neighboring="replace_one"), None, None

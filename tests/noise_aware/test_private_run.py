@@ -10,9 +10,9 @@ import torch
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise import GaussianNoise
-from torch_dpbayes.noise_aware_next import plan, posterior
-from torch_dpbayes.noise_aware_next.budget import plan_run, total_multiplier
-from torch_dpbayes.noise_aware_next.records import ModelRecords, PrivateRecords
+from torch_dpbayes.noise_aware import plan, posterior
+from torch_dpbayes.noise_aware.budget import plan_run, total_multiplier
+from torch_dpbayes.noise_aware.records import ModelRecords, PrivateRecords
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -89,7 +89,7 @@ def test_noise_that_is_drawn_is_what_is_charged(neighboring, monkeypatch):
 def test_nothing_is_released_where_the_charge_is_refused(monkeypatch):
     touched = []
     monkeypatch.setattr(
-        "torch_dpbayes.noise_aware_next.inference.Mechanism",
+        "torch_dpbayes.noise_aware.inference.Mechanism",
         lambda *args: touched.append(args),
     )
     accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
@@ -139,14 +139,14 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
         def clipped_count(self, theta, whitening):
             return 3
 
-    monkeypatch.setattr("torch_dpbayes.noise_aware_next.run.PrivateRecords", Fake)
+    monkeypatch.setattr("torch_dpbayes.noise_aware.run.PrivateRecords", Fake)
     monkeypatch.setattr(
         GaussianNoise,
         "standard_normal",
         lambda self, size, *, dtype, device, hides=(): torch.ones(size, dtype=dtype),
     )
     monkeypatch.setattr(
-        "torch_dpbayes.noise_aware_next.latents.Latents.sample",
+        "torch_dpbayes.noise_aware.latents.Latents.sample",
         lambda self, count: torch.randn(count, self.dimension, dtype=torch.float64),
     )
     paths = []
