@@ -8,13 +8,15 @@ Each file needs only those above it:
 * ``budget``: how the budget is split; ``run``: the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
 * ``models``: by name; ``inference``: the front doors; ``planning``: before anything is spent;
-* ``families``, ``sufficient_statistics``: closed forms in place of simulation.
+* ``families``, ``sufficient_statistics``: closed forms in place of simulation;
+* ``covariance``: one noisy matrix, for whitening features before another run.
 
 Private rows are read by ``run.Mechanism`` and ``records.PrivateRecords``, of conjugate families by
-``sufficient_statistics``, and nowhere else; what they return gets noise in the same line or the
-next one.
+``sufficient_statistics``, by ``covariance``, and nowhere else; what they return gets noise in the
+same line or the next one.
 """
 
+from .covariance import NoisyCovariance, covariance
 from .families import (
     ExponentialFamily,
     LinearRegression,
@@ -23,14 +25,16 @@ from .families import (
     gamma_poisson,
 )
 from .inference import posterior, posterior_for_module
-from .planning import plan
+from .planning import Forecast, plan
 from .result import NoiseAwarePosterior
-from .sufficient_statistics import covariance, sufficient_statistics
+from .sufficient_statistics import sufficient_statistics
 
 __all__ = [
     "ExponentialFamily",
+    "Forecast",
     "LinearRegression",
     "NoiseAwarePosterior",
+    "NoisyCovariance",
     "beta_bernoulli",
     "covariance",
     "dirichlet_categorical",

@@ -16,6 +16,7 @@ from ..accounting.events import (
     check_epsilon,
     positive_count,
 )
+from ..errors import ArgumentError, ArgumentTypeError
 from .covariates import histogram_multiplier, moment_multipliers
 
 NUM_RELEASES = 7
@@ -112,7 +113,7 @@ def total_multiplier(
     epsilon = accountant.epsilon if epsilon is None else epsilon
     delta = accountant.delta if delta is None else delta
     if epsilon is None or delta is None:
-        raise ValueError(
+        raise ArgumentError(
             "a budget is needed, both numbers of it: epsilon=1.0, delta=1e-5, or an accountant that"
             " has them."
         )
@@ -130,7 +131,7 @@ def total_multiplier(
     except ValueError as error:
         if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):
             raise
-        raise ValueError(
+        raise ArgumentError(
             f"nothing is left for this run: the accountant holds epsilon = {held:.5g} of"
             f" {epsilon:g}. State epsilon= in each run, or pass a new accountant."
         ) from error
@@ -144,7 +145,7 @@ def budget_of(
     if accountant is None:
         return PrivacyAccountant(epsilon, delta, neighboring="replace_one")
     if not isinstance(accountant, PrivacyAccountant):
-        raise TypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}.")
+        raise ArgumentTypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}.")
     return accountant
 
 
@@ -156,13 +157,13 @@ def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountan
         stated = positive_count(stated, "num_data")
     if accountant.neighboring == "replace_one":
         if stated is not None and stated != found:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_data = {stated} was stated, but there are {found} records; under replace-one"
                 " leave it out."
             )
         return max(found, 1)
     if stated is None:
-        raise ValueError(
+        raise ArgumentError(
             "this accountant's neighbours add or remove a record, so their number is private: state"
             " num_data=, a public number near it, or use"
             " PrivacyAccountant(neighboring='replace_one')."

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..accounting.events import DpEvent, GaussianDpEvent, Neighboring
+from ..errors import ArgumentError
 from ..mcmc.density import UnfitModel
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
@@ -75,7 +76,7 @@ def constants_of(given: Any) -> dict[int, float]:
     else:
         found = {int(k): 1.0 for k in given}
     if any(k < 0 or not math.isfinite(v) for k, v in found.items()):
-        raise ValueError(
+        raise ArgumentError(
             "constant_columns are the numbers of columns of ones, from 0, or a dict from the number"
             f" of a column to its public value; got {given!r}."
         )
@@ -351,10 +352,10 @@ def feature_shape(
         widths.append(math.prod(shape))
     if not widths:
         if constants:
-            raise ValueError("constant_columns= needs private covariates that are numbers.")
+            raise ArgumentError("constant_columns= needs private covariates that are numbers.")
         return None
     if any(k >= sum(widths) for k in constants):
-        raise ValueError(
+        raise ArgumentError(
             f"constant_columns names column {max(constants)}, and covariates have {sum(widths)}."
         )
     if len(constants) == sum(widths):

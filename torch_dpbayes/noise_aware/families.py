@@ -15,6 +15,7 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 from torch.func import grad, jacrev
 
+from ..errors import ArgumentError
 from ..mcmc.checks import check_clip_bound, check_positive
 from ..mcmc.density import UnfitModel
 
@@ -97,7 +98,7 @@ def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFam
     for name, value in (("shape", shape), ("rate", rate), ("max_count", max_count)):
         check_positive(name, value, "a public number")
     if max_count != math.floor(max_count):
-        raise ValueError(f"max_count must be a whole number, got {max_count!r}.")
+        raise ArgumentError(f"max_count must be a whole number, got {max_count!r}.")
     one = torch.ones((), dtype=torch.float64)
     return _ClampedPoisson(
         _OneSite("rate", dist.Gamma, (shape * one, rate * one)),
@@ -115,7 +116,7 @@ def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> Exponentia
     """
     parameters = torch.as_tensor(concentration, dtype=torch.float64).detach().clone()
     if parameters.dim() != 1 or len(parameters) < 2 or not bool((parameters > 0).all()):
-        raise ValueError(
+        raise ArgumentError(
             f"concentration must be at least two positive numbers, got {concentration!r}."
         )
     size = len(parameters)
@@ -152,7 +153,7 @@ class LinearRegression:
         for name in ("prior_std", "max_feature_norm"):
             check_clip_bound(name, getattr(self, name), "a public number")
         if not _is_of_a_positive_number(self.noise_std_prior):
-            raise ValueError(
+            raise ArgumentError(
                 "noise_std_prior must be a Pyro distribution of one positive number, as"
                 " dist.LogNormal(loc, scale) or dist.HalfNormal(scale); got"
                 f" {self.noise_std_prior!r}."

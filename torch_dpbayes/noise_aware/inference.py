@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentError
 from ..mcmc.checks import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
@@ -226,7 +227,7 @@ class Setup:
         private = self.records.of_role("numbers", "category")
         if not numbers or private:
             if numbers:
-                raise ValueError(
+                raise ArgumentError(
                     "public= names some covariates and not others: name all of them, or give"
                     " covariates= a public sample of all."
                 )
@@ -239,7 +240,7 @@ class Setup:
         numbers = self.records.of_role("public", "numbers", "category")
         given = self._given if isinstance(self._given, tuple | list) else (self._given,)
         if len(given) != len(numbers):
-            raise ValueError(
+            raise ArgumentError(
                 f"covariates= takes one tensor for each of"
                 f" {[self.records.names[k] for k in numbers]}, got {len(given)}."
             )
@@ -248,7 +249,7 @@ class Setup:
             like = self.records.density.made_up.few()[number]
             row = self.records.rows_first(number, torch.as_tensor(sample).to(like.dtype))
             if row.shape[1:] != self.records.rows_first(number, like).shape[1:] or not len(row):
-                raise ValueError(
+                raise ArgumentError(
                     f"the public sample of {self.records.names[number]!r} has another shape than"
                     " the argument."
                 )
@@ -313,7 +314,7 @@ class Setup:
         plan = self.plan(total_multiplier(self.accountant, epsilon, delta), num_releases)
         start = self.latents.start  # before the charge: a prior that fails costs nothing
         if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
-            raise ValueError(
+            raise ArgumentError(
                 "the model cannot be evaluated at the median of its prior, where the run starts:"
                 " use a prior that suits the likelihood."
             )

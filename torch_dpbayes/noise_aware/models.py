@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from ..errors import ArgumentError, ArgumentTypeError
 from ..mcmc.checks import check_positive
 from ..mcmc.density import UnfitModel
 from ..ops.glm import GLM
@@ -37,7 +38,7 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
         return _SoftmaxModel(model.num_classes, num_columns, model.prior_std)
     precision = model.prior_precision.expand(num_columns)
     if not bool((precision > 0).all()):
-        raise ValueError(
+        raise ArgumentError(
             "the prior is improper (prior_std is infinite): where noise hides the data the"
             " posterior is the prior. State prior_std."
         )
@@ -117,9 +118,11 @@ class LastLayer:
 
     def __init__(self, module: nn.Module, likelihood: Likelihood, prior_std: float) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
+            raise ArgumentTypeError(
+                f"module must be a torch.nn.Module, got {type(module).__name__}."
+            )
         if likelihood not in _LIKELIHOODS:
-            raise ValueError(f"likelihood must be one of {_LIKELIHOODS}, got {likelihood!r}.")
+            raise ArgumentError(f"likelihood must be one of {_LIKELIHOODS}, got {likelihood!r}.")
         self._prior_std = check_positive("prior_std", prior_std, "of every weight")
         trainable = [name for name, p in module.named_parameters() if p.requires_grad]
         layers = {

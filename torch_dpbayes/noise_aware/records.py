@@ -18,6 +18,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..errors import ArgumentError
 from ..mcmc.density import Model, RecordDensity, UnfitModel, without_value_checks
 from ..mcmc.density.pyro_runs import FLAVOURS, public_randomness, sample_sites
 from ..mcmc.density.refusals import WithoutParameters
@@ -94,7 +95,7 @@ class ModelRecords:
                 "no record depends on a latent of the model: read one in the data plate."
             )
         if len(self.read) > LARGEST_DIMENSION:
-            raise ValueError(
+            raise ArgumentError(
                 f"records read {len(self.read)} numbers, and at most {LARGEST_DIMENSION} can be"
                 " simulated: use a sampler of torch_dpbayes.optim."
             )
@@ -104,7 +105,7 @@ class ModelRecords:
         given = {names.get(k, str(k)) for k in density.row_dims}
         wanted = {names.get(p, str(p)) if isinstance(p, int) else p for p in public}
         if unknown := sorted(wanted - given):
-            raise ValueError(
+            raise ArgumentError(
                 f"public= names {unknown[0]!r}, which is no argument with a row for each record:"
                 f" these are {sorted(given)}."
             )
@@ -114,7 +115,7 @@ class ModelRecords:
             name = names.get(k, str(k))
             if number in observed:
                 if name in wanted:
-                    raise ValueError(f"argument {name!r} is observed: leave it out of public=.")
+                    raise ArgumentError(f"argument {name!r} is observed: leave it out of public=.")
                 role: Role = "observed"
             elif name in wanted:
                 role = "public"

@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ops.glm import GLM
+from ..ops.softmax import Softmax
+from ..posterior.outputs import average, evaluate, softmax
 from .drawing import Draws
 from .latents import Latents
 from .likelihood import LARGEST_ERROR, Likelihood
@@ -56,9 +60,49 @@ class NoiseAwarePosterior:
         ``pyro.infer.Predictive`` takes.
         """
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ValueError(f"num_samples must be a positive whole number, got {num_samples!r}.")
+            raise ArgumentError(
+                f"num_samples must be a positive whole number, got {num_samples!r}."
+            )
         chosen = torch.multinomial(self._weights, num_samples, replacement=True)
         return {name: value[chosen] for name, value in self._all_values().items()}
+
+    def predict(
+        self,
+        model: nn.Module | GLM | Softmax,
+        x: Any,
+        transform: Callable[[Tensor], Tensor] | None = softmax,
+        *,
+        num_samples: int = 100,
+    ) -> Tensor:
+        """The average prediction over draws, as :meth:`.PosteriorSamples.predict` gives it.
+
+        Args:
+            model: a network whose trainable parameters are the posterior's sites, as after
+                ``posterior_for_module``; or the GLM or Softmax of the run.
+            x: rows ``[n, ...]``, or a ``DataLoader`` for a network.
+            transform: of a network's output: None for a mean, ``torch.sigmoid`` for one logit. A
+                GLM or Softmax brings its own.
+            num_samples: how many draws.
+
+        Returns:
+            ``[n, ...]``.
+
+        Raises:
+            ArgumentError: the model has other parameters, or an output that does not fit.
+
+        **Privacy.** Post-processing; a prediction also tells of its private input.
+        """
+        draws = self.sample(num_samples)
+        each = [{name: value[k] for name, value in draws.items()} for k in range(num_samples)]
+        if isinstance(model, GLM | Softmax):
+            return torch.stack([model.predict(draw, x) for draw in each]).mean(0)
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(
+                "model must be a torch.nn.Module, ops.GLM or ops.Softmax; of a Pyro model give"
+                " sample() to pyro.infer.Predictive."
+            )
+        found = evaluate(each, model, x, transform, None, lambda each: average(each, num_samples))
+        return torch.cat(found)
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -99,7 +143,7 @@ class NoiseAwarePosterior:
         expected = {name: v.shape[1:] for name, v in self._all_values().items()}
         found = {name: torch.as_tensor(v).shape for name, v in values.items()}
         if found != expected:
-            raise ValueError(
+            raise ArgumentError(
                 f"log_density takes one value of every site, of shapes"
                 f" { ({k: list(v) for k, v in expected.items()}) }; got"
                 f" { ({k: list(v) for k, v in found.items()}) }."

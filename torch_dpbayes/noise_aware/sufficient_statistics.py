@@ -1,5 +1,5 @@
 r"""The posterior from one release of sufficient statistics: the same likelihood, T | θ ~ N(n m(θ),
-n S(θ) + V), whose moments are closed forms. And a noisy second-moment matrix, for whitening.
+n S(θ) + V), whose moments are closed forms.
 
 Source: Bernstein and Sheldon (2018), "Differentially private Bayesian inference for exponential
 families", with Gaussian noise.
@@ -8,7 +8,6 @@ families", with Gaussian noise.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +15,11 @@ from torch.func import jacrev, vmap
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
-from ..mcmc.checks import check_clip_bound
+from ..errors import ArgumentTypeError
 from ..mcmc.density import Prior, RecordStatistics, UnfitModel
 from ..noise import GaussianNoise
 from ..ops.models import using_pyro
 from .budget import budget_of, public_num_data, statement_of_charge, total_multiplier
-from .covariates import FeatureShape, constants_of, moment_multipliers, noisy_moments
 from .drawing import draw_posterior
 from .families import ExponentialFamily, LinearRegression
 from .inference import posterior
@@ -31,7 +29,6 @@ from .result import NoiseAwarePosterior
 
 _LABEL = "noise_aware.sufficient_statistics"
 _DRAWS = 2000
-_MATRICES = 20  # draws given a release, whose mean is returned
 _NEWTON_STEPS, _LEAST_STEP = 50, 1e-6  # and posterior deviations
 
 
@@ -86,7 +83,7 @@ def sufficient_statistics(
             max_feature_norm=model.max_feature_norm,
         )
     if not isinstance(model, ExponentialFamily):
-        raise TypeError(
+        raise ArgumentTypeError(
             "model must be an ExponentialFamily or a LinearRegression, as"
             f" noise_aware.beta_bernoulli(); got {model!r}."
         )
@@ -198,64 +195,6 @@ class _ClosedForm(Likelihood):
     def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
         """The same: nothing is simulated."""
         return self(theta), 0
-
-
-class NoisyCovariance(NamedTuple):
-    """What :func:`covariance` releases, of rows that are shortened to norm R.
-
-    Attributes:
-        mean: ``[d]``.
-        matrix: covariance, positive definite, ``[d, d]``: the posterior mean given the release.
-        noise_std: of an entry on the diagonal of the release.
-    """
-
-    mean: Tensor
-    matrix: Tensor
-    noise_std: float
-
-
-def covariance(
-    x: Tensor,
-    *,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    accountant: PrivacyAccountant | None = None,
-    num_data: int | None = None,
-    max_feature_norm: float = 1.0,
-    constant_columns: Any = (),
-) -> NoisyCovariance:
-    """Mean and covariance of rows with noise, for whitening features before a private run.
-
-    Args:
-        x: rows ``[n, d]``; those longer than ``max_feature_norm`` are shortened to it, and those
-            with numbers that are not finite count as 0.
-        epsilon, delta, accountant, num_data: as for :func:`~torch_dpbayes.noise_aware.posterior`.
-        max_feature_norm: R, public.
-        constant_columns: columns that are left out of the norm and of the release.
-
-    Raises:
-        ValueError, TypeError: a number or the shape does not fit. Nothing is charged.
-        PrivacyBudgetExceeded: the release would pass the budget. Nothing is released.
-
-    **Privacy.** Two Gaussian releases, charged before: Σx, which moves by R when a record is added
-    or removed and by 2R when one is replaced, and Σxxᵀ, by R² and √2·R² in Frobenius norm.
-    """
-    accountant = budget_of(accountant, epsilon, delta)
-    if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
-        raise ValueError("x must be a tensor of floats [n, d], one row a record.")
-    bound = check_clip_bound("max_feature_norm", max_feature_norm, "of a row")
-    shape = FeatureShape(bound, constants_of(constant_columns), (x.shape[1],))
-    if not shape.free or any(k >= x.shape[1] for k in shape.constants):
-        raise ValueError("constant_columns must be some of the columns of x, and not all.")
-    count = public_num_data(num_data, len(x), accountant)
-    multiplier = total_multiplier(accountant, epsilon, delta)
-    multipliers, events = moment_multipliers(multiplier, 1.0, accountant.neighboring)
-    for event in events:
-        accountant.compose(event, label="noise_aware.covariance")
-    released = noisy_moments(shape.shortened(x.detach()), shape, multipliers, _normal)
-    mean, matrix = released.draws(count, _MATRICES, int(torch.randint(2**40, ())))[0]
-    std = bound**2 * released.products_std / count
-    return NoisyCovariance(bound * mean, bound**2 * matrix, std)
 
 
 def _normal(size: int) -> Tensor:
