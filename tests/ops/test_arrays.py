@@ -32,7 +32,7 @@ def test_draws_and_posteriors_of_arrays_and_frames():
         release = dpb.ops.OnePosteriorSample(MODEL, certificate, epsilon=1.0, delta=1e-5)
         assert release.sample(features, targets)["weights"].shape == (2,)
         with pytest.warns(UserWarning, match="budget is too small"):  # of forty records
-            post = dpb.noise_aware.laplace(MODEL, features, targets, epsilon=0.1, delta=1e-5)
+            post = dpb.noise_aware.posterior(MODEL, features, targets, epsilon=0.1, delta=1e-5)
         assert post.mean["weights"].shape == (2,)
 
 

@@ -97,9 +97,8 @@ def note(p_values: Sequence[float], prior: float) -> list[str]:
     if prior < FALSE_ALARMS:
         lines.append("  NOT LIKELY  the releases contradict the prior")
         warn(
-            f"the releases contradict the prior (p = {prior:.1g}; false alarms: 1 %): where noise"
-            " hides the records it draws the mean to itself. Widen it; features divided by k need"
-            " a prior k times as wide."
+            f"the releases contradict the prior (p = {prior:.1g}; false alarms: 1 %): it draws the"
+            " mean to itself. Widen it; features divided by k need a prior k times as wide."
         )
     return lines
 

@@ -321,7 +321,9 @@ def _fitted(
     ``wanted`` ``wanted``ᵀ once they are shortened to norm 1.
     """
     place, root = start
-    ridge = _RIDGE * wanted.square().sum() / len(mean) * torch.eye(len(mean), dtype=torch.float64)
+    # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
+    least = _RIDGE * float(wanted.square().sum()) / len(mean) + torch.finfo(torch.float64).eps
+    ridge = least * torch.eye(len(mean), dtype=torch.float64)
     for _ in range(steps):
         rows = place + normal @ root.T
         rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
