@@ -13,10 +13,11 @@ InverseGamma(20, ½), w | σ ~ N(0, 4σ²), ε = .1, .3 and 1 for adding or remo
 Parameters come from the prior, so that central intervals of a right posterior hold them as often as
 they say; both programs get the same records. "width" is that of the weights over σ/√n, about the
 posterior's without privacy, and "warned" the share of runs with a warning. CHECKOUT is
-https://github.com/DPBayes/noise-aware-dpvi, PYTHON an interpreter with their requirements (jax 0.4.25, numpyro, optax; for Adult also pandas, scikit-learn and tueplots). Their
-clip bound, rates and Laplace approximation are those of their file, and the noise is this library's
-for their 10,000 batches of rate .1. Ours is ``noise_aware.posterior`` of the model as one writes it
-in Pyro, with rows no longer than 6 and the column of ones stated as constant.
+https://github.com/DPBayes/noise-aware-dpvi, PYTHON an interpreter with their requirements (jax
+0.4.25, numpyro, optax; for Adult also pandas, scikit-learn and tueplots). Their clip bound, rates
+and Laplace approximation are those of their file, and the noise is this library's for their 10,000
+batches of rate .1. Ours is ``noise_aware.posterior`` of the model as one writes it in Pyro, with
+rows no longer than 6 and the column of ones stated as constant.
 
 "adult" is their logistic regression: 57 columns, N(0, 1) priors, ε = .1, .3 and 1. Numbers have
 mean 0 and variance 1 over the training records, which counts as public, as it does there. Rows are
