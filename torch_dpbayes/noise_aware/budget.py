@@ -19,7 +19,7 @@ from ..accounting.events import (
 from ..errors import ArgumentError, ArgumentTypeError
 from .covariates import histogram_multiplier, moment_multipliers
 
-NUM_RELEASES = 7
+NUM_RELEASES, MOST_RELEASES = 7, 50
 # of the shares from one release of scores to the next: the first ones only serve to arrive
 _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end

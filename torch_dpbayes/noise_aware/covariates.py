@@ -16,6 +16,7 @@ number that is not finite counts as 0. Nothing about columns is found from the d
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -71,10 +72,11 @@ class FeatureShape(NamedTuple):
 
 def constants_of(given: Any) -> dict[int, float]:
     """Value by column: a mapping, or numbers of columns of ones."""
-    if isinstance(given, Mapping):
-        found = {int(k): float(v) for k, v in given.items()}
-    else:
-        found = {int(k): 1.0 for k in given}
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else ((k, 1.0) for k in given)
+        found = {operator.index(k): float(v) for k, v in pairs}
+    except (TypeError, ValueError):
+        found = {-1: 0.0}
     if any(k < 0 or not math.isfinite(v) for k, v in found.items()):
         raise ArgumentError(
             "constant_columns are the numbers of columns of ones, from 0, or a dict from the number"

@@ -108,8 +108,10 @@ def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draw
         apart = theta[:, read] - mean
         covariance = (weights[:, None] * apart).T @ apart
         ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(mean), dtype=torch.float64)
-        theta, found = ratios(mean, torch.linalg.inv(covariance + ridge), _DEGREES)
-        log_weights, k = smoothed(found)
+        precision, failed = torch.linalg.inv_ex(covariance + ridge)
+        if not failed:  # as where one draw has all of the weight
+            theta, found = ratios(mean, precision, _DEGREES)
+            log_weights, k = smoothed(found)
     if len(read) < len(base):  # what no record reads is independent of the rest
         own = latents.sample(count)
         own[:, read] = theta[:, read]

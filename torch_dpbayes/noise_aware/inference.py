@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
-from ..errors import ArgumentError
+from ..accounting.events import positive_count
+from ..errors import ArgumentError, ArgumentTypeError
 from ..mcmc.checks import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
 from ..ops.softmax import Softmax
 from .budget import (
+    MOST_RELEASES,
     NUM_RELEASES,
     Plan,
     budget_of,
@@ -44,6 +46,7 @@ from .run import Mechanism, Transcript, run
 _LABEL = "noise_aware.posterior"
 # for moments at the mode, for steps in a run, and under each law of the covariates
 _SIMULATED, _SIMULATED_IN_RUN, _SIMULATED_UNDER_LAW = 40_000, 8_000, 2_000
+_LEAST_SIMULATED = 500
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
@@ -194,7 +197,14 @@ class Setup:
             data = targets_of(model, *model.prepare(tuple(data)))
             model = model_of(model, data[0].shape[1])
         self.accountant = accountant
-        self.count = num_simulated or _SIMULATED
+        self.count = _SIMULATED
+        if num_simulated is not None:
+            self.count = positive_count(num_simulated, "num_simulated")
+            if self.count < _LEAST_SIMULATED:
+                raise ArgumentError(
+                    f"num_simulated = {num_simulated} is too few for moments: leave it out, or"
+                    f" take {_LEAST_SIMULATED} or more."
+                )
         with using_pyro, torch.no_grad():
             self.records = ModelRecords(
                 model,
@@ -234,7 +244,16 @@ class Setup:
             return None
         rows = self.records.density.rows()
         own = {k: self.records.rows_first(k, rows[k]) for k in numbers}
+        self._require_finite(own)
         return PublicRows(own, self.records, is_paired=True, seed=self.seed)
+
+    def _require_finite(self, rows: Mapping[int, Tensor]) -> None:
+        for number, row in rows.items():
+            if not bool(row.isfinite().all()):
+                raise ArgumentError(
+                    f"the public rows of {self.records.names[number]!r} have numbers that are not"
+                    " finite: put public constants in their place."
+                )
 
     def _rows_given(self) -> PublicRows:
         numbers = self.records.of_role("public", "numbers", "category")
@@ -246,14 +265,20 @@ class Setup:
             )
         own = {}
         for number, sample in zip(numbers, given, strict=True):
+            if not isinstance(sample, Tensor) or not sample.dim():
+                raise ArgumentTypeError(
+                    "covariates= is a tensor of public rows, or a tuple of one for each covariate;"
+                    f" got {sample!r:.60}."
+                )
             like = self.records.density.made_up.few()[number]
-            row = self.records.rows_first(number, torch.as_tensor(sample).to(like.dtype))
+            row = self.records.rows_first(number, sample.to(like.dtype))
             if row.shape[1:] != self.records.rows_first(number, like).shape[1:] or not len(row):
                 raise ArgumentError(
                     f"the public sample of {self.records.names[number]!r} has another shape than"
                     " the argument."
                 )
             own[number] = row
+        self._require_finite(own)
         return PublicRows(own, self.records, is_paired=False, seed=self.seed)
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
@@ -293,6 +318,8 @@ class Setup:
 
     def plan(self, total: float, num_releases: int) -> Plan:
         """The split of the budget."""
+        if positive_count(num_releases, "num_releases") > MOST_RELEASES:
+            raise ArgumentError(f"num_releases = {num_releases}: take at most {MOST_RELEASES}.")
         return plan_run(
             self.accountant,
             total,

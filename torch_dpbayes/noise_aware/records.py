@@ -18,7 +18,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..mcmc.density import Model, RecordDensity, UnfitModel, without_value_checks
 from ..mcmc.density.pyro_runs import FLAVOURS, public_randomness, sample_sites
 from ..mcmc.density.refusals import WithoutParameters
@@ -75,6 +75,8 @@ class ModelRecords:
         public: Sequence[str | int],
         chunk: int,
     ) -> None:
+        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(args)):
+            raise UnfitModel("an argument of the model is complex: pass two real tensors.")
         self._model = WithoutParameters(model)
         density = RecordDensity(
             model,
@@ -101,6 +103,11 @@ class ModelRecords:
             )
         self._dims = list(density.row_dims.values())
         names = _argument_names(model, args)
+        public = [public] if isinstance(public, str | int) else public
+        if not isinstance(public, Sequence) or not all(isinstance(p, str | int) for p in public):
+            raise ArgumentTypeError(
+                f"public= takes names or positions of arguments, as ('x',); got {public!r:.60}."
+            )
         observed = self._observed()
         given = {names.get(k, str(k)) for k in density.row_dims}
         wanted = {names.get(p, str(p)) if isinstance(p, int) else p for p in public}
@@ -161,7 +168,7 @@ class ModelRecords:
             ValueError: it has not failed up to a thousand, or a record has several numbers.
         """
         row = self.density.made_up.few()[number]
-        if row.dim() > 1 or row.is_complex():
+        if row.dim() > 1:
             raise UnfitModel(
                 f"argument {self.names[number]!r} is no category, one whole number a record: pass"
                 " each column by itself, or floats, or give covariates= a public sample."
