@@ -342,7 +342,7 @@ def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
     parts = []
     for number in records.of_role("numbers"):
         row = records.rows_first(number, rows[number])
-        parts.append(row.reshape(len(row), -1))
+        parts.append(row.reshape(len(row), math.prod(row.shape[1:])))  # of no rows, too
     return torch.cat(parts, 1)
 
 
