@@ -81,26 +81,32 @@ def is_reliable(draws: Draws) -> bool:
 def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
     base, read, far = likelihood.centre, latents.read, 0
 
-    def ratios(centre: Tensor, precision: Tensor, degrees: float) -> tuple[Tensor, Tensor]:
+    def ratios(centres: Tensor, precisions: Tensor, degrees: float) -> tuple[Tensor, Tensor]:
+        """Draws of a mixture of normal or Student's t distributions, and log p/q."""
         nonlocal far
-        size, factor = len(centre), torch.linalg.cholesky(precision)
+        number, size = centres.shape
+        roots = torch.linalg.cholesky(precisions).mT
         normal = torch.randn(count, size, dtype=torch.float64)
-        scale = torch.ones(count, dtype=torch.float64)
         if degrees < math.inf:
             chi2 = torch.distributions.Chi2(torch.tensor(degrees, dtype=torch.float64))
-            scale = (degrees / chi2.sample((count,))).sqrt()
-        white = scale[:, None] * normal
+            normal = normal * (degrees / chi2.sample((count, 1))).sqrt()
+        which = torch.arange(count) % number
+        moved = torch.empty(count, size, dtype=torch.float64)
+        for k in range(number):
+            white = normal[which == k].T
+            moved[which == k] = torch.linalg.solve_triangular(roots[k], white, upper=True).T
         theta = base.repeat(count, 1)
-        theta[:, read] = centre + torch.linalg.solve_triangular(factor.T, white.T, upper=True).T
+        theta[:, read] = centres[which] + moved
+        own = torch.empty(count, number, dtype=torch.float64)
+        for k in range(number):
+            squares = ((theta[:, read] - centres[k]) @ roots[k].T).square().sum(1)
+            if degrees < math.inf:
+                squares = (degrees + size) * torch.log1p(squares / degrees)
+            own[:, k] = roots[k].diagonal().log().sum() - squares / 2
         terms, far = likelihood.with_new_centres(theta)
-        squares = white.square().sum(1)
-        if degrees < math.inf:
-            own = (degrees + size) / 2 * torch.log1p(squares / degrees)
-        else:
-            own = squares / 2
-        return theta, terms + latents.log_density(theta) + own
+        return theta, terms + latents.log_density(theta) - own.logsumexp(1)
 
-    theta, found = ratios(likelihood.mode, likelihood.precision, math.inf)
+    theta, found = ratios(likelihood.modes, likelihood.precisions, math.inf)
     log_weights, k = smoothed(found)
     if not k <= LARGEST_PARETO_K:  # once more, with heavier tails around the mean of these
         weights = log_weights.exp()
@@ -108,7 +114,7 @@ def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draw
         apart = theta[:, read] - mean
         covariance = (weights[:, None] * apart).T @ apart
         ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(mean), dtype=torch.float64)
-        theta, found = ratios(mean, torch.linalg.inv(covariance + ridge), _DEGREES)
+        theta, found = ratios(mean[None], torch.linalg.inv(covariance + ridge)[None], _DEGREES)
         log_weights, k = smoothed(found)
     if len(read) < len(base):  # what no record reads is independent of the rest
         own = latents.sample(count)
