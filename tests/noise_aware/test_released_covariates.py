@@ -122,9 +122,7 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
         if patched:
             monkeypatch.setattr(inference, "law_differences", lambda *_: None)
         accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
-        found = posterior(
-            linear, x, y, accountant=accountant, num_data=1000, num_simulated=8000
-        )
+        found = posterior(linear, x, y, accountant=accountant, num_data=1000, num_simulated=8000)
         stddev.append(float(found.unconstrained_stddev.mean()))
     assert stddev[0] > 1.1 * stddev[1]
 
