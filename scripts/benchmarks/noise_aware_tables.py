@@ -29,7 +29,6 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import posterior
 
 DELTA, EPSILONS = 1e-5, (1.0, 3.0, 8.0)
