@@ -143,7 +143,8 @@ def _by_short_chains(latents: Latents, likelihood: Likelihood) -> Draws:
     r"""Chains that begin at draws of the Gaussians; each goes on with its own one by
 
     .. math::
-        \theta' = \mu + \sqrt{1 - \beta^2}\,(\theta - \mu) + \beta\xi, \quad \xi \sim N(0, \Lambda^{-1})
+        \theta' = \mu + \sqrt{1 - \beta^2}\,(\theta - \mu) + \beta\xi, \quad \xi \sim N(0,
+        \Lambda^{-1})
 
     which leaves that Gaussian as it is, so that a step is accepted by what the posterior differs in
     from it: in any number of dimensions.
