@@ -98,16 +98,13 @@ class Simulator:
 
     def statistics(self, simulated: Simulated, releases: Sequence[Release]) -> Tensor:
         """c_k(x) of all releases side by side, ``[M, K·d]``."""
-        found = torch.empty(len(simulated.scores), sum(len(r.whitening) for r in releases))
-        found, start = found.to(torch.float64), 0
+        found = []
         for release in releases:
-            same = torch.equal(release.theta, simulated.centre)
             own = simulated.scores
-            if not same:
+            if not torch.equal(release.theta, simulated.centre):
                 own = scores(self.records, simulated.density, release.theta)
-            found[:, start : start + len(release.whitening)] = clipped(own, release.whitening)
-            start += len(release.whitening)
-        return found
+            found.append(clipped(own, release.whitening))
+        return torch.cat(found, 1)
 
 
 class Moments(NamedTuple):
@@ -205,8 +202,8 @@ def find_mode(
     theta, damping, before = start, 1.0, math.inf
     for number in range(most_steps + 1):
         simulated = simulator.at(theta)
-        found_statistics = simulator.statistics(simulated, releases)
-        found = moments(found_statistics, simulated.scores, simulator.covariates.is_paired)
+        statistics = simulator.statistics(simulated, releases)
+        found = moments(statistics, simulated.scores, simulator.covariates.is_paired)
         covariance = n * found.covariance + n**2 / len(simulated.scores) * found.residual
         covariance = covariance + torch.diag(variances)
         slope, prior_precision = latents.slope_and_precision(theta)
@@ -222,17 +219,8 @@ def find_mode(
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
         scale = damping * min(1.0, _LONGEST_STEP / max(ratio, 1e-300))
         theta = _valid(records, theta, scale * step)
-    return Fit(
-        theta,
-        precision,
-        prior_precision,
-        found,
-        covariance,
-        step,
-        length,
-        simulated,
-        slope,
-    )
+    fields = (theta, precision, prior_precision, found, covariance, step, length, simulated, slope)
+    return Fit(*fields)
 
 
 class LawDifferences(NamedTuple):
