@@ -83,8 +83,12 @@ def logistic_model(prior_std: float) -> Callable[..., None]:
     return model
 
 
-def logistic(size: int, prior_std: float, n: int, decades: float = 0.0) -> Callable[[float], Case]:
-    """Gaussian features whose standard deviations fall by so many decades."""
+def logistic(
+    size: int, prior_std: float, n: int, decades: float = 0.0, clip: float | None = None
+) -> Callable[[float], Case]:
+    """Gaussian features whose standard deviations fall by so many decades; ``clip`` in units of the
+    mean length of a score at the truth.
+    """
 
     def make(epsilon: float) -> Case:
         scales = torch.logspace(0, -decades, size, dtype=torch.float64)
@@ -95,7 +99,9 @@ def logistic(size: int, prior_std: float, n: int, decades: float = 0.0) -> Calla
         p = torch.sigmoid(x @ w)
         y = torch.bernoulli(p)
         best = oracle(x, p * (1 - p), prior_std, epsilon, 1.0)
-        return Case(logistic_model(prior_std), (x, y), {"w": w}, {}, best)
+        typical = float((2 * p * (1 - p) * x.norm(dim=1)).mean())
+        options = {} if clip is None else {"max_grad_norm": clip * typical}
+        return Case(logistic_model(prior_std), (x, y), {"w": w}, options, best)
 
     return make
 
@@ -159,8 +165,8 @@ def beta(n: int, clip: float | None) -> Callable[[float], Case]:
     return make
 
 
-def groups(n: int, count: int) -> Callable[[float], Case]:
-    """Varying intercepts."""
+def groups(n: int, count: int, has_slopes: bool = False) -> Callable[[float], Case]:
+    """Varying intercepts, and perhaps slopes of the first feature."""
 
     def model(x: Tensor, g: Tensor, y: Tensor) -> None:
         one = torch.ones((), dtype=torch.float64)
@@ -168,15 +174,90 @@ def groups(n: int, count: int) -> Callable[[float], Case]:
         mean = pyro.sample("mean", dist.Normal(0 * one, one))
         a = pyro.sample("a", dist.Normal(mean.expand(count), scale).to_event(1))
         w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
+        slopes = torch.zeros(count, dtype=torch.float64)
+        if has_slopes:
+            of_slopes = pyro.sample("of_slopes", dist.HalfNormal(one))
+            slopes = pyro.sample("b", dist.Normal(slopes, of_slopes).to_event(1))
         with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Bernoulli(logits=a[g] + x @ w), obs=y)
+            pyro.sample("y", dist.Bernoulli(logits=a[g] + x @ w + slopes[g] * x[:, 0]), obs=y)
 
     def make(epsilon: float) -> Case:
         g, x = torch.randint(count, (n,)), shortened(torch.randn(n, 2) / 1.5)
         scale, mean = torch.randn(()).abs(), torch.randn(())
         a, w = mean + scale * torch.randn(count), torch.randn(2)
-        y = torch.bernoulli(torch.sigmoid(a[g] + x @ w))
-        return Case(model, (x, g, y), {"a": a, "w": w, "scale": scale, "mean": mean})
+        truth, slopes = {"a": a, "w": w, "scale": scale, "mean": mean}, torch.zeros(count)
+        if has_slopes:
+            truth["of_slopes"] = torch.randn(()).abs()
+            truth["b"] = slopes = truth["of_slopes"] * torch.randn(count)
+        y = torch.bernoulli(torch.sigmoid(a[g] + x @ w + slopes[g] * x[:, 0]))
+        return Case(model, (x, g, y), truth)
+
+    return make
+
+
+def horseshoe(n: int, size: int) -> Callable[[float], Case]:
+    """Logistic regression whose weights have half-Cauchy scales of their own and one in common."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        one = torch.ones((), dtype=torch.float64)
+        common = pyro.sample("common", dist.HalfCauchy(one))
+        own = pyro.sample("own", dist.HalfCauchy(one.expand(size)).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros_like(own), common * own).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    def make(epsilon: float) -> Case:
+        x = shortened(torch.randn(n, size) / math.sqrt(size))
+        common, own = (torch.distributions.HalfCauchy(1.0).sample((k,)) for k in (1, size))
+        w = common * own * torch.randn(size)
+        y = torch.bernoulli(torch.sigmoid(x @ w))
+        return Case(model, (x, y), {"w": w, "common": common[0], "own": own})
+
+    return make
+
+
+def mixture(n: int) -> Callable[[float], Case]:
+    """Two normal distributions of unknown places and shares, one above the other."""
+
+    def model(x: Tensor) -> None:
+        one = torch.ones((), dtype=torch.float64)
+        low = pyro.sample("low", dist.Normal(-one, one))
+        gap = pyro.sample("gap", dist.LogNormal(one, 0.4))
+        share = pyro.sample("share", dist.Beta(4 * one, 4 * one))
+        shares = torch.stack([share, 1 - share])
+        parts = dist.Normal(torch.stack([low, low + gap]), 1.0)
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(shares), parts), obs=x)
+
+    def make(epsilon: float) -> Case:
+        low, gap = torch.randn(()) - 1, (1 + 0.4 * torch.randn(())).exp()
+        share = torch.distributions.Beta(4.0, 4.0).sample()
+        x = low + gap * (torch.rand(n) > share) + torch.randn(n)
+        return Case(model, (x,), {"low": low, "gap": gap, "share": share})
+
+    return make
+
+
+def ordinal(n: int, size: int) -> Callable[[float], Case]:
+    """Four grades, whose cut points are unknown."""
+
+    def law(u: Tensor, first: Tensor, gaps: Tensor) -> Any:
+        cuts = torch.cat([first[None], first + gaps.cumsum(0)])
+        return dist.OrderedLogistic(u, cuts)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        zeros = torch.zeros(size, dtype=torch.float64)
+        w = pyro.sample("w", dist.Normal(zeros, 2.0).to_event(1))
+        first = pyro.sample("first", dist.Normal(zeros[0] - 1, 1.0))
+        gaps = pyro.sample("gaps", dist.LogNormal(zeros[:2], 0.5).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", law(x @ w, first, gaps), obs=y)
+
+    def make(epsilon: float) -> Case:
+        x, w = shortened(torch.randn(n, size) / math.sqrt(size)), 2 * torch.randn(size)
+        first, gaps = torch.randn(()) - 1, (0.5 * torch.randn(2)).exp()
+        y = law(x @ w, first, gaps).sample()
+        return Case(model, (x, y), {"w": w, "first": first, "gaps": gaps})
 
     return make
 
@@ -251,6 +332,15 @@ CELLS = {
     "student": Cell(observed(student, 5, 10_000, "scale"), 1.0),
     "gamma": Cell(observed(gamma, 5, 10_000, "shape"), 1.0),
     "negative_binomial": Cell(observed(negative_binomial, 5, 10_000, "shape"), 1.0),
+    "slopes_8": Cell(groups(10_000, 8, has_slopes=True), 1.0),
+    "horseshoe": Cell(horseshoe(10_000, 10), 1.0),
+    "mixture": Cell(mixture(10_000), 1.0),
+    "ordinal": Cell(ordinal(10_000, 5), 1.0),
+    "clip_.5": Cell(logistic(8, 2.0, 10_000, clip=0.5), 1.0),
+    "clip_1": Cell(logistic(8, 2.0, 10_000, clip=1.0), 1.0),
+    "clip_2": Cell(logistic(8, 2.0, 10_000, clip=2.0), 1.0),
+    "clip_5": Cell(logistic(8, 2.0, 10_000, clip=5.0), 1.0),
+    "logistic_2_eps_8": Cell(logistic(2, 1.0, 1000), 8.0),
 }
 
 

@@ -51,8 +51,8 @@ class OneObservation:
     def __init__(self, latents, y, std):
         self.centre, self.y, self.std = latents.start, y, std
         slope, precision = latents.slope_and_precision(self.centre)
-        self.precision = precision + torch.eye(len(latents.read)) / std**2
-        self.mode = self.centre[latents.read]
+        self.precisions = (precision + torch.eye(len(latents.read)) / std**2)[None]
+        self.modes = self.centre[latents.read][None]
         self._read = latents.read
 
     def gaussian(self, theta):

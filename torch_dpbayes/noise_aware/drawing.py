@@ -1,12 +1,13 @@
-"""Draws from a posterior density: Pareto-smoothed importance sampling around the mode, and Pyro's
-No-U-Turn sampler where that is not close enough or the prior is hierarchical.
+"""Draws from a posterior density: Pareto-smoothed importance sampling around the mode; where that
+is not close enough short chains that begin there; of a hierarchical prior Pyro's No-U-Turn sampler.
 
-The sampler runs on the prior times the likelihood's Gaussian at the mode; its draws are weighted
+That sampler runs on the prior times the likelihood's Gaussian at the mode; its draws are weighted
 for the likelihood itself. Where these weights are not to be relied on, it runs on the likelihood,
 which takes a hundred times longer.
 
 Sources: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling";
-Hoffman and Gelman (2014), "The No-U-Turn sampler".
+Cotter, Roberts, Stuart and White (2013), "MCMC methods for functions"; Hoffman and Gelman (2014),
+"The No-U-Turn sampler".
 
 **Privacy.** Post-processing. Randomness is torch's global generator.
 """
@@ -30,14 +31,16 @@ from .likelihood import Likelihood
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
 # squared coefficient of variation of weights: k̂ is of a tail that has no weight then
 _HARMLESS_SPREAD = 0.05
-_DEGREES = 5.0  # of freedom of a second proposal
+_CHAINS, _SWEEPS = 128, 15  # short ones; steps of each that are kept, after as many that are not
+# β at first, and the acceptance that it is adapted to, the best one of random walks (Roberts,
+# Gelman and Gilks 1997)
+_FIRST_STEP, _ACCEPTANCE = 0.5, 0.234
 _CHAIN, _EXACT_CHAIN = (1000, 300), (300, 100)  # steps of No-U-Turn, and before them of warm-up
 _NEWTON_STEPS, _RISE = 30, 1e-3  # and the least rise of a log density for which one more is done
 _TRIALS = 500  # draws that tell which coordinates suit
 _DIFFERENCE = 1e-4  # of a coordinate's scale, by which gradients are differenced
 _LEAST_CURVATURE = 0.1  # in units of the scales: of directions with heavy tails
 _MOST_DOUBLINGS = 8  # of a trajectory
-_RIDGE = 1e-9  # relative
 _ROUNDING = 1e-9  # of log weights
 _LEAST_TAIL = 5  # draws that a Pareto distribution is fitted to
 
@@ -66,8 +69,7 @@ def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draw
     """Draws from the posterior."""
     if not latents.is_hierarchical:
         found = _by_importance(latents, likelihood, count)
-        if is_reliable(found):
-            return found
+        return found if is_reliable(found) else _by_short_chains(latents, likelihood)
     found = _by_chain(latents, likelihood, exactly=False)
     return found if is_reliable(found) else _by_chain(latents, likelihood, exactly=True)
 
@@ -79,46 +81,104 @@ def is_reliable(draws: Draws) -> bool:
 
 
 def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
-    base, read, far = likelihood.centre, latents.read, 0
-
-    def ratios(centre: Tensor, precision: Tensor, degrees: float) -> tuple[Tensor, Tensor]:
-        nonlocal far
-        size, factor = len(centre), torch.linalg.cholesky(precision)
-        normal = torch.randn(count, size, dtype=torch.float64)
-        scale = torch.ones(count, dtype=torch.float64)
-        if degrees < math.inf:
-            chi2 = torch.distributions.Chi2(torch.tensor(degrees, dtype=torch.float64))
-            scale = (degrees / chi2.sample((count,))).sqrt()
-        white = scale[:, None] * normal
-        theta = base.repeat(count, 1)
-        theta[:, read] = centre + torch.linalg.solve_triangular(factor.T, white.T, upper=True).T
-        terms, far = likelihood.with_new_centres(theta)
-        squares = white.square().sum(1)
-        if degrees < math.inf:
-            own = (degrees + size) / 2 * torch.log1p(squares / degrees)
-        else:
-            own = squares / 2
-        return theta, terms + latents.log_density(theta) + own
-
-    theta, found = ratios(likelihood.mode, likelihood.precision, math.inf)
-    log_weights, k = smoothed(found)
-    if not k <= LARGEST_PARETO_K:  # once more, with heavier tails around the mean of these
-        weights = log_weights.exp()
-        mean = weights @ theta[:, read]
-        apart = theta[:, read] - mean
-        covariance = (weights[:, None] * apart).T @ apart
-        ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(mean), dtype=torch.float64)
-        precision, failed = torch.linalg.inv_ex(covariance + ridge)
-        if not failed:  # as where one draw has all of the weight
-            theta, found = ratios(mean, precision, _DEGREES)
-            log_weights, k = smoothed(found)
-    if len(read) < len(base):  # what no record reads is independent of the rest
-        own = latents.sample(count)
-        own[:, read] = theta[:, read]
-        theta = own
+    gaussians = _Gaussians(likelihood)
+    moved = gaussians.sample(count)
+    theta = likelihood.centre.repeat(count, 1)
+    theta[:, latents.read] = moved
+    terms, far = likelihood.with_new_centres(theta)
+    ratios = terms + latents.log_density(theta) - gaussians.log_densities(moved)
+    log_weights, k = smoothed(ratios)
     weights = log_weights.exp()
     effective = float(1 / weights.square().sum())
+    theta = _with_unread(latents, theta)
     return Draws(theta, weights, k, effective, "importance sampling", far)
+
+
+def _with_unread(latents: Latents, theta: Tensor) -> Tensor:
+    """What no record reads is independent of the rest, and drawn from its prior."""
+    if len(latents.read) == theta.shape[1]:
+        return theta
+    result = latents.sample(len(theta))
+    result[:, latents.read] = theta[:, latents.read]
+    return result
+
+
+class _Gaussians:
+    """The mixture of Gaussians that the posterior is, about."""
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self.modes = likelihood.modes
+        self._roots = torch.linalg.cholesky(likelihood.precisions).mT
+
+    def moves(self, count: int) -> Tensor:
+        """Draws around 0 ``[count, d]`` of one Gaussian after the other."""
+        result = torch.randn(count, self.modes.shape[1], dtype=torch.float64)
+        for k, root in enumerate(self._roots):
+            own = result[k :: len(self.modes)]
+            own.copy_(torch.linalg.solve_triangular(root, own.T, upper=True).T)
+        return result
+
+    def places(self, count: int) -> Tensor:
+        """Modes of one Gaussian after the other, ``[count, d]``."""
+        return self.modes[torch.arange(count) % len(self.modes)]
+
+    def sample(self, count: int) -> Tensor:
+        """Draws ``[count, d]``."""
+        return self.places(count) + self.moves(count)
+
+    def of_each(self, theta: Tensor) -> Tensor:
+        """Log densities ``[m, L]``."""
+        result = torch.empty(len(theta), len(self.modes), dtype=torch.float64)
+        for k, (mode, root) in enumerate(zip(self.modes, self._roots, strict=True)):
+            squares = ((theta - mode) @ root.T).square().sum(1)
+            result[:, k] = root.diagonal().log().sum() - squares / 2
+        return result
+
+    def log_densities(self, theta: Tensor) -> Tensor:
+        """Of the mixture, ``[m]``."""
+        return self.of_each(theta).logsumexp(1)
+
+
+def _by_short_chains(latents: Latents, likelihood: Likelihood) -> Draws:
+    r"""Chains that begin at draws of the Gaussians; each goes on with its own one by
+
+    .. math::
+        \theta' = \mu + \sqrt{1 - \beta^2}\,(\theta - \mu) + \beta\xi, \quad \xi \sim N(0,
+        \Lambda^{-1})
+
+    which leaves that Gaussian as it is, so that a step is accepted by what the posterior differs in
+    from it: in any number of dimensions.
+    """
+    gaussians, read = _Gaussians(likelihood), latents.read
+    place = gaussians.places(_CHAINS)
+    own = torch.arange(_CHAINS) % len(gaussians.modes)
+    theta = likelihood.centre.repeat(_CHAINS, 1)
+    step, kept = _FIRST_STEP, list[Tensor]()
+
+    def ratios(theta: Tensor) -> tuple[Tensor, int]:
+        terms, far = likelihood.with_new_centres(theta)
+        of_own = gaussians.of_each(theta[:, read])[torch.arange(_CHAINS), own]
+        return (terms + latents.log_density(theta) - of_own).nan_to_num(-math.inf), far
+
+    theta[:, read] = gaussians.sample(_CHAINS)
+    before, far = ratios(theta)
+    for number in range(2 * _SWEEPS):
+        proposed = theta.clone()
+        shrunk = math.sqrt(1 - step**2) * (theta[:, read] - place)
+        proposed[:, read] = place + shrunk + step * gaussians.moves(_CHAINS)
+        after, far = ratios(proposed)
+        chance = (after - before).clamp(max=0.0).exp().nan_to_num(0.0)
+        moved = torch.rand(_CHAINS, dtype=torch.float64) < chance
+        theta, before = torch.where(moved[:, None], proposed, theta), before.where(~moved, after)
+        if number < _SWEEPS:
+            step = min(step * math.exp(float(chance.mean()) - _ACCEPTANCE), 1.0)
+        else:
+            kept.append(_with_unread(latents, theta))
+    chains = torch.stack(kept)
+    worth = float(effective_sample_size(chains[:, :, read], chain_dim=1, sample_dim=0).min())
+    found = chains.reshape(-1, chains.shape[2])
+    weights = torch.full((len(found),), 1 / len(found), dtype=torch.float64)
+    return Draws(found, weights, 0.0, worth, "short chains", far)
 
 
 def _by_chain(latents: Latents, likelihood: Likelihood, exactly: bool) -> Draws:

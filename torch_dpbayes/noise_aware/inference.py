@@ -37,7 +37,13 @@ from .covariates import (
 )
 from .drawing import draw_posterior
 from .latents import Latents
-from .likelihood import Simulator, SyntheticLikelihood, find_mode, law_covariance
+from .likelihood import (
+    Simulator,
+    SyntheticLikelihood,
+    find_mode,
+    law_differences,
+    with_laws,
+)
 from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import ModelRecords
 from .result import NoiseAwarePosterior
@@ -50,10 +56,11 @@ _LEAST_SIMULATED = 500
 _FEW = 4000  # simulated records whose weights are computed for each draw
 _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
-_LEAST_LAWS = 20  # of the covariates, drawn from what was released of them
+# laws of the covariates, drawn given what was released of them: of a variance between laws so many
+# tell a quarter, √(2/32)
+_LAWS = 32
 _DRAWS = 2000
-_ROUNDS = 2  # of the mode, and of what the laws add there
-_LAST_STEPS = 12  # of Gauss-Newton, under each law
+_LAST_STEPS = 12  # of Gauss-Newton
 
 
 def posterior(
@@ -287,12 +294,9 @@ class Setup:
             return [self._public_rows]
         if self.shape is None and not self.num_categories:
             return [Nothing()]
-
-        # fewer laws than dimensions leave directions without what the laws differ in
-        count = max(_LEAST_LAWS, self.records.dimension)
-        found: list[tuple[Tensor, Tensor] | None] = [None] * (count + 1)
+        found: list[tuple[Tensor, Tensor] | None] = [None] * (_LAWS + 1)
         if transcript.moments is not None:
-            found = list(transcript.moments.draws(self.num_data, count, self.seed_of_laws))
+            found = list(transcript.moments.draws(self.num_data, _LAWS, self.seed_of_laws))
         laws: list[Released] = []
         for k, each in enumerate(found):
             laws.append(
@@ -360,20 +364,17 @@ class Setup:
     ) -> NoiseAwarePosterior:
         """The posterior given the releases."""
         few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
-        rough, of_laws = self.in_run(laws[0]), None
-        others = [self.simulator(law, min(self.count, _SIMULATED_UNDER_LAW)) for law in laws]
+        n, releases = self.num_data, transcript.scores
         # the mode by few records, the moments there by all of them
-        for _ in range(_ROUNDS if len(laws) > 1 else 1):
-            fit = find_mode(rough, transcript.scores, self.latents, theta, _LAST_STEPS, of_laws)
-            theta = fit.centre
-            if len(laws) > 1:
-                of_laws = law_covariance(fit, others, transcript.scores)
+        fit = find_mode(self.in_run(laws[0]), releases, self.latents, theta, _LAST_STEPS)
         simulator = self.simulator(laws[0], self.count)
-        fit = find_mode(simulator, transcript.scores, self.latents, theta, 0, of_laws)
+        fit = find_mode(simulator, releases, self.latents, fit.centre, 0)
+        under_laws = [self.simulator(law, min(self.count, _SIMULATED_UNDER_LAW)) for law in laws]
+        differences = law_differences(fit.centre, under_laws, releases)
         likelihood = SyntheticLikelihood(
-            simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
+            simulator, releases, fit, differences, few=few, most_batches=_MOST_BATCHES
         )
-        known = fit, transcript.scores, self.latents, self.num_data
+        known = with_laws(fit, differences, likelihood.covariance(), n), releases, self.latents, n
         checks = release_p_values(*known), prior_p_value(*known)
         found = draw_posterior(self.latents, likelihood, _DRAWS)
         statement = [

@@ -33,7 +33,6 @@ from .records import ModelRecords, clipped, log_likelihoods, scores
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
 _CONVERGED = 0.05  # posterior standard deviations
 _HALVINGS = 20
-_FIXED_POINT_STEPS = 30
 _LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
@@ -99,16 +98,13 @@ class Simulator:
 
     def statistics(self, simulated: Simulated, releases: Sequence[Release]) -> Tensor:
         """c_k(x) of all releases side by side, ``[M, K·d]``."""
-        found = torch.empty(len(simulated.scores), sum(len(r.whitening) for r in releases))
-        found, start = found.to(torch.float64), 0
+        found = []
         for release in releases:
-            same = torch.equal(release.theta, simulated.centre)
             own = simulated.scores
-            if not same:
+            if not torch.equal(release.theta, simulated.centre):
                 own = scores(self.records, simulated.density, release.theta)
-            found[:, start : start + len(release.whitening)] = clipped(own, release.whitening)
-            start += len(release.whitening)
-        return found
+            found.append(clipped(own, release.whitening))
+        return torch.cat(found, 1)
 
 
 class Moments(NamedTuple):
@@ -157,8 +153,7 @@ class Fit(NamedTuple):
         step: to the mode, as far as the moments here tell.
         last_step: its length in posterior standard deviations.
         simulated: the records.
-        statistics: of them.
-        of_laws: what the covariance has because the law of the covariates is not known.
+        slope: ∇ log p(θ) of the prior at the centre.
     """
 
     centre: Tensor
@@ -169,8 +164,7 @@ class Fit(NamedTuple):
     step: Tensor
     last_step: float
     simulated: Simulated
-    statistics: Tensor
-    of_laws: Tensor | None = None
+    slope: Tensor
 
 
 def noise_variances(releases: Sequence[Release]) -> Tensor:
@@ -195,7 +189,6 @@ def find_mode(
     latents: Latents,
     start: Tensor,
     most_steps: int,
-    of_laws: Tensor | None = None,
 ) -> Fit:
     r"""Gauss-Newton steps, records drawn anew at each centre.
 
@@ -209,12 +202,10 @@ def find_mode(
     theta, damping, before = start, 1.0, math.inf
     for number in range(most_steps + 1):
         simulated = simulator.at(theta)
-        found_statistics = simulator.statistics(simulated, releases)
-        found = moments(found_statistics, simulated.scores, simulator.covariates.is_paired)
+        statistics = simulator.statistics(simulated, releases)
+        found = moments(statistics, simulated.scores, simulator.covariates.is_paired)
         covariance = n * found.covariance + n**2 / len(simulated.scores) * found.residual
         covariance = covariance + torch.diag(variances)
-        if of_laws is not None:
-            covariance = covariance + of_laws
         slope, prior_precision = latents.slope_and_precision(theta)
         precision, pulled = posterior_precision(found, covariance, prior_precision, n)
         gradient = pulled.T @ (value - n * found.mean) + slope
@@ -228,56 +219,58 @@ def find_mode(
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
         scale = damping * min(1.0, _LONGEST_STEP / max(ratio, 1e-300))
         theta = _valid(records, theta, scale * step)
-    return Fit(
-        theta,
-        precision,
-        prior_precision,
-        found,
-        covariance,
-        step,
-        length,
-        simulated,
-        found_statistics,
-        of_laws,
+    fields = (theta, precision, prior_precision, found, covariance, step, length, simulated, slope)
+    return Fit(*fields)
+
+
+class LawDifferences(NamedTuple):
+    """What m and J are under laws of the covariates, less what they are under the mean law.
+
+    Attributes:
+        means: ``[L, K·d]``.
+        jacobians: ``[L, K·d, d]``.
+    """
+
+    means: Tensor
+    jacobians: Tensor
+
+
+def law_differences(
+    centre: Tensor, simulators: Sequence[Simulator], releases: Sequence[Release]
+) -> LawDifferences | None:
+    """At a centre, with the same random numbers under each law; the first of ``simulators`` has the
+    mean law. None if that is the only one.
+    """
+    found = []
+    for simulator in simulators if len(simulators) > 1 else ():
+        simulated = simulator.at(centre)
+        statistics = simulator.statistics(simulated, releases)
+        found.append(moments(statistics, simulated.scores, False))
+    if not found:
+        return None
+    middle = found[0]
+    return LawDifferences(
+        torch.stack([each.mean - middle.mean for each in found[1:]]),
+        torch.stack([each.jacobian - middle.jacobian for each in found[1:]]),
     )
 
 
-def law_covariance(
-    fit: Fit, simulators: Sequence[Simulator], releases: Sequence[Release]
-) -> Tensor:
-    r"""What not knowing the law of the covariates adds to the covariance of T, ``[K·d, K·d]``.
-
-    With laws l drawn from their posterior given what was released of covariates, m_l and J_l the
-    mean of a record's statistics and its derivative under each, and records of the same random
-    numbers,
+def with_laws(
+    fit: Fit, laws: LawDifferences | None, theta_covariance: Tensor, num_data: int
+) -> Fit:
+    r"""The fit with what T varies by because the law l is not known and θ varies by C:
 
     .. math::
-        \mathrm{Cov}_l\, E_\theta(m_l(\theta)) \approx \frac{1}{L}\sum_l (m_l - \bar m)(m_l - \bar
-        m)^\top + (J_l - \bar J)\Lambda^{-1}(J_l - \bar J)^\top
-
-    at the centre, θ varying by Λ⁻¹ around it, which this covariance enlarges in turn. The first of
-    ``simulators`` has the mean law.
+        \frac{n^2}{L}\sum_l (m_l - m)(m_l - m)^\top + (J_l - J)\,C\,(J_l - J)^\top
     """
-    n = simulators[0].num_data
-    found = []
-    for simulator in simulators:
-        simulated = simulator.at(fit.centre)
-        statistics = simulator.statistics(simulated, releases)
-        found.append(moments(statistics, simulated.scores, False))
-    middle = found[0]
-    means = torch.stack([each.mean - middle.mean for each in found[1:]], 1)
-    slopes = torch.stack([each.jacobian - middle.jacobian for each in found[1:]])
-    share = n**2 * (1 + 1 / len(slopes)) / len(slopes)  # the mean law is one of so many draws, too
-    base = share * means @ means.T
-    rest = fit.covariance if fit.of_laws is None else fit.covariance - fit.of_laws
-    precision = fit.prior_precision  # from above: of several solutions the widest
-    for _ in range(_FIXED_POINT_STEPS):
-        root = torch.linalg.solve_triangular(
-            torch.linalg.cholesky(precision), slopes.mT, upper=False
-        )
-        result = base + share * torch.einsum("ldq,ldr->qr", root, root)
-        precision, _ = posterior_precision(fit.moments, rest + result, fit.prior_precision, n)
-    return result
+    if laws is None:
+        return fit
+    share = num_data**2 * (1 + 1 / len(laws.means)) / len(laws.means)  # m is of as many draws, too
+    root = laws.jacobians @ torch.linalg.cholesky(theta_covariance)
+    added = laws.means.T @ laws.means + torch.einsum("lqd,lrd->qr", root, root)
+    covariance = fit.covariance + share * added
+    precision, _ = posterior_precision(fit.moments, covariance, fit.prior_precision, num_data)
+    return fit._replace(covariance=covariance, precision=precision)
 
 
 def _valid(records: ModelRecords, theta: Tensor, step: Tensor) -> Tensor:
@@ -296,16 +289,16 @@ class Likelihood(Protocol):
 
     centre: Tensor
     """Near the mode, ``[D]``."""
-    mode: Tensor
-    """Of the posterior, ``[d]``, about."""
-    precision: Tensor
-    """Of the posterior there, ``[d, d]``."""
+    modes: Tensor
+    """Of the Gaussians ``[L, d]`` that are the posterior together, about."""
+    precisions: Tensor
+    """Of these, ``[L, d, d]``."""
     num_simulated: int
     simulation_error: float
     """In posterior standard deviations, at most."""
 
     def gaussian(self, theta: Tensor) -> Tensor:
-        """With its mean linear and its covariance constant, ``[m]``; differentiable."""
+        """With means linear and covariances constant, ``[m]``; differentiable."""
 
     def __call__(self, theta: Tensor) -> Tensor:
         """``[m]``; differentiable."""
@@ -327,10 +320,20 @@ class SyntheticLikelihood(Likelihood):
     with m and J from all of them; S(θ) likewise by S's factor over S_s's. Where the weights of the
     few are worth less than a tenth of them, records are simulated anew around that θ.
 
+    Under a law l of the covariates m(θ) is larger by m_l − m + (J_l − J)(θ − θ_c). Posteriors under
+    the laws are averaged: the likelihood is that of a mixture,
+
+    .. math::
+        \frac 1 L\sum_l p(T|\theta, l)/Z_l, \qquad Z_l = \int p(T|\theta, l)\,p(\theta)\,d\theta
+
+    with Z_l of the Gaussian. Without it laws would count by how well they suit T, of which so few
+    draws of a matrix tell nothing: one or two would count alone.
+
     Args:
         simulator: of the records.
         releases: T.
         fit: at the mode.
+        laws: what differs under each law of the covariates; None where it is known.
         few: how many records weights are computed of.
         most_batches: of further records for the mean at the centre.
     """
@@ -340,6 +343,7 @@ class SyntheticLikelihood(Likelihood):
         simulator: Simulator,
         releases: Sequence[Release],
         fit: Fit,
+        laws: LawDifferences | None = None,
         *,
         few: int,
         most_batches: int,
@@ -362,10 +366,6 @@ class SyntheticLikelihood(Likelihood):
         mean, residual, count = self._refined(fit, root, most_batches)
         self.noise = self._projection @ (variances[:, None] * self._projection.T)
         self.noise = self.noise + n**2 / count * residual
-        self.of_laws = None
-        if fit.of_laws is not None:
-            self.of_laws = self._projection @ fit.of_laws @ self._projection.T
-            self.noise = self.noise + self.of_laws
         self._released = self._projection @ value
         self.num_simulated = count
         error = n**2 / count * residual * told[kept].outer(told[kept]).sqrt()
@@ -373,19 +373,46 @@ class SyntheticLikelihood(Likelihood):
         jacobian = self._projection @ found.jacobian
         covariance = self._projection @ found.covariance @ self._projection.T
         read = simulator.records.read
-        self.centre, self.precision = fit.centre, fit.precision
-        shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
-        self.mode = fit.centre[read] + shortened * fit.step
+        self.centre = fit.centre
         self._linear = mean, jacobian
         self._root = torch.linalg.cholesky(n * covariance + self.noise)
-        # of posteriors of about the same evidence under each law of the covariates
-        self._level = float(root.diagonal().log().sum())
+        self._settle_laws(fit, laws)
         self._near = _Around(
             simulator, self._statistics, fit.simulated, few, read, mean, jacobian, covariance
         )
         self._others: list[_Around] = []
         at_centre = self._of_many(self._near, self.centre[None])[0]
         self._offset = float(self.gaussian(self.centre[None])) - float(at_centre)
+
+    def _settle_laws(self, fit: Fit, laws: LawDifferences | None) -> None:
+        n, (mean, jacobian) = self._simulator.num_data, self._linear
+        self._shifts, self._tilts = torch.zeros_like(mean)[None], torch.zeros_like(jacobian)[None]
+        if laws is not None:
+            self._shifts = laws.means @ self._projection.T
+            self._tilts = self._projection @ laws.jacobians
+        slopes = torch.linalg.solve_triangular(
+            self._root, n * (jacobian + self._tilts), upper=False
+        )
+        apart = self._released - n * (mean + self._shifts)
+        white = torch.linalg.solve_triangular(self._root, apart.T, upper=False).T
+        gradients = torch.einsum("lqd,lq->ld", slopes, white) + fit.slope
+        self.precisions = fit.prior_precision + slopes.mT @ slopes
+        factors = torch.linalg.cholesky(self.precisions)
+        steps = torch.cholesky_solve(gradients[:, :, None], factors)[:, :, 0]
+        shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
+        self.modes = fit.centre[self._simulator.records.read] + shortened * steps
+        self._log_evidence = (
+            ((gradients * steps).sum(1) - white.square().sum(1)) / 2
+            - factors.diagonal(dim1=1, dim2=2).log().sum(1)
+            + math.log(len(steps))
+        )
+        self._white = white, slopes
+
+    def covariance(self) -> Tensor:
+        """Of the posterior, about, ``[d, d]``."""
+        within = torch.cholesky_inverse(torch.linalg.cholesky(self.precisions)).mean(0)
+        apart = self.modes - self.modes.mean(0)
+        return within + apart.T @ apart / len(apart)
 
     def _statistics(self, simulated: Simulated) -> Tensor:
         return self._simulator.statistics(simulated, self._releases) @ self._projection.T
@@ -411,11 +438,9 @@ class SyntheticLikelihood(Likelihood):
     def gaussian(self, theta: Tensor) -> Tensor:
         """With m linear and S constant, of every row, ``[m]`` for ``[m, D]``; differentiable."""
         read = self._simulator.records.read
-        mean, jacobian = self._linear
-        expected = mean + (theta[:, read] - self.centre[read]) @ jacobian.T
-        apart = (self._released - self._simulator.num_data * expected).T
-        white = torch.linalg.solve_triangular(self._root, apart, upper=False)
-        return -0.5 * white.square().sum(0)
+        white, slopes = self._white
+        moved = torch.einsum("lqd,md->mlq", slopes, theta[:, read] - self.centre[read])
+        return ((white - moved).square().sum(2) / -2 - self._log_evidence).logsumexp(1)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Of every row, ``[m]`` for ``[m, D]``, from the records at the mode; differentiable. At
@@ -463,11 +488,13 @@ class SyntheticLikelihood(Likelihood):
     def _of_many(self, around: _Around, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Log likelihoods ``[m]``, and what part of the records the weights are worth."""
         means, covariances, worth = around(theta)
-        n = self._simulator.num_data
+        n, read = self._simulator.num_data, self._simulator.records.read
         factors, failed = torch.linalg.cholesky_ex(n * covariances + self.noise)
-        apart = (self._released - n * means)[:, :, None]
-        white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
-        values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)
+        moved = torch.einsum("lqd,md->mql", self._tilts, theta[:, read] - self.centre[read])
+        apart = self._released[:, None] - n * (means[:, :, None] + self._shifts.T + moved)
+        white = torch.linalg.solve_triangular(factors, apart, upper=False)
+        values = (white.square().sum(1) / -2 - self._log_evidence).logsumexp(1)
+        values = values - factors.diagonal(dim1=1, dim2=2).log().sum(1)
         return torch.where((failed == 0) & values.isfinite(), values, -math.inf), worth
 
 

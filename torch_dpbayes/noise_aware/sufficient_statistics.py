@@ -165,13 +165,13 @@ class _ClosedForm(Likelihood):
             precision = prior_precision + (jacobian.T @ pulled + pulled.T @ jacobian) / 2
             step = torch.linalg.solve(precision, pulled.T @ (released - n * mean) + slope)
             length = math.sqrt(max(float(step @ precision @ step), 0.0))
-            self.precision, self._linear = precision, (mean, jacobian / n, total)
+            self._linear = (mean, jacobian / n, total)
             # from far away a step of a Gaussian fit may overshoot
             if length < _LEAST_STEP:
                 break
             own = float((step / self._latents.stddev).abs().max())
             self.centre = self.centre + step * min(1.0, 0.5 / own)
-        self.mode = self.centre
+        self.modes, self.precisions = self.centre[None], precision[None]
 
     def gaussian(self, theta: Tensor) -> Tensor:
         """With the mean linear and the covariance constant, ``[m]``."""
