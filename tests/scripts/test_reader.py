@@ -170,7 +170,7 @@ def test_logistic_regression_in_pyro_with_honest_intervals():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
-    posterior = dpb.noise_aware.laplace(model, x, y, epsilon=1.0, delta=1e-5, max_grad_norm=1.0)
+    posterior = dpb.noise_aware.posterior(model, x, y, epsilon=1.0, delta=1e-5)
     assert "epsilon = " in str(posterior.guarantee())
     draws = posterior.sample(1000)["w"]
     low, high = draws.quantile(torch.tensor([0.05, 0.95]), 0)
@@ -204,15 +204,11 @@ def test_the_last_layer_only():
     net[-1].requires_grad_(True)
     [m.eval() for m in net.modules() if "BatchNorm" in type(m).__name__]
     records = table()
-    posterior = dpb.noise_aware.laplace_for_module(
-        net,
-        *records.tensors,
-        loss=lambda output, target: F.cross_entropy(output, target, reduction="none"),
-        prior_std=1.0,
-        max_grad_norm=1.0,
-        epsilon=1.0,
-        delta=1e-5,
+    posterior = dpb.noise_aware.posterior_for_module(
+        net, *records.tensors, likelihood="categorical", prior_std=1.0, epsilon=1.0, delta=1e-5
     )
+    predicted = posterior.predict(net, records.tensors[0])
+    torch.testing.assert_close(predicted.sum(1), torch.ones(len(predicted)))
     assert set(posterior.mean) == {"3.weight", "3.bias"}
     before = {name: value.clone() for name, value in net.state_dict().items()}
     engine = dpb.PrivacyEngine()
