@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
-from torch_dpbayes.noise_aware import covariance, inference, posterior
+from torch_dpbayes.noise_aware import inference, posterior
 from torch_dpbayes.noise_aware.covariates import (
     FeatureShape,
     Released,
@@ -142,15 +142,6 @@ def test_moments_move_by_their_sensitivity(neighboring):
     after = noisy_moments(other, shape, (1.0, 1.0), silent)
     assert float((before.total - after.total).norm()) <= limits[0]
     assert float((before.products - after.products).norm()) <= limits[1]
-
-
-def test_covariance_is_charged_and_near():
-    x = torch.randn(20_000, 3, dtype=torch.float64) * torch.tensor([0.1, 0.2, 0.3])
-    accountant = dpb.PrivacyAccountant(epsilon=2.0, delta=1e-5)
-    found = covariance(x, accountant=accountant, num_data=20_000)
-    assert 1.9 < accountant.get_epsilon() <= 2.0
-    assert torch.allclose(found.matrix.diagonal(), torch.cov(x.T).diagonal(), rtol=0.15)
-    assert bool((torch.linalg.eigvalsh(found.matrix) > 0).all())
 
 
 @pytest.mark.filterwarnings("ignore:the releases contradict")  # twenty rows are not the records'
