@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "release": {"accounting", "noise", "distributed", "per_sample", "batches"},
     "optim": {"accounting", "noise", "release", "words"},
     "mcmc": {"accounting", "noise", "words"},
-    "noise_aware": {"accounting", "noise", "mcmc", "ops", "optim", "posterior", "words"},
+    "noise_aware": {"accounting", "noise", "mcmc", "ops", "posterior"},
     "infer": {"accounting", "batches", "mcmc", "per_sample", "noise_aware", "optim", "release"},
     "posterior": {"per_sample", "words"},
     "frameworks": {"batches", "engine", "optim", "per_sample"},

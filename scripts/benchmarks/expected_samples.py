@@ -1,6 +1,6 @@
 """Effective samples that ``mcmc.plan`` expects, and what the library's kernels draw.
 
-    expected_samples.py [--iterations 2000] [--only penalty HMC after]
+    expected_samples.py [--iterations 2000] [--only penalty HMC]
 
 The targets are a Gaussian mean (three coordinates), a logistic regression (three weights, 200
 records) and three bananas: a, b ~ N(0, 1), and a + b² known from 400 records to ± 0.6, 0.28 and
@@ -10,9 +10,6 @@ standard deviations. "width" is ``expected_sample_size`` of these; "density" is
 ``simulated_sample_size`` of the records' own posterior; "made-up" is that of records made up from
 a draw of the posterior, which somebody can do who has a noise-aware posterior; all of them over
 the effective samples of the four chains.
-
-"after" is ``noise_aware.kernel_from`` on the bananas with 20,000 records: half of ε = 8 goes to the
-noise-aware posterior, and four chains share the iterations that the other half pays for.
 """
 
 from __future__ import annotations
@@ -198,53 +195,6 @@ def compare(kernel: type[Any], name: str, noise: float, iterations: int) -> str:
     return f"{name} | {noise} | {counted:.0f} | " + " | ".join(f"{r:.2f}" for r in ratios)
 
 
-def after_noise_aware(width: float, iterations: int) -> str:
-    target, bound = banana(width, records=20_000), 6.0 / (width * math.sqrt(20_000))
-    accountant = dpb.PrivacyAccountant(8.0, 1e-6)
-    posterior = dpb.noise_aware.laplace(
-        target.model,
-        *target.args,
-        epsilon=4.0,
-        accountant=accountant,
-        max_grad_norm=bound,
-        num_data=20_000,
-    )
-    settings = {"num_iterations": CHAINS * iterations, "log_ratio_slope": bound}
-    found = dpb.mcmc.plan(
-        DPPenalty,
-        target_epsilon=8.0,
-        target_delta=1e-6,
-        history=accountant.history,
-        **settings,
-    )
-    expected = found.expected_sample_size(posterior.unconstrained_stddev, shaped=True)
-    drawn = posterior.sample(DRAWS)["theta"].double()
-    scale = found.step_size(posterior.unconstrained_stddev, shaped=True)
-    counted, rehearsed = (
-        shaped_walks(found, of, scale, drawn, iterations)
-        for of in (target, banana(width, drawn[0]))
-    )
-    return f"{width} | {expected:.0f} | {counted:.0f} | {rehearsed:.0f}"
-
-
-def shaped_walks(
-    found: Plan, target: Target, scale: float, drawn: Tensor, iterations: int
-) -> float:
-    """What four chains from draws of a noise-aware posterior are worth, in its shape."""
-    factor = scale * torch.linalg.cholesky(drawn.T.cov())
-    std = found.noise_multipliers["noise_multiplier"] * float(found.log_ratio_slope or 0.0)
-    repeats = 8  # of four chains
-    theta, path = drawn[: repeats * CHAINS].clone(), []
-    for _ in range(iterations):
-        moved = theta + torch.randn_like(theta) @ factor.T
-        noise = std * torch.linalg.vector_norm(moved - theta, dim=1)
-        ratio = target.log_density(moved) - target.log_density(theta)
-        ratio += noise * torch.randn(len(theta)) - noise.square() / 2
-        theta = torch.where((torch.rand(len(theta)).log() < ratio)[:, None], moved, theta)
-        path.append(theta)
-    return worth(torch.stack(path, 1)) / repeats
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -252,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--iterations", type=int, default=2000, help="of a chain; default: 2000")
-    parser.add_argument("--only", nargs="*", default=["penalty", "HMC", "after"])
+    parser.add_argument("--only", nargs="*", default=["penalty", "HMC"])
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -263,11 +213,6 @@ def main(arguments: list[str] | None = None) -> None:
             for name in TARGETS:
                 for noise in NOISES:
                     print(compare(kernel, name, noise, options.iterations), flush=True)
-    if "after" in options.only:
-        print("after a noise-aware posterior: banana | expected | chains | made-up")
-        for width in WIDTHS:
-            for _ in range(3):
-                print(after_noise_aware(width, options.iterations), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 First autoregressive chains that are worth so many independent draws; then walks with a kernel's
 noise on a posterior that is bent: a, b ~ N(0, 1), a + b² observed as 1 ± 0.28. Of these, one chain
 begins in the middle of one arm, or four share the iterations and begin at draws of a Gaussian with
-the posterior's mean and covariance, as ``noise_aware.kernel_from(..., num_chains=4)`` begins. A run
-is too narrow if a coordinate's standard deviation is below .7 of the posterior's; "worth" is what
-its iterations are worth in chains from draws of the posterior.
+the posterior's mean and covariance. A run is too narrow if a coordinate's standard deviation is
+below .7 of the posterior's; "worth" is what its iterations are worth
+in chains from draws of the posterior.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,13 @@ from pyro.infer import MCMC
 from torch import Tensor
 
 from torch_dpbayes import PrivacyAccountant, mcmc, noise_aware
-from torch_dpbayes.ops import GLM
 
 RECORDS, EPSILON, DELTA, ITERATIONS = 20_000, 4.0, 1e-6, 800
 TRUTH = torch.tensor([1.5, 1.0], dtype=torch.float64)
 SHARES = (0.005, 0.05, 0.1, 0.2, 0.4)
 STYLES = {
     "DPPenalty": ("tab:blue", "o"),
-    "laplace, Pyro model": ("tab:orange", "s"),
-    "laplace, GLM": ("tab:green", "D"),
+    "noise_aware.posterior": ("tab:orange", "s"),
 }
 
 
@@ -81,11 +78,9 @@ def chain(bound: float, x: Tensor, y: Tensor) -> Tensor:
     return runner.get_samples()["weights"]
 
 
-def noise_aware_draws(
-    what: GLM | Callable[..., None], bound: float, x: Tensor, y: Tensor
-) -> Tensor:
-    post = noise_aware.laplace(
-        what,
+def noise_aware_draws(bound: float, x: Tensor, y: Tensor) -> Tensor:
+    post = noise_aware.posterior(
+        model,
         x,
         y,
         accountant=PrivacyAccountant(EPSILON, DELTA),
@@ -102,14 +97,12 @@ def measured() -> list[list[Any]]:
     y = torch.poisson((x @ TRUTH).exp())
     mode, stds = without_privacy(x, y)
     norms = (y - (x @ mode).exp()).abs() * x.norm(dim=1)
-    glm = GLM("poisson", max_count=60)
     rows: list[list[Any]] = [[0, "without privacy", float(mode[0]), float(stds[0])]]
     for share in SHARES:
         bound = float(norms.quantile(1 - share))
         for name, draws in (
             ("DPPenalty", chain(bound, x, y)),
-            ("laplace, Pyro model", noise_aware_draws(model, bound, x, y)),
-            ("laplace, GLM", noise_aware_draws(glm, bound, x, y)),
+            ("noise_aware.posterior", noise_aware_draws(bound, x, y)),
         ):
             rows.append([share, name, float(draws[:, 0].mean()), float(draws[:, 0].std())])
             print(*rows[-1], flush=True)

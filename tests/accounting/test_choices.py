@@ -23,8 +23,6 @@ from torch_dpbayes.accounting.events import (
     accounting_method,
     neighboring_relation,
 )
-from torch_dpbayes.noise_aware.mechanism import matrix_event
-from torch_dpbayes.noise_aware.planning import matrix_multiplier
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.optim.fisher_sum import FisherSum
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
@@ -80,8 +78,6 @@ USES = {
     ),
     "dominating_pair": lambda relation, _: repr(dominating_pair(STEP, relation)),
     "a certificate's setting": lambda relation, _: Setting(1.0, None, relation).records_changed,
-    "a sum of matrices": lambda relation, _: matrix_event(1.0, relation).noise_multiplier,
-    "the share of a matrix": lambda relation, _: matrix_multiplier(1.0, 0.5, relation),
     "a second moment beside the sum": lambda relation, _: FisherSum(
         1.0, 10.0, is_full=False, share=0.5
     ).equivalent_noise_multiplier(1.0, is_full=True, sampling=None, neighboring=relation),

@@ -4,7 +4,6 @@ import copy
 import math
 import pickle
 import threading
-import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -28,8 +27,6 @@ from scipy.stats import chi2
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.infer import DPSVI
-from torch_dpbayes.noise_aware import from_gradients
-from torch_dpbayes.noise_aware.normal_form import NormalForm
 
 DOUBLE = torch.float64
 GUIDES = (AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)
@@ -72,18 +69,13 @@ def make(model=model, guide=AutoNormal, **how):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("guide", GUIDES)
-def test_with_little_noise_the_posterior_is_that_of_the_data(guide):
+def test_with_little_noise_the_guide_is_the_posterior_of_the_data(guide):
     x = rows()
     svi = make(guide=guide, noise_multiplier=1e-3, max_grad_norm=50.0)
     svi.run(300, x)
     precision = len(x) + 1
     mean, stddev = x.sum(0) / precision, precision**-0.5
-    post = svi.posterior()
-    assert float((post.mean["mean"] - mean).abs().max()) < 0.1 * stddev
-    torch.testing.assert_close(
-        post.stddev["mean"], torch.full((2,), stddev, dtype=DOUBLE), rtol=0.07, atol=0.0
-    )
-    # the guide itself holds an average of iterates, which has forgotten its start
+    # the guide holds an average of iterates, which has forgotten its start
     assert float((svi.guide.median()["mean"] - mean).abs().max()) < 0.5 * stddev
     quartiles = svi.guide.quantiles([0.25, 0.75])["mean"]
     low, high = quartiles if isinstance(quartiles, list) else quartiles.unbind()
@@ -93,17 +85,6 @@ def test_with_little_noise_the_posterior_is_that_of_the_data(guide):
         rtol=0.35,
         atol=0.0,
     )
-
-
-def test_a_run_that_the_prior_alone_explains_is_named(monkeypatch):
-    """When that is: tests/noise_aware/test_normal_form.py."""
-    monkeypatch.setattr(NormalForm, "plateau", lambda self, prior: self.centre)
-    monkeypatch.setattr(from_gradients, "is_contradicted", lambda *_: False)
-    svi = make()
-    svi.run(60, rows())
-    with pytest.warns(UserWarning, match="so little of the curvature that the prior alone"):
-        post = svi.posterior()
-    assert "  NOT HEARD   " in post.guarantee()
 
 
 @pytest.mark.thorough
@@ -120,61 +101,10 @@ def test_latents_in_other_supports_and_in_sorted_order():
             scales, guide, noise_multiplier=1e-3, expected_batch_size=1500, max_grad_norm=50.0
         )
         svi.run(300, y)
-        found = svi.posterior().mean
-        assert float(found["z_location"]) == pytest.approx(float(y.mean()), abs=0.05)
-        assert float(found["a_scale"]) == pytest.approx(float(y.std()), abs=0.06)
-        assert float(svi.guide.median()["a_scale"]) == pytest.approx(float(y.std()), abs=0.15)
+        found = svi.guide.median()
+        assert float(found["z_location"]) == pytest.approx(float(y.mean()), abs=0.15)
+        assert float(found["a_scale"]) == pytest.approx(float(y.std()), abs=0.15)
         pyro.clear_param_store()
-
-
-@pytest.mark.thorough
-def test_more_noise_makes_a_wider_posterior_around_a_narrow_guide():
-    x, found = rows(), []
-    for _ in range(5):
-        pyro.clear_param_store()
-        svi = make(noise_multiplier=60.0)
-        svi.run(200, x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found.append(svi.posterior().stddev["mean"])
-    # F(F+V)⁻¹F, with V = z²C²/K of the later half, means .09; the records alone .05. A run knows F
-    # so badly that it may be off by several times, to the safe side as a rule
-    assert float(torch.stack(found).mean()) > 1.5 * 401**-0.5
-
-
-def logistic(x, y):
-    weights = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
-
-
-def distance_of_the_mean(bound):
-    """The example of docs/choosing_a_method.md: from that of the records, in stated deviations."""
-    x = torch.randn(10_000, 2, dtype=DOUBLE)
-    y = torch.bernoulli((x @ torch.tensor([1.0, -0.5], dtype=DOUBLE)).sigmoid())
-    mean = torch.zeros(2, dtype=DOUBLE)
-    for _ in range(20):
-        p = (x @ mean).sigmoid()
-        hessian = (x.T * (p * (1 - p))) @ x + torch.eye(2, dtype=DOUBLE)
-        mean = mean - torch.linalg.solve(hessian, x.T @ (p - y) + mean)
-    pyro.clear_param_store()
-    svi = make(
-        logistic,
-        optim=adam(0.02),
-        max_grad_norm=bound,
-        noise_multiplier=20.0,
-        expected_batch_size=1000,
-        accountant=dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one"),
-    )
-    svi.run(500, x, y)
-    post = svi.posterior()
-    return float(((post.mean["w"] - mean) / post.stddev["w"]).abs().max())
-
-
-@pytest.mark.thorough
-def test_the_mean_is_that_of_the_records_where_few_gradients_are_clipped_and_only_there():
-    assert max(distance_of_the_mean(3.0) for _ in range(3)) < 4.5
-    assert sum(distance_of_the_mean(1.0) for _ in range(3)) > 6.0
 
 
 # --- what is released is what is charged ----------------------------------------------------------
@@ -427,7 +357,7 @@ def test_discrete_latents_of_records_are_summed_out():
     )
     svi.run(150, y)
     expected = float((y > 2).double().mean())
-    assert float(svi.posterior().mean["share"]) == pytest.approx(expected, abs=0.06)
+    assert float(svi.guide.median()["share"]) == pytest.approx(expected, abs=0.06)
 
 
 @pytest.mark.first_cases(1)
@@ -538,21 +468,6 @@ def test_a_saved_state_stays_what_it_was():
     svi.step(x)
     moments, then = saved["optim"][0][0]["state"][0], before[0][0]["state"][0]
     assert torch.equal(moments["exp_avg"], then["exp_avg"])
-
-
-@pytest.mark.thorough
-def test_a_state_goes_on_with_other_noise_but_is_not_mixed():
-    x = rows()
-    svi = make()
-    svi.run(20, x)
-    pyro.clear_param_store()
-    again = make(noise_multiplier=2.0)
-    again.load_state_dict(svi.state_dict())
-    again.run(10, x)
-    with pytest.raises(ValueError, match="different noise"):
-        again.posterior()
-    again.run(10, x)
-    again.posterior()
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -845,51 +760,10 @@ def test_an_overflowing_step_leaves_the_parameters():
     assert all(bool(p.isfinite().all()) for p in svi.guide.parameters())
 
 
-def test_no_copies_no_loss_no_posterior_of_nothing():
+def test_no_copies_and_no_loss():
     svi = make()
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match="state_dict"):
             copied(svi)
     with pytest.raises(dpb.errors.StateError, match="loss"):
         svi.evaluate_loss(rows())
-    with pytest.raises(dpb.errors.StateError, match="nothing was released"):
-        svi.posterior()
-    svi.run(8, rows())
-    with pytest.raises(ValueError, match="more steps"):
-        svi.posterior()
-
-
-@pytest.mark.parametrize("batch", [60, 400])
-def test_a_posterior_of_steps_without_noise_is_refused(batch):
-    svi = make(noise_multiplier=0.0, expected_batch_size=batch)
-    svi.run(30, rows())
-    with pytest.raises(ValueError, match="made without noise"):
-        svi.posterior()
-
-
-def test_that_nothing_says_how_many_gradients_are_clipped_is_said():
-    svi = make()
-    svi.run(60, rows())
-    (line,) = (s for s in svi.posterior().guarantee().splitlines() if "  NOT KNOWN   " in s)
-    assert "how many gradients are clipped" in line and "more than its width" in line
-
-
-@pytest.mark.thorough
-def test_a_run_that_has_not_arrived_is_refused():
-    def saturated(y):  # far from quadratic on the way from 8 to 0
-        log_rate = pyro.sample("r", dist.Normal(torch.zeros((), dtype=DOUBLE), 5.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Poisson(log_rate.exp()), obs=y)
-
-    y = torch.poisson(torch.ones(400, dtype=DOUBLE))
-    start = pyro.infer.autoguide.init_to_value(values={"r": torch.tensor(5.0, dtype=DOUBLE)})
-    svi = make(
-        saturated,
-        AutoNormal(saturated, init_loc_fn=start),
-        noise_multiplier=1e-2,
-        max_grad_norm=1000.0,
-        optim=adam(0.01),
-    )
-    svi.run(200, y)
-    with pytest.raises(ValueError, match="not arrived"):
-        svi.posterior()

@@ -148,7 +148,5 @@ def test_bad_data():
         dpb.ops.Softmax(4).prepare((x, y.float()))
     with pytest.raises(ValueError, match="targets must be"):
         dpb.ops.Softmax(4).prepare((x, F.one_hot(y)))
-    with pytest.raises(ValueError, match="leave out max_grad_norm"):
-        dpb.noise_aware.laplace(dpb.ops.Softmax(4), x, y, epsilon=1, delta=1e-5, max_grad_norm=1.0)
-    with pytest.raises(TypeError, match="features and labels"):
-        dpb.noise_aware.laplace(dpb.ops.Softmax(4), x, epsilon=1, delta=1e-5)
+    with pytest.raises(TypeError, match="features and targets"):
+        dpb.noise_aware.posterior(dpb.ops.Softmax(4), x, epsilon=1, delta=1e-5)

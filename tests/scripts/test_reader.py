@@ -100,6 +100,26 @@ with dpb.PrivacyAccountant(path="budget.db") as accountant:
     assert "filter" in later.stdout
 
 
+def test_logistic_regression_in_pyro_with_honest_intervals():
+    """coming_from/pyro.md and choosing_a_method.md"""
+    truth = torch.tensor([1.0, -1.0])
+    x = F.normalize(torch.randn(3000, 2)) * torch.rand(3000, 1).sqrt()  # no row longer than 1
+    y = torch.bernoulli(torch.sigmoid(x @ truth))
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    posterior = dpb.noise_aware.posterior(model, x, y, epsilon=1.0, delta=1e-5)
+    assert "epsilon = " in str(posterior.guarantee())
+    draws = posterior.sample(1000)["w"]
+    low, high = draws.quantile(torch.tensor([0.05, 0.95]), 0)
+    assert (low < high).all() and draws.shape == (1000, 2)
+    standing = (posterior.mean["w"] - truth) / posterior.stddev["w"]
+    assert standing.abs().max() < 8  # wrong by more than that less than once in 10⁵ runs
+
+
 def test_samples_are_exported_to_arviz():
     """how_to/show_uncertainty.md: two chains on one accountant, R-hat and effective sample size"""
     arviz = pytest.importorskip("arviz")
@@ -125,15 +145,11 @@ def test_the_last_layer_only():
     net[-1].requires_grad_(True)
     [m.eval() for m in net.modules() if "BatchNorm" in type(m).__name__]
     records = table()
-    posterior = dpb.noise_aware.laplace_for_module(
-        net,
-        *records.tensors,
-        loss=lambda output, target: F.cross_entropy(output, target, reduction="none"),
-        prior_std=1.0,
-        max_grad_norm=1.0,
-        epsilon=1.0,
-        delta=1e-5,
+    posterior = dpb.noise_aware.posterior_for_module(
+        net, *records.tensors, likelihood="categorical", prior_std=1.0, epsilon=1.0, delta=1e-5
     )
+    predicted = posterior.predict(net, records.tensors[0])
+    torch.testing.assert_close(predicted.sum(1), torch.ones(len(predicted)))
     assert set(posterior.mean) == {"3.weight", "3.bias"}
     before = {name: value.clone() for name, value in net.state_dict().items()}
     engine = dpb.PrivacyEngine()

@@ -6,7 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
@@ -22,10 +22,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, Diverged
 from ..mcmc.checks import check_clip_bound
 from ..mcmc.density import Model, RecordDensity
 from ..mcmc.density.refusals import frozen_ones_kept
-from ..noise_aware.arguments import public_num_data
-from ..noise_aware.from_gradients import posterior_from_gradients
-from ..noise_aware.posterior import NoiseAwarePosterior
-from ..noise_aware.transcript import GradientRelease
+from ..noise_aware.budget import public_num_data
 from ..optim.settings import Settings
 from ..release import saved_state
 from ..release.layout import Layout
@@ -37,6 +34,22 @@ _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no 
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
 _DRAWS = 100  # of the guide, for one at which the model can be evaluated
 _RECENT = 3  # iterate t counts about t³ times in the average
+
+
+class GradientRelease(NamedTuple):
+    """What a step released.
+
+    Attributes:
+        theta: where, ``[d]`` in unconstrained space.
+        value: the noisy gradient of −Σ log p(x_i | θ), ``[d]``.
+        noise_std: of its noise.
+        sample_rate: q.
+    """
+
+    theta: Tensor
+    value: Tensor
+    noise_std: float
+    sample_rate: float
 
 
 class DPSVI:
@@ -53,7 +66,9 @@ class DPSVI:
 
     ("aligned" gradients: θ has d numbers, φ at least 2d, and the noise has d dimensions). θ is in
     unconstrained space. The entropy H and the prior are exact. The guide holds an average of the
-    iterates: the t-th counts about t³ times.
+    iterates: the t-th counts about t³ times. It is narrower than the posterior given the releases:
+    it does not know by how much noise moved it. For intervals that count the noise use
+    :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
     Prediger, Honkela and Kaski (2023) for aligned gradients.
@@ -171,8 +186,8 @@ class DPSVI:
     def evaluate_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the loss depends on the records, and no noise hides it."""
         raise StateError(
-            "the loss depends on the records, and no noise hides it: judge the run by posterior(),"
-            " which tests the released gradients, or by public data."
+            "the loss depends on the records, and no noise hides it: judge the run by public data,"
+            " or use noise_aware.posterior, which checks its releases."
         )
 
     # -- what comes out ----------------------------------------------------------------------------
@@ -188,33 +203,6 @@ class DPSVI:
         noise.
         """
         return list(self._transcript)
-
-    def posterior(self) -> NoiseAwarePosterior:
-        r"""p(θ | releases), as wide as the records *and* the noise make it: a regression of the
-        later half of the released gradients on θ (``noise_aware/from_gradients.py``).
-        The guide alone is narrower: it does not know by how much noise moved it.
-
-        Clipped gradients bias it, and nothing released says how many were clipped.
-
-        Raises:
-            ValueError: too few steps for a regression, steps without noise, releases that
-                contradict a quadratic likelihood, or records weighted by ``poutine.scale``.
-
-        **Privacy.** Post-processing, the refusals included.
-        """
-        if self._density is None or not self._transcript:
-            raise StateError("nothing was released yet: call step() or run() before posterior().")
-        delta = 1e-5 if self.accountant.delta is None else self.accountant.delta
-        held = self.accountant.get_epsilon(delta)
-        lines = [
-            f"Noise-aware posterior from {len(self._transcript)} steps of DPSVI",
-            (
-                "  charged     before each release; the accountant now holds epsilon ="
-                f" {held:.5g} at delta = {delta:g} ({self.accountant.neighboring})"
-            ),
-            f"  proved      each record moves a gradient sum by at most {self._max_grad_norm:g}",
-        ]
-        return posterior_from_gradients(self._transcript, self._density, lines)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -234,9 +222,7 @@ class DPSVI:
                 for p in self._gaussian.parameters.values()
                 if p in used
             ],
-            "transcript": [
-                (r.theta, r.value, r.noise_std, r.sample_rate) for r in self._transcript
-            ],
+            "transcript": [tuple(release) for release in self._transcript],
         }
         return copy.deepcopy(state)
 

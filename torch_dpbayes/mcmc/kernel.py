@@ -28,8 +28,7 @@ from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError, StateError
-from ..noise import GaussianNoise, fresh_generator
-from .approximation import Approximation, draws_of, in_coordinates_of
+from ..noise import GaussianNoise
 from .chain_processes import (
     Spool,
     Start,
@@ -67,8 +66,6 @@ class PrivateKernel(MCMCKernel):
             processes share.
         target_accept_prob: what warm-up adapts the scale of the moves to, by the noisy accept
             decisions alone. None: no adaptation.
-        approximation: where chains start and what shape their moves have, if the user does not say
-            so.
 
     **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
     they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
@@ -85,7 +82,6 @@ class PrivateKernel(MCMCKernel):
         model: Model,
         accountant: PrivacyAccountant,
         target_accept_prob: float | None,
-        approximation: Approximation | None = None,
     ) -> None:
         if not isinstance(accountant, PrivacyAccountant):
             raise ArgumentTypeError(
@@ -101,7 +97,6 @@ class PrivateKernel(MCMCKernel):
         self._transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob
-        self._approximation = None if approximation is None else draws_of(approximation)
         self._starts: dict[int, Start] = {}
         self._saved: list[str] | None = None
         self._chains: list[list[dict[str, Tensor]]] = []
@@ -156,9 +151,6 @@ class PrivateKernel(MCMCKernel):
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
         return True
 
-    def _take_shape(self, covariance: Tensor) -> None:
-        """Let the moves have the shape of an approximation."""
-
     # -- Pyro's contract ---------------------------------------------------------------------------
 
     @property
@@ -169,7 +161,7 @@ class PrivateKernel(MCMCKernel):
     @property
     def initial_params(self) -> Start:
         """Where the chain starts, in unconstrained space: what the user gave, or else a draw
-        from the approximation, or from the prior. Never chosen by the data.
+        from the prior. Never chosen by the data.
         """
         if self._initial is not None or self._prior is None or self._theta is None:
             return self._initial
@@ -243,10 +235,7 @@ class PrivateKernel(MCMCKernel):
         if self._spool is not None and chain_number() is not None:  # before what takes long
             give_back_when_terminated(self._accountant)
         with torch.no_grad():
-            start = self._owners.agreed_start(partial(self._set_up, args, kwargs))
-        if start.covariance is not None:
-            self._take_shape(start.covariance)
-        self._theta = start.theta
+            self._theta = self._owners.agreed_start(partial(self._set_up, args, kwargs)).theta
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainStart:
         prior = self._prepare(args, kwargs)
@@ -262,14 +251,9 @@ class PrivateKernel(MCMCKernel):
             "warmup_steps": self._warmup_steps,
             "save_params": self._saved,
             "initial_params given": self._initial is not None,
-            "approximation given": self._approximation is not None,
         }
-        draws = covariance = None
-        if self._approximation is not None:
-            draws, covariance = in_coordinates_of(prior, self._approximation)
-        theta = self._first_point(prior, draws)
-        is_given = self._initial is not None
-        return ChainStart(prior, theta, is_given, self._can_start, settings, covariance)
+        theta = self._first_point(prior)
+        return ChainStart(prior, theta, self._initial is not None, self._can_start, settings)
 
     def _check_transforms_of_runner(self, prior: Prior) -> None:
         """``MCMC(transforms=...)`` maps the draws of a chain that does not know of it. What maps
@@ -286,22 +270,18 @@ class PrivateKernel(MCMCKernel):
             )
         runner.transforms = self.transforms
 
-    def _first_point(self, prior: Prior, draws: Tensor | None) -> Tensor:
+    def _first_point(self, prior: Prior) -> Tensor:
         if self._initial is not None:
             theta = prior.flatten(self._initial)
             self._require_start(theta)
             return theta
         for _ in range(_DRAWS):
-            if draws is None:
-                theta = prior.sample()
-            else:
-                theta = draws[int(torch.randint(len(draws), (1,), generator=fresh_generator()))]
+            theta = prior.sample()
             if self._can_start(theta):
                 return theta
         raise ArgumentError(
-            f"the model cannot be evaluated at any of {_DRAWS} draws from its"
-            f" {'prior' if draws is None else 'approximation'}: pass initial_params= to MCMC, made"
-            " without data.",
+            f"the model cannot be evaluated at any of {_DRAWS} draws from its prior: pass"
+            " initial_params= to MCMC, made without data.",
             code="pyro-start",
         )
 

@@ -60,7 +60,7 @@ class Mixing(NamedTuple):
         return (
             f"the chains have not mixed: R-hat {self.r_hat:.3g}, {self.effective_sample_size:.2g}"
             f" effective samples, path over spread {self.path:.2g}. Their intervals cannot be"
-            " trusted: ask mcmc.plan(...).expected_sample_size, or use noise_aware.laplace."
+            " trusted: ask mcmc.plan(...).expected_sample_size, or use noise_aware.posterior."
         )
 
 

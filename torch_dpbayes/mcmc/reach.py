@@ -234,7 +234,7 @@ def warn_if_few(effective: float) -> None:
     if effective < FEW:
         warnings.warn(
             f"this budget is worth {effective:.2g} effective samples: the kernel cannot mix on such"
-            " a posterior, whatever its settings. Use noise_aware.laplace, more records or a larger"
-            " epsilon.",
+            " a posterior, whatever its settings. Use noise_aware.posterior, more records or a"
+            " larger epsilon.",
             stacklevel=3,
         )

@@ -1,9 +1,21 @@
-"""Posteriors that know their noise: what private releases say about the parameters, and how
-surely.
+"""Posteriors that know their noise, by simulating what would have been released.
+
+Each file needs only those above it:
+
+* ``records``: a model's records, private and simulated; ``latents``: its prior;
+* ``covariates``: public, or a law that is released once;
+* ``likelihood``: moments of simulated scores, and the likelihood of what was released;
+* ``budget``: how the budget is split; ``run``: the releases;
+* ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
+* ``models``: by name; ``inference``: the front doors; ``planning``: before anything is spent;
+* ``families``, ``sufficient_statistics``: closed forms in place of simulation;
+* ``covariance``: one noisy matrix, for whitening features before another run.
+
+Private rows are read by ``run.Mechanism`` and ``records.PrivateRecords``, of conjugate families by
+``sufficient_statistics``, by ``covariance``, and nowhere else; what they return gets noise in the
+same line or the next one.
 """
 
-from .chains import kernel_from
-from .comparison import MethodComparison, MethodForecast, compare_methods
 from .covariance import NoisyCovariance, covariance
 from .families import (
     ExponentialFamily,
@@ -12,27 +24,24 @@ from .families import (
     dirichlet_categorical,
     gamma_poisson,
 )
-from .from_run import from_run
-from .laplace import laplace, laplace_for_module
-from .posterior import NoiseAwarePosterior
+from .inference import posterior, posterior_for_module
+from .planning import Forecast, plan
+from .result import NoiseAwarePosterior
 from .sufficient_statistics import sufficient_statistics
 
 __all__ = [
     "ExponentialFamily",
+    "Forecast",
     "LinearRegression",
-    "MethodComparison",
-    "MethodForecast",
     "NoiseAwarePosterior",
     "NoisyCovariance",
     "beta_bernoulli",
-    "compare_methods",
     "covariance",
     "dirichlet_categorical",
-    "from_run",
     "gamma_poisson",
-    "kernel_from",
-    "laplace",
-    "laplace_for_module",
+    "plan",
+    "posterior",
+    "posterior_for_module",
     "sufficient_statistics",
 ]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import GaussianDpEvent
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
-from .mechanism import matrix_event, noisy_matrix
 
 _LARGEST = 1e15  # of a feature, in units of max_feature_norm: its square stays finite
 _ROWS = 2_000
@@ -119,14 +119,21 @@ def covariance(
             f"max_feature_norm = {max_feature_norm:g} is out of range: its square overflows, or is"
             " next to 0"
         )
-    event = matrix_event(noise_multiplier, accountant.neighboring)
+    # the accountant doubles the bound under replace-one, where matrices move by √2 of it
+    factor = math.sqrt(2) if accountant.neighboring == "replace_one" else 1.0
+    event = GaussianDpEvent(noise_multiplier * factor)
     accountant.compose(event, label="noise_aware.covariance")
     size = x.shape[-1]
     draws = GaussianNoise().standard_normal(
         size * size, dtype=torch.float64, device=torch.device("cpu")
     )
+    draws = draws.reshape(size, size)
     total = _second_moments(x.detach(), max_feature_norm).cpu()
-    released = noisy_matrix(total, noise_multiplier, draws.reshape(size, size))
+    # the mean of a Gaussian matrix and its transpose has variance 1 on the diagonal, 1/2 off it;
+    # one triangle is mirrored, for rounding makes sums unsymmetric, and a difference of the halves
+    # would have no noise
+    upper = torch.triu(total + noise_multiplier * (draws + draws.T) / 2)
+    released = upper + torch.triu(upper, 1).T
     return NoisyCovariance(unit * released, unit * noise_multiplier)
 
 

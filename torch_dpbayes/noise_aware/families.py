@@ -13,7 +13,9 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
+from torch.func import grad, jacrev
 
+from ..errors import ArgumentError
 from ..mcmc.checks import check_clip_bound, check_positive
 from ..mcmc.density import UnfitModel
 
@@ -32,7 +34,8 @@ class ExponentialFamily:
         natural_parameters: from θ, a dict of the prior's values by site, to the vector η.
         log_normalizer: A as a function of η, twice differentiable: its derivatives are the mean and
             the covariance of s(x).
-        max_statistic_norm: C, to which ‖s(x)‖ is clipped; public.
+        max_statistic_norm: C, to which ‖s(x)‖ is clipped; public. Moments are those of statistics
+            that are not clipped: take a bound that few exceed.
     """
 
     prior: Callable[[], Any]
@@ -47,6 +50,29 @@ class ExponentialFamily:
             self.max_statistic_norm,
             "the clip bound of a record's sufficient statistics",
         )
+
+    def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of s(x) for natural parameters η."""
+        mean = grad(self.log_normalizer)
+        return mean(eta), jacrev(mean)(eta)
+
+
+@dataclass(frozen=True)
+class _ClampedPoisson(ExponentialFamily):
+    """Counts that are clamped, with the moments of clamped counts."""
+
+    max_count: float = math.inf
+
+    def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """Of min(x, c) − c/2, from the probabilities of all counts up to c."""
+        counts = torch.arange(math.floor(self.max_count) + 1, dtype=torch.float64)
+        log_p = counts * eta - eta.exp() - torch.lgamma(counts + 1)
+        below = log_p.exp()
+        rest = (1 - below.sum()).clamp_min(0.0)
+        values = counts - self.max_count / 2
+        mean = below @ values + rest * self.max_count / 2
+        square = below @ values.square() + rest * (self.max_count / 2) ** 2
+        return mean[None], (square - mean.square()).clamp_min(0.0)[None, None]
 
 
 def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
@@ -66,18 +92,21 @@ def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
 
 
 def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFamily:
-    """Counts with mean ``"rate"`` ~ Gamma(shape, rate). Counts are clamped to [0, max_count] and
-    centred at its half, so that the bound is max_count/2.
+    """Counts with mean ``"rate"`` ~ Gamma(shape, rate). Counts are clamped to [0, max_count], which
+    the posterior knows, and centred at its half, so that the bound is max_count/2.
     """
     for name, value in (("shape", shape), ("rate", rate), ("max_count", max_count)):
         check_positive(name, value, "a public number")
+    if max_count != math.floor(max_count):
+        raise ArgumentError(f"max_count must be a whole number, got {max_count!r}.")
     one = torch.ones((), dtype=torch.float64)
-    return ExponentialFamily(
+    return _ClampedPoisson(
         _OneSite("rate", dist.Gamma, (shape * one, rate * one)),
-        CentredCounts(max_count),
+        partial(_centred_count, float(max_count)),
         _log_of_rate,
-        partial(_poisson_normalizer, max_count),
+        _poisson_normalizer,
         max_count / 2,
+        float(max_count),
     )
 
 
@@ -87,7 +116,7 @@ def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> Exponentia
     """
     parameters = torch.as_tensor(concentration, dtype=torch.float64).detach().clone()
     if parameters.dim() != 1 or len(parameters) < 2 or not bool((parameters > 0).all()):
-        raise ValueError(
+        raise ArgumentError(
             f"concentration must be at least two positive numbers, got {concentration!r}."
         )
     size = len(parameters)
@@ -98,6 +127,46 @@ def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> Exponentia
         _categorical_normalizer,
         math.sqrt(1 - 1 / size),
     )
+
+
+@dataclass(frozen=True)
+class LinearRegression:
+    r"""y ~ N(x·w, σ²), w ~ N(0, ``prior_std``²·I), σ unknown: sites ``"weights"`` and
+    ``"noise_std"``.
+
+    Args:
+        noise_std_prior: a Pyro distribution of σ, of one positive number in float64.
+        prior_std: of every weight.
+        max_feature_norm: R; longer rows are scaled down to it, and the weights are those of scaled
+            rows.
+
+    Raises:
+        ValueError: a bound or ``prior_std`` is no positive number, or ``noise_std_prior`` is no
+            distribution of one.
+    """
+
+    noise_std_prior: Any
+    prior_std: float = 1.0
+    max_feature_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("prior_std", "max_feature_norm"):
+            check_clip_bound(name, getattr(self, name), "a public number")
+        if not _is_of_a_positive_number(self.noise_std_prior):
+            raise ArgumentError(
+                "noise_std_prior must be a Pyro distribution of one positive number, as"
+                " dist.LogNormal(loc, scale) or dist.HalfNormal(scale); got"
+                f" {self.noise_std_prior!r}."
+            )
+
+    def __call__(self, features: Tensor, targets: Tensor) -> None:
+        """The Pyro model."""
+        zeros = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
+        weights = pyro.sample("weights", dist.Normal(zeros, self.prior_std).to_event(1))
+        noise_std = pyro.sample("noise_std", self.noise_std_prior)
+        with pyro.plate("data", len(targets)):
+            mean = features.to(weights.dtype) @ weights
+            pyro.sample("targets", dist.Normal(mean, noise_std), obs=targets)
 
 
 # --- their parts, which posteriors keep and which can be pickled ----------------------------------
@@ -115,23 +184,12 @@ class _OneSite:
         pyro.sample(self.name, self.distribution(*self.parameters))
 
 
-@dataclass(frozen=True)
-class CentredCounts:
-    """The statistic of :func:`gamma_poisson`.
-
-    Args:
-        max_count: to which counts are clamped.
-    """
-
-    max_count: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Of one count."""
-        return _one_number(x, "counts").double().clamp(0.0, self.max_count) - self.max_count / 2
-
-
 def _centred_outcome(x: Tensor) -> Tensor:
     return _one_number(x, "outcomes 0 and 1").double().clamp(0.0, 1.0) - 0.5
+
+
+def _centred_count(max_count: float, x: Tensor) -> Tensor:
+    return _one_number(x, "counts").double().clamp(0.0, max_count) - max_count / 2
 
 
 def _centred_indicators(size: int, label: Tensor) -> Tensor:
@@ -166,72 +224,12 @@ def _bernoulli_normalizer(eta: Tensor) -> Tensor:
     return (torch.nn.functional.softplus(eta) - eta / 2).sum()
 
 
-def _poisson_normalizer(max_count: float, eta: Tensor) -> Tensor:
-    return (eta.exp() - eta * max_count / 2).sum()
+def _poisson_normalizer(eta: Tensor) -> Tensor:
+    return eta.exp().sum()
 
 
 def _categorical_normalizer(eta: Tensor) -> Tensor:
     return eta.logsumexp(0) - eta.mean()
-
-
-# --- linear regression ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LinearRegression:
-    r"""y ~ N(x·w, σ²), w ~ N(0, ``prior_std``²·I), σ unknown: sites ``"weights"`` and
-    ``"noise_std"``.
-
-    Args:
-        prior_std: of every weight.
-        noise_std_prior: a Pyro distribution of σ, of one positive number in float64; ``None`` for a
-            half-normal one with ``target_bound`` as its scale.
-        max_feature_norm: R; longer rows are scaled down to it, and the weights are those of scaled
-            rows. An intercept is a column of ones of the caller's.
-        target_bound: Y; responses are clamped to [−Y, Y]. One that reaches few of them costs
-            little.
-
-    Raises:
-        ValueError: a bound or ``prior_std`` is no positive number, or ``noise_std_prior`` is no
-            distribution of one.
-    """
-
-    target_bound: float
-    prior_std: float = 1.0
-    max_feature_norm: float = 1.0
-    noise_std_prior: Any = None
-
-    def __post_init__(self) -> None:
-        for name in ("target_bound", "prior_std", "max_feature_norm"):
-            check_clip_bound(name, getattr(self, name), "a public number")
-        if self.noise_std_prior is not None and not _is_of_a_positive_number(self.noise_std_prior):
-            raise ValueError(
-                "noise_std_prior must be a Pyro distribution of one positive number, as"
-                " dist.LogNormal(loc, scale) or dist.HalfNormal(scale); got"
-                f" {self.noise_std_prior!r}."
-            )
-
-    def prior(self, dimension: int) -> Callable[[], None]:
-        """The Pyro model of its parameters."""
-        scale = torch.tensor(self.target_bound, dtype=torch.float64)
-        noise_prior = (
-            dist.HalfNormal(scale) if self.noise_std_prior is None else self.noise_std_prior
-        )
-        return _WeightsAndNoise(dimension, self.prior_std, noise_prior)
-
-
-@dataclass(frozen=True)
-class _WeightsAndNoise:
-    """The Pyro model of a linear regression's parameters."""
-
-    dimension: int
-    prior_std: float
-    noise_prior: Any
-
-    def __call__(self) -> None:
-        zeros = torch.zeros(self.dimension, dtype=torch.float64)
-        pyro.sample("weights", dist.Normal(zeros, self.prior_std).to_event(1))
-        pyro.sample("noise_std", self.noise_prior)
 
 
 def _is_of_a_positive_number(distribution: Any) -> bool:

@@ -1,127 +1,136 @@
-r"""A Gram matrix that was released with noise: how much of its shape is the noise's, and what is
-left of that.
+r"""What a noisy release says of a matrix of second moments: draws of the matrix given the release.
 
-A symmetric Gaussian matrix E, of standard deviation v on the diagonal and v/√2 off it, is a
-multiple of I with the variance v²/d and, independent of that, a matrix of trace 0:
+The release is Y = G + E, with E symmetric Gaussian of standard deviation v on the diagonal and v/√2
+off it; G is positive definite. Its logarithm L = log G has the rotation-invariant Gaussian prior of
+Leonard and Hsu (1992, "Bayesian inference for a covariance matrix", Annals of Statistics 20), with
+an unknown level m and spread s, D = d(d+1)/2:
 
 .. math::
-    \mathrm{Cov}(E\Delta) = \tfrac{v^2}{d}\Delta\Delta^\top + \Big(\tfrac{v^2}{2}(\|\Delta\|^2 I +
-    \Delta\Delta^\top) - \tfrac{v^2}{d}\Delta\Delta^\top\Big)
+    -\log p(L, m, s \mid Y) = \frac{\|Y - e^L\|_F^2}{2v^2} + \frac{\|L - mI\|_F^2}{2s^2}
+    + D \log s + \frac{d s^2}{4\tau_0^2} + \text{const}
 
-Eigenvalues of the release that stand out of the others by more than the noise's semicircle is wide,
-ℓ above or below their mean, are freed of what it moves them by, which takes them to ℓ + d·v²/(2ℓ)
-(Benaych-Georges and Nadakuditi 2011), and their directions keep all of its covariance: above are
-those of correlated features, below those of a constant column, or of columns that add up to
-another. In the m other directions Q the noise is such a matrix
-again, of size m and independent of the rest. Of the exact shape there, what tells it from λI,
-entries are taken for normal with a standard deviation τ, and then κ = τ²/(τ² + v²) of the released
-shape is the exact one's and the second part of the covariance shrinks to κ of itself. τ is a scale,
-p(τ) ∝ 1/τ, between λ/√n, the randomness of n records with independent features, and the largest
-shape that a positive semi-definite matrix with the mean eigenvalue λ has. One κ for all directions
-would take a part of the largest eigenvalue away, and give it to the smallest, which is more than
-their noise. Derived in this project.
+Equal eigenvalues are s = 0. A spread is learned from the eigenvalues that stand out of the noise,
+and with it how small those may be that do not: a point estimate, or a draw of Y's own noise, gives
+hidden directions the eigenvalues of the noise, and so information that records do not have. The
+logarithms are spread like a semicircle of standard deviation s√(d/2), whose prior is half normal
+with the scale τ₀ = log 10, a decade.
+
+Near the eigenvectors U of Y the derivative of L ↦ e^L is diagonal, :math:`f_{ij} = (e^{l_i} -
+e^{l_j})/(l_i - l_j)` (Daleckii and Krein), so that entries of UᵀLU have about the variances
+:math:`1/(s^{-2} + f^2/v^2)`, half of it off the diagonal. Hamiltonian steps with these as inverse
+masses move L; m and s have conditional distributions in closed form.
+
+**Privacy.** Post-processing of a release.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .response import FLOOR_OF_NOISE
-
-_ROUNDING = 1e-9  # of the level
-_GRID = 2000
-
-
-class NoisyGram(NamedTuple):
-    """What a noisy release tells of a Gram matrix."""
-
-    matrix: Tensor
-    """Its estimate ``[d, d]``, positive definite."""
-    noise_std: float
-    """v."""
-    kept: float
-    """κ, by which the shape of the rest was multiplied: 0 where the noise explains it."""
-    rest: Tensor
-    """Q, an orthonormal basis of what does not stand out, ``[d, m]``."""
-
-    def error_covariance(self, delta: Tensor) -> Tensor:
-        """Of what the estimate gets wrong, times ``delta``."""
-        inside = delta @ self.rest
-        explained = self._of_noise(inside)
-        explained = explained - self.noise_std**2 / len(inside) * torch.outer(inside, inside)
-        return self._of_noise(delta) - (1 - self.kept) * self.rest @ explained @ self.rest.T
-
-    def _of_noise(self, delta: Tensor) -> Tensor:
-        eye = torch.eye(len(delta), dtype=delta.dtype)
-        return self.noise_std**2 / 2 * (delta.square().sum() * eye + torch.outer(delta, delta))
+_DECADE = math.log(10.0)  # τ₀
+_EM_STEPS = 30
+_WARM_UP, _APART = 100, 10  # trajectories before the first draw, and from one to the next
+_LEAPFROG_STEPS = 8
+_ACCEPTANCE = 0.8  # that the step size is adapted to in the warm-up (Beskos et al. 2013: .65 to .8)
+_GRID = 200
 
 
-def estimated(released: Tensor, noise_std: float, num_data: int) -> NoisyGram:
-    """The Gram matrix behind a release, and the noise left in it.
+def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
+    """Matrices ``[count, d, d]`` from the posterior given a release.
 
     Args:
-        released: the noisy matrix.
+        released: Y, symmetric.
         noise_std: v.
-        num_data: n.
-    """
-    values, vectors = torch.linalg.eigh(released)
-    edge = noise_std * math.sqrt(2 * len(values))
-    low, high = _rest(values, edge)
-    some, rest = values[low:high], vectors[:, low:high]
-    # the level's own noise has the standard deviation v/√m
-    found = max(float(some.mean()), 1e-3 * noise_std)
-    level = found**3 / (found**2 + noise_std**2 / len(some))
-    shape = some - some.mean()
-    kept = part_kept(float(shape.square().sum()), len(some), noise_std, found, num_data)
-    of_rest = level + kept * shape
-    out = torch.cat([values[:low], values[high:]]) - level
-    freed = level + (out + out.sign() * (out.square() - edge**2).clamp_min(0.0).sqrt()) / 2
-    estimate = torch.cat([freed[:low], of_rest, freed[low:]])
-    # no more is known of eigenvalues below a tenth of the noise
-    least = torch.full_like(estimate, FLOOR_OF_NOISE * noise_std)
-    least[low:high] *= math.sqrt(kept)
-    estimate = torch.maximum(estimate, least.clamp_min(_ROUNDING * level))
-    return NoisyGram((vectors * estimate) @ vectors.T, noise_std, kept, rest)
-
-
-def _rest(values: Tensor, edge: float) -> tuple[int, int]:
-    """From where to where do ascending eigenvalues not stand out of the others?"""
-    low, high = 0, len(values)
-    while high - low > 1:
-        mean = float(values[low:high].mean())
-        above, below = float(values[high - 1]) - mean, mean - float(values[low])
-        if max(above, below) <= edge:
-            break
-        low, high = (low, high - 1) if above >= below else (low + 1, high)
-    return low, high
-
-
-def part_kept(square: float, size: int, noise_std: float, level: float, num_data: int) -> float:
-    """The posterior mean of κ, given the sum of squares of the d(d+1)/2 − 1 numbers that make a
-    released shape.
-    """
-    count = size * (size + 1) / 2 - 1
-    if not count:
-        return 0.0  # a number has no shape
-    most = size * (size - 1) * level**2 / count
-    return mean_part(square, count, noise_std**2, level**2 / num_data, most)
-
-
-def mean_part(square: float, count: float, noise: float, least: float, most: float) -> float:
-    """The posterior mean of τ²/(τ² + v²), given the sum of squares of so many normal numbers of
-    that variance.
-
-    Args:
-        square: the sum.
         count: how many.
-        noise: v².
-        least, most: between which τ² lies.
     """
-    own = torch.linspace(math.log(least), math.log(most), _GRID, dtype=torch.float64).exp()
-    total = own + noise
-    likely = (-(count * total.log() + square / total) / 2).softmax(0)
-    return float(likely @ (own / total))
+    size, noise = len(released), noise_std**2
+    values, vectors = torch.linalg.eigh(released)
+    logs, level, square, variances = _by_em(values, noise)
+    eye, diagonal = torch.eye(size, dtype=torch.float64), torch.diag(values)
+
+    def potential(matrix: Tensor) -> tuple[float, Tensor, Tensor]:
+        """−log p, its gradient, and G, in the eigenvectors of Y."""
+        own, basis = torch.linalg.eigh(matrix)
+        gram = (basis * own.exp()) @ basis.T
+        misfit, apart = gram - diagonal, matrix - level * eye
+        slope = basis @ (basis.T @ misfit @ basis * _derivative(own)) @ basis.T
+        value = misfit.square().sum() / (2 * noise) + apart.square().sum() / (2 * square)
+        return float(value), slope / noise + apart / square, gram
+
+    result, step = [], 1.0
+    matrix = torch.diag(logs)
+    value, slope, gram = potential(matrix)
+    for number in range(_WARM_UP + _APART * count):
+        white = torch.randn(size, size, dtype=torch.float64)
+        momentum = (white + white.T) / 2 / variances.sqrt()
+        before, proposal, own_slope = momentum, matrix, slope
+        momentum = momentum - step / 2 * own_slope
+        for leap in range(_LEAPFROG_STEPS):
+            proposal = proposal + step * variances * momentum
+            if not bool(proposal.isfinite().all()):  # a step far too long
+                own_value = math.inf
+                break
+            own_value, own_slope, own_gram = potential(proposal)
+            last = leap == _LEAPFROG_STEPS - 1
+            momentum = momentum - step * (0.5 if last else 1.0) * own_slope
+        kinetic = ((before.square() - momentum.square()) * variances).sum() / 2
+        log_ratio = float(value - own_value + kinetic)
+        chance = math.exp(min(log_ratio, 0.0)) if math.isfinite(log_ratio) else 0.0
+        if float(torch.rand(())) < chance:
+            matrix, gram = proposal, own_gram
+        if number < _WARM_UP:
+            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + number / 4))
+        level, square = _hyperparameters(matrix)
+        value, slope, gram = potential(matrix)
+        if number >= _WARM_UP and (number - _WARM_UP) % _APART == _APART - 1:
+            result.append(vectors @ gram @ vectors.T)
+    return torch.stack(result)
+
+
+def _by_em(values: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Eigenvalues of L, m, s² and the variances of L's entries, by EM with L Gaussian at its mode,
+    which has the eigenvectors of Y.
+    """
+    size = len(values)
+    free = size * (size + 1) / 2
+    logs = values.clamp_min(math.sqrt(noise)).log()
+    level, square = logs.mean(), logs.var(correction=0) + 1 / free
+    for _ in range(_EM_STEPS):
+        own = logs.exp()
+        curvature = (own.square() + (own * (own - values)).clamp_min(0.0)) / noise + 1 / square
+        step = (own * (own - values) / noise + (logs - level) / square) / curvature
+        logs = logs - step.clamp(-1.0, 1.0)
+        variances = 1 / (1 / square + _derivative(logs).square() / noise)
+        level = logs.mean()
+        upper = torch.triu(variances).sum()
+        square = ((logs - level).square().sum() + upper) / free
+    return logs, level, square, variances
+
+
+def _derivative(logs: Tensor) -> Tensor:
+    """f ``[d, d]`` at eigenvalues of L; sinh(x)/x has a limit where two are the same."""
+    half, mean = (logs[:, None] - logs) / 2, (logs[:, None] + logs) / 2
+    ratio = torch.where(half.abs() < 1e-4, 1 + half.square() / 6, half.sinh() / half)
+    return mean.exp() * ratio
+
+
+def _hyperparameters(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """m and s² given L: a flat prior of m; of s the density above, on a grid around its mode."""
+    size = len(matrix)
+    free = size * (size + 1) / 2
+    trace = matrix.trace() / size
+    apart = matrix - trace * torch.eye(size, dtype=torch.float64)
+    total = apart.square().sum()  # m integrated out, one of D is used up
+    middle = (total / free).clamp_min(1e-300)
+    grid = torch.linspace(-6.0, 6.0, _GRID, dtype=torch.float64) / math.sqrt(free) + 0.5 * math.log(
+        middle
+    )
+    squares = (2 * grid).exp()
+    # ds = s d log s
+    density = -total / (2 * squares) - (free - 2) * grid - size * squares / (4 * _DECADE**2)
+    square = squares[torch.multinomial(density.softmax(0), 1)[0]]
+    level = trace + (square / size).sqrt() * torch.randn((), dtype=torch.float64)
+    return level, square

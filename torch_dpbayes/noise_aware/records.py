@@ -1,339 +1,385 @@
-"""Private sums of the three kinds of models: generalised linear ones, multinomial logistic
-regressions, and Pyro models with one data plate.
+"""The records of a model: the user's, which only :class:`PrivateRecords` reads, and simulated ones.
+
+Which arguments of a model are observed is read from its sites, on synthetic rows. All others with a
+row for each record are covariates.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import inspect
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from ..mcmc.density import RecordDensity
-from ..ops.glm import GLM
-from ..ops.softmax import Softmax
-from .groups import Groups
-from .priors import GaussianPrior
-from .response import LinearResponse, NormalFeatureResponse, Response
-from .scores import Bernoulli, Gaussian, Poisson, Target, scores, slopes, variances
-from .turned import Turn
+from ..errors import ArgumentError, ArgumentTypeError
+from ..mcmc.density import Model, RecordDensity, UnfitModel, without_value_checks
+from ..mcmc.density.pyro_runs import FLAVOURS, public_randomness, sample_sites
+from ..mcmc.density.refusals import WithoutParameters
 
-_LARGEST_RESIDUAL = 1e30  # of a record whose features are zero: its gradient is zero anyway
-_ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
+Role = Literal["observed", "public", "numbers", "category"]
+
+LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
+_ROWS = 50_000  # of private records whose scores are in memory at a time
+_SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
+_MOST_CATEGORIES = 1000
+_ROUNDING = 1e-6  # clipped sums are shortened by this share, which covers rounding
 
 
-class GLMSums:
-    """Sums over the records of a generalised linear model.
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch that repeat; those outside are not moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def shorten(norms_squared: Tensor, bound: float) -> Tensor:
+    """The factors that bring vectors to norm ``bound`` at most."""
+    return (bound * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
+
+
+class ModelRecords:
+    """A Pyro model as a source of records: the roles of its arguments, and simulation.
 
     Args:
-        model: the family, the prior and the bound on the features.
-        features: ``[n, d]``.
-        targets: ``[n]``.
-        max_grad_norm: clip bound of a record's gradient. None: the largest that a logistic
-            regression's can be.
+        model: with one data plate.
+        args: its arguments, the data included.
+        data_plate: the name of the plate.
+        count_is_public: whether errors may depend on the number of records.
+        public: names or positions of arguments that hold public covariates.
+        chunk: how many records are computed at a time.
+
+    Attributes:
+        density: of the records; ``density.rows()`` are private.
+        roles: of each data argument, in the order of ``density.rows()``.
+        read: numbers of the coordinates of θ that records depend on, ``[d]``.
 
     Raises:
-        ValueError: gradients are unbounded and there is no clip bound, or the prior is improper.
+        ValueError: no records can be simulated from the model. Found on synthetic rows.
     """
 
-    curvature_is_of_gradients = False
-
     def __init__(
-        self, model: GLM, features: Tensor, targets: Tensor, max_grad_norm: float | None
+        self,
+        model: Model,
+        args: Sequence[Any],
+        *,
+        data_plate: str,
+        count_is_public: bool,
+        public: Sequence[str | int],
+        chunk: int,
     ) -> None:
-        features, targets = model.prepare((features, targets))
-        if (
-            not math.isfinite(float(model.prior_precision.min()))
-            or float(model.prior_precision.min()) <= 0
-        ):
-            raise ValueError(
-                "the prior is improper (prior_std is infinite): where noise hides the data the"
-                " posterior is the prior. State prior_std."
-            )
-        if max_grad_norm is None:
-            if model.family != "bernoulli":
-                raise ValueError(
-                    f"gradients of family={model.family!r} are unbounded: state max_grad_norm, a"
-                    " public number that few records' gradients exceed."
-                )
-            max_grad_norm = model.max_feature_norm
-        self.max_feature_norm: float | None = model.max_feature_norm
-        self.gram_bound = model.max_feature_norm**2
-        self._model, self._records = model, model.records(features, targets)
-        self._target = target_of(model, self._records.weight)
-        self._y = self._records.weight * self._records.y.to(torch.float64)
-        self._length, self._weights = model.max_feature_norm, torch.ones_like(self._y)
-        self._clip_at(max_grad_norm)
-        self.dimension = features.shape[1]
-        self.num_records = len(features)
-        precision = model.prior_precision.expand(self.dimension).clone()
-        self.prior = GaussianPrior(torch.zeros(self.dimension, dtype=torch.float64), precision)
-
-    def _clip_at(self, max_grad_norm: float) -> None:
-        self._max_grad_norm = max_grad_norm
-        self.gradient_bound = self._model.lipschitz(max_grad_norm)
-        self._largest_factor = _largest_factor(self._model, max_grad_norm)
-        self.curvature_bound = self._largest_factor * self.gram_bound
-        norms = torch.linalg.vector_norm(self._records.x, dim=1, dtype=torch.float64)
-        self._bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max(_LARGEST_RESIDUAL)
-
-    def clipped_at(self, max_grad_norm: float) -> GLMSums:
-        """The sums with another clip bound."""
-        found = copy.copy(self)
-        GLMSums._clip_at(found, max_grad_norm)
-        return found
-
-    def is_valid(self, theta: Tensor) -> bool:
-        """Everywhere."""
-        return bool(theta.isfinite().all())
-
-    def gradient_sum(self, theta: Tensor) -> Tensor:
-        """Σ ψ_i(θ) x_i, clipped gradients of mean zero at the truth. Private data."""
-        found = scores(self._target, self._predictors(theta), self._y, self._bounds)
-        return self._records.weighted_sum(self._weights * found)
-
-    def curvature_sum(self, theta: Tensor) -> Tensor:
-        """Σ J_i(θ) x_i x_iᵀ, their expected slope. Private data."""
-        factors = slopes(self._target, self._predictors(theta), self._bounds)
-        return self._records.outer_sum(self._weights * factors.clamp(max=self._largest_factor))
-
-    def curvature_diagonal(self, theta: Tensor) -> Tensor:
-        """Σ J_i(θ) x_i∘x_i, which is as short as the whole: ‖x∘x‖ ≤ ‖x‖². Private data."""
-        factors = slopes(self._target, self._predictors(theta), self._bounds)
-        return self._records.square_sum(factors.clamp(max=self._largest_factor))
-
-    def clipped_count(self, theta: Tensor) -> int:
-        """None: clipped or not, scores have mean zero at the truth."""
-        return 0
-
-    def gram_sum(self) -> Tensor:
-        """Σ x xᵀ. Private data."""
-        return self._records.outer_sum(self._weights)
-
-    def slope(self, length: float) -> float:
-        """J at u = 0 of features that are ``length``·R long."""
-        bound = torch.tensor(self._max_grad_norm / (length * self._length), dtype=torch.float64)
-        return float(slopes(self._target, torch.zeros((), dtype=torch.float64), bound))
-
-    def length_counts(self, shape: Tensor, edges: Sequence[float]) -> Tensor:
-        """Of ‖Ax‖²: each record is in one bin. Private data."""
-        squares = self._in_shape(shape).square().sum(1)
-        bins = torch.bucketize(squares, torch.tensor(edges).to(squares))
-        return torch.bincount(bins, minlength=len(edges) + 1).to(torch.float64)
-
-    def in_shape(self, shape: Tensor) -> GLMSums:
-        """The sums for the features Ax, whose rows have norm n_i, with weights w_i = min(1, 1/n_i²)
-        and residuals clipped to C/(R w_i n_i): no record adds more than C/R to a gradient, than 1
-        to the Gram matrix, or than a bounded second derivative to the Hessian. Parameters are
-        A⁻ᵀθ.
-        """
-        found = copy.copy(self)
-        GLMSums._stretch(found, shape)
-        return found
-
-    def _stretch(self, shape: Tensor) -> None:
-        features = self._in_shape(shape)
-        norms = torch.linalg.vector_norm(features, dim=1)
-        self._records = dataclasses.replace(self._records, x=features)
-        self._weights = (1 - _ROUNDING) / norms.square().clamp_min(1.0)
-        self.gradient_bound /= self._length
-        self._max_grad_norm /= self._length
-        self.curvature_bound = self._largest_factor
-        self._length, self.gram_bound = 1.0, 1.0
-        bounds = self._max_grad_norm * (1 - _ROUNDING) / (self._weights * norms)
-        self._bounds = bounds.clamp_max(_LARGEST_RESIDUAL)
-        self.prior = GaussianPrior(
-            torch.zeros_like(self.prior.mean), shape.square() @ self.prior.precision
+        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(args)):
+            raise UnfitModel("an argument of the model is complex: pass two real tensors.")
+        self._model = WithoutParameters(model)
+        density = RecordDensity(
+            model,
+            args,
+            data_plate=data_plate,
+            expected_batch_size=(math.sqrt(chunk + 1) - 1) ** 2 * (1 - 1e-9),  # makes it chunk
+            count_is_public=count_is_public,
         )
-
-    def _in_shape(self, shape: Tensor) -> Tensor:
-        return self._records.x.to(torch.float64) @ shape.T.to(self._records.x.device)
-
-    def response(self, gram: Tensor, num_data: int) -> Response:
-        """How gradients change with θ if the Gram matrix is ``gram``."""
-        length = min(math.sqrt(float(gram.trace()) / num_data), self._length)
-        bound = torch.tensor(self._max_grad_norm / length, dtype=torch.float64)
-        if isinstance(self._target, Gaussian):
-            zero = torch.zeros((), dtype=torch.float64)
-            slope = float(slopes(self._target, zero, bound))
-            variability = float(variances(self._target, zero, bound)) / slope
-            return LinearResponse(slope * gram, variability)
-        return NormalFeatureResponse(self._target, bound, gram, num_data)
-
-    def _predictors(self, theta: Tensor) -> Tensor:
-        return self._records.predictors(theta.to(self._records.x.device))
+        for name in density.made_up.weighted_sites():
+            raise UnfitModel(
+                f"poutine.scale weights the records' site {name!r}, and a weighted record cannot be"
+                " simulated: repeat a record as often as it counts, or use poutine.mask."
+            )
+        self.density = density
+        self.read = torch.arange(density.prior.dimension)[density.read]
+        if not len(self.read):
+            raise UnfitModel(
+                "no record depends on a latent of the model: read one in the data plate."
+            )
+        if len(self.read) > LARGEST_DIMENSION:
+            raise ArgumentError(
+                f"records read {len(self.read)} numbers, and at most {LARGEST_DIMENSION} can be"
+                " simulated: use a sampler of torch_dpbayes.optim."
+            )
+        self._dims = list(density.row_dims.values())
+        names = _argument_names(model, args)
+        public = [public] if isinstance(public, str | int) else public
+        if not isinstance(public, Sequence) or not all(isinstance(p, str | int) for p in public):
+            raise ArgumentTypeError(
+                f"public= takes names or positions of arguments, as ('x',); got {public!r:.60}."
+            )
+        observed = self._observed()
+        given = {names.get(k, str(k)) for k in density.row_dims}
+        wanted = {names.get(p, str(p)) if isinstance(p, int) else p for p in public}
+        if unknown := sorted(wanted - given):
+            raise ArgumentError(
+                f"public= names {unknown[0]!r}, which is no argument with a row for each record:"
+                f" these are {sorted(given)}."
+            )
+        self.roles: list[Role] = []
+        self.names: list[str] = []
+        for number, (k, row) in enumerate(zip(density.row_dims, density.rows(), strict=True)):
+            name = names.get(k, str(k))
+            if number in observed:
+                if name in wanted:
+                    raise ArgumentError(f"argument {name!r} is observed: leave it out of public=.")
+                role: Role = "observed"
+            elif name in wanted:
+                role = "public"
+            else:
+                role = "numbers" if row.is_floating_point() else "category"
+            self.roles.append(role)
+            self.names.append(name)
+        self._observed_sites = observed
+        self.theta = density.made_up.theta.to(torch.float64)
+        self._require_simulation()
 
     @property
-    def is_quadratic(self) -> bool:
-        """Whether the Hessian is a multiple of the Gram matrix."""
-        return self._model.family == "gaussian"
+    def dimension(self) -> int:
+        """d, the number of coordinates that records depend on."""
+        return len(self.read)
 
+    def with_read(self, base: Tensor, values: Tensor) -> Tensor:
+        """θ with other values of the coordinates that records depend on."""
+        theta = base.clone()
+        theta[self.read] = values
+        return theta
 
-def target_of(model: GLM, weight: float) -> Target:
-    """The distribution of a record's target, times ``weight``."""
-    if model.family == "gaussian":
-        return Gaussian(weight)
-    return Bernoulli() if model.max_count is None else Poisson(model.max_count)
+    def of_role(self, *roles: Role) -> list[int]:
+        """Numbers of the data arguments that have one of these roles."""
+        return [number for number, role in enumerate(self.roles) if role in roles]
 
+    def rows_first(self, number: int, row: Tensor) -> Tensor:
+        """The argument with its records along the first dimension."""
+        return row.movedim(self._dims[number], 0)
 
-def _largest_factor(model: GLM, max_grad_norm: float) -> float:
-    """Bound on the second derivative of a loss. A Poisson mean beyond the square of the clipped
-    slope, which is several standard deviations of the count, is cut: few records get there if few
-    gradients are clipped.
-    """
-    if model.max_count is None:
-        return model.record_smoothness() / model.max_feature_norm**2
-    return min(model.max_count, (max_grad_norm / model.max_feature_norm) ** 2)
+    def rows_back(self, number: int, row: Tensor) -> Tensor:
+        """The inverse of :meth:`rows_first`."""
+        return row.movedim(0, self._dims[number])
 
+    def forget(self) -> None:
+        """Holds synthetic records from now on, in place of private ones."""
+        self.density = self.density.with_rows(self.density.made_up.few())
 
-class SoftmaxSums:
-    """Sums over the records of a multinomial logistic regression: gradients need no clipping, and
-    the curvature is the Hessian itself.
+    def num_categories(self, number: int) -> int:
+        """How many values a category has: the smallest whole number with which the model fails.
 
-    A vector that is added to the weights of all classes changes no probability, so that parameters
-    are the contrasts of the classes (:mod:`~torch_dpbayes.noise_aware.turned`).
-
-    Args:
-        model: the number of classes, the prior and the bound on the features.
-        features: ``[n, d]``.
-        labels: ``[n]``.
-    """
-
-    curvature_is_of_gradients = False
-    groups: Groups | None = None
-
-    def __init__(self, model: Softmax, features: Tensor, labels: Tensor) -> None:
-        self._records = model.records(*model.prepare((features, labels)))
-        self.max_feature_norm: float | None = model.max_feature_norm
-        self.gradient_bound, self.curvature_bound = model.lipschitz, model.record_smoothness
-        size = model.num_classes * features.shape[1]
-        places = torch.arange(size).reshape(model.num_classes, -1)
-        self.prior_of_weights = _standard(size, model.prior_std)
-        self.turn = Turn([places], torch.ones(size, dtype=torch.bool), self.prior_of_weights.mean)
-        self.dimension = size - features.shape[1]
-        self.site = torch.zeros(self.dimension, dtype=torch.int64)
-        self.num_records = len(features)
-        self.prior = _standard(self.dimension, model.prior_std)
-
-    def is_valid(self, theta: Tensor) -> bool:
-        """Everywhere."""
-        return bool(theta.isfinite().all())
-
-    def gradient_sum(self, theta: Tensor) -> Tensor:
-        """Σ ∇ℓ_i(φ). Private data."""
-        found = self._records.gradient_sum(self.turn.whole(theta).to(self._records.x.device))
-        return self.turn.some(found.cpu())
-
-    def curvature_sum(self, theta: Tensor) -> Tensor:
-        """Σ ∇²ℓ_i(φ). Private data."""
-        found = self._records.hessian_sum(self.turn.whole(theta).to(self._records.x.device))
-        return self.turn.some_of_matrix(found.cpu())
-
-    def clipped_count(self, theta: Tensor) -> int:
-        """None is."""
-        return 0
-
-
-def _standard(size: int, std: float) -> GaussianPrior:
-    precision = torch.full((size,), std**-2, dtype=torch.float64)
-    return GaussianPrior(torch.zeros_like(precision), precision)
-
-
-class DensitySums:
-    """Sums over the records of a Pyro model: Σ c cᵀ of the clipped gradients stands for the
-    curvature, to which it is equal in expectation if the model is right and few gradients are
-    clipped.
-
-    Args:
-        density: the model on its data.
-        max_grad_norm: clip bound of a record's gradient in unconstrained space.
-        turn: which coordinates of the latents sums are over. None: the latents themselves.
-
-    Raises:
-        ValueError: records are weighted, or depend on a latent by steps.
-    """
-
-    curvature_is_of_gradients = True
-    max_feature_norm: float | None = None
-
-    def __init__(
-        self, density: RecordDensity, max_grad_norm: float, turn: Turn | None = None
-    ) -> None:
-        require_unweighted(density)
-        _require_slopes(density)
-        self._density, self._turn = density, turn
-        told = torch.ones(density.prior.dimension, dtype=torch.bool) if turn is None else turn.told
-        self.dimension = int(told.sum())
-        self.site = density.sites[told].unique(return_inverse=True)[1]
-        self.num_records = density.num_records
-        self.gradient_bound = float(max_grad_norm)
-        self.curvature_bound = self.gradient_bound**2
-        self._clip = (1 - _ROUNDING) * self.gradient_bound
-
-    @cached_property
-    def groups(self) -> Groups | None:
-        """Parameters of which every record reads one group's. The diagonal form does not ask: it
-        has too many parameters for that.
+        Raises:
+            ValueError: it has not failed up to a thousand, or a record has several numbers.
         """
-        places = self._density.groups()
-        if places is not None and self._turn is not None:
-            places = self._turn.told_of_groups(places)
-        return None if places is None else Groups.of(places, self.dimension)
-
-    def gradient_sum(self, theta: Tensor) -> Tensor:
-        """Σ clip(−∇ log p(x_i | θ)). Private data."""
-        found = -self._density.clipped_gradient_sum(self._own(theta), self._clip)
-        return found if self._turn is None else self._turn.some(found)
-
-    def curvature_sum(self, theta: Tensor) -> Tensor:
-        """Σ c cᵀ. Private data."""
-        found = self._density.clipped_outer_sum(self._own(theta), self._clip)
-        return found if self._turn is None else self._turn.some_of_matrix(found)
-
-    def curvature_diagonal(self, theta: Tensor) -> Tensor:
-        """Σ c∘c. Private data."""
-        own, turn = self._own(theta), self._turn
-        if turn is None:
-            return self._density.clipped_square_sum(own, self._clip)
-        return self._density.clipped_square_sum(own, self._clip, turn.of)[turn.told]
-
-    def clipped_count(self, theta: Tensor) -> int:
-        """How many gradients are longer than the stated bound, but for rounding: those that end at
-        the bound itself lose nothing to speak of. A record counts as 0 or 1 at any threshold.
-        Private data.
-        """
-        threshold = (1 + _ROUNDING) * self.gradient_bound
-        return self._density.clipped_count(self._own(theta), threshold)
-
-    def is_valid(self, theta: Tensor) -> bool:
-        """Whether gradients can be computed at θ, whatever the records are."""
-        return self._density.has_gradients(self._own(theta))
-
-    def _own(self, theta: Tensor) -> Tensor:
-        if self._turn is not None:
-            theta = self._turn.whole(theta)
-        return theta.to(self._density.prior.device, self._density.prior.dtype)
-
-
-def require_unweighted(density: RecordDensity) -> None:
-    """Refuse records with a weight w: the curvature goes with w, and Σ c cᵀ with w²."""
-    for name in density.made_up.weighted_sites():
-        raise ValueError(
-            f"poutine.scale weights the records' site {name!r}, which would make widths wrong:"
-            " repeat a record as often as it counts, put the weight into the distribution, or use"
-            " poutine.mask to leave records out."
+        row = self.density.made_up.few()[number]
+        if row.dim() > 1:
+            raise UnfitModel(
+                f"argument {self.names[number]!r} is no category, one whole number a record: pass"
+                " each column by itself, or floats, or give covariates= a public sample."
+            )
+        if row.dtype == torch.bool:
+            return 2
+        own = [synthetic.clone() for synthetic in self.density.made_up.few()]
+        for value in range(1, _MOST_CATEGORIES + 1):
+            own[number].fill_(value)
+            try:
+                with torch.no_grad(), without_value_checks():
+                    self.density.made_up.terms(self.theta.to(self.density.prior.dtype), own)
+            except Exception:
+                return value
+        raise UnfitModel(
+            f"the values of argument {self.names[number]!r} cannot be read from the model: state"
+            " public=, give covariates= a public sample, or pass it as a float."
         )
 
+    # -- simulation --------------------------------------------------------------------------------
 
-def _require_slopes(density: RecordDensity) -> None:
-    """Refuse latents whose gradients say nothing, though records do."""
-    for name in density.latents_without_slopes():
-        raise ValueError(
-            f"records depend on latent {name!r} by steps: its gradients are all 0, and say nothing"
-            " of it. Leave out round, detach and comparisons with it, or write a smooth function"
-            " such as a sigmoid."
+    def simulate(
+        self, theta: Tensor, covariates: Mapping[int, Tensor], count: int, seed: int
+    ) -> RecordDensity:
+        """``count`` records drawn from the model at θ, as a density of their own.
+
+        Args:
+            theta: ``[D]``.
+            covariates: by number of the argument, as many rows each.
+            count: how many.
+            seed: the same one gives the same random numbers.
+        """
+        rows = self.density.made_up.rows(count)
+        for number, row in covariates.items():
+            rows[number] = row
+        for _ in self._observed_sites:  # one site may read the argument of another
+            drawn = self._draw(theta, rows, seed)
+            is_same = all(torch.equal(drawn[k], rows[k]) for k in self._observed_sites)
+            rows = drawn
+            if is_same:
+                break
+        return self.density.with_rows(rows)
+
+    def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
+        values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
+        trace = self._trace(values, rows, seed)
+        result = list(rows)
+        for number, site in self._observed_sites.items():
+            drawn = trace.nodes[site]["value"]
+            result[number] = drawn.reshape(rows[number].shape).to(rows[number].dtype)
+        return result
+
+    def _trace(self, values: Any, rows: Sequence[Tensor], seed: int | None) -> Any:
+        args, kwargs = self.density.call(rows)
+        model = poutine.condition(_Simulated(self._model, self.density.observed), values)
+        with torch.no_grad(), without_value_checks(), poutine.block():
+            if seed is None:
+                with public_randomness():
+                    return poutine.trace(model).get_trace(*args, **kwargs)
+            with seeded(seed):
+                return poutine.trace(model).get_trace(*args, **kwargs)
+
+    def _require_simulation(self) -> None:
+        values = self.density.prior.constrain(self.density.made_up.theta)
+        try:
+            self._trace(values, self.density.made_up.few(), None)
+        except Exception as error:
+            raise UnfitModel(
+                "records cannot be simulated from the model"
+                f" ({type(error).__name__}): observe distributions that can be sampled, not"
+                " factors."
+            ) from error
+
+    def _observed(self) -> dict[int, str]:
+        """By number of the argument the site that observes it."""
+        density, error = self.density, None
+        values = density.prior.constrain(density.made_up.theta)
+        for flavour in FLAVOURS:
+            try:
+                with public_randomness(), torch.no_grad(), without_value_checks(), poutine.block():
+                    rows = density.made_up_rows(_SYNTHETIC_ROWS, flavour)
+                    args, kwargs = density.call(rows)
+                    model = poutine.condition(self._model, values)
+                    sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+                    break
+            except Exception as caught:
+                error = error or caught
+        else:
+            raise UnfitModel("the model does not run on synthetic rows.") from error
+        found: dict[int, str] = {}
+        for name in density.observed:
+            if type(sites[name]["fn"]).__name__ == "Unit":
+                raise UnfitModel(
+                    f"records cannot be simulated from the factor {name!r}: write"
+                    " pyro.sample(name, distribution, obs=...) instead."
+                )
+            value = sites[name]["value"]
+            numbers = [
+                k for k, row in enumerate(rows) if k not in found and _is_same_data(value, row)
+            ]
+            if not numbers:
+                raise UnfitModel(
+                    f"what site {name!r} observes is no argument of the model: pass it as an"
+                    " argument of its own, so that it can be simulated."
+                )
+            exact = [k for k in numbers if value is rows[k]]
+            found[(exact or numbers)[0]] = name
+        return found
+
+
+class PrivateRecords:
+    r"""Clipped sums of whitened scores over the user's records: the only reader of private rows.
+
+    Args:
+        records: the model.
+        rows: of every data argument, as they count (shortened).
+
+    **Privacy.** :math:`\sum_i \mathrm{clip}_1(A\,u(x_i; \theta)/C)` moves by at most 1 when a
+    record is added or removed, and by 2 when one is replaced. A record whose density or score is
+    not finite counts as 0. Nothing is released here.
+    """
+
+    def __init__(self, records: ModelRecords, rows: Sequence[Tensor]) -> None:
+        self._records, self._rows = records, list(rows)
+        self.count = records.density.num_records
+
+    def clipped_sum(self, theta: Tensor, whitening: Tensor) -> Tensor:
+        """The sum for A/C = ``whitening``, ``[d]`` in float64."""
+        total = torch.zeros(len(whitening), dtype=torch.float64)
+        for density in self._chunks():
+            total += clipped(scores(self._records, density, theta), whitening).sum(0)
+        return total
+
+    def clipped_count(self, theta: Tensor, whitening: Tensor) -> int:
+        """How many records are clipped; moves by at most 1."""
+        return sum(
+            int(((scores(self._records, d, theta) @ whitening.T).norm(dim=1) > 1).sum())
+            for d in self._chunks()
         )
+
+    def _chunks(self) -> Iterator[RecordDensity]:
+        records = self._records
+        for start in range(0, self.count, _ROWS):
+            size = min(_ROWS, self.count - start)
+            yield records.density.with_rows(
+                [
+                    row.narrow(dim, start, size)
+                    for row, dim in zip(self._rows, records.density.row_dims.values(), strict=True)
+                ]
+            )
+
+
+def scores(records: ModelRecords, density: RecordDensity, theta: Tensor) -> Tensor:
+    """u(x; θ) of every record, ``[n, d]`` in float64; 0 where it or the density is not finite."""
+    point = theta.to(density.prior.device, density.prior.dtype)
+    found = density.gradients(point)
+    if len(records.read) < found.shape[1]:
+        found = found[:, records.read]
+    sound = density.log_likelihoods(point).isfinite()
+    if not bool(sound.all()):
+        found = torch.where(sound[:, None], found, 0.0)
+    return found.cpu()
+
+
+def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
+    """log p(x; θ) of every record, ``[n]`` in float64."""
+    found = density.log_likelihoods(theta.to(density.prior.device, density.prior.dtype))
+    return found.to("cpu", torch.float64)
+
+
+def clipped(found: Tensor, whitening: Tensor) -> Tensor:
+    """clip₁ of every row times ``whitening``, shortened by what rounding may add."""
+    white = found @ whitening.T
+    factors = shorten(white.square().sum(1), 1 - _ROUNDING)
+    return white.mul_(factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class _Simulated(Messenger):
+    """A model whose observed sites in the data plate are drawn instead."""
+
+    def __init__(self, model: Callable[..., Any], observed: Sequence[str]) -> None:
+        super().__init__()
+        self._run, self._observed = model, frozenset(observed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return self._run(*args, **kwargs)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self._observed and msg["is_observed"]:
+            msg["is_observed"], msg["value"], msg["done"] = False, None, False
+
+
+def _is_same_data(value: Tensor, row: Tensor) -> bool:
+    """Whether a site observes an argument, but for its dtype and dimensions of size 1."""
+    if value is row:
+        return True
+    if value.numel() != row.numel():
+        return False
+    return torch.equal(value.reshape(row.shape).to(row.dtype), row)
+
+
+def _argument_names(model: Model, args: Sequence[Any]) -> dict[int, str]:
+    """Names of the leaves that are arguments by themselves, by number of the leaf."""
+    try:
+        names = list(inspect.signature(model).parameters)
+    except (TypeError, ValueError):
+        names = []
+    found, leaf = {}, 0
+    for position, arg in enumerate(args):
+        if isinstance(arg, Tensor) and position < len(names):
+            found[leaf] = names[position]
+        leaf += len(tree_leaves(arg))
+    return found

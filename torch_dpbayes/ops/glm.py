@@ -197,7 +197,7 @@ class GLM:
         """(features, targets), with shapes and types checked."""
         if len(data) != 2:
             raise ArgumentTypeError(
-                f"a GLM samples from (features, targets), got {len(data)} arguments"
+                f"the data are features and targets, two arguments; got {len(data)}."
             )
         features, targets = map(_as_tensor, data)
         _require_matrix(features)

@@ -1,0 +1,441 @@
+"""Do noise-aware posteriors cover? Parameters are drawn from the prior, records from the model, and
+the posterior's quantiles of the true parameters are kept: one line of JSON for each data set, so
+that a run that was interrupted goes on where it stopped.
+
+    python scripts/benchmarks/noise_aware_calibration.py results.jsonl --cells logistic_25 --sets 60
+    python scripts/benchmarks/noise_aware_calibration.py results.jsonl --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting.gdp import gaussian_mu
+from torch_dpbayes.noise_aware import posterior
+
+DELTA = 1e-5
+
+
+class Case(NamedTuple):
+    """One data set.
+
+    Attributes:
+        model, data: of the call.
+        truth: by site.
+        options: of the call.
+        oracle: mean standard deviation of the true curvature with all of the budget on gradients
+            at the mode, or None.
+    """
+
+    model: Callable[..., Any]
+    data: tuple[Tensor, ...]
+    truth: dict[str, Tensor]
+    options: Mapping[str, Any] = MappingProxyType({})
+    oracle: float | None = None
+
+
+class Cell(NamedTuple):
+    """A row of the table: how its data sets are made, and the budget."""
+
+    make: Callable[[float], Case]
+    epsilon: float
+
+
+def oracle(
+    features: Tensor, slopes: Tensor, prior_std: float, epsilon: float, norm: float
+) -> float:
+    """Mean sd of Λ = P + F(F+V)⁻¹F for gradients of at most ``norm``."""
+    mu = gaussian_mu(epsilon, DELTA)
+    curvature = (features * slopes[:, None]).T @ features
+    eye = torch.eye(len(curvature), dtype=torch.float64)
+    told = curvature @ torch.linalg.solve(curvature + (norm / mu) ** 2 * eye, curvature)
+    return float(torch.linalg.inv(eye / prior_std**2 + told).diagonal().sqrt().mean())
+
+
+def shortened(features: Tensor, norm: float = 1.0) -> Tensor:
+    """Rows no longer than that."""
+    return features / (features.norm(dim=1, keepdim=True) / norm).clamp_min(1.0)
+
+
+def logistic_model(prior_std: float) -> Callable[..., None]:
+    """Logistic regression."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        zeros = torch.zeros(x.shape[1], dtype=torch.float64)
+        w = pyro.sample("w", dist.Normal(zeros, prior_std).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    return model
+
+
+def logistic(
+    size: int, prior_std: float, n: int, decades: float = 0.0, clip: float | None = None
+) -> Callable[[float], Case]:
+    """Gaussian features whose standard deviations fall by so many decades; ``clip`` in units of the
+    mean length of a score at the truth.
+    """
+
+    def make(epsilon: float) -> Case:
+        scales = torch.logspace(0, -decades, size, dtype=torch.float64)
+        scales = scales / scales.square().sum().sqrt()
+        basis = torch.linalg.qr(torch.randn(size, size))[0]
+        x = shortened(torch.randn(n, size) @ (basis * scales).T)
+        w = prior_std * torch.randn(size)
+        p = torch.sigmoid(x @ w)
+        y = torch.bernoulli(p)
+        best = oracle(x, p * (1 - p), prior_std, epsilon, 1.0)
+        typical = float((2 * p * (1 - p) * x.norm(dim=1)).mean())
+        options = {} if clip is None else {"max_grad_norm": clip * typical}
+        return Case(logistic_model(prior_std), (x, y), {"w": w}, options, best)
+
+    return make
+
+
+def with_constant(kind: str, size: int, prior_std: float, n: int) -> Callable[[float], Case]:
+    """A constant column and features that are half binary, or t(3)."""
+
+    def make(epsilon: float) -> Case:
+        if kind == "binary":
+            x, half = torch.randn(n, size) / math.sqrt(size), size // 2
+            shares = torch.tensor([0.5, 0.2, 0.1, 0.3] * size)[: size - half]
+            x[:, half:] = (torch.rand(n, size - half) < shares).double() * 1.3 / math.sqrt(size)
+        else:
+            x = torch.distributions.StudentT(3.0).sample((n, size)) / math.sqrt(3 * size)
+        bound = math.sqrt(0.75)
+        x[:, 1:] = shortened(x[:, 1:], bound)
+        x[:, 0] = 0.5
+        w = prior_std * torch.randn(size)
+        p = torch.sigmoid(x @ w)
+        options = {"constant_columns": {0: 0.5}, "max_feature_norm": bound}
+        best = oracle(x, p * (1 - p), prior_std, epsilon, 1.0)
+        return Case(logistic_model(prior_std), (x, torch.bernoulli(p)), {"w": w}, options, best)
+
+    return make
+
+
+def rare_class(n: int) -> Callable[[float], Case]:
+    """An intercept of prior sd 4; the intercept is what counts."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        zero = torch.zeros((), dtype=torch.float64)
+        b = pyro.sample("b", dist.Normal(zero, 4.0))
+        w = pyro.sample("w", dist.Normal(zero.expand(x.shape[1]), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=b + x @ w), obs=y)
+
+    def make(epsilon: float) -> Case:
+        x = shortened(torch.randn(n, 4) / 2)
+        b = 4 * torch.randn(())
+        y = torch.bernoulli(torch.sigmoid(b + x @ torch.randn(4)))
+        return Case(model, (x, y), {"b": b})
+
+    return make
+
+
+def beta(n: int, clip: float | None) -> Callable[[float], Case]:
+    """Beta(a, b) with lognormal priors."""
+
+    def model(x: Tensor) -> None:
+        place = torch.tensor(1.2, dtype=torch.float64)
+        a = pyro.sample("a", dist.LogNormal(place, 0.7))
+        b = pyro.sample("b", dist.LogNormal(place, 0.7))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Beta(a, b), obs=x)
+
+    def make(epsilon: float) -> Case:
+        a, b = (1.2 + 0.7 * torch.randn(2)).exp()
+        x = torch.distributions.Beta(a, b).sample((n,)).clamp(1e-12, 1 - 1e-12)
+        return Case(model, (x,), {"a": a, "b": b}, {"max_grad_norm": clip})
+
+    return make
+
+
+def groups(n: int, count: int, has_slopes: bool = False) -> Callable[[float], Case]:
+    """Varying intercepts, and perhaps slopes of the first feature."""
+
+    def model(x: Tensor, g: Tensor, y: Tensor) -> None:
+        one = torch.ones((), dtype=torch.float64)
+        scale = pyro.sample("scale", dist.HalfNormal(one))
+        mean = pyro.sample("mean", dist.Normal(0 * one, one))
+        a = pyro.sample("a", dist.Normal(mean.expand(count), scale).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
+        slopes = torch.zeros(count, dtype=torch.float64)
+        if has_slopes:
+            of_slopes = pyro.sample("of_slopes", dist.HalfNormal(one))
+            slopes = pyro.sample("b", dist.Normal(slopes, of_slopes).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=a[g] + x @ w + slopes[g] * x[:, 0]), obs=y)
+
+    def make(epsilon: float) -> Case:
+        g, x = torch.randint(count, (n,)), shortened(torch.randn(n, 2) / 1.5)
+        scale, mean = torch.randn(()).abs(), torch.randn(())
+        a, w = mean + scale * torch.randn(count), torch.randn(2)
+        truth, slopes = {"a": a, "w": w, "scale": scale, "mean": mean}, torch.zeros(count)
+        if has_slopes:
+            truth["of_slopes"] = torch.randn(()).abs()
+            truth["b"] = slopes = truth["of_slopes"] * torch.randn(count)
+        y = torch.bernoulli(torch.sigmoid(a[g] + x @ w + slopes[g] * x[:, 0]))
+        return Case(model, (x, g, y), truth)
+
+    return make
+
+
+def horseshoe(n: int, size: int) -> Callable[[float], Case]:
+    """Logistic regression whose weights have half-Cauchy scales of their own and one in common."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        one = torch.ones((), dtype=torch.float64)
+        common = pyro.sample("common", dist.HalfCauchy(one))
+        own = pyro.sample("own", dist.HalfCauchy(one.expand(size)).to_event(1))
+        w = pyro.sample("w", dist.Normal(torch.zeros_like(own), common * own).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    def make(epsilon: float) -> Case:
+        x = shortened(torch.randn(n, size) / math.sqrt(size))
+        common, own = (torch.distributions.HalfCauchy(1.0).sample((k,)) for k in (1, size))
+        w = common * own * torch.randn(size)
+        y = torch.bernoulli(torch.sigmoid(x @ w))
+        return Case(model, (x, y), {"w": w, "common": common[0], "own": own})
+
+    return make
+
+
+def mixture(n: int) -> Callable[[float], Case]:
+    """Two normal distributions of unknown places and shares, one above the other."""
+
+    def model(x: Tensor) -> None:
+        one = torch.ones((), dtype=torch.float64)
+        low = pyro.sample("low", dist.Normal(-one, one))
+        gap = pyro.sample("gap", dist.LogNormal(one, 0.4))
+        share = pyro.sample("share", dist.Beta(4 * one, 4 * one))
+        shares = torch.stack([share, 1 - share])
+        parts = dist.Normal(torch.stack([low, low + gap]), 1.0)
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(shares), parts), obs=x)
+
+    def make(epsilon: float) -> Case:
+        low, gap = torch.randn(()) - 1, (1 + 0.4 * torch.randn(())).exp()
+        share = torch.distributions.Beta(4.0, 4.0).sample()
+        x = low + gap * (torch.rand(n) > share) + torch.randn(n)
+        return Case(model, (x,), {"low": low, "gap": gap, "share": share})
+
+    return make
+
+
+def ordinal(n: int, size: int) -> Callable[[float], Case]:
+    """Four grades, whose cut points are unknown."""
+
+    def law(u: Tensor, first: Tensor, gaps: Tensor) -> Any:
+        cuts = torch.cat([first[None], first + gaps.cumsum(0)])
+        return dist.OrderedLogistic(u, cuts)
+
+    def model(x: Tensor, y: Tensor) -> None:
+        zeros = torch.zeros(size, dtype=torch.float64)
+        w = pyro.sample("w", dist.Normal(zeros, 2.0).to_event(1))
+        first = pyro.sample("first", dist.Normal(zeros[0] - 1, 1.0))
+        gaps = pyro.sample("gaps", dist.LogNormal(zeros[:2], 0.5).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", law(x @ w, first, gaps), obs=y)
+
+    def make(epsilon: float) -> Case:
+        x, w = shortened(torch.randn(n, size) / math.sqrt(size)), 2 * torch.randn(size)
+        first, gaps = torch.randn(()) - 1, (0.5 * torch.randn(2)).exp()
+        y = law(x @ w, first, gaps).sample()
+        return Case(model, (x, y), {"w": w, "first": first, "gaps": gaps})
+
+    return make
+
+
+def observed(
+    law: Callable[..., Any], size: int, n: int, extra: str | None = None
+) -> Callable[[float], Case]:
+    """y | x with a linear predictor of ``size`` weights N(0, 1), and perhaps a scale."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        zeros = torch.zeros(size, dtype=torch.float64)
+        w = pyro.sample("w", dist.Normal(zeros, 1.0).to_event(1))
+        more = pyro.sample(extra, dist.LogNormal(zeros[0], 0.5)) if extra else None
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", law(x @ w, more), obs=y)
+
+    def make(epsilon: float) -> Case:
+        x, w = shortened(torch.randn(n, size) / math.sqrt(size)), torch.randn(size)
+        more = (0.5 * torch.randn(())).exp() if extra else None
+        y = law(x @ w, more).sample()
+        truth = {"w": w}
+        if extra is not None and more is not None:
+            truth[extra] = more
+        return Case(model, (x, y), truth)
+
+    return make
+
+
+def student(u: Tensor, scale: Tensor) -> Any:
+    return dist.StudentT(torch.tensor(4.0, dtype=torch.float64), u, scale)
+
+
+def poisson(u: Tensor, _: None) -> Any:
+    return dist.Poisson(u.exp())
+
+
+def gamma(u: Tensor, shape: Tensor) -> Any:
+    return dist.Gamma(shape.expand(u.shape), shape / u.exp())
+
+
+def negative_binomial(u: Tensor, shape: Tensor) -> Any:
+    return dist.GammaPoisson(shape.expand(u.shape), shape / u.exp())
+
+
+def probit(u: Tensor, _: None) -> Any:
+    return dist.Bernoulli(torch.special.ndtr(u).clamp(1e-9, 1 - 1e-9))
+
+
+CELLS = {
+    "logistic_25": Cell(logistic(25, 3.0, 10_000), 1.0),
+    "logistic_8_sd_1": Cell(logistic(8, 1.0, 10_000), 1.0),
+    "logistic_8_eps_.3": Cell(logistic(8, 3.0, 10_000), 0.3),
+    # condition numbers 100, 1,000 and 10,000 of the covariance
+    "correlated_100": Cell(logistic(60, 3.0, 10_000, 1.0), 1.0),
+    "correlated_1000": Cell(logistic(60, 3.0, 10_000, 1.5), 1.0),
+    "correlated_10000": Cell(logistic(60, 3.0, 10_000, 2.0), 1.0),
+    "binary_10": Cell(with_constant("binary", 10, 3.0, 10_000), 1.0),
+    "t3_10": Cell(with_constant("t3", 10, 3.0, 10_000), 1.0),
+    "binary_1000": Cell(with_constant("binary", 10, 1.0, 1000), 0.3),
+    "logistic_1000_eps_.1": Cell(logistic(8, 3.0, 1000), 0.1),
+    "logistic_1000": Cell(logistic(8, 3.0, 1000), 1.0),
+    "logistic_100000": Cell(logistic(8, 3.0, 100_000), 3.0),
+    "logistic_100": Cell(logistic(100, 1.0, 100_000), 3.0),
+    "rare_class": Cell(rare_class(20_000), 1.0),
+    "beta_1": Cell(beta(4000, 1.0), 1.0),
+    "beta_2": Cell(beta(4000, 2.0), 1.0),
+    "beta_6": Cell(beta(4000, 6.0), 1.0),
+    "beta": Cell(beta(4000, None), 1.0),
+    "groups_20": Cell(groups(10_000, 20), 1.0),
+    "poisson": Cell(observed(poisson, 5, 10_000), 1.0),
+    "probit": Cell(observed(probit, 5, 10_000), 1.0),
+    "student": Cell(observed(student, 5, 10_000, "scale"), 1.0),
+    "gamma": Cell(observed(gamma, 5, 10_000, "shape"), 1.0),
+    "negative_binomial": Cell(observed(negative_binomial, 5, 10_000, "shape"), 1.0),
+    "slopes_8": Cell(groups(10_000, 8, has_slopes=True), 1.0),
+    "horseshoe": Cell(horseshoe(10_000, 10), 1.0),
+    "mixture": Cell(mixture(10_000), 1.0),
+    "ordinal": Cell(ordinal(10_000, 5), 1.0),
+    "clip_.5": Cell(logistic(8, 2.0, 10_000, clip=0.5), 1.0),
+    "clip_1": Cell(logistic(8, 2.0, 10_000, clip=1.0), 1.0),
+    "clip_2": Cell(logistic(8, 2.0, 10_000, clip=2.0), 1.0),
+    "clip_5": Cell(logistic(8, 2.0, 10_000, clip=5.0), 1.0),
+    "logistic_2_eps_8": Cell(logistic(2, 1.0, 1000), 8.0),
+}
+
+
+def one(name: str, number: int) -> dict[str, Any]:
+    """Ranks, widths and seconds of one data set."""
+    cell = CELLS[name]
+    torch.manual_seed(1_000_003 * list(CELLS).index(name) + number)
+    case = cell.make(cell.epsilon)
+    accountant = dpb.PrivacyAccountant(epsilon=cell.epsilon, delta=DELTA)
+    started = time.process_time()
+    found = posterior(
+        case.model, *case.data, accountant=accountant, num_data=len(case.data[0]), **case.options
+    )
+    seconds = time.process_time() - started  # of one core
+    draws, mean, stddev = found.sample(4000), found.mean, found.stddev
+    ranks = {k: (draws[k] < v).double().mean(0).reshape(-1).tolist() for k, v in case.truth.items()}
+    misses = {k: ((v - mean[k]) / stddev[k]).reshape(-1).tolist() for k, v in case.truth.items()}
+    return {
+        "cell": name,
+        "set": number,
+        "ranks": ranks,
+        "misses": misses,
+        "stddev": {k: float(stddev[k].mean()) for k in case.truth},
+        "unconstrained": found.unconstrained_stddev.tolist(),
+        "oracle": case.oracle,
+        "seconds": seconds,
+        "pareto_k": found.pareto_k,
+        "effective": found.effective_sample_size,
+        "method": found.method,
+        "checks": found.checks,
+        "truth": {k: v.reshape(-1).tolist() for k, v in case.truth.items()},
+    }
+
+
+def covers(ranks: Sequence[float], level: float) -> float:
+    """The share inside the central interval."""
+    return sum(abs(r - 0.5) < level / 2 for r in ranks) / len(ranks)
+
+
+def table(path: Path) -> str:
+    """The cells that the file has."""
+    rows = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        for site in row["ranks"]:
+            rows[row["cell"], site].append(row)
+    lines = [
+        "| cell | site | sets | covers 50 % | 90 % | rms z | max z | mean sd | oracle | s | k |"
+    ]
+    lines.append("|---" * 11 + "|")
+    for (cell, site), found in rows.items():
+        by_set = [[covers(row["ranks"][site], level) for row in found] for level in (0.5, 0.9)]
+        means = [sum(c) / len(c) for c in by_set]
+        errors = [
+            math.sqrt(sum((x - m) ** 2 for x in c) / max(len(c) - 1, 1) / len(c))
+            for c, m in zip(by_set, means, strict=True)
+        ]
+        z = [value for row in found for value in row["misses"][site]]
+
+        def mean_of(key: Callable[[dict[str, Any]], float], rows: Any = found) -> float:
+            return sum(map(key, rows)) / len(rows)
+
+        best = "" if found[0]["oracle"] is None else f"{mean_of(lambda r: r['oracle']):.3f}"
+        lines.append(
+            f"| {cell} | {site} | {len(found)} | {means[0]:.2f} ± {errors[0]:.2f} |"
+            f" {means[1]:.3f} ± {errors[1]:.3f} | {math.sqrt(sum(v * v for v in z) / len(z)):.2f} |"
+            f" {max(map(abs, z)):.1f} | {sum(r['stddev'][site] for r in found) / len(found):.3f} |"
+            f" {best} |"
+            f" {mean_of(lambda r: r['seconds']):.1f} | {mean_of(lambda r: r['pareto_k']):.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs cells, or prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--sets", type=int, default=60)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    if not options.table:
+        done = set()
+        if options.path.exists():
+            rows = map(json.loads, options.path.read_text().splitlines())
+            done = {(row["cell"], row["set"]) for row in rows}
+        for number in range(options.sets):
+            for name in options.cells:
+                if (name, number) not in done:
+                    with options.path.open("a") as file:
+                        file.write(json.dumps(one(name, number)) + "\n")
+    print(table(options.path))
+
+
+if __name__ == "__main__":
+    main()

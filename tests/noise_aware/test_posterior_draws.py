@@ -1,0 +1,157 @@
+"""Draws: Pareto smoothing against ArviZ', chains against quadrature, sufficient statistics against
+sums over all counts.
+"""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+
+import torch_dpbayes as dpb
+from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.noise_aware import (
+    ExponentialFamily,
+    LinearRegression,
+    beta_bernoulli,
+    dirichlet_categorical,
+    drawing,
+    gamma_poisson,
+    sufficient_statistics,
+)
+from torch_dpbayes.noise_aware.latents import Latents
+
+ONE = torch.ones((), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
+def test_pareto_smoothing_is_that_of_arviz(scale):
+    arviz = pytest.importorskip("arviz")
+    ratios = scale * torch.randn(1000, dtype=torch.float64).square()
+    weights, k = drawing.smoothed(ratios)
+    expected, other = arviz.psislw(ratios.numpy().copy())
+    assert k == pytest.approx(float(other), abs=1e-8)
+    assert torch.allclose(weights, torch.tensor(expected), atol=1e-8)
+
+
+def test_weights_without_a_tail():
+    weights, k = drawing.smoothed(torch.zeros(100, dtype=torch.float64))
+    assert torch.allclose(weights.exp().sum(), ONE) and not math.isnan(k)
+    weights, k = drawing.smoothed(torch.full((100,), -math.inf, dtype=torch.float64))
+    assert k == math.inf
+
+
+class OneObservation:
+    """y ~ N(θ_1 + … , 1), as a likelihood that is Gaussian."""
+
+    num_simulated, simulation_error = 1, 0.0
+
+    def __init__(self, latents, y, std):
+        self.centre, self.y, self.std = latents.start, y, std
+        slope, precision = latents.slope_and_precision(self.centre)
+        self.precisions = (precision + torch.eye(len(latents.read)) / std**2)[None]
+        self.modes = self.centre[latents.read][None]
+        self._read = latents.read
+
+    def gaussian(self, theta):
+        return -0.5 * ((theta[:, self._read] - self.y) / self.std).square().sum(1)
+
+    __call__ = gaussian
+
+    def with_new_centres(self, theta):
+        return self.gaussian(theta), 0
+
+
+def test_a_hierarchical_prior_is_sampled():
+    """log s ~ N(0, 1), a | s ~ N(0, s²), y ~ N(a, 1/2): the posterior of log s by quadrature."""
+
+    def model():
+        s = pyro.sample("s", dist.LogNormal(0 * ONE, ONE))
+        pyro.sample("a", dist.Normal(torch.zeros(5, dtype=torch.float64), s).to_event(1))
+
+    latents = Latents(Prior(model), torch.arange(5))  # a comes first
+    assert latents.is_hierarchical
+    y, std = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=torch.float64), 0.5
+    likelihood = OneObservation(latents, y, std)
+    found = drawing.draw_posterior(latents, likelihood, 1000)
+    log_s = found.theta[:, 5]
+    grid = torch.linspace(-4, 4, 2001, dtype=torch.float64)
+    log_p = -0.5 * grid.square()
+    scale = (grid.exp().square() + std**2).sqrt()
+    log_p = log_p + torch.distributions.Normal(0 * ONE, scale[:, None]).log_prob(y).sum(1)
+    p = torch.softmax(log_p, 0)
+    mean = float(p @ grid)
+    deviation = math.sqrt(float(p @ (grid - mean).square()))
+    error = deviation / math.sqrt(found.effective)
+    assert found.effective > 100
+    assert float(found.weights @ log_s) == pytest.approx(mean, abs=5 * error)
+    own = math.sqrt(float(found.weights @ (log_s - mean).square()))
+    assert own == pytest.approx(deviation, rel=0.25)
+
+
+def test_bernoulli_posterior_is_that_of_all_counts():
+    n, epsilon = 60, 1.0
+    x = (torch.rand(n) < 0.2).double()
+    found = sufficient_statistics(beta_bernoulli(2.0, 3.0), x, epsilon=epsilon, delta=1e-5)
+    from torch_dpbayes.noise_aware.budget import total_multiplier
+
+    z = total_multiplier(
+        dpb.PrivacyAccountant(epsilon, 1e-5, neighboring="replace_one"), None, None
+    )
+    released, std = float(found.transcript) * 0.5, z * 0.5
+    p = torch.linspace(0, 1, 2003, dtype=torch.float64)[1:-1]
+    counts = torch.arange(n + 1, dtype=torch.float64)
+    of_noise = torch.tensor(stats.norm.pdf(released, counts.numpy() - n / 2, std))
+    of_count = torch.tensor(stats.binom.pmf(counts.numpy()[None], n, p.numpy()[:, None]))
+    weights = (of_count @ of_noise) * torch.tensor(stats.beta.pdf(p.numpy(), 2, 3))
+    weights = weights / weights.sum()
+    mean = float(weights @ p)
+    std = math.sqrt(float(weights @ (p - mean).square()))
+    assert float(found.mean["probability"]) == pytest.approx(mean, abs=0.15 * std)
+    assert float(found.stddev["probability"]) == pytest.approx(std, rel=0.1)
+
+
+def test_clamped_counts_are_known_to_be_clamped():
+    """A third of the counts are beyond the bound, and the mean is found all the same."""
+    x = torch.poisson(torch.full((20_000,), 4.0))
+    found = sufficient_statistics(gamma_poisson(2.0, 0.5, 4.0), x, epsilon=20.0, delta=1e-5)
+    assert abs(float(found.mean["rate"]) - 4.0) < 5 * float(found.stddev["rate"])
+    assert float(found.stddev["rate"]) < 0.05
+
+
+def test_families_find_their_parameters():
+    labels = torch.multinomial(torch.tensor([0.2, 0.3, 0.5]), 20_000, replacement=True)
+    found = sufficient_statistics(
+        dirichlet_categorical([1.0, 1.0, 1.0]), labels, epsilon=5.0, delta=1e-5
+    )
+    apart = (found.mean["probabilities"] - torch.tensor([0.2, 0.3, 0.5])).abs()
+    assert bool((apart < 5 * found.stddev["probabilities"]).all())
+    exponential = ExponentialFamily(
+        lambda: pyro.sample("rate", dist.LogNormal(0 * ONE, ONE)),
+        lambda x: x[None],
+        lambda values: -values["rate"][None],
+        lambda eta: -(-eta).log().sum(),
+        20.0,
+    )
+    x = torch.distributions.Exponential(2 * ONE).sample((20_000,))
+    found = sufficient_statistics(exponential, x, epsilon=5.0, delta=1e-5)
+    assert abs(float(found.mean["rate"]) - 2.0) < 5 * float(found.stddev["rate"])
+
+
+def test_linear_regression_runs_by_simulation():
+    x = torch.randn(3000, 3, dtype=torch.float64) / 2
+    x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+    w = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    y = x @ w + 0.5 * torch.randn(3000, dtype=torch.float64)
+    found = sufficient_statistics(
+        LinearRegression(dist.LogNormal(0 * ONE, ONE)), x, y, epsilon=2.0, delta=1e-5
+    )
+    assert bool(((found.mean["weights"] - w).abs() < 5 * found.stddev["weights"]).all())
+    assert abs(float(found.mean["noise_std"]) - 0.5) < 5 * float(found.stddev["noise_std"])
+    draws = found.sample(100)
+    assert draws["weights"].shape == (100, 3) and math.isfinite(found.log_density(found.mean))
+    with pytest.raises(ValueError, match="one value of every site"):
+        found.log_density({"weights": w})
+    assert "epsilon" in found.guarantee()

@@ -1,0 +1,224 @@
+"""The synthetic likelihood against closed forms: a Gaussian mean, whose posterior given all
+releases is known exactly, and moments by quadrature.
+"""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import integrate, stats
+
+import torch_dpbayes as dpb
+from torch_dpbayes.noise_aware import posterior
+from torch_dpbayes.noise_aware.covariates import Nothing
+from torch_dpbayes.noise_aware.latents import Latents
+from torch_dpbayes.noise_aware.likelihood import (
+    Release,
+    Simulator,
+    SyntheticLikelihood,
+    find_mode,
+    moments,
+)
+from torch_dpbayes.noise_aware.records import ModelRecords
+
+PRIOR_STD, NOISE_STD, N = 2.0, 1.5, 4000
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def gaussian_mean(x):
+    mean = pyro.sample("mean", dist.Normal(0 * ONE, PRIOR_STD * ONE))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, NOISE_STD), obs=x)
+
+
+def records_of(model, *data, **options):
+    settings = {"data_plate": "data", "count_is_public": True, "public": (), "chunk": 2000}
+    return ModelRecords(model, data, **(settings | options))
+
+
+def simulator_of(records, count=20_000, n=N, seed=3):
+    return Simulator(records, Nothing(), n, count, seed)
+
+
+def exact_posterior(releases, bound):
+    """Mean and deviation of θ given T_k = Σ (x_i − θ_k)/(s²C) + noise, all linear in Σ x_i."""
+    values = torch.tensor([float(r.value) for r in releases])
+    places = torch.tensor([float(r.theta) for r in releases])
+    variances = torch.tensor([r.noise_std**2 for r in releases])
+    scale = NOISE_STD**2 * bound
+    # each release is an observation of the mean of x with its own noise; those share x
+    observed = places + values * scale / N
+    of_noise = variances * (scale / N) ** 2
+    weights = 1 / of_noise
+    mean, variance = (weights * observed).sum() / weights.sum(), 1 / weights.sum()
+    precision = 1 / (variance + NOISE_STD**2 / N)
+    total = precision + PRIOR_STD**-2
+    return float(precision * mean / total), float(total**-0.5)
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.3, 20.0])  # V, both, and S decide the width
+def test_posterior_of_a_gaussian_mean_is_exact(epsilon):
+    x = 0.7 + NOISE_STD * torch.randn(N, dtype=torch.float64)
+    bound = 40.0  # standard deviations of a score: nothing is clipped
+    accountant = dpb.PrivacyAccountant(epsilon=epsilon, delta=1e-5)
+    found = posterior(
+        gaussian_mean, x, accountant=accountant, num_data=N, max_grad_norm=bound / NOISE_STD
+    )
+    releases = found.transcript.scores
+    mean, std = exact_posterior(releases, bound / NOISE_STD)
+    # 2000 draws and the simulation's own error: 5 standard deviations of either
+    assert abs(float(found.mean["mean"]) - mean) < 0.25 * std
+    assert float(found.stddev["mean"]) == pytest.approx(std, rel=0.1)
+
+
+def test_moments_of_clipped_scores_are_those_of_quadrature():
+    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+    simulator = simulator_of(records, count=40_000)
+    place, centre, bound = 0.4, 0.1, 0.5  # in units of the scores: a third are clipped
+    release = Release(
+        torch.tensor([place], dtype=torch.float64),
+        torch.eye(1, dtype=torch.float64) / bound,
+        torch.zeros(1, dtype=torch.float64),
+        1.0,
+    )
+    simulated = simulator.at(torch.tensor([centre], dtype=torch.float64))
+    found = moments(simulator.statistics(simulated, [release]), simulated.scores, False)
+
+    def expected(function):
+        def integrand(x):
+            score = (x - place) / NOISE_STD**2 / bound
+            own = (x - centre) / NOISE_STD**2
+            return function(max(-1.0, min(1.0, score)), own) * stats.norm.pdf(x, centre, NOISE_STD)
+
+        return integrate.quad(integrand, centre - 12, centre + 12, limit=400)[0]
+
+    mean = expected(lambda c, u: c)
+    jacobian = expected(lambda c, u: c * u)
+    variance = expected(lambda c, u: c * c) - mean**2
+    left = variance - jacobian**2 * NOISE_STD**2
+    error = math.sqrt(left / 40_000)  # the control variate leaves a tenth of the variance
+    assert error < 0.4 * math.sqrt(variance / 40_000)
+    assert float(found.mean) == pytest.approx(mean, abs=5 * error)
+    assert float(found.jacobian) == pytest.approx(jacobian, abs=0.03)
+    assert float(found.covariance) == pytest.approx(variance, abs=0.02)
+    assert float(found.residual) == pytest.approx(left, abs=0.02)
+
+
+def test_control_variate_removes_most_of_the_error():
+    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+    release = Release(
+        torch.tensor([0.1], dtype=torch.float64),
+        torch.eye(1, dtype=torch.float64) / 2.0,
+        torch.zeros(1, dtype=torch.float64),
+        1.0,
+    )
+    means = {True: [], False: []}
+    for seed in range(30):
+        simulator = simulator_of(records, count=2000, seed=seed)
+        simulated = simulator.at(torch.tensor([0.3], dtype=torch.float64))
+        statistics = simulator.statistics(simulated, [release])
+        for use in means:
+            found = moments(statistics, simulated.scores, False, use_control=use)
+            means[use].append(float(found.mean))
+    with_it, without = (torch.tensor(means[use]).std() for use in (True, False))
+    assert with_it < without / 5  # nearly nothing is clipped: exactly linear but for the tails
+
+
+def test_away_from_the_centre_moments_are_reweighted():
+    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+    simulator = simulator_of(records, count=40_000)
+    latents = Latents(records.density.prior, records.read)
+    whitening = torch.eye(1, dtype=torch.float64) / 0.5
+    noise = 30.0
+    release = Release(
+        torch.zeros(1, dtype=torch.float64),
+        whitening,
+        torch.tensor([100.0], dtype=torch.float64),
+        noise,
+    )
+    fit = find_mode(simulator, [release], latents, torch.zeros(1, dtype=torch.float64), 10)
+    likelihood = SyntheticLikelihood(simulator, [release], fit, few=4000, most_batches=2)
+    points = fit.centre + torch.linspace(-0.6, 0.6, 5, dtype=torch.float64)[:, None]
+    found, far = likelihood.with_new_centres(points)
+
+    def exact(theta):
+        def expected(power):
+            return integrate.quad(
+                lambda x: (
+                    max(-1.0, min(1.0, x / NOISE_STD**2 / 0.5)) ** power
+                    * stats.norm.pdf(x, theta, NOISE_STD)
+                ),
+                theta - 12,
+                theta + 12,
+                limit=400,
+            )[0]
+
+        mean = expected(1)
+        variance = N * (expected(2) - mean**2) + noise**2
+        return -((100.0 - N * mean) ** 2) / variance / 2 - math.log(variance) / 2
+
+    wanted = torch.tensor([exact(float(t)) for t in points])
+    assert far == 0
+    # 4000 records tell m to 1 %: of a log likelihood that falls by hundreds
+    fall = float(wanted.max() - wanted.min())
+    assert float(((found - found[2]) - (wanted - wanted[2])).abs().max()) < 0.05 * fall
+
+
+def test_a_far_point_gets_records_of_its_own():
+    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+    simulator = simulator_of(records)
+    latents = Latents(records.density.prior, records.read)
+    release = Release(
+        torch.zeros(1, dtype=torch.float64),
+        torch.eye(1, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+        2000.0,
+    )
+    fit = find_mode(simulator, [release], latents, torch.zeros(1, dtype=torch.float64), 10)
+    likelihood = SyntheticLikelihood(simulator, [release], fit, few=2000, most_batches=1)
+    point = torch.tensor([[6.0]], dtype=torch.float64)  # 4 deviations of a record
+    near = float(likelihood(point))
+    found, far = likelihood.with_new_centres(point)
+    mean = (
+        N
+        * integrate.quad(
+            lambda x: max(-1.0, min(1.0, x / NOISE_STD**2)) * stats.norm.pdf(x, 6.0, NOISE_STD),
+            -6,
+            18,
+        )[0]
+    )
+    at_zero = float(likelihood.with_new_centres(fit.centre[None])[0])
+    wanted = -(mean**2) / 2000.0**2 / 2
+    assert far == 0
+    assert float(found) - at_zero == pytest.approx(wanted, abs=0.15)
+    assert near != float(found)
+
+
+def test_pairs_give_moments_given_the_covariates():
+    """Rows of x far apart: S is what y varies by given x, not what x makes c vary by."""
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(0 * ONE, ONE))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
+
+    x = 3 * torch.randn(500, dtype=torch.float64)
+    records = records_of(model, x, torch.zeros(500, dtype=torch.float64), public=("x",))
+    from torch_dpbayes.noise_aware.covariates import PublicRows
+
+    rows = PublicRows({0: x}, records, is_paired=True, seed=0)
+    simulator = Simulator(records, rows, 500, 20_000, 1)
+    release = Release(
+        torch.tensor([1.0], dtype=torch.float64),
+        torch.eye(1, dtype=torch.float64) / 1000.0,
+        torch.zeros(1, dtype=torch.float64),
+        1.0,
+    )
+    simulated = simulator.at(torch.zeros(1, dtype=torch.float64))
+    found = moments(simulator.statistics(simulated, [release]), simulated.scores, True)
+    # c = x(y − x)/1000 with y ~ N(0, 1): mean −x², variance x² given x
+    square = float(x.square().mean())
+    assert float(found.covariance) * 1e6 == pytest.approx(square, rel=0.05)
+    assert float(found.mean) * 1e3 == pytest.approx(-square, rel=0.03)

@@ -1,0 +1,183 @@
+"""How a budget is split among the releases of a run: a function of public numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import calibrated
+from ..accounting.events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    check_delta,
+    check_epsilon,
+    positive_count,
+)
+from ..errors import ArgumentError, ArgumentTypeError
+from .covariates import histogram_multiplier, moment_multipliers
+
+NUM_RELEASES, MOST_RELEASES = 7, 50
+# of the shares from one release of scores to the next: the first ones only serve to arrive
+_GROWTH = 1.8
+_CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
+_LEAST_SHARE, _MOST_SHARE = 0.04, 0.30  # of the budget, for the law of the covariates
+_HISTOGRAM = 0.02  # of the budget
+_ROUNDING = 1e-9  # the parts' costs add up to the whole but for this
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The noise multipliers (noise standard deviation / sensitivity to one added record) of a run,
+    fixed before its first release.
+
+    Attributes:
+        total: of the one release that would use all of the budget, 1/μ.
+        scores: of the clipped sums of scores.
+        moments: of the mean and the products of rows of numbers; None without any.
+        histograms: of all histograms of categories; None without any.
+        clipped: of the number of clipped records.
+        event: what is charged.
+    """
+
+    total: float
+    scores: tuple[float, ...]
+    moments: tuple[float, float] | None
+    histograms: float | None
+    clipped: float
+    event: DpEvent
+
+
+def plan_run(
+    accountant: PrivacyAccountant,
+    total: float,
+    *,
+    dimension: int,
+    num_data: int,
+    num_releases: int,
+    has_numbers: bool,
+    num_categories: int,
+) -> Plan:
+    """The split, with κ = n/(z·d) for the multiplier z of the whole: rows of numbers take 2/√κ of
+    the budget, between .04 and .30.
+
+    Args:
+        accountant: for its relation.
+        total: z.
+        dimension: d.
+        num_data: n, public.
+        num_releases: of scores.
+        has_numbers: whether covariates are private rows of numbers.
+        num_categories: how many arguments are private categories.
+    """
+    neighboring = accountant.neighboring
+    events: list[DpEvent] = []
+    moments, histograms, of_rest = None, None, 1 - _CLIPPED
+    if has_numbers:
+        gain = num_data / (total * dimension)
+        share = min(max(2 / math.sqrt(gain), _LEAST_SHARE), _MOST_SHARE)
+        moments, of_moments = moment_multipliers(total, share, neighboring)
+        events += of_moments
+        of_rest -= share
+    if num_categories:
+        histograms, of_histograms = histogram_multiplier(
+            total, _HISTOGRAM, neighboring, num_categories
+        )
+        events.append(of_histograms)
+        of_rest -= _HISTOGRAM
+    weights = [_GROWTH**k for k in range(num_releases)]
+    scores = tuple(total / math.sqrt(of_rest * w / sum(weights)) for w in weights)
+    events += [GaussianDpEvent(z) for z in scores]
+    # a replaced record moves a count by 1 and not by 2, as the accountant takes it
+    of_count = total / math.sqrt(_CLIPPED)
+    clipped = of_count / (2.0 if neighboring == "replace_one" else 1.0)
+    events.append(GaussianDpEvent(of_count))
+    return Plan(total, scores, moments, histograms, clipped, ComposedDpEvent(events))
+
+
+def total_multiplier(
+    accountant: PrivacyAccountant, epsilon: float | None, delta: float | None
+) -> float:
+    """The noise multiplier of the one Gaussian release that would use the budget up.
+
+    Args:
+        accountant: what it holds already counts.
+        epsilon: for everything on the accountant. None: its own budget.
+        delta: likewise.
+
+    Raises:
+        ValueError: there is no budget, or nothing left of it.
+    """
+    epsilon = accountant.epsilon if epsilon is None else epsilon
+    delta = accountant.delta if delta is None else delta
+    if epsilon is None or delta is None:
+        raise ArgumentError(
+            "a budget is needed, both numbers of it: epsilon=1.0, delta=1e-5, or an accountant that"
+            " has them."
+        )
+    epsilon, delta = check_epsilon(epsilon), check_delta(delta)
+    try:
+        found = calibrated(
+            GaussianDpEvent,
+            epsilon,
+            delta,
+            1,
+            accountant.neighboring,
+            accountant.history,
+            accountant.method,
+        )
+    except ValueError as error:
+        if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):
+            raise
+        raise ArgumentError(
+            f"nothing is left for this run: the accountant holds epsilon = {held:.5g} of"
+            f" {epsilon:g}. State epsilon= in each run, or pass a new accountant."
+        ) from error
+    return found * (1 + _ROUNDING)
+
+
+def budget_of(
+    accountant: PrivacyAccountant | None, epsilon: float | None, delta: float | None
+) -> PrivacyAccountant:
+    """The caller's accountant, or one of its own for neighbours that replace a record."""
+    if accountant is None:
+        return PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    if not isinstance(accountant, PrivacyAccountant):
+        raise ArgumentTypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}.")
+    return accountant
+
+
+def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
+    """The number of records that may be used without a charge: stated under add-or-remove-one,
+    counted under replace-one.
+    """
+    if stated is not None:
+        stated = positive_count(stated, "num_data")
+    if accountant.neighboring == "replace_one":
+        if stated is not None and stated != found:
+            raise ArgumentError(
+                f"num_data = {stated} was stated, but there are {found} records; under replace-one"
+                " leave it out."
+            )
+        return max(found, 1)
+    if stated is None:
+        raise ArgumentError(
+            "this accountant's neighbours add or remove a record, so their number is private: state"
+            " num_data=, a public number near it, or use"
+            " PrivacyAccountant(neighboring='replace_one')."
+        )
+    return stated
+
+
+def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) -> list[str]:
+    """What was charged, and what each release moves by, in words."""
+    delta = 1e-5 if accountant.delta is None else accountant.delta
+    return [
+        (
+            "  charged     before the first release; the accountant now holds epsilon ="
+            f" {accountant.get_epsilon(delta):.5g} at delta = {delta:g} ({accountant.neighboring})"
+        ),
+        *(f"  released    {line}" for line in releases),
+    ]

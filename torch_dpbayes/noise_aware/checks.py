@@ -1,0 +1,152 @@
+r"""Do the releases agree with each other and with the prior? From what was released, and free.
+
+With m linear around the mode, T ~ N(n(m + J(θ − θ_c)), Σ). Two checks, each a χ² tail probability
+whose false-alarm rate is its threshold as far as that holds:
+
+* *each release given the others*: θ integrated out over the prior's Gaussian, the residual of one
+  block of T given the others has covariance :math:`Q_{kk}^{-1}`, Q the precision of T;
+* *the prior*: the distance of the likelihood's maximum from the prior's median, in the directions
+  that the releases tell better than the prior, against draws of the prior.
+
+**Privacy.** Post-processing of released values.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from scipy.stats import chi2
+
+from .drawing import Draws, is_reliable
+from .latents import Latents
+from .likelihood import Fit, Release
+
+FALSE_ALARMS = 0.01  # of each check, over all of its tests
+_PRIOR_DRAWS = 2000
+
+
+def release_p_values(
+    fit: Fit, releases: Sequence[Release], latents: Latents, num_data: int
+) -> list[float]:
+    """Of each release given the others."""
+    n, found = num_data, fit.moments
+    value = torch.cat([r.value for r in releases])
+    slope, prior_precision = latents.slope_and_precision(fit.centre)
+    prior_mean = torch.linalg.solve(prior_precision, slope)  # of θ − θ_c
+    jacobian = n * found.jacobian
+    residual = value - n * found.mean - jacobian @ prior_mean
+    # the precision of T with θ integrated out (Woodbury)
+    factor = torch.linalg.cholesky(fit.covariance)
+    inverse = torch.cholesky_inverse(factor)
+    pulled = inverse @ jacobian
+    precision = inverse - pulled @ torch.linalg.solve(fit.precision, pulled.T)
+    weighted = precision @ residual
+    result, start = [], 0
+    for release in releases:
+        block = slice(start, start + len(release.value))
+        start += len(release.value)
+        own = torch.linalg.solve(precision[block, block], weighted[block])
+        result.append(float(chi2.sf(float(weighted[block] @ own), len(release.value))))
+    return result
+
+
+def prior_p_value(fit: Fit, releases: Sequence[Release], latents: Latents, num_data: int) -> float:
+    """Of a likelihood that lies as far from the prior as this one; 1 where nothing is told."""
+    n, found = num_data, fit.moments
+    value = torch.cat([r.value for r in releases])
+    information = fit.precision - fit.prior_precision
+    pulled = torch.cholesky_solve(n * found.jacobian, torch.linalg.cholesky(fit.covariance))
+    gradient = pulled.T @ (value - n * found.mean)
+    # directions in units of the prior's deviations
+    scale = latents.stddev[latents.read]
+    values, vectors = torch.linalg.eigh(scale[:, None] * information * scale)
+    told = values > 1
+    if not bool(told.any()):
+        return 1.0
+    into = (vectors[:, told] / values[told]).T * scale  # of a gradient, to a distance in units
+    centre = fit.centre[latents.read]
+    place = (vectors[:, told].T / scale) @ (centre - latents.median[latents.read])
+    place = place + into @ gradient
+    draws = latents.sample(_PRIOR_DRAWS)[:, latents.read] - latents.median[latents.read]
+    expected = (draws / scale) @ vectors[:, told]
+    expected = expected + torch.randn_like(expected) * values[told].rsqrt()
+    variances = 1 + 1 / values[told]
+    own = float((place.square() / variances).sum())
+    others = (expected.square() / variances).sum(1)
+    # the draws and the observed one are exchangeable if the prior is right
+    return (1 + int((others >= own).sum())) / (1 + len(others))
+
+
+def note(p_values: Sequence[float], prior: float) -> list[str]:
+    """Lines of a statement, with a warning where a check fails."""
+    lines = []
+    least = min(min(p_values) * len(p_values), 1.0)
+    lines.append(
+        f"  checked     each release given the others: least p value {least:.2g}, corrected for"
+        f" their number; the prior: {prior:.2g}"
+    )
+    if least < FALSE_ALARMS:
+        lines.append("  NOT A FIT   the releases contradict each other under this model")
+        warn(
+            f"the releases contradict each other under this model (p = {least:.1g}; false alarms:"
+            " 1 %): records are not as the model says, and intervals may miss."
+        )
+    if prior < FALSE_ALARMS:
+        lines.append("  NOT LIKELY  the releases contradict the prior")
+        warn(
+            f"the releases contradict the prior (p = {prior:.1g}; false alarms: 1 %): it draws the"
+            " mean to itself. Widen it; features divided by k need a prior k times as wide."
+        )
+    return lines
+
+
+def warn(message: str) -> None:
+    """A warning at the line that called this package."""
+    import inspect
+
+    package = __name__.partition(".")[0]
+    frame, depth = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, stacklevel=depth)
+
+
+def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
+    """The share of records that were clipped at the last point, if noise does not hide it."""
+    count, noise = clipped
+    if noise > num_data / 2:
+        return ["  clipped     noise hides how many records are"]
+    share = min(max(count / num_data, 0.0), 1.0)
+    return [
+        f"  clipped     {share:.1%} of the records at the last point, ± {noise / num_data:.1%}: the"
+        " posterior knows of it, but where the model is not right clipped scores are zero elsewhere"
+    ]
+
+
+def note_draws(draws: Draws, latents: Latents) -> list[str]:
+    """Where the prior decides, and where draws are not to be relied on, with a warning."""
+    lines, read = [], latents.read
+    mean = draws.weights @ draws.theta[:, read]
+    spread = (draws.weights @ (draws.theta[:, read] - mean).square()).sqrt()
+    # a standard deviation of m draws has the relative error 1/√(2m): two of these are no difference
+    least = 1 - 2 / math.sqrt(2 * max(draws.effective, 1.0))
+    as_wide = int((spread > least * latents.stddev[read]).sum())
+    if as_wide:
+        lines.append(
+            f"  prior       of {len(read)} coordinates that records read the posterior is as wide"
+            f" as the prior, to what draws tell, in {as_wide}"
+        )
+        if as_wide == len(read):
+            warn("the budget is too small for these records to move the prior: it comes back.")
+    if not is_reliable(draws):
+        lines.append("  NOT SURE    importance weights are not to be relied on")
+        warn(
+            f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}): use a prior with"
+            " fewer modes or lighter tails, or more simulated records (num_simulated=)."
+        )
+    if draws.far:
+        lines.append(f"  NOT SURE    {draws.far} draws are far from all simulated records")
+    return lines

@@ -1,0 +1,385 @@
+r"""What covariates are drawn from: nothing, public rows, or a law that is released once.
+
+Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i` and :math:`\sum x_i
+x_i^\top` are released with noise. Simulated rows are Gaussian with these moments and shortened as
+the real ones are; the Gaussian is stretched until the *shortened* rows have the released moments.
+Covariance matrices are drawn from their posterior given the release (:mod:`.noisy_gram`); records
+are simulated with their mean, and what they differ in enters the covariance of later releases.
+Categories have a noisy histogram each.
+
+**Privacy.** With norms in units of R: Σx moves by at most 1 when a record is added or removed, and
+by 2 when one is replaced; Σxxᵀ by 1 or √2 in Frobenius norm (the inner product of two positive
+semi-definite matrices is not negative); the histograms of m categories by √m or √(2m). A row with a
+number that is not finite counts as 0. Nothing about columns is found from the data.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..accounting.events import DpEvent, GaussianDpEvent, Neighboring
+from ..errors import ArgumentError
+from ..mcmc.density import UnfitModel
+from .noisy_gram import gram_draws
+from .records import ModelRecords, seeded, shorten
+
+_MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
+_ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
+_FITTING_STEPS, _MORE_FITTING_STEPS = 12, 3  # until shortened rows have the wanted moments
+_FITTING_ROWS = 4_000
+_ROWS_OF_A_COLUMN = 5  # fewer have no covariance that can be inverted well
+_RIDGE = 1e-9  # relative
+
+
+class FeatureShape(NamedTuple):
+    """How rows of numbers are shortened.
+
+    Attributes:
+        bound: R.
+        constants: value by number of a constant column.
+        widths: how many columns each argument has.
+    """
+
+    bound: float
+    constants: Mapping[int, float]
+    widths: tuple[int, ...]
+
+    @property
+    def free(self) -> list[int]:
+        """Numbers of the columns that are not constant."""
+        return [k for k in range(sum(self.widths)) if k not in self.constants]
+
+    def shortened(self, rows: Tensor) -> Tensor:
+        """Rows ``[n, p]`` with their constants, the others no longer than R; 0 where one of those
+        is not finite.
+        """
+        result, free = rows.clone(), self.free
+        wide = rows[:, free].to(torch.float64)
+        squares = wide.square().sum(1)
+        factors = shorten(squares, self.bound * (1 - _ROUNDING))
+        moved = torch.where(squares.isfinite()[:, None], wide * factors[:, None], 0.0)
+        result[:, free] = moved.to(rows.dtype)
+        for column, value in self.constants.items():
+            result[:, column] = value
+        return result
+
+
+def constants_of(given: Any) -> dict[int, float]:
+    """Value by column: a mapping, or numbers of columns of ones."""
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else ((k, 1.0) for k in given)
+        found = {operator.index(k): float(v) for k, v in pairs}
+    except (TypeError, ValueError):
+        found = {-1: 0.0}
+    if any(k < 0 or not math.isfinite(v) for k, v in found.items()):
+        raise ArgumentError(
+            "constant_columns are the numbers of columns of ones, from 0, or a dict from the number"
+            f" of a column to its public value; got {given!r}."
+        )
+    return found
+
+
+class Covariates(Protocol):
+    """What covariates are drawn from."""
+
+    is_paired: bool
+    """Whether rows stand for the real ones and come in pairs of equal ones: moments are then
+    conditional on them."""
+
+    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
+        """``count`` rows of each argument, always the same ones of a batch."""
+
+
+# -- sources of covariates -------------------------------------------------------------------------
+
+
+class PublicRows:
+    """Rows that are public: those of the records themselves, or a sample.
+
+    Args:
+        rows: by number of the argument, each with its records along the first dimension.
+        records: which turns rows back.
+        is_paired: they are the records' own, and each is drawn twice.
+        seed: of a choice among them.
+    """
+
+    def __init__(
+        self, rows: Mapping[int, Tensor], records: ModelRecords, *, is_paired: bool, seed: int
+    ) -> None:
+        self._rows, self._records, self.is_paired, self._seed = rows, records, is_paired, seed
+
+    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
+        """Each row as often as any other, as far as ``count`` goes."""
+        found = len(next(iter(self._rows.values())))
+        wanted = count // 2 if self.is_paired else count
+        with seeded(self._seed + batch):
+            chosen = torch.cat([torch.randperm(found) for _ in range(math.ceil(wanted / found))])
+        chosen = chosen[:wanted]
+        if self.is_paired:
+            chosen = chosen.repeat_interleave(2)
+            chosen = torch.cat([chosen, chosen[: count - len(chosen)]])
+        back = self._records.rows_back
+        return {k: back(k, row[chosen]) for k, row in self._rows.items()}
+
+
+class Released:
+    """Covariates drawn from a released law.
+
+    Args:
+        records: the model.
+        shape: how rows of numbers are shortened; None without any.
+        moments: their mean and covariance in units of the bound.
+        histograms: noisy counts by number of the argument, and their noise.
+        seed: of the draws.
+        noise_seed: None: the most likely law; else one draw of it, the release's noise included.
+        near: a law of nearly the same moments.
+    """
+
+    is_paired = False
+
+    def __init__(
+        self,
+        records: ModelRecords,
+        shape: FeatureShape | None,
+        moments: tuple[Tensor, Tensor] | None,
+        histograms: Mapping[int, tuple[Tensor, float]],
+        seed: int,
+        noise_seed: int | None = None,
+        near: Released | None = None,
+    ) -> None:
+        self._records, self._shape, self._seed = records, shape, seed
+        self._dtypes = {k: row.dtype for k, row in enumerate(records.density.made_up.few())}
+        self._cache: dict[tuple[int, int], Mapping[int, Tensor]] = {}
+        if moments is not None and shape is not None:
+            self.mean, self.wanted = moments[0], torch.linalg.cholesky(moments[1])
+            self.place, self.root = self._start(near)
+        self._shares = {
+            number: _shares(counts, std, noise_seed) for number, (counts, std) in histograms.items()
+        }
+
+    def _start(self, near: Released | None) -> tuple[Tensor, Tensor]:
+        if near is not None:
+            root = torch.linalg.solve_triangular(near.wanted, near.root, upper=False)
+            return near.place + self.mean - near.mean, self.wanted @ root
+        size, start = len(self.mean), (self.mean, self.wanted)
+        with seeded(self._seed):
+            normal = torch.randn(max(_FITTING_ROWS, 20 * size), size, dtype=torch.float64)
+        return _fitted(self.mean, self.wanted, start, normal, _FITTING_STEPS)
+
+    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
+        """Fresh draws, the same ones for a batch."""
+        if (count, batch) not in self._cache:
+            if len(self._cache) > 3:  # of the mode; batches are used once
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[count, batch] = self._drawn(count, batch)
+        return self._cache[count, batch]
+
+    def _drawn(self, count: int, batch: int) -> Mapping[int, Tensor]:
+        records, result = self._records, {}
+        with seeded(self._seed + batch):
+            if self._shape is not None:
+                shape, free = self._shape, self._shape.free
+                normal = torch.randn(count, len(free), dtype=torch.float64)
+                # their own moments are those wanted, without the error of so many draws
+                place, root = self.place, self.root
+                if count > _ROWS_OF_A_COLUMN * len(free):
+                    start = place, root
+                    place, root = _fitted(
+                        self.mean, self.wanted, start, normal, _MORE_FITTING_STEPS
+                    )
+                unit = place + normal @ root.T
+                unit = unit * shorten(unit.square().sum(1), 1.0)[:, None]
+                rows = torch.zeros(count, sum(shape.widths), dtype=torch.float64)
+                rows[:, free] = shape.bound * unit
+                for column, value in shape.constants.items():
+                    rows[:, column] = value
+                parts = rows.split(list(shape.widths), dim=1)
+                for number, part in zip(records.of_role("numbers"), parts, strict=True):
+                    like = records.density.made_up.few()[number]
+                    size = records.rows_first(number, like).shape[1:]
+                    part = part.reshape(count, *size).to(self._dtypes[number])
+                    result[number] = records.rows_back(number, part)
+            for number, shares in self._shares.items():
+                drawn = torch.multinomial(shares, count, replacement=True)
+                result[number] = drawn.to(self._dtypes[number])
+        return result
+
+
+class Nothing:
+    """A model without covariates."""
+
+    is_paired = False
+
+    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
+        """None."""
+        return {}
+
+
+# -- the release -----------------------------------------------------------------------------------
+
+
+class NoisyMoments(NamedTuple):
+    """Σx/R and Σxxᵀ/R² of the free columns with noise.
+
+    Attributes:
+        total: Σx/R, ``[p]``.
+        total_std: of its noise.
+        products: Σxxᵀ/R², ``[p, p]``.
+        products_std: of its noise on the diagonal; 1/√2 of it off the diagonal.
+    """
+
+    total: Tensor
+    total_std: float
+    products: Tensor
+    products_std: float
+
+    def draws(self, num_data: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """Means and covariances of a row in units of R, from their posterior given the release; the
+        first one is the average of the others.
+        """
+        n = max(num_data, 1)
+        middle = self.total / n
+        middle = middle * shorten(middle.square().sum(), 1.0)  # more than 1 is no row of norm 1
+        with seeded(seed):
+            released = self.products / n - torch.outer(middle, middle)
+            matrices = gram_draws(released, self.products_std / n, count)
+            error = torch.randn(count, len(middle), dtype=torch.float64)
+        means = middle + self.total_std / n * error
+        means = means * shorten(means.square().sum(1), 1.0)[:, None]
+        means = torch.cat([middle[None], means])
+        matrices = torch.cat([matrices.mean(0, keepdim=True), matrices])
+        # rows of norm 1 at most have second moments whose trace is 1 at most
+        traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
+        matrices = matrices * ((1 - means.square().sum(1)) / traces).clamp(1e-9, 1.0)[:, None, None]
+        return list(zip(means, matrices, strict=True))
+
+
+def noisy_moments(
+    rows: Tensor, shape: FeatureShape, multipliers: tuple[float, float], normal: Any
+) -> NoisyMoments:
+    """Released from rows ``[n, p]`` that are shortened already.
+
+    Args:
+        rows: private.
+        shape: their bound.
+        multipliers: z of the mean and of the products.
+        normal: from a size to that many standard normal numbers of fresh noise.
+    """
+    own = (rows[:, shape.free] / shape.bound).to(torch.float64)
+    size = own.shape[1]
+    total = own.sum(0) + multipliers[0] * normal(size)
+    draws = normal(size * size).reshape(size, size)
+    # the mean of a Gaussian matrix and its transpose has variance 1 on the diagonal, 1/2 off it
+    upper = torch.triu(own.T @ own + multipliers[1] * (draws + draws.T) / 2)
+    return NoisyMoments(total, multipliers[0], upper + torch.triu(upper, 1).T, multipliers[1])
+
+
+def moment_multipliers(
+    multiplier: float, share: float, neighboring: Neighboring
+) -> tuple[tuple[float, float], list[DpEvent]]:
+    """z of the mean and of the products that take ``share`` of the budget, and their events.
+
+    The accountant doubles the bound under replace-one, and products move by √2 instead of 2 there.
+    """
+    factor = math.sqrt(2) if neighboring == "replace_one" else 1.0
+    of_mean = multiplier / math.sqrt(share * _MEAN_SHARE)
+    of_products = multiplier / math.sqrt(share * (1 - _MEAN_SHARE)) / factor
+    events: list[DpEvent] = [GaussianDpEvent(of_mean), GaussianDpEvent(of_products * factor)]
+    return (of_mean, of_products), events
+
+
+def histogram_multiplier(
+    multiplier: float, share: float, neighboring: Neighboring, number: int
+) -> tuple[float, DpEvent]:
+    """The noise of ``number`` histograms that take ``share`` together, and their event."""
+    factor = math.sqrt(2) if neighboring == "replace_one" else 1.0
+    of_unit = multiplier / math.sqrt(share)
+    return of_unit * math.sqrt(number) / factor, GaussianDpEvent(of_unit)
+
+
+def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:
+    """Of the categories, shrunk towards equal ones by empirical Bayes, and positive."""
+    if noise_seed is not None:
+        with seeded(noise_seed):
+            counts = counts + std * torch.randn(len(counts), dtype=torch.float64)
+    level = counts.mean().clamp_min(std)
+    apart = counts - counts.mean()
+    variance = max(float(apart.square().mean()) - std**2, float(level))
+    found = level + variance / (variance + std**2) * apart
+    found = found.clamp_min(0.0)
+    return found / found.sum()
+
+
+def _fitted(
+    mean: Tensor, wanted: Tensor, start: tuple[Tensor, Tensor], normal: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Place and root of rows made of ``normal`` that have this mean and the covariance
+    ``wanted`` ``wanted``ᵀ once they are shortened to norm 1.
+    """
+    place, root = start
+    # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
+    least = _RIDGE * float(wanted.square().sum()) / len(mean) + torch.finfo(torch.float64).eps
+    ridge = least * torch.eye(len(mean), dtype=torch.float64)
+    for _ in range(steps):
+        rows = place + normal @ root.T
+        rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
+        found = rows.mean(0)
+        place = place + mean - found
+        apart = rows - found
+        own = torch.linalg.cholesky(apart.T @ apart / len(rows) + ridge)
+        root = wanted @ torch.linalg.solve_triangular(own, root, upper=False)
+    return place, root
+
+
+def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
+    """The columns of all arguments that are private rows of numbers, ``[n, p]``."""
+    parts = []
+    for number in records.of_role("numbers"):
+        row = records.rows_first(number, rows[number])
+        parts.append(row.reshape(len(row), math.prod(row.shape[1:])))  # of no rows, too
+    return torch.cat(parts, 1)
+
+
+def feature_shape(
+    records: ModelRecords, rows: Sequence[Tensor], bound: float, constants: Mapping[int, float]
+) -> FeatureShape | None:
+    """Of the arguments that are private rows of numbers; None without any."""
+    widths = []
+    for number in records.of_role("numbers"):
+        shape = records.rows_first(number, rows[number]).shape[1:]
+        widths.append(math.prod(shape))
+    if not widths:
+        if constants:
+            raise ArgumentError("constant_columns= needs private covariates that are numbers.")
+        return None
+    if any(k >= sum(widths) for k in constants):
+        raise ArgumentError(
+            f"constant_columns names column {max(constants)}, and covariates have {sum(widths)}."
+        )
+    if len(constants) == sum(widths):
+        raise UnfitModel(
+            "all covariates are constant columns: pass them inside the model or as public=."
+        )
+    return FeatureShape(float(bound), dict(constants), tuple(widths))
+
+
+def shortened_rows(
+    records: ModelRecords, rows: Sequence[Tensor], shape: FeatureShape | None
+) -> list[Tensor]:
+    """Rows of all arguments, those of private numbers shortened. Private data."""
+    result = list(rows)
+    if shape is None:
+        return result
+    short = shape.shortened(all_numbers(records, rows))
+    parts = short.split(list(shape.widths), dim=1)
+    for number, part in zip(records.of_role("numbers"), parts, strict=True):
+        like = records.rows_first(number, rows[number])
+        part = part.reshape(like.shape).to(like.dtype)
+        result[number] = records.rows_back(number, part)
+    return result

@@ -1,0 +1,402 @@
+"""The front door: a private run on a model's records, and the posterior that knows its noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import positive_count
+from ..errors import ArgumentError, ArgumentTypeError
+from ..mcmc.checks import check_clip_bound
+from ..ops.glm import GLM
+from ..ops.models import using_pyro
+from ..ops.softmax import Softmax
+from .budget import (
+    MOST_RELEASES,
+    NUM_RELEASES,
+    Plan,
+    budget_of,
+    plan_run,
+    public_num_data,
+    statement_of_charge,
+    total_multiplier,
+)
+from .checks import note, note_clipped, note_draws, prior_p_value, release_p_values
+from .covariates import (
+    Covariates,
+    FeatureShape,
+    Nothing,
+    PublicRows,
+    Released,
+    constants_of,
+    feature_shape,
+)
+from .drawing import draw_posterior
+from .latents import Latents
+from .likelihood import (
+    Simulator,
+    SyntheticLikelihood,
+    find_mode,
+    law_differences,
+    with_laws,
+)
+from .models import LastLayer, Likelihood, model_of, targets_of
+from .records import ModelRecords
+from .result import NoiseAwarePosterior
+from .run import Mechanism, Transcript, run
+
+_LABEL = "noise_aware.posterior"
+# for moments at the mode, for steps in a run, and under each law of the covariates
+_SIMULATED, _SIMULATED_IN_RUN, _SIMULATED_UNDER_LAW = 40_000, 8_000, 2_000
+_LEAST_SIMULATED = 500
+_FEW = 4000  # simulated records whose weights are computed for each draw
+_FEW_PER_DIMENSION = 40
+_MOST_BATCHES = 50  # of simulated records for the mean at the centre
+# laws of the covariates, drawn given what was released of them: of a variance between laws so many
+# tell a quarter, √(2/32)
+_LAWS = 32
+_DRAWS = 2000
+_LAST_STEPS = 12  # of Gauss-Newton
+
+
+def posterior(
+    model: GLM | Softmax | Callable[..., Any],
+    *data: Any,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    num_data: int | None = None,
+    public: Sequence[str | int] = (),
+    covariates: Any = None,
+    max_grad_norm: float | None = None,
+    max_feature_norm: float = 1.0,
+    constant_columns: Sequence[int] | Mapping[int, float] = (),
+    num_releases: int = NUM_RELEASES,
+    num_simulated: int | None = None,
+    data_plate: str = "data",
+) -> NoiseAwarePosterior:
+    r"""The posterior of a model's parameters given noisy clipped scores, the noise included.
+
+    A run releases Σ clip(A u(x; θ)/C) with noise at the mode of what is known, seven times; u is
+    the gradient of a record's log density. What these say about θ is simulated: records are drawn
+    from the model, whitened, clipped and summed alike
+    (:mod:`~torch_dpbayes.noise_aware.likelihood`). At a small ε the posterior is close to the
+    prior, at a large one close to the posterior of the records.
+
+    Args:
+        model: a Pyro model with one data plate that takes its data as arguments and whose records
+            can be simulated; a :class:`~torch_dpbayes.ops.GLM` or a
+            :class:`~torch_dpbayes.ops.Softmax`.
+        data: the model's arguments; features ``[n, d]`` and targets ``[n]`` of a GLM or Softmax.
+            Arguments that the model observes are simulated; all others with a row for each record
+            are covariates.
+        epsilon: of everything on the accountant after the run. None: the accountant's budget.
+        delta: likewise.
+        accountant: where the run is charged. None: one of its own, for neighbours that replace one
+            record.
+        num_data: the number of records, a public constant. None: taken from the data under
+            replace-one, where it is public.
+        public: names or positions of covariates that are public: all of them or none. The
+            posterior is then conditional on their rows.
+        covariates: a public sample of rows in place of the private ones, a tensor for each
+            covariate. None: private covariates are released once, with noise: mean and products of
+            rows of floats, a histogram of each category.
+        max_grad_norm: a clip bound of a record's score, which is then not whitened. None: chosen by
+            simulation before each release.
+        max_feature_norm: R; private rows of floats, all of them together and without their
+            constant columns, are shortened to it everywhere. Ignored for a GLM, which has its own.
+        constant_columns: numbers of columns of ones, or a dict from the number of a column to its
+            value. They are set to it, so that a record cannot differ.
+        num_releases: of scores.
+        num_simulated: how many records are simulated for moments at the mode. None: 40,000, and
+            more where their error would count.
+        data_plate: the name of the model's plate of records.
+
+    Raises:
+        ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
+        PrivacyBudgetExceeded: the run would pass the accountant's budget. Nothing is released.
+
+    **Privacy.** Everything is charged before the first release, one event for each:
+
+    * each of the clipped sums, of vectors no longer than 1 in units of C: ``GaussianDpEvent(z)``,
+      sensitivity 1 when a record is added or removed, 2 when one is replaced;
+    * mean and products of rows of floats, in units of R: 1 and 1 (2 and √2);
+    * all histograms of m categories together: √m (√(2m));
+    * the number of clipped records at the end: 1 (1).
+
+    Points, whitening matrices and clip bounds are functions of what was released before. A record
+    whose density or score is not finite counts as 0. Nothing else depends on records: errors before
+    the charge follow from the model, shapes, types and public rows.
+    """
+    setup = Setup(
+        model,
+        data,
+        budget_of(accountant, epsilon, delta),
+        num_data,
+        public,
+        covariates,
+        max_feature_norm,
+        constant_columns,
+        num_simulated,
+        data_plate,
+    )
+    if max_grad_norm is not None:
+        max_grad_norm = check_clip_bound(
+            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+        )
+    with using_pyro, torch.no_grad():
+        return setup.infer(epsilon, delta, num_releases, max_grad_norm)
+
+
+def posterior_for_module(
+    module: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    likelihood: Likelihood,
+    prior_std: float,
+    **options: Any,
+) -> NoiseAwarePosterior:
+    """The same for the last layer of a network, whose other parameters are frozen and public; draws
+    are by parameter name.
+
+    Args:
+        module: its trainable parameters are those of one ``torch.nn.Linear``, which comes last.
+        inputs: floats with the records along dimension 0.
+        targets: ``[n]``; labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``.
+        likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
+            ``"normal"`` (a mean, of variance 1; or a mean and a log variance).
+        prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
+        options: those of :func:`posterior`. Features, what the layer reads, are the covariates.
+
+    Raises: as for :func:`posterior`.
+
+    **Privacy.** As for :func:`posterior`. Each row of features is a function of its own record.
+    """
+    with torch.no_grad():
+        layer = LastLayer(module, likelihood, prior_std)
+        features = layer.features(inputs)
+    return posterior(layer, features, targets, **options)
+
+
+class Setup:
+    """A model on its records, before anything is charged."""
+
+    def __init__(
+        self,
+        model: Any,
+        data: Sequence[Any],
+        accountant: PrivacyAccountant,
+        num_data: int | None,
+        public: Sequence[str | int],
+        covariates: Any,
+        max_feature_norm: float,
+        constant_columns: Any,
+        num_simulated: int | None,
+        data_plate: str,
+    ) -> None:
+        if isinstance(model, GLM | Softmax):
+            max_feature_norm = model.max_feature_norm
+            data = targets_of(model, *model.prepare(tuple(data)))
+            model = model_of(model, data[0].shape[1])
+        self.accountant = accountant
+        self.count = _SIMULATED
+        if num_simulated is not None:
+            self.count = positive_count(num_simulated, "num_simulated")
+            if self.count < _LEAST_SIMULATED:
+                raise ArgumentError(
+                    f"num_simulated = {num_simulated} is too few for moments: leave it out, or"
+                    f" take {_LEAST_SIMULATED} or more."
+                )
+        with using_pyro, torch.no_grad():
+            self.records = ModelRecords(
+                model,
+                data,
+                data_plate=data_plate,
+                count_is_public=accountant.neighboring == "replace_one",
+                public=public,
+                chunk=_FEW,
+            )
+            self.latents = Latents(self.records.density.prior, self.records.read)
+        self.num_data = public_num_data(num_data, self.records.density.num_records, accountant)
+        # of independent streams: covariates, their laws, and what is simulated given them
+        self.seed, self.seed_of_laws, self.seed_of_records = torch.randint(2**40, (3,)).tolist()
+        self._given = covariates
+        self._public_rows = self._rows_given() if covariates is not None else self._rows_public()
+        self.shape: FeatureShape | None = None
+        self.num_categories = 0
+        if self._public_rows is None:
+            bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
+            rows = self.records.density.rows()
+            constants = constants_of(constant_columns)
+            self.shape = feature_shape(self.records, rows, bound, constants)
+            categories = self.records.of_role("category")
+            self.num_categories = len(categories)
+            for number in categories:
+                self.records.num_categories(number)
+
+    def _rows_public(self) -> PublicRows | None:
+        numbers = self.records.of_role("public")
+        private = self.records.of_role("numbers", "category")
+        if not numbers or private:
+            if numbers:
+                raise ArgumentError(
+                    "public= names some covariates and not others: name all of them, or give"
+                    " covariates= a public sample of all."
+                )
+            return None
+        rows = self.records.density.rows()
+        own = {k: self.records.rows_first(k, rows[k]) for k in numbers}
+        self._require_finite(own)
+        return PublicRows(own, self.records, is_paired=True, seed=self.seed)
+
+    def _require_finite(self, rows: Mapping[int, Tensor]) -> None:
+        for number, row in rows.items():
+            if not bool(row.isfinite().all()):
+                raise ArgumentError(
+                    f"the public rows of {self.records.names[number]!r} have numbers that are not"
+                    " finite: put public constants in their place."
+                )
+
+    def _rows_given(self) -> PublicRows:
+        numbers = self.records.of_role("public", "numbers", "category")
+        given = self._given if isinstance(self._given, tuple | list) else (self._given,)
+        if len(given) != len(numbers):
+            raise ArgumentError(
+                f"covariates= takes one tensor for each of"
+                f" {[self.records.names[k] for k in numbers]}, got {len(given)}."
+            )
+        own = {}
+        for number, sample in zip(numbers, given, strict=True):
+            if not isinstance(sample, Tensor) or not sample.dim():
+                raise ArgumentTypeError(
+                    "covariates= is a tensor of public rows, or a tuple of one for each covariate;"
+                    f" got {sample!r:.60}."
+                )
+            like = self.records.density.made_up.few()[number]
+            row = self.records.rows_first(number, sample.to(like.dtype))
+            if row.shape[1:] != self.records.rows_first(number, like).shape[1:] or not len(row):
+                raise ArgumentError(
+                    f"the public sample of {self.records.names[number]!r} has another shape than"
+                    " the argument."
+                )
+            own[number] = row
+        self._require_finite(own)
+        return PublicRows(own, self.records, is_paired=False, seed=self.seed)
+
+    def laws(self, transcript: Transcript) -> list[Covariates]:
+        """The mean law of the covariates, and draws of it given the release."""
+        if self._public_rows is not None:
+            return [self._public_rows]
+        if self.shape is None and not self.num_categories:
+            return [Nothing()]
+        found: list[tuple[Tensor, Tensor] | None] = [None] * (_LAWS + 1)
+        if transcript.moments is not None:
+            found = list(transcript.moments.draws(self.num_data, _LAWS, self.seed_of_laws))
+        laws: list[Released] = []
+        for k, each in enumerate(found):
+            laws.append(
+                Released(
+                    self.records,
+                    self.shape,
+                    each,
+                    transcript.histograms,
+                    self.seed,
+                    self.seed_of_laws + k if k else None,
+                    laws[0] if k else None,
+                )
+            )
+        return list(laws)
+
+    def in_run(self, law: Covariates) -> Simulator:
+        """Of fewer records, for steps."""
+        return self.simulator(law, min(self.count, _SIMULATED_IN_RUN))
+
+    def simulator(self, law: Covariates, count: int) -> Simulator:
+        """Of records with covariates from ``law``."""
+        return Simulator(self.records, law, self.num_data, count, self.seed_of_records)
+
+    def plan(self, total: float, num_releases: int) -> Plan:
+        """The split of the budget."""
+        if positive_count(num_releases, "num_releases") > MOST_RELEASES:
+            raise ArgumentError(f"num_releases = {num_releases}: take at most {MOST_RELEASES}.")
+        return plan_run(
+            self.accountant,
+            total,
+            dimension=self.records.dimension,
+            num_data=self.num_data,
+            num_releases=num_releases,
+            has_numbers=self.shape is not None,
+            num_categories=self.num_categories,
+        )
+
+    def infer(
+        self,
+        epsilon: float | None,
+        delta: float | None,
+        num_releases: int,
+        max_grad_norm: float | None,
+    ) -> NoiseAwarePosterior:
+        """Charges, releases, and draws from the posterior."""
+        plan = self.plan(total_multiplier(self.accountant, epsilon, delta), num_releases)
+        start = self.latents.start  # before the charge: a prior that fails costs nothing
+        if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
+            raise ArgumentError(
+                "the model cannot be evaluated at the median of its prior, where the run starts:"
+                " use a prior that suits the likelihood."
+            )
+        self.accountant.compose(plan.event, label=_LABEL)
+        mechanism = Mechanism(self.records, self.shape)
+        transcript = mechanism.covariates(plan)
+        laws = self.laws(transcript)
+        transcript, theta = run(
+            mechanism, transcript, self.in_run(laws[0]), self.latents, plan, max_grad_norm
+        )
+        self.records.forget()
+        return self.draw(transcript, laws, theta)
+
+    def draw(
+        self, transcript: Transcript, laws: Sequence[Covariates], theta: Tensor
+    ) -> NoiseAwarePosterior:
+        """The posterior given the releases."""
+        few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
+        n, releases = self.num_data, transcript.scores
+        # the mode by few records, the moments there by all of them
+        fit = find_mode(self.in_run(laws[0]), releases, self.latents, theta, _LAST_STEPS)
+        simulator = self.simulator(laws[0], self.count)
+        fit = find_mode(simulator, releases, self.latents, fit.centre, 0)
+        under_laws = [self.simulator(law, min(self.count, _SIMULATED_UNDER_LAW)) for law in laws]
+        differences = law_differences(fit.centre, under_laws, releases)
+        likelihood = SyntheticLikelihood(
+            simulator, releases, fit, differences, few=few, most_batches=_MOST_BATCHES
+        )
+        known = with_laws(fit, differences, likelihood.covariance(), n), releases, self.latents, n
+        checks = release_p_values(*known), prior_p_value(*known)
+        found = draw_posterior(self.latents, likelihood, _DRAWS)
+        statement = [
+            f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
+            *statement_of_charge(self.accountant, self._released(transcript)),
+            *note(*checks),
+            *note_clipped(transcript.clipped, self.num_data),
+            *note_draws(found, self.latents),
+        ]
+        return NoiseAwarePosterior(self.latents, found, likelihood, statement, transcript, checks)
+
+    def _released(self, transcript: Transcript) -> list[str]:
+        lines = [
+            f"{len(transcript.scores)} clipped sums; a record moves each by at most 1 in units of"
+            " its clip bound"
+        ]
+        if self.shape is not None:
+            lines.append(
+                f"mean and products of covariates; rows longer than {self.shape.bound:g}"
+                " (max_feature_norm) are shortened to it, and parameters are those of shortened"
+                " rows"
+            )
+        if self.num_categories:
+            lines.append("a histogram of each category")
+        return lines

@@ -1,0 +1,218 @@
+"""Models by name: generalised linear ones, multinomial logistic regression, and the last layer of a
+network.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..mcmc.checks import check_positive
+from ..mcmc.density import UnfitModel
+from ..ops.glm import GLM
+from ..ops.softmax import Softmax
+
+Likelihood = Literal["categorical", "bernoulli", "normal"]
+
+_LIKELIHOODS = ("categorical", "bernoulli", "normal")
+_LARGEST_LOG_RATE = 50.0  # beyond, a Poisson mean is no count that could be drawn
+_ROWS = 4096  # of inputs that are mapped at a time
+_SYNTHETIC_ROWS = 5
+
+
+def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
+    """The Pyro model of features ``[n, d]`` and targets ``[n]``.
+
+    Raises:
+        ValueError: the prior is improper.
+    """
+    if isinstance(model, Softmax):
+        return _SoftmaxModel(model.num_classes, num_columns, model.prior_std)
+    precision = model.prior_precision.expand(num_columns)
+    if not bool((precision > 0).all()):
+        raise ArgumentError(
+            "the prior is improper (prior_std is infinite): where noise hides the data the"
+            " posterior is the prior. State prior_std."
+        )
+    # of a Gaussian target: a second derivative is 1/s² times the squared length of the features
+    noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
+    return _LinearModel(model.family, precision.rsqrt().clone(), noise_std)
+
+
+def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Features as floats, and targets as the Pyro model takes them: clamped as the GLM says."""
+    features = features if features.is_floating_point() else features.float()
+    if isinstance(model, Softmax):
+        return features, targets
+    targets = targets.to(features)
+    if model.family != "gaussian":
+        targets = targets.clamp(0.0, 1.0 if model.max_count is None else model.max_count)
+    return features, targets
+
+
+class _LinearModel:
+    """``"weights"`` of one linear predictor.
+
+    Args:
+        family: of a GLM.
+        prior_std: of each weight.
+        noise_std: of a Gaussian target.
+    """
+
+    def __init__(self, family: str, prior_std: Tensor, noise_std: float) -> None:
+        self._family, self._prior_std, self._noise_std = family, prior_std, noise_std
+
+    def __call__(self, features: Tensor, targets: Tensor) -> None:
+        scale = self._prior_std.to(features)
+        weights = pyro.sample("weights", dist.Normal(torch.zeros_like(scale), scale).to_event(1))
+        with pyro.plate("data", len(targets)):
+            predictor = features @ weights
+            if self._family == "bernoulli":
+                law: Any = dist.Bernoulli(logits=predictor)
+            elif self._family == "poisson":
+                law = dist.Poisson(predictor.clamp(max=_LARGEST_LOG_RATE).exp())
+            else:
+                law = dist.Normal(predictor, self._noise_std)
+            pyro.sample("targets", law, obs=targets)
+
+
+class _SoftmaxModel:
+    """``"weights"`` of one linear predictor for each class."""
+
+    def __init__(self, num_classes: int, num_columns: int, prior_std: float) -> None:
+        self._shape, self._prior_std = (num_classes, num_columns), prior_std
+
+    def __call__(self, features: Tensor, targets: Tensor) -> None:
+        zeros = torch.zeros(self._shape, dtype=features.dtype, device=features.device)
+        weights = pyro.sample("weights", dist.Normal(zeros, self._prior_std).to_event(2))
+        with pyro.plate("data", len(targets)):
+            pyro.sample("targets", dist.Categorical(logits=features @ weights.T), obs=targets)
+
+
+# -- the last layer of a network -------------------------------------------------------------------
+
+
+class LastLayer:
+    """A network whose trainable parameters are those of one linear layer, from which its output
+    comes: a Pyro model of the layer, and the features that the frozen rest makes.
+
+    Args:
+        module: in any mode; it is copied, in eval mode.
+        likelihood: of a target given the output.
+        prior_std: of every weight and bias.
+
+    Raises:
+        ValueError: other parameters are trainable, or the output is not the layer's.
+
+    **Privacy.** Features are a function of one record each: the frozen rest runs under
+    ``torch.func.vmap``. What it learned counts as public.
+    """
+
+    def __init__(self, module: nn.Module, likelihood: Likelihood, prior_std: float) -> None:
+        if not isinstance(module, nn.Module):
+            raise ArgumentTypeError(
+                f"module must be a torch.nn.Module, got {type(module).__name__}."
+            )
+        if likelihood not in _LIKELIHOODS:
+            raise ArgumentError(f"likelihood must be one of {_LIKELIHOODS}, got {likelihood!r}.")
+        self._prior_std = check_positive("prior_std", prior_std, "of every weight")
+        trainable = [name for name, p in module.named_parameters() if p.requires_grad]
+        layers = {
+            name: layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and layer.weight.requires_grad
+        }
+        name, layer = next(iter(layers.items()), ("", None))
+        own = [f"{name}.{p}".lstrip(".") for p in ("weight", "bias")]
+        if layer is None or len(layers) > 1 or not set(trainable) <= set(own):
+            raise UnfitModel(
+                "the trainable parameters must be those of one torch.nn.Linear, the last layer:"
+                " freeze all others (requires_grad_(False))."
+            )
+        self._names = dict(zip(("weight", "bias"), own, strict=True))
+        self._has_bias = layer.bias is not None
+        self._layer = copy.deepcopy(layer).requires_grad_(False).eval()
+        self._likelihood = likelihood
+        outputs, self.num_features = layer.weight.shape
+        fits = {"categorical": outputs > 1, "bernoulli": outputs == 1, "normal": outputs < 3}
+        if not fits[likelihood]:
+            raise UnfitModel(
+                f"likelihood={likelihood!r} does not suit {outputs} outputs: categorical takes one"
+                " for each class, bernoulli one logit, normal a mean, or a mean and a log variance."
+            )
+        self._module = copy.deepcopy(module).requires_grad_(False).eval()
+        self._body = copy.deepcopy(self._module)
+        if name:
+            parent = self._body.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], nn.Identity())
+        else:
+            self._body = nn.Identity()
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """``[n, d]``, each row a function of its own input. Private data.
+
+        Raises:
+            ValueError: inputs are no floats, or the output is not the layer's; found on synthetic
+                rows.
+        """
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.dim() < 2:
+            raise UnfitModel(
+                "inputs must be a tensor of floats with the records along dimension 0: of others"
+                " compute the features, and take a torch.nn.Linear as the module."
+            )
+        with torch.no_grad():
+            synthetic = torch.randn(_SYNTHETIC_ROWS, *inputs.shape[1:]).to(inputs)
+            found = self._map(synthetic)
+            if found.dim() != 2 or found.shape[1] != self.num_features:
+                raise UnfitModel(
+                    "the features of a record must be a vector, which the layer reads."
+                )
+            expected = self._module(synthetic)
+            if not torch.allclose(self._layer(found), expected, rtol=1e-3, atol=1e-4):
+                raise UnfitModel(
+                    "the module's output is not that of its trainable layer, or mixes records: let"
+                    " the layer come last, without a softmax, and each record count alone."
+                )
+            return torch.cat([self._of_private(part) for part in inputs.detach().split(_ROWS)])
+
+    def _of_private(self, inputs: Tensor) -> Tensor:
+        """Zeros where the computation fails, which no record may make known."""
+        try:
+            return self._map(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if len(inputs) == 1:
+                return inputs.new_zeros(1, self.num_features)
+            return torch.cat([self._of_private(half) for half in inputs.tensor_split(2)])
+
+    def _map(self, inputs: Tensor) -> Tensor:
+        result: Tensor = vmap(lambda row: self._body(row[None])[0])(inputs)
+        return result
+
+    def __call__(self, features: Tensor, targets: Tensor) -> None:
+        """The Pyro model of the layer."""
+        values = {}
+        for name, p in self._layer.named_parameters():
+            prior = dist.Normal(torch.zeros_like(p), torch.full_like(p, self._prior_std))
+            values[name] = pyro.sample(self._names[name], prior.to_event(p.dim()))
+        output = functional_call(self._layer, values, (features,))
+        with pyro.plate("data", len(targets)):
+            if self._likelihood == "categorical":
+                law: Any = dist.Categorical(logits=output)
+            elif self._likelihood == "bernoulli":
+                law = dist.Bernoulli(logits=output[:, 0])
+            else:
+                std = torch.ones_like(output[:, 0])
+                if output.shape[1] == 2:
+                    std = (output[:, 1] / 2).exp()
+                law = dist.Normal(output[:, 0], std)
+            pyro.sample("targets", law, obs=targets)

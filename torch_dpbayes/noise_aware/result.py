@@ -1,0 +1,207 @@
+"""The posterior that a private run gives: draws, moments, density, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..ops.glm import GLM
+from ..ops.softmax import Softmax
+from ..posterior.outputs import average, evaluate, softmax
+from .drawing import Draws
+from .latents import Latents
+from .likelihood import LARGEST_ERROR, Likelihood
+
+Constrain = Callable[[Tensor], dict[str, Tensor]]
+
+
+class NoiseAwarePosterior:
+    """p(θ | releases), the noise of the releases included.
+
+    ``noise_aware.posterior`` and its siblings make it. It holds weighted draws; nothing in it
+    depends on records but by what was released and charged.
+
+    Attributes:
+        pareto_k: k̂ of the importance weights; above .7 they are not to be relied on.
+        transcript: everything that was released.
+        checks: p values of each release given the others, and of the prior; None without.
+    """
+
+    def __init__(
+        self,
+        latents: Latents,
+        draws: Draws,
+        likelihood: Likelihood,
+        statement: Sequence[str],
+        transcript: Any,
+        checks: tuple[list[float], float] | None = None,
+    ) -> None:
+        self._latents, self._likelihood = latents, likelihood
+        self._theta, self._weights = draws.theta, draws.weights
+        self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
+        self.method, self._far = draws.method, draws.far
+        self.transcript = transcript
+        self.checks = checks
+        self._statement = [*statement, *self._drawn()]
+        self._values: dict[str, Tensor] | None = None
+
+    def __repr__(self) -> str:
+        sites = ", ".join(f"{k} {list(v.shape[1:])}" for k, v in self._all_values().items())
+        return f"NoiseAwarePosterior({sites}; pareto_k={self.pareto_k:.2g})"
+
+    def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
+        """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
+        ``pyro.infer.Predictive`` takes.
+        """
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ArgumentError(
+                f"num_samples must be a positive whole number, got {num_samples!r}."
+            )
+        chosen = torch.multinomial(self._weights, num_samples, replacement=True)
+        return {name: value[chosen] for name, value in self._all_values().items()}
+
+    def predict(
+        self,
+        model: nn.Module | GLM | Softmax,
+        x: Any,
+        transform: Callable[[Tensor], Tensor] | None = softmax,
+        *,
+        num_samples: int = 100,
+    ) -> Tensor:
+        """The average prediction over draws, as :meth:`.PosteriorSamples.predict` gives it.
+
+        Args:
+            model: a network whose trainable parameters are the posterior's sites, as after
+                ``posterior_for_module``; or the GLM or Softmax of the run.
+            x: rows ``[n, ...]``, or a ``DataLoader`` for a network.
+            transform: of a network's output: None for a mean, ``torch.sigmoid`` for one logit. A
+                GLM or Softmax brings its own.
+            num_samples: how many draws.
+
+        Returns:
+            ``[n, ...]``.
+
+        Raises:
+            ArgumentError: the model has other parameters, or an output that does not fit.
+
+        **Privacy.** Post-processing; a prediction also tells of its private input.
+        """
+        draws = self.sample(num_samples)
+        each = [{name: value[k] for name, value in draws.items()} for k in range(num_samples)]
+        if isinstance(model, GLM | Softmax):
+            return torch.stack([model.predict(draw, x) for draw in each]).mean(0)
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(
+                "model must be a torch.nn.Module, ops.GLM or ops.Softmax; of a Pyro model give"
+                " sample() to pyro.infer.Predictive."
+            )
+        found = evaluate(each, model, x, transform, None, lambda each: average(each, num_samples))
+        return torch.cat(found)
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """Posterior means by site."""
+        return {
+            name: torch.einsum("m,m...->...", self._weights.to(v.dtype), v)
+            for name, v in self._all_values().items()
+        }
+
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """Posterior standard deviations by site."""
+        mean = self.mean
+        return {
+            name: torch.einsum(
+                "m,m...->...", self._weights.to(v.dtype), (v - mean[name]).square()
+            ).sqrt()
+            for name, v in self._all_values().items()
+        }
+
+    @property
+    def unconstrained_stddev(self) -> Tensor:
+        """Standard deviations in unconstrained space ``[D]``, sites sorted by name: what
+        ``mcmc.plan(...).expected_sample_size`` takes.
+        """
+        mean = self._weights @ self._theta
+        return (self._weights @ (self._theta - mean).square()).sqrt()
+
+    def log_density(self, values: Mapping[str, Any]) -> float:
+        """log p(values | releases) up to a constant, as a density of the sites' own values.
+
+        Args:
+            values: one value of every site, in the shapes that ``mean`` has.
+
+        Raises:
+            ValueError: a site is missing, or its value has another shape.
+        """
+        expected = {name: v.shape[1:] for name, v in self._all_values().items()}
+        found = {name: torch.as_tensor(v).shape for name, v in values.items()}
+        if found != expected:
+            raise ArgumentError(
+                f"log_density takes one value of every site, of shapes"
+                f" { ({k: list(v) for k, v in expected.items()}) }; got"
+                f" { ({k: list(v) for k, v in found.items()}) }."
+            )
+        theta, log_jacobian = self._latents.unconstrain(dict(values))
+        terms, _ = self._likelihood.with_new_centres(theta[None])
+        return float(terms[0] + self._latents.log_density(theta[None])[0]) + log_jacobian
+
+    def guarantee(self) -> str:
+        """What was charged, and what the width of this posterior rests on, in words."""
+        return "\n".join(self._statement)
+
+    def to_arviz(self, num_samples: int = 1000) -> Any:
+        """Draws as ArviZ's data structure, one chain.
+
+        Returns:
+            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
+
+        Raises:
+            ModuleNotFoundError: ArviZ is not installed.
+        """
+        try:
+            import arviz
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz"
+            ) from error
+        posterior = {
+            name: values[None].numpy() for name, values in self.sample(num_samples).items()
+        }
+        if int(arviz.__version__.split(".")[0]) < 1:
+            return arviz.from_dict(posterior=posterior)
+        return arviz.from_dict({"posterior": posterior})
+
+    def _drawn(self) -> list[str]:
+        monte_carlo = 1 / math.sqrt(max(self.effective_sample_size, 1.0))
+        lines = [
+            (
+                f"  drawn       by {self.method}: worth {self.effective_sample_size:.0f}"
+                f" independent draws, Pareto k = {self.pareto_k:.2f}; Monte Carlo error of a mean"
+                f" {monte_carlo:.1%} of its standard deviation"
+            )
+        ]
+        error, count = self._likelihood.simulation_error, self._likelihood.num_simulated
+        if count:
+            lines.append(
+                f"  simulated   {count} records; their error is {error:.1%} of a posterior standard"
+                " deviation at most, and counted"
+                + ("" if error <= LARGEST_ERROR else ": num_simulated= is too small")
+            )
+        return lines
+
+    def _all_values(self) -> dict[str, Tensor]:
+        if self._values is None:
+            theta = self._theta.to(self._latents.prior.device, self._latents.prior.dtype)
+            # a draw without weight may be so far away that its value is infinite
+            theta = torch.where(self._weights.to(theta)[:, None] > 0, theta, theta[:1])
+            with torch.no_grad():
+                found = vmap(self._latents.prior.constrain)(theta)
+            self._values = {name: value.detach().cpu() for name, value in found.items()}
+        return self._values

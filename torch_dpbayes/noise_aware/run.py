@@ -1,0 +1,210 @@
+"""The private run: scores released at the mode of what is known so far.
+
+**Privacy.** All events are charged before the first release, with noise multipliers that are
+functions of public numbers. What a release is taken of, its point, whitening and clip bound, is a
+function of earlier releases. Besides the releases nothing here depends on records.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..noise import GaussianNoise
+from .budget import Plan
+from .covariates import (
+    FeatureShape,
+    NoisyMoments,
+    all_numbers,
+    noisy_moments,
+    shortened_rows,
+)
+from .latents import Latents
+from .likelihood import Release, Simulator, find_mode, moments, posterior_precision
+from .records import ModelRecords, PrivateRecords, clipped
+
+_QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
+# by which the mean posterior variance may exceed its least value for a larger clip bound: clipped
+# scores of a model that is not quite right are zero elsewhere
+_SPARED = 0.10
+_FIRST_STEPS, _MORE_STEPS = 30, 12  # of Gauss-Newton after a release
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """Everything that a run released, in the order of the releases.
+
+    Attributes:
+        moments: of rows of numbers; None without any.
+        histograms: noisy counts by number of the argument, and their noise.
+        scores: the clipped sums of scores.
+        clip_bounds: C in units of A u.
+        clipped: the noisy number of clipped records at the last release, and its noise.
+    """
+
+    moments: NoisyMoments | None
+    histograms: dict[int, tuple[Tensor, float]]
+    scores: tuple[Release, ...] = ()
+    clip_bounds: tuple[float, ...] = ()
+    clipped: tuple[float, float] = (0.0, 0.0)
+
+
+class Mechanism:
+    """Draws the noise of a run that was charged: the only place that reads private rows.
+
+    Args:
+        records: the model.
+        shape: how rows of numbers are shortened; None without any.
+    """
+
+    def __init__(self, records: ModelRecords, shape: FeatureShape | None) -> None:
+        self._shape, self._noise = shape, GaussianNoise()
+        self._rows = shortened_rows(records, records.density.rows(), shape)
+        self._records, self._private = records, PrivateRecords(records, self._rows)
+
+    def covariates(self, plan: Plan) -> Transcript:
+        """What is released of covariates."""
+        found, histograms = None, {}
+        if plan.moments is not None and self._shape is not None:
+            rows = all_numbers(self._records, self._rows)
+            found = noisy_moments(rows, self._shape, plan.moments, self._normal)
+        if plan.histograms is not None:
+            for number in self._records.of_role("category"):
+                count = self._records.num_categories(number)
+                values = self._records.rows_first(number, self._rows[number]).reshape(-1).long()
+                values = values[(values >= 0) & (values < count)]
+                counts = torch.bincount(values, minlength=count).to(_CPU, torch.float64)
+                counts = counts + plan.histograms * self._normal(count)
+                histograms[number] = counts, plan.histograms
+        return Transcript(found, histograms)
+
+    def scores(self, theta: Tensor, whitening: Tensor, multiplier: float) -> Release:
+        """The noisy clipped sum of whitened scores."""
+        exact = self._private.clipped_sum(theta, whitening)
+        noisy = exact + multiplier * self._normal(len(exact))
+        return Release(theta, whitening, noisy, multiplier)
+
+    def clipped_count(self, release: Release, multiplier: float) -> float:
+        """The noisy number of records that were clipped in a release."""
+        exact = self._private.clipped_count(release.theta, release.whitening)
+        return exact + multiplier * float(self._normal(1))
+
+    def _normal(self, size: int) -> Tensor:
+        return self._noise.standard_normal(size, dtype=torch.float64, device=_CPU)
+
+
+class Scale(NamedTuple):
+    """How scores at a point are whitened and clipped, and what is expected of it."""
+
+    whitening: Tensor
+    clip_bound: float
+    variances: Tensor
+
+
+def choose_scale(
+    simulator: Simulator,
+    latents: Latents,
+    theta: Tensor,
+    multiplier: float,
+    max_grad_norm: float | None,
+) -> Scale:
+    r"""Whitening and clip bound at θ, by simulation.
+
+    .. math::
+        A = \Big(F + \lambda P\Big)^{-1/2}, \qquad \lambda = \frac{n + z^2 d}{n^2}
+
+    spreads the noise as the posterior is: where n²F/(n + z²d) is less than the prior's precision P,
+    a record says less than the prior, and no noise is spent on it. C is the largest of a few
+    quantiles of ‖Au‖ at which the geometric mean of the posterior variances is at most a tenth
+    above its least value.
+
+    Args:
+        simulator: of records.
+        latents: for P.
+        theta: where scores are taken.
+        multiplier: z of all releases of scores together.
+        max_grad_norm: a clip bound of ‖u‖ itself, A = I, that overrides the choice.
+    """
+    simulated = simulator.at(theta)
+    own, n = simulated.scores, simulator.num_data
+    size = own.shape[1]
+    information = own.T @ own / len(own)
+    _, prior_precision = latents.slope_and_precision(theta)
+    values, vectors = torch.linalg.eigh(
+        information + (n + multiplier**2 * size) / n**2 * prior_precision
+    )
+    root = (vectors * values.clamp_min(1e-300).rsqrt()) @ vectors.T
+    if max_grad_norm is not None:
+        root = torch.eye(size, dtype=torch.float64)
+    norms = (own @ root.T).norm(dim=1)
+    positive = norms[norms > 0]
+    if max_grad_norm is not None:
+        candidates = [float(max_grad_norm)]
+    elif len(positive):
+        found = torch.quantile(positive, torch.tensor(_QUANTILES, dtype=torch.float64))
+        candidates = sorted({float(c) for c in found})
+    else:
+        candidates = [1.0]
+    expected = [
+        _expected(simulator, own, root / c, prior_precision, multiplier) for c in candidates
+    ]
+    levels = [float(variances.log().mean()) for variances in expected]
+    best = min(levels) + math.log1p(_SPARED)
+    chosen = max(k for k, level in enumerate(levels) if level <= best)
+    return Scale(root / candidates[chosen], candidates[chosen], expected[chosen])
+
+
+def _expected(
+    simulator: Simulator, own: Tensor, whitening: Tensor, prior: Tensor, multiplier: float
+) -> Tensor:
+    """Posterior variances if all releases of scores were at this point."""
+    n = simulator.num_data
+    found = moments(clipped(own, whitening), own, simulator.covariates.is_paired)
+    eye = torch.eye(len(whitening), dtype=torch.float64)
+    covariance = n * found.covariance + multiplier**2 * eye
+    precision, _ = posterior_precision(found, covariance, prior, n)
+    return torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal()
+
+
+def run(
+    mechanism: Mechanism,
+    transcript: Transcript,
+    simulator: Simulator,
+    latents: Latents,
+    plan: Plan,
+    max_grad_norm: float | None,
+) -> tuple[Transcript, Tensor]:
+    """All releases of scores, each at the mode of what is known; and that mode in the end.
+
+    Args:
+        mechanism: of the charged run.
+        transcript: what was released of covariates.
+        simulator: of records.
+        latents: their prior.
+        plan: the noise.
+        max_grad_norm: a clip bound of scores that are not whitened, or None.
+    """
+    theta, releases, bounds = latents.start, list[Release](), list[float]()
+    together = sum(z**-2 for z in plan.scores) ** -0.5
+    for number, multiplier in enumerate(plan.scores):
+        scale = choose_scale(simulator, latents, theta, together, max_grad_norm)
+        releases.append(mechanism.scores(theta, scale.whitening, multiplier))
+        bounds.append(scale.clip_bound)
+        most = _FIRST_STEPS if number == 0 else _MORE_STEPS
+        theta = find_mode(simulator, releases, latents, theta, most).centre
+    count = mechanism.clipped_count(releases[-1], plan.clipped)
+    return (
+        Transcript(
+            transcript.moments,
+            transcript.histograms,
+            tuple(releases),
+            tuple(bounds),
+            (count, plan.clipped),
+        ),
+        theta,
+    )
