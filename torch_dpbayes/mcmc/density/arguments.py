@@ -117,6 +117,16 @@ class Arguments:
         """``count`` rows of the data, from number ``start`` on. Private data."""
         return [self._leaves[k].narrow(dim, start, count) for k, dim in self.row_dims.items()]
 
+    def of_rows(self, rows: Sequence[Tensor]) -> Arguments:
+        """The same with other records in place of the data."""
+        leaves = list(self._leaves)
+        for k, row in zip(self.row_dims, rows, strict=True):
+            leaves[k] = row
+        (count,) = {leaves[k].shape[dim] for k, dim in self.row_dims.items()}
+        other = copy(self)
+        other.__dict__.update(_leaves=leaves, _are_own=False, num_records=count)
+        return other
+
     def of(self, records: Tensor) -> Arguments:
         """The same with copies of some rows of the data, given by their numbers."""
         leaves = list(self._leaves)

@@ -58,6 +58,7 @@ class RecordDensity:
         prior: θ's coordinates and log prior, a :class:`Prior`.
         prior_factors: names of sites outside of the plate that the prior has besides what the
             latents are drawn from, like ``pyro.factor``.
+        observed: names of the observed sites.
 
     Raises:
         ValueError: the model has no such plate, observes something outside it, has local continuous
@@ -94,7 +95,7 @@ class RecordDensity:
         if not count_is_public:
             self._arguments.take_data_of(seen)
         self.prior = self.made_up.prior
-        self.prior_factors = structure.factors
+        self.prior_factors, self.observed = structure.factors, structure.observed
         self._dims = list(self._arguments.row_dims.values())
         self._left_out: Tensor | None = None
         together = self.num_records
@@ -213,6 +214,16 @@ class RecordDensity:
         """The model's arguments with made-up rows in place of the data."""
         return self._arguments.with_rows(self.made_up.few())
 
+    def rows(self) -> list[Tensor]:
+        """The data arguments. Private data."""
+        return self._arguments.rows(0, self.num_records)
+
+    def with_rows(self, rows: Sequence[Tensor]) -> RecordDensity:
+        """The same for other records: rows of every data argument, in the order of :meth:`rows`."""
+        other = copy(self)
+        other.__dict__.update(_arguments=self._arguments.of_rows(rows), _left_out=None)
+        return other
+
     def of(self, records: Tensor) -> RecordDensity:
         """The same for the records with these numbers, each at most once. Private data."""
         chosen, left_out = copy(self), self._left_out
@@ -256,6 +267,23 @@ class RecordDensity:
         if self._left_out is not None:
             result[self._left_out] = math.nan
         return result
+
+    @torch.no_grad()
+    def gradients(self, theta: Tensor) -> Tensor:
+        """∇_θ log p(x_i | θ) of every record, (num_records, dimension) in float64; 0 where it is
+        not finite. Private data, unless the records are simulated.
+
+        Raises:
+            InvalidPoint: the model cannot be evaluated at θ.
+        """
+        size, program = self.prior.dimension, self._gradients
+        result = torch.empty(self.num_records, size, dtype=torch.float64, device=self.prior.device)
+        for records, pieces in self._by_chunks(program, program.pieces, theta):
+            own = [piece.of(slice(records.stop - records.start)).in_float64() for piece in pieces]
+            result[records] = dense(own, size)
+        if self._left_out is not None:
+            result[self._left_out] = 0.0
+        return result.masked_fill_(~result.isfinite().all(1)[:, None], 0.0)
 
     @torch.no_grad()
     def clipped_gradient_sum(self, theta: Tensor, max_norm: float) -> Tensor:
