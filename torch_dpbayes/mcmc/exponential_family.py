@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
-from .approximation import Approximation
 from .checks import check_clip_bound, check_noise
 from .density import Model, Prior, UnfitModel
 from .density.record_statistics import RecordStatistics
 from .kernel import Outcome, PrivateKernel, noise_event
-from .proposals import Moves, Proposal, require_no_other_shape
+from .proposals import Moves, Proposal
 
 
 class ExponentialFamilyPenalty(PrivateKernel):
@@ -55,7 +54,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
         accountant: where every iteration is charged.
         num_data: n, a public constant. None: the number of rows, which is public under replace-one;
             under add-or-remove-one it is noised.
-        proposal_scale, proposal, target_accept_prob, approximation: as in
+        proposal_scale, proposal, target_accept_prob: as in
             :class:`~torch_dpbayes.mcmc.DPPenalty`.
 
     Raises:
@@ -87,12 +86,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
         proposal_scale: float | Tensor | None = None,
         proposal: Proposal | None = None,
         target_accept_prob: float | None = 0.23,
-        approximation: Approximation | None = None,
     ) -> None:
-        super().__init__(
-            prior, accountant, target_accept_prob if proposal is None else None, approximation
-        )
-        require_no_other_shape(approximation, proposal_scale)
+        super().__init__(prior, accountant, target_accept_prob if proposal is None else None)
         self._moves = Moves(proposal_scale, proposal)
         self._statistics, self._natural, self._normalizer = (
             sufficient_statistics,
@@ -152,9 +147,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
         self._sum = statistics.clipped_sum(self._max_norm).to(at[0].device)
         self._count = self._num_data or len(args[0])
         return prior
-
-    def _take_shape(self, covariance: Tensor) -> None:
-        self._moves.take_shape(covariance)
 
     def _is_valid(self, theta: Tensor) -> bool:
         return self._evaluate(theta) is not None

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
 from ..errors import ArgumentError, StateError
-from .approximation import Approximation
 from .checks import check_clip_bound, check_noise, check_positive
 from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from .kernel import Outcome, PrivateKernel, noise_event
@@ -63,9 +62,6 @@ class DPHMC(PrivateKernel):
             how far a step goes, 0.2 costs 2 % of the reach, 1 a third of it.
         reuse_gradients: keep the gradient at the point where the chain stays.
         target_accept_prob: acceptance rate that warm-up adapts η to. None: no adaptation.
-        approximation: a released approximation of the posterior, such as a noise-aware one, or
-            draws by site that were made without these data. Chains start at its draws, and M is the
-            inverse of its covariance.
 
     Raises:
         ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
@@ -100,14 +96,8 @@ class DPHMC(PrivateKernel):
         jitter: float = 0.2,
         reuse_gradients: bool = True,
         target_accept_prob: float | None = 0.65,
-        approximation: Approximation | None = None,
     ) -> None:
-        super().__init__(model, accountant, target_accept_prob, approximation)
-        if approximation is not None and mass_matrix is not None:
-            raise ArgumentError(
-                "approximation= brings the mass matrix: leave out mass_matrix=, or give it and pass"
-                " a start by initial_params= of MCMC."
-            )
+        super().__init__(model, accountant, target_accept_prob)
         self._step_size = check_positive("step_size", step_size, "of the leapfrog integrator")
         self._num_steps = positive_count(num_steps, "num_steps")
         self._slope = check_clip_bound(
@@ -145,9 +135,6 @@ class DPHMC(PrivateKernel):
         )
         self._mass.require_dimension(self._density.prior.dimension)
         return self._density.prior
-
-    def _take_shape(self, covariance: Tensor) -> None:
-        self._mass = _Mass(torch.linalg.inv(covariance))
 
     def _is_valid(self, theta: Tensor) -> bool:
         assert self._density is not None

@@ -9,16 +9,15 @@ with the noisy numbers is post-processing.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 import warnings
-import weakref
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
-from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -28,18 +27,9 @@ from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError, StateError
-from ..noise import GaussianNoise, fresh_generator
-from .approximation import Approximation, draws_of, in_coordinates_of
-from .chain_processes import (
-    Spool,
-    Start,
-    chain_number,
-    give_back_when_terminated,
-    is_next_chains_start,
-    runner_of,
-)
+from ..noise import GaussianNoise
 from .density import Model, Prior, UnfitModel
-from .mixing import ReadAtTheEnd, mixing_of
+from .mixing import complaint_of, mixing_of
 from .owners import ChainStart, SoleOwner
 from .proposals import Moves
 
@@ -47,7 +37,22 @@ _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
 _SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
 # not pickled: it stems from the data without a charge, or belongs to this process
-_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior")
+_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_chain")
+
+Draw = dict[str, Tensor]  # values by site
+Start = Draw | None  # where a chain starts; None: nobody said
+
+
+class ParallelChain(Protocol):
+    """What a kernel knows of the chain that it runs, if that has a process of its own."""
+
+    def begin(self, accountant: PrivacyAccountant) -> None:
+        """Called before anything is charged there."""
+        ...
+
+    def send(self, draw: Draw) -> None:
+        """Hand on a draw, which was charged."""
+        ...
 
 
 class Outcome(NamedTuple):
@@ -67,8 +72,6 @@ class PrivateKernel(MCMCKernel):
             processes share.
         target_accept_prob: what warm-up adapts the scale of the moves to, by the noisy accept
             decisions alone. None: no adaptation.
-        approximation: where chains start and what shape their moves have, if the user does not say
-            so.
 
     **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
     they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
@@ -85,7 +88,6 @@ class PrivateKernel(MCMCKernel):
         model: Model,
         accountant: PrivacyAccountant,
         target_accept_prob: float | None,
-        approximation: Approximation | None = None,
     ) -> None:
         if not isinstance(accountant, PrivacyAccountant):
             raise ArgumentTypeError(
@@ -101,17 +103,13 @@ class PrivateKernel(MCMCKernel):
         self._transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob
-        self._approximation = None if approximation is None else draws_of(approximation)
-        self._starts: dict[int, Start] = {}
+        self._initial: Start = None
+        self._starts_given = 0  # since the last set-up
         self._saved: list[str] | None = None
-        self._chains: list[list[dict[str, Tensor]]] = []
+        self._chains: list[list[Draw]] = []
         self._epsilon = (-math.inf, 0.0, "")
-        self._arguments: tuple[weakref.ref[Tensor], ...] = ()
-        self._run_begin = 0
-        self._run_ended = False
-        self._judged = 0  # how many chains there were
-        self._is_streamed = False  # whether Pyro looks transforms up while a chain runs
-        self._spool = Spool() if accountant.path is not None else None
+        self._run_begin, self._is_run = 0, False
+        self._chain: ParallelChain | None = None
         self._log_scale = 0.0
         self._begin()
         self._forget()
@@ -156,9 +154,6 @@ class PrivateKernel(MCMCKernel):
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
         return True
 
-    def _take_shape(self, covariance: Tensor) -> None:
-        """Let the moves have the shape of an approximation."""
-
     # -- Pyro's contract ---------------------------------------------------------------------------
 
     @property
@@ -168,8 +163,8 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def initial_params(self) -> Start:
-        """Where the chain starts, in unconstrained space: what the user gave, or else a draw
-        from the approximation, or from the prior. Never chosen by the data.
+        """Where the chain starts, in unconstrained space: what the user gave, or else a draw from
+        the prior. Never chosen by the data.
         """
         if self._initial is not None or self._prior is None or self._theta is None:
             return self._initial
@@ -177,19 +172,7 @@ class PrivateKernel(MCMCKernel):
 
     @initial_params.setter
     def initial_params(self, params: Start) -> None:
-        # Of parallel chains Pyro sets all starts on this one object, before it copies it to the
-        # workers.
-        starts = self._starts if is_next_chains_start(params, self._last_start) else {}
-        self._starts = {**starts, len(starts): params}
-
-    @property
-    def _last_start(self) -> Start:
-        return next(reversed(self._starts.values()), None)
-
-    @property
-    def _initial(self) -> Start:
-        chain = chain_number()
-        return self._last_start if chain is None else self._starts.get(chain, self._last_start)
+        self._initial, self._starts_given = params, self._starts_given + 1
 
     @property
     def save_params(self) -> list[str]:
@@ -208,24 +191,8 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def transforms(self) -> dict[str, Any] | None:
-        """By site, from the support of its distribution to unconstrained space. Pyro looks sites
-        up in them when all chains of a run have ended: a warning then says if these have not mixed.
-        ``StreamingMCMC`` does so while a chain runs: it is warned as each chain ends.
-        """
-        if self._transforms is None:
-            return None
-        return ReadAtTheEnd(self._transforms, self._judge)
-
-    def _judge(self, run_ended: bool = True) -> None:
-        chains_ever = len(self._chains) + (self._spool.num_chains if self._spool else 0)
-        self._is_streamed |= self._started
-        if self._started or chains_ever == self._judged:
-            return
-        self._judged = chains_ever
-        self._run_ended |= run_ended
-        complaint = mixing_of(self._draws_of_last_run(), self._transforms).complaint()
-        if complaint is not None:
-            warnings.warn(complaint, stacklevel=3)  # in Pyro's run()
+        """By site, from the support of its distribution to unconstrained space."""
+        return self._transforms
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Called by Pyro at the start of every chain, and once more after parallel ones. Releases
@@ -235,18 +202,22 @@ class PrivateKernel(MCMCKernel):
             ValueError: the model or the data are not fit for record-wise clipping, see
                 :class:`RecordDensity`, or the start is not finite.
         """
+        if self._starts_given > 1:
+            raise StateError(
+                "initial_params was set more than once before a chain began: Pyro gives all"
+                " parallel chains the last start. Run them with torch_dpbayes.mcmc.MCMC."
+            )
+        self._starts_given = 0
         self._begin()
         self._forget()
-        self._note_run((*args, *kwargs.values()))
+        if not self._is_run:
+            self._run_begin = len(self._chains)
         self._warmup_steps = warmup_steps
         self._log_scale = 0.0
-        if self._spool is not None and chain_number() is not None:  # before what takes long
-            give_back_when_terminated(self._accountant)
+        if self._chain is not None:  # before what takes long
+            self._chain.begin(self._accountant)
         with torch.no_grad():
-            start = self._owners.agreed_start(partial(self._set_up, args, kwargs))
-        if start.covariance is not None:
-            self._take_shape(start.covariance)
-        self._theta = start.theta
+            self._theta = self._owners.agreed_start(partial(self._set_up, args, kwargs)).theta
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainStart:
         prior = self._prepare(args, kwargs)
@@ -255,53 +226,28 @@ class PrivateKernel(MCMCKernel):
                 f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
             )
         self._prior, self._transforms = prior, prior.transforms
-        self._check_transforms_of_runner(prior)
         self._noise, self._public = GaussianNoise(), GaussianNoise()
         settings = {
             "target_accept_prob": self._target,
             "warmup_steps": self._warmup_steps,
             "save_params": self._saved,
             "initial_params given": self._initial is not None,
-            "approximation given": self._approximation is not None,
         }
-        draws = covariance = None
-        if self._approximation is not None:
-            draws, covariance = in_coordinates_of(prior, self._approximation)
-        theta = self._first_point(prior, draws)
         is_given = self._initial is not None
-        return ChainStart(prior, theta, is_given, self._can_start, settings, covariance)
+        return ChainStart(prior, self._first_point(prior), is_given, self._can_start, settings)
 
-    def _check_transforms_of_runner(self, prior: Prior) -> None:
-        """``MCMC(transforms=...)`` maps the draws of a chain that does not know of it. What maps
-        them as the kernel would is replaced by the kernel's own.
-        """
-        runner = runner_of(self)
-        if runner is None or isinstance(runner.transforms, ReadAtTheEnd | None):
-            return  # there are none, or the kernel's of an earlier run
-        if strange := prior.mapped_otherwise_by(runner.transforms):
-            raise ArgumentError(
-                f"MCMC(transforms=...) would map the draws of {strange} by other transforms than"
-                " the kernel's, those of the sites' supports: leave it out. For another"
-                " space give the site a distribution there, and pyro.deterministic its value."
-            )
-        runner.transforms = self.transforms
-
-    def _first_point(self, prior: Prior, draws: Tensor | None) -> Tensor:
+    def _first_point(self, prior: Prior) -> Tensor:
         if self._initial is not None:
             theta = prior.flatten(self._initial)
             self._require_start(theta)
             return theta
         for _ in range(_DRAWS):
-            if draws is None:
-                theta = prior.sample()
-            else:
-                theta = draws[int(torch.randint(len(draws), (1,), generator=fresh_generator()))]
+            theta = prior.sample()
             if self._can_start(theta):
                 return theta
         raise ArgumentError(
-            f"the model cannot be evaluated at any of {_DRAWS} draws from its"
-            f" {'prior' if draws is None else 'approximation'}: pass initial_params= to MCMC, made"
-            " without data.",
+            f"the model cannot be evaluated at any of {_DRAWS} draws from its prior: pass"
+            " initial_params= to MCMC, made without data.",
             code="pyro-start",
         )
 
@@ -365,27 +311,28 @@ class PrivateKernel(MCMCKernel):
         if self._iteration > self._warmup_steps:
             if math.isnan(outcome.log_ratio):
                 self._diverged.append(self._iteration - self._warmup_steps - 1)
-            if self._iteration == self._warmup_steps + 1:
-                self._chains.append([])
             values = self._prior.constrain(self._theta)
             draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
-            if self._spool is not None and multiprocessing.parent_process() is not None:
-                self._spool.write(draw)
-            else:
-                self._chains[-1].append(draw)
+            if self._chain is not None:
+                self._chain.send(draw)
+            if self._iteration == self._warmup_steps + 1:
+                self._chains.append([])
+            self._chains[-1].append(draw)
 
     def cleanup(self) -> None:
         """Called by Pyro at the end of a chain: lets go of the data and of the start, and
         returns to the ledger what was reserved and not used.
         """
         self._owners.end_chain(self._iteration)
+        is_first = self._started  # Pyro calls it twice
         self._forget()
-        self._starts = {}
-        if self._is_streamed:
-            self._is_streamed = False
-            self._judge(run_ended=False)
-        if self._spool is not None:
+        self._initial, self._starts_given = None, 0
+        if self._accountant.path is not None:
             self._accountant.close()
+        if is_first and not self._is_run:
+            complaint = complaint_of(mixing_of(self._draws_of_last_run(), self._transforms))
+            if complaint is not None:
+                warnings.warn(complaint, stacklevel=2)
 
     def logging(self) -> OrderedDict[str, str]:
         """For the progress bar: scale, rate of noisy acceptances, epsilon so far. Nothing exact."""
@@ -398,13 +345,11 @@ class PrivateKernel(MCMCKernel):
         )
 
     def diagnostics(self) -> dict[str, Any]:
-        """Of the chain that runs, or else of the last run: rate of noisy acceptances after warm-up
-        (of the last chain; of chains in processes of their own, the share of draws that moved), the
-        numbers of the draws before which a move left where the model can be evaluated, the noisy
-        log-likelihood ratios of all iterations, as charged, and whether the chains have mixed:
-        R-hat, effective sample size, and path over spread, which is about 6 for a walk that has not
-        and up to four times the effective sample size of one that has
-        (:mod:`torch_dpbayes.mcmc.mixing`).
+        """Of the chain that runs, or else of the last run of :class:`MCMC`, or the last chain of
+        Pyro's: rate of noisy acceptances after warm-up (of the last chain; of parallel ones, the
+        share of draws that moved), the numbers of the draws before which a move left where the
+        model can be evaluated, the noisy log-likelihood ratios of all iterations, as charged, split
+        R-hat and effective sample size.
         """
         chains = self._draws_of_last_run()
         return {
@@ -413,7 +358,7 @@ class PrivateKernel(MCMCKernel):
             ),
             "divergences": list(self._diverged),
             "noisy log ratios": list(self._log_ratios),
-            **mixing_of(chains, self._transforms).as_dict(),
+            **mixing_of(chains, self._transforms),
         }
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
@@ -421,8 +366,8 @@ class PrivateKernel(MCMCKernel):
         or Ctrl-C ended.
 
         ``MCMC.run`` forgets its draws when it is left by an exception; they are paid for, and can
-        be had here, parallel chains included. It does not call :meth:`cleanup` then: call it to let
-        go of the data.
+        be had here, those of parallel chains if :class:`MCMC` ran them. It does not call
+        :meth:`cleanup` then: call it to let go of the data.
 
         Args:
             group_by_chain: a list of dicts, one a chain, instead of one dict with all draws. Chains
@@ -431,56 +376,42 @@ class PrivateKernel(MCMCKernel):
         Returns:
             values by site, in the supports of the model's distributions, (number of draws, ...).
         """
-        grouped = [_stacked(chain) for chain in self._draws()]
+        grouped = [_stacked(chain) for chain in self._chains if chain]
         if group_by_chain or not grouped:
             return grouped if group_by_chain else {}
         return {name: torch.cat([chain[name] for chain in grouped]) for name in grouped[0]}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A kernel travels to spawned workers before setup; whatever stems from the data without a
-        # charge stays here.
-        state = dict(self.__dict__)
-        for name in (*_OF_THIS_PROCESS, *self._private_state()):
-            state[name] = None
-        if get_spawning_popen() is not None:
-            runner = runner_of(self)
-            if runner is not None and not isinstance(runner.transforms, ReadAtTheEnd | None):
-                raise ArgumentError(
-                    "MCMC(transforms=...) cannot be compared with the kernel's own transforms in"
-                    " spawned processes: leave it out."
-                )
-            return {**state, "_arguments": (), "_chains": []}
-        return {**state, "_arguments": (), "_chains": self._draws(), "_spool": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._spool is None and self._accountant.path is not None:
-            self._spool = Spool()  # of its own: that of the original ends with it
-
-    def _draws(self) -> list[list[dict[str, Tensor]]]:
-        return [chain for chain in self._chains if chain] + (
-            self._spool.read() if self._spool is not None else []
-        )
+        # what stems from the data without a charge, or belongs to this process, stays here
+        return {**self.__dict__, **dict.fromkeys((*_OF_THIS_PROCESS, *self._private_state()))}
 
     def _private_state(self) -> tuple[str, ...]:
         return ()
 
-    def _note_run(self, arguments: tuple[Any, ...]) -> None:
-        """Pyro passes the same tensors to all chains of a run, and new ones to the next run, but
-        for keyword arguments.
-        """
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        before = [reference() for reference in self._arguments]
-        if self._run_ended or not tensors or list(map(id, tensors)) != list(map(id, before)):
-            self._run_begin, self._run_ended = len(self._chains), False
-        self._arguments = tuple(map(weakref.ref, tensors))
+    @contextmanager
+    def in_run(self) -> Iterator[None]:
+        """For :class:`MCMC`: chains inside belong to one run."""
+        self._run_begin, self._is_run = len(self._chains), True
+        try:
+            yield
+        finally:
+            self._is_run = False
 
-    def _draws_of_last_run(self) -> list[dict[str, Tensor]]:
-        """Draws of its chains, or in a process that runs one of them, of that one."""
-        chains = [chain for chain in self._chains[self._run_begin :] if chain]
-        if not chains and self._spool is not None:
-            chains = self._spool.read_last_run()
-        return [_stacked(chain) for chain in chains]
+    def begin_chains(self, count: int) -> list[list[Draw]]:
+        """For :class:`MCMC`: lists that take the draws of parallel chains."""
+        begun: list[list[Draw]] = [[] for _ in range(count)]
+        self._chains += begun
+        return begun
+
+    def for_chain(self, chain: ParallelChain, start: Start) -> PrivateKernel:
+        """For :class:`MCMC`: a copy that runs one of several parallel chains."""
+        other = copy(self)
+        initial = self._initial if start is None else start
+        other.__dict__.update(_chain=chain, _chains=[], _initial=initial)
+        return other
+
+    def _draws_of_last_run(self) -> list[Draw]:
+        return [_stacked(chain) for chain in self._chains[self._run_begin :] if chain]
 
     def _spent(self) -> str:
         # Composing takes microseconds if all was Gaussian, and else up to seconds.

@@ -127,11 +127,8 @@ class ManyOwners(SoleOwner):
                 *(float(theirs["noise"][ratio]) for theirs in everyone)
             )
             with torch.no_grad():
-                theta, covariance = self._common_start(start), start.covariance
-                if covariance is not None:
-                    first = self._of_first(Place.SET_UP, covariance.reshape(-1))
-                    covariance = first.reshape(covariance.shape).to(covariance)
-                return start._replace(theta=theta, covariance=covariance)
+                theta = self._common_start(start)
+                return start._replace(theta=theta)
 
     def facts(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
         """What is told to the other owners: no function of the records, nor of their number."""

@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from .approximation import Approximation
 from .density import Model
 from .hmc import DPHMC
 from .many_owners import ManyOwners
@@ -73,8 +72,6 @@ class MultiOwnerPenalty(DPPenalty):
         accountant: *own*, where every iteration is charged.
         data_plate: name of the data plate.
         target_accept_prob: acceptance rate that warm-up adapts the scale to. None: no adaptation.
-        approximation: as for ``DPPenalty``, and for all owners or none. Start and shape are those
-            of the first owner's, and known to the others.
         owner: *own* name, for messages that all owners see.
         process_group: the process group, one rank an owner. None: that of all processes. Its
             timeout is how long an owner waits for the others. A group with ``gloo`` exchanges on
@@ -103,7 +100,6 @@ class MultiOwnerPenalty(DPPenalty):
         accountant: PrivacyAccountant,
         data_plate: str = "data",
         target_accept_prob: float | None = 0.23,
-        approximation: Approximation | None = None,
         owner: str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -115,7 +111,6 @@ class MultiOwnerPenalty(DPPenalty):
             accountant=accountant,
             data_plate=data_plate,
             target_accept_prob=target_accept_prob,
-            approximation=approximation,
         )
         self._owners: ManyOwners = ManyOwners(
             owner,
@@ -150,7 +145,6 @@ class MultiOwnerHMC(DPHMC):
         model, step_size, num_steps, log_ratio_slope, max_grad_norm: as for ``DPHMC``, and the
             same for all owners.
         data_plate, mass_matrix, jitter, reuse_gradients, target_accept_prob: likewise.
-        approximation: as for :class:`MultiOwnerPenalty`.
         ratio_noise_multiplier, grad_noise_multiplier: *own* z_l and z_g, known to the others;
             positive.
         accountant, owner, process_group: as for :class:`MultiOwnerPenalty`.
@@ -179,7 +173,6 @@ class MultiOwnerHMC(DPHMC):
         jitter: float = 0.2,
         reuse_gradients: bool = True,
         target_accept_prob: float | None = 0.65,
-        approximation: Approximation | None = None,
         owner: str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -197,7 +190,6 @@ class MultiOwnerHMC(DPHMC):
             jitter=jitter,
             reuse_gradients=reuse_gradients,
             target_accept_prob=target_accept_prob,
-            approximation=approximation,
         )
         self._owners: ManyOwners = ManyOwners(
             owner,

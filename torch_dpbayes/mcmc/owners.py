@@ -26,7 +26,6 @@ class ChainStart(NamedTuple):
         is_given: whether the user said so.
         is_possible: whether a chain can start at a θ, whatever the data are.
         settings: public, of this run.
-        covariance: the shape that the moves take from an approximation, None without one.
     """
 
     prior: Prior
@@ -34,7 +33,6 @@ class ChainStart(NamedTuple):
     is_given: bool
     is_possible: Callable[[Tensor], bool]
     settings: dict[str, Any]
-    covariance: Tensor | None
 
 
 class SoleOwner:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from .approximation import Approximation
 from .checks import check_clip_bound, check_noise
 from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from .kernel import Outcome, PrivateKernel, noise_event
-from .proposals import Moves, Proposal, require_no_other_shape
+from .proposals import Moves, Proposal
 
 
 class DPPenalty(PrivateKernel):
@@ -53,9 +52,6 @@ class DPPenalty(PrivateKernel):
             is not adapted.
         target_accept_prob: acceptance rate that warm-up adapts the random walk's scale to. None: no
             adaptation.
-        approximation: a released approximation of the posterior, such as a noise-aware one, or
-            draws by site that were made without these data. Chains start at its draws, and the
-            random walk has its covariance, times ``proposal_scale`` squared.
 
     Raises:
         ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
@@ -81,12 +77,8 @@ class DPPenalty(PrivateKernel):
         data_plate: str = "data",
         proposal: Proposal | None = None,
         target_accept_prob: float | None = 0.23,
-        approximation: Approximation | None = None,
     ) -> None:
-        super().__init__(
-            model, accountant, target_accept_prob if proposal is None else None, approximation
-        )
-        require_no_other_shape(approximation, proposal_scale)
+        super().__init__(model, accountant, target_accept_prob if proposal is None else None)
         self._moves = Moves(proposal_scale, proposal)
         self._slope = check_clip_bound(
             "log_ratio_slope",
@@ -115,9 +107,6 @@ class DPPenalty(PrivateKernel):
         )
         self._moves.require_dimension(self._density.prior.dimension)
         return self._density.prior
-
-    def _take_shape(self, covariance: Tensor) -> None:
-        self._moves.take_shape(covariance)
 
     def _is_valid(self, theta: Tensor) -> bool:
         assert self._density is not None

@@ -74,11 +74,6 @@ class Moves:
                 " unconstrained ones."
             )
 
-    def take_shape(self, covariance: Tensor) -> None:
-        """From now on the random walk has this shape, times the square of the scale."""
-        if self.proposal is None:
-            self._factor = self.scale * torch.linalg.cholesky(covariance)
-
     def charges(self) -> list[tuple[events.DpEvent, int]]:
         """What a move releases."""
         return [] if self.proposal is None else [(self.proposal.event, 1)]
@@ -89,17 +84,6 @@ class Moves:
             return self.scale * standard
         factor = self._factor.to(standard)
         return factor * standard if factor.dim() == 1 else factor @ standard
-
-
-def require_no_other_shape(
-    approximation: object | None, proposal_scale: float | Tensor | None
-) -> None:
-    """Refuse a shape of the random walk beside that of an approximation."""
-    if approximation is not None and isinstance(proposal_scale, Tensor):
-        raise ArgumentError(
-            "proposal_scale is a number, in units of the approximation's covariance: leave out its"
-            " shape, or approximation=."
-        )
 
 
 def _factor(scale: Tensor) -> Tensor:
