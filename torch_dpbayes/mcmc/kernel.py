@@ -31,13 +31,14 @@ from ..noise import GaussianNoise
 from .density import Model, Prior, UnfitModel
 from .mixing import complaint_of, mixing_of
 from .owners import ChainStart, SoleOwner
-from .proposals import Moves
+from .proposals import Moves, free_move
 
 _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
 _SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
 # not pickled: it stems from the data without a charge, or belongs to this process
 _OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_chain")
+_UNIFORMS = 64  # drawn at a time
 
 Draw = dict[str, Tensor]  # values by site
 Start = Draw | None  # where a chain starts; None: nobody said
@@ -124,6 +125,8 @@ class PrivateKernel(MCMCKernel):
         self._noise: GaussianNoise | None = None
         self._public: GaussianNoise | None = None
         self._theta: Tensor | None = None
+        # numbers of the coordinates of θ that records' terms depend on, and of the others
+        self._read = self._unread = torch.empty(0, dtype=torch.int64)
         self._log_prior, self._started = 0.0, False
 
     @property
@@ -142,6 +145,9 @@ class PrivateKernel(MCMCKernel):
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
 
+    def _require_shape(self, dimension: int) -> None:
+        """Refuse moves for another number of coordinates than records read."""
+
     @abstractmethod
     def _start(self, theta: Tensor) -> None:
         """A chain begins at ``theta``, or was put there."""
@@ -149,6 +155,10 @@ class PrivateKernel(MCMCKernel):
     @abstractmethod
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         """Charge one iteration, then make it: the next θ."""
+
+    def _reads(self, prior: Prior) -> Tensor:
+        """Whether records' terms depend on a coordinate of θ, ``[dimension]``."""
+        return torch.ones(prior.dimension, dtype=torch.bool)
 
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
@@ -226,6 +236,13 @@ class PrivateKernel(MCMCKernel):
                 f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
             )
         self._prior, self._transforms = prior, prior.transforms
+        is_read = self._reads(prior)
+        if not is_read.any():  # then every latent is moved like one that is read
+            is_read = ~is_read
+        self._read, self._unread = (
+            places.nonzero()[:, 0].to(prior.device) for places in (is_read, ~is_read)
+        )
+        self._require_shape(len(self._read))
         self._noise, self._public = GaussianNoise(), GaussianNoise()
         settings = {
             "target_accept_prob": self._target,
@@ -276,8 +293,31 @@ class PrivateKernel(MCMCKernel):
             self._public = self._owners.public_numbers(self._public, self._iteration, 1)
             self._theta, outcome = self._iterate(theta)
             self._owners.end_iteration()
+            self._move_for_free()
             self._record(outcome)
             return self._prior.unflatten(self._theta.clone())
+
+    def _move_for_free(self) -> None:
+        """Move the latents that no record reads, given the others. The likelihood does not depend
+        on them, so their law given the others is the prior's: the move leaves the posterior as it
+        is, and costs nothing.
+        """
+        if not len(self._unread):
+            return
+        assert self._theta is not None and self._public is not None
+        self._public = self._owners.public_numbers(self._public, self._iteration, 2)
+        self._theta, self._log_prior = free_move(
+            self._log_prior_at, self._theta, self._log_prior, self._unread, self._uniforms()
+        )
+
+    def _uniforms(self) -> Iterator[float]:
+        """Public numbers in (0, 1)."""
+        assert self._public is not None
+        while True:
+            normal = self._public.standard_normal(
+                _UNIFORMS, dtype=torch.float64, device=torch.device("cpu")
+            )
+            yield from torch.special.ndtr(normal).tolist()
 
     def _can_start(self, theta: Tensor) -> bool:
         return math.isfinite(self._log_prior_at(theta)) and self._is_valid(theta)
@@ -455,16 +495,21 @@ class PrivateKernel(MCMCKernel):
         return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
 
     def _propose(self, moves: Moves, theta: Tensor) -> tuple[Tensor, float]:
-        """θ' and log q(θ | θ') − log q(θ' | θ)."""
+        """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves the coordinates that records
+        read.
+        """
         assert self._prior is not None
         if moves.proposal is None:
-            return (
-                theta
-                + math.exp(self._log_scale) * moves.step(self._gaussian(len(theta), public=True)),
-                0.0,
-            )
+            step = moves.step(self._gaussian(len(self._read), public=True))
+            moved = theta.clone()
+            moved[self._read] += math.exp(self._log_scale) * step
+            return moved, 0.0
         params, ratio = moves.proposal.propose(self._prior.unflatten(theta.clone()))
         return self._prior.flatten(params), float(ratio)
+
+    def _distance(self, theta: Tensor, moved: Tensor) -> float:
+        """Between two θ, in the coordinates that records read."""
+        return float(torch.linalg.vector_norm((moved - theta)[self._read].double()))
 
     def _metropolis(
         self, log_ratio: float, rest: float, bound: float, multiplier: float

@@ -307,13 +307,13 @@ class ManyOwners(SoleOwner):
             return True
         return False
 
-    def gradient_sum(self, own: Callable[[], Tensor], theta: Tensor) -> Tensor:
+    def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
         """The sum of all owners' noisy gradients.
 
         Raises:
             InvalidPoint: one of them cannot evaluate the model at θ.
         """
-        total = torch.zeros(len(theta) + 1, dtype=torch.float64)
+        total = torch.zeros(len(read) + 1, dtype=torch.float64)
         try:
             total[:-1] = own().cpu()
         except InvalidPoint:  # for made-up records; the others have to hear of it
@@ -321,7 +321,7 @@ class ManyOwners(SoleOwner):
         total = self.ranks.sum(Place.GRADIENT, self._iteration, total)
         if total[-1]:
             raise InvalidPoint
-        return total[:-1].to(theta.device)
+        return total[:-1].to(read.device)
 
     def can_hide_ratio(self, bound: float, multiplier: float) -> bool:
         """Whether this owner's noise, and that of all, hides what one record does."""

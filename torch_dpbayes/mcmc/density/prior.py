@@ -26,7 +26,7 @@ from .pyro_runs import (
     public_randomness,
     without_value_checks,
 )
-from .recording import recorded
+from .recording import parts_read, recorded
 from .refusals import branching_reparam
 
 # to torch their support is the whole line
@@ -164,6 +164,20 @@ class Prior:
                     found.append(name)
                     break
         return found
+
+    def read_by(self, function: Callable[[dict[str, Tensor]], Any]) -> Tensor:
+        """Whether a function of the values by site depends on a coordinate of θ, ``[dimension]``:
+        True for all of a site's, or False. All True where it cannot be recorded.
+        """
+        parts = [True] * len(self._sizes)
+        try:
+            with without_value_checks(), torch.no_grad():
+                theta = torch.zeros(self.dimension, dtype=self.dtype, device=self.device)
+                graph = recorded(lambda theta: function(self.constrain(theta)), theta)
+            parts = parts_read(graph, self._sizes)
+        except Exception:  # it computes with numbers
+            pass
+        return torch.tensor(parts).repeat_interleave(torch.tensor(self._sizes))
 
     # -- density -----------------------------------------------------------------------------------
 
