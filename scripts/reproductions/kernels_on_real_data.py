@@ -80,7 +80,7 @@ def run(root: str, data: str, epsilon: float, repeat: int, iterations: int) -> d
         "diagnostics": {
             name: value
             for name, value in kernel.diagnostics().items()
-            if name in ("acceptance rate", "R-hat", "effective sample size", "path over spread")
+            if name in ("acceptance rate", "R-hat", "effective sample size")
         },
         "epsilon": accountant.get_epsilon(),
         "seconds": time.process_time() - begin,

@@ -38,6 +38,7 @@ from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
 import torch_dpbayes as dpb
+from torch_dpbayes.mcmc.density import RecordDensity
 
 DELTA, EPSILON, SHARE = 1e-6, 8.0, 0.25
 NUTS_WARMUP, NUTS_DRAWS, HMC_DRAWS, PENALTY_DRAWS, STEPS = 150, 500, 400, 8000, 3
@@ -259,6 +260,9 @@ def run(model: str, what: str, records: int, draws: list[int]) -> dict[str, Any]
     truth = {name: torch.as_tensor(value) for name, value in example.truth.items()}
     kernel = NUTS(example.model, init_strategy=init_to_value(values=truth))
     nuts, found = figures(kernel, data, NUTS_DRAWS, NUTS_WARMUP)
+    prior = RecordDensity(example.model, data, gradients=False).prior
+    transforms, draws = prior.transforms, nuts.get_samples()
+    rows = torch.cat([transforms[n](draws[n]).reshape(len(draws[n]), -1) for n in sorted(draws)], 1)
     no_noise = dpb.mcmc.DPHMC(
         example.model,
         step_size=1.5 / STEPS,
@@ -269,8 +273,9 @@ def run(model: str, what: str, records: int, draws: list[int]) -> dict[str, Any]
         grad_noise_multiplier=0.0,
         accountant=dpb.PrivacyAccountant(),
         target_accept_prob=None,
-        approximation=nuts.get_samples(),
+        mass_matrix=torch.linalg.inv(torch.atleast_2d(rows.T.cov())),
     )
+    no_noise.initial_params = prior.unflatten(rows[-1])
     return {"NUTS": found, "no noise": figures(no_noise, data, HMC_DRAWS)[1]}
 
 

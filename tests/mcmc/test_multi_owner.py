@@ -699,10 +699,6 @@ def different(rank):
         records(rank),
         initial_params={"mean": torch.zeros(DIMENSION)} if rank else None,
     )
-    endings["approximation"] = how_it_ends(
-        make("penalty", 1.0, approximation={"mean": torch.randn(99, DIMENSION)} if rank else None),
-        records(rank),
-    )
     endings["unfit"] = how_it_ends(
         make("penalty", 1.0, the_model=local if rank else model), records(rank)
     )
@@ -729,7 +725,6 @@ def test_owners_that_differ_find_out_at_set_up(owners):
         "columns": ["latents is ", "data is "],
         "dtype": ["data is "],
         "start": ["owner 1 got other initial_params"],
-        "approximation": ["approximation given is False for owner 0 and True for owner 1"],
         "no start": ["initial_params given is False for owner 0 and True for owner 1"],
     }
     for result in results:
@@ -748,36 +743,6 @@ def test_owners_that_differ_find_out_at_set_up(owners):
             else "owner 1 could not set up" in result["unfit"][1]
         )
         assert result["nothing"] == ("", "", 10, 10)
-
-
-def started_from_draws(rank, kind):
-    """Every owner has draws of its own; the start, a step in their shape, and the chain."""
-    given = 3.0 * rank + (1 + rank) * torch.randn(200, DIMENSION)
-    kernel = make(kind, 1.0, approximation={"mean": given})
-    kernel.setup(0, records(rank))
-    start, ones = kernel.initial_params["mean"], torch.ones(DIMENSION)
-    step = kernel._moves.step(ones) if kind == "penalty" else kernel._mass.velocity(ones)
-    kernel.cleanup()
-    run = runner(kernel, 5)
-    run.run(records(rank))
-    return [value.numpy() for value in (given, start, step, run.get_samples()["mean"])]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["penalty", "HMC"])
-def test_start_and_shape_are_those_of_the_first_owners_approximation(owners, kind):
-    first, second = owners(2, started_from_draws, kind)
-    for mine, theirs in zip(first[1:], second[1:], strict=True):
-        assert np.array_equal(mine, theirs)
-    given, start, step, _ = first
-    assert (given == start).all(1).any()
-    covariance = np.cov(given.T.astype(float))
-    expected = (
-        PRECISION**-0.5 * np.linalg.cholesky(covariance).sum(1)
-        if kind == "penalty"
-        else covariance.sum(1)
-    )
-    np.testing.assert_allclose(step, expected, rtol=1e-3, atol=1e-4)
 
 
 def refusals(rank):
