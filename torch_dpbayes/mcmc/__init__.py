@@ -10,7 +10,7 @@ for the next one.
 * ``density``: record terms and gradients of a Pyro model, the only thing here that reads data
   besides ``exponential_family``;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
-* ``owners``, ``many_owners``, ``process_group``: records of one owner, or of several;
+* ``owners``, ``many_owners``, ``multi_owner``: records of one owner, or of several;
 * ``planning``, ``reach``: noise for a budget, and how far it carries.
 """
 

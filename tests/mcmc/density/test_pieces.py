@@ -139,7 +139,7 @@ def test_a_record_whose_number_is_not_finite_counts_as_zero():
     group, x, y = make()
     y[5], y[7] = torch.nan, torch.inf
     theta, sound = torch.randn(GROUPS + 1), y.isfinite()
-    total, _ = expected(term, theta, [v[sound] for v in (group, x, y)], 0.7)
+    total = expected(term, theta, [v[sound] for v in (group, x, y)], 0.7)
     density = RecordDensity(model, (group, x, y))
     torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)
 
