@@ -154,7 +154,6 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
         log_ratio_slope=1.0,  # norms are at most 1, so is the derivative of the logistic loss
         **planned.noise_multipliers,
         accountant=accountant,
-        owner=HOSPITALS[rank],
     )
     warm_up = options.iterations // 3
     start = {"weights": torch.zeros(x.shape[1])}

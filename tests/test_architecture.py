@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "batches": {"accounting", "noise", "per_sample", "distributed"},
     "release": {"accounting", "noise", "distributed", "per_sample", "batches"},
     "optim": {"accounting", "noise", "release", "words"},
-    "mcmc": {"accounting", "noise", "words"},
+    "mcmc": {"accounting", "noise", "distributed", "words"},
     "noise_aware": {"accounting", "noise", "mcmc", "ops", "posterior"},
     "infer": {"accounting", "batches", "mcmc", "per_sample", "noise_aware", "optim", "release"},
     "posterior": {"per_sample", "words"},

@@ -1,18 +1,23 @@
 """The ranks of a process group that train one model together: agreement, sums, errors, equal data.
 
-The ranks work for one data holder: each may read every record, and clipped sums travel between them
-without noise. What leaves them all is the same release as that of one process: every record belongs
-to one rank, the ranks add up their clipped sums, and rank 0 adds the one Gaussian to its own before
-they do. A step has two messages: a few numbers from every rank, which say that all stand at the
-same place and none has failed, before anything is charged; then the sum, which is as long as the
-parameters, whatever the number of records.
+The ranks of a training work for one data holder: each may read every record, and clipped sums
+travel between them without noise. What leaves them all is the same release as that of one process:
+every record belongs to one rank, the ranks add up their clipped sums, and rank 0 adds the one
+Gaussian to its own before they do. A step has two messages: a few numbers from every rank, which
+say that all stand at the same place and none has failed, before anything is charged; then the sum,
+which is as long as the parameters, whatever the number of records.
 
 If one rank raises, every rank raises: it reports the error in its next message.
+
+The owners of a private chain use the same messages, but do not trust each other: they hide their
+sums by noise before they send them (``mcmc/many_owners.py``), and errors travel without their
+texts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import struct
 from collections import defaultdict
@@ -36,8 +41,12 @@ _PLACES = (
     "make_private",
     "the calibration of make_private_with_epsilon",
     "optimizer.step()",
+    "the set-up of a chain",
+    "an iteration of a chain",
+    "the end of a chain",
 )
-FAILED, MAKE_PRIVATE, CALIBRATION, STEP = range(4)
+FAILED, MAKE_PRIVATE, CALIBRATION, STEP, SET_UP, ITERATION, CHAIN_END = range(7)
+_LONGEST_TEXT = 2**20  # bytes
 _KNOWN = "_dpbayes_known_to_all_ranks"
 
 
@@ -84,16 +93,21 @@ class Ranks:
 
     Args:
         group: an initialised process group that this process is in.
+        shares_errors: whether ranks tell each other the texts of their errors.
+
+    Attributes:
+        rank, size: this process' number, and how many there are.
+        is_broken: whether another rank was lost.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, shares_errors: bool = True) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ArgumentError(
                 "this process is not in process_group: build the engine on the group's ranks only"
             )
-        self._group = group
-        self._is_broken = False
+        self._group, self._shares_errors = group, shares_errors
+        self.is_broken = False
         self._timeout: timedelta | None = None
         self._talk = group
         backends = dist.get_backend_config(group)
@@ -169,7 +183,8 @@ class Ranks:
     def compare(self, described: Mapping[str, Any]) -> None:
         """Raise on every rank if one of them describes anything differently from rank 0."""
         self.check_consistent(MAKE_PRIVATE, {}, compare=0)
-        everyone = self.gather({name: repr(value) for name, value in described.items()})
+        own = {name: repr(value) for name, value in described.items()}
+        everyone = [json.loads(text) for text in self.texts(json.dumps(own))]
         for rank, theirs in enumerate(everyone):
             for name, value in theirs.items():
                 expected = everyone[0].get(name)
@@ -194,8 +209,9 @@ class Ranks:
     def all_reduce(self, buffer: Tensor) -> None:
         """buffer ← Σ over the ranks, the same bits on all of them."""
         self._require_working()
+        group = self._group if buffer.is_cuda else self._talk
         try:
-            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            work = dist.all_reduce(buffer, group=group, async_op=True)
             if work is not None:
                 work.wait(
                     *(() if self._timeout is None or not buffer.is_cuda else (self._timeout,))
@@ -204,7 +220,7 @@ class Ranks:
             self._lost(error)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's object."""
+        """Every rank's object. They are unpickled: for ranks that trust each other."""
         self._require_working()
         values: list[Any] = [None] * self.size
         try:
@@ -212,6 +228,24 @@ class Ranks:
         except RuntimeError as error:
             self._lost(error)
         return values
+
+    def texts(self, own: str) -> list[str]:
+        """Every rank's text, which is read as nothing else."""
+        encoded = own.encode()[:_LONGEST_TEXT]
+        lengths = [row[0] for row in self._exchange(len(encoded))]
+        room = min(max(*lengths, 1), _LONGEST_TEXT)
+        mine = torch.zeros(room, dtype=torch.uint8)
+        mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        everyone = torch.empty(self.size * room, dtype=torch.uint8)
+        try:
+            dist.all_gather_into_tensor(everyone, mine, group=self._talk)
+        except RuntimeError as error:
+            self._lost(error)
+        rows = everyone.view(self.size, room).tolist()
+        return [
+            bytes(row[: max(0, length)]).decode(errors="replace")
+            for row, length in zip(rows, lengths, strict=True)
+        ]
 
     def _exchange(self, *numbers: int) -> list[list[int]]:
         self._require_working()
@@ -232,11 +266,13 @@ class Ranks:
         """An error inside reaches the other ranks in the next message that they wait for."""
         try:
             yield
-        except Exception as error:  # who is interrupted is gone soon, which the others notice
-            if not self._is_broken and not getattr(error, _KNOWN, False):
+        except BaseException as error:
+            # a rank of a training that is interrupted is gone soon, which the others notice
+            reports = isinstance(error, Exception) or not self._shares_errors
+            if reports and not self.is_broken and not getattr(error, _KNOWN, False):
                 with suppress(RankError):  # nobody is left to be told
                     self._exchange(FAILED)
-                    self.gather(_text(error))
+                    self.texts(self._described(error))
                 setattr(error, _KNOWN, True)
             raise
 
@@ -244,17 +280,27 @@ class Ranks:
         """All ranks know already that one failed: each raises its own error, or that of the
         first which has one.
         """
-        texts = self.gather(None if error is None else _text(error))
+        texts = self.texts("" if error is None else self._described(error))
         if error is not None:
             self._raise(error)
-        rank, (name, text) = next(
-            (rank, text) for rank, text in enumerate(texts) if text is not None
-        )
+        rank, described = next((rank, text) for rank, text in enumerate(texts) if text)
+        name, _, text = described.partition(": ")
         if name == PrivacyBudgetExceeded.__name__:
             self._raise(PrivacyBudgetExceeded(text))
         self._raise(
             RankError(f"rank {rank} failed, so no rank takes this step. {name} there: {text}")
         )
+
+    def _described(self, error: BaseException) -> str:
+        name = type(error).__name__
+        if self._shares_errors:
+            return f"{name}: {error}"
+        if isinstance(error, PrivacyBudgetExceeded):
+            return (
+                f"{name}: the budget of rank {self.rank} does not allow for another iteration. What"
+                " was charged stays charged; draws are in kernel.get_samples()."
+            )
+        return "An error: see that process."
 
     @staticmethod
     def _raise(error: Exception) -> NoReturn:
@@ -262,7 +308,7 @@ class Ranks:
         raise error
 
     def _lost(self, error: Exception) -> NoReturn:
-        self._is_broken = True
+        self.is_broken = True
         raise RankError(
             f"rank {self.rank} of {self.size}: another rank died, or did not answer in time. No"
             " step was taken; what was charged stays charged. Save state_dict(), and start all"
@@ -270,15 +316,11 @@ class Ranks:
         ) from error
 
     def _require_working(self) -> None:
-        if self._is_broken:
+        if self.is_broken:
             raise RankError(
                 "a rank of this process group was lost before: start all ranks again from a"
                 " checkpoint. Nothing was charged now."
             )
-
-
-def _text(error: Exception) -> tuple[str, str]:
-    return type(error).__name__, str(error)
 
 
 def _bits(value: float) -> int:

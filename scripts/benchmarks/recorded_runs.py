@@ -341,7 +341,7 @@ def one_process() -> Any:
 
 def owners(kernel: Callable[..., Any], relation: str, **options: Any) -> Values:
     with one_process():
-        return chain(kernel, gaussian, relation, owner="one", **options)
+        return chain(kernel, gaussian, relation, **options)
 
 
 def chain_plans() -> Values:

@@ -19,7 +19,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import MCMC
 from pyro.infer.mcmc.api import StreamingMCMC
 from pyro.ops.streaming import CountMeanStats, StatsOfDict
 
@@ -27,7 +26,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.accounting.ledger.file import Ledger
 from torch_dpbayes.accounting.ledger.schema import open_blocks
-from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, chain_processes
+from torch_dpbayes.mcmc import DPHMC, MCMC, DPPenalty, ExponentialFamilyPenalty
 
 DATA = torch.linspace(-1.0, 2.0, 40)
 START = {"mean": torch.tensor([0.1, 0.2, 0.3]), "scale": torch.tensor([0.0, 0.1, 0.2])}
@@ -251,18 +250,6 @@ def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "context, words", [("fork", "by other transforms than"), ("spawn", "in spawned processes")]
-)
-def test_transforms_are_looked_at_in_parallel_chains_too(context, words, tmp_path):
-    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
-    kernel = make("penalty", accountant)
-    with pytest.raises(ValueError, match=rf"MCMC\(transforms=.*{words}"):
-        parallel(kernel, 2, context, transforms={}).run(DATA)
-    assert counts(accountant) == {} and kernel.get_samples() == {}
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_an_accountant_in_memory_refuses_parallel_chains(context):
     kernel = make("penalty", dpb.PrivacyAccountant())
@@ -364,88 +351,6 @@ def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, context, tmp_p
     assert 0 < told["epsilon"] < 8
 
 
-def charging(accountant, releases):
-    chain_processes.give_back_when_terminated(accountant)
-    event = events.ComposedDpEvent(
-        [
-            events.GaussianDpEvent(200.0),
-            events.SelfComposedDpEvent(events.GaussianDpEvent(240.0), 3),
-        ]
-    )
-    with releases.open("ab", buffering=0) as file:
-        while True:
-            accountant.compose(event)
-            file.write(b".")
-
-
-BOTH = [signal.SIGINT, signal.SIGTERM]
-
-
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize(
-    "signals", [BOTH, BOTH[::-1], BOTH[1:]], ids=["Ctrl-C first", "SIGTERM first", "SIGTERM alone"]
-)
-@pytest.mark.parametrize("apart", [0.0, 0.003], ids=["at once", "one after the other"])
-def test_a_worker_that_is_stopped_anywhere_gives_back_what_it_had_reserved(
-    signals, apart, tmp_path
-):
-    """At once: both reach it before it runs on."""
-    for k in range(5):
-        path, releases = tmp_path / f"{k}.db", tmp_path / f"{k}"
-        accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=path)
-        process = multiprocessing.get_context("fork").Process(
-            target=charging, args=(accountant, releases)
-        )
-        process.start()
-        while not releases.exists() or releases.stat().st_size < 40 * (k + 1):
-            assert process.is_alive()
-            time.sleep(0.002)
-        if not apart:
-            os.kill(process.pid, signal.SIGSTOP)
-        for number in signals:
-            os.kill(process.pid, number)
-            time.sleep(apart)
-        os.kill(process.pid, signal.SIGCONT)
-        process.join(60)
-        assert process.exitcode == 128 + signal.SIGTERM
-        assert open_blocks(Ledger(path, {}).read()) == []
-        released, charged = releases.stat().st_size, counts(accountant)
-        assert (
-            released <= charged[200.0] <= released + 1
-            and 3 * released <= charged[240.0] <= 3 * released + 3
-        )
-
-
-def started(target, *arguments):
-    """A forked process that has charged something, like a worker of Pyro's, and goes on with
-    ``target(*arguments)``.
-    """
-    accountant, arguments = arguments[0], arguments[1:]
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-
-    def run():
-        chain_processes.give_back_when_terminated(accountant)
-        accountant.compose(events.GaussianDpEvent(200.0))
-        ready.set()
-        target(*arguments)
-
-    process = context.Process(target=run)
-    process.start()
-    assert ready.wait(60)
-    return process
-
-
-def assert_gave_back(process, accountant):
-    process.join(20)
-    ended = process.exitcode
-    process.kill()
-    assert ended == 128 + signal.SIGTERM
-    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {
-        200.0: 1
-    }
-
-
 @pytest.fixture
 def accountant(tmp_path):
     return dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
@@ -455,109 +360,57 @@ def wait_for_ever():
     threading.Event().wait()
 
 
-def test_a_worker_that_waits_for_pyro_hears_a_signal_that_did_not_wake_it(accountant):
-    """Another thread receives it, which leaves the main thread asleep as one does that came
-    just before it fell asleep.
-    """
+def test_a_killed_chain_keeps_what_it_was_charged(accountant, tmp_path):
+    """And what it had reserved: nobody is left to return it."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
 
-    def wait():
-        threading.Timer(
-            0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-        ).start()
+    def charge():
+        for _ in range(3):
+            accountant.compose(events.GaussianDpEvent(200.0))
+        ready.set()
         wait_for_ever()
 
-    assert_gave_back(started(wait, accountant), accountant)
-
-
-def test_a_worker_ends_whoever_has_the_lock_that_it_waits_for(accountant):
-    """As of a parent that was killed in the middle of waking it."""
-    event = multiprocessing.get_context("fork").Event()
-    process = started(event.wait, accountant)
-    time.sleep(0.5)
-    event._cond.acquire()
-    process.terminate()
-    assert_gave_back(process, accountant)
-
-
-def test_a_worker_ends_though_it_takes_every_exception_for_another(accountant):
-    def deaf():
-        while True:
-            try:
-                wait_for_ever()
-            except BaseException:
-                pass
-
-    process = started(deaf, accountant)
-    process.terminate()
-    assert_gave_back(process, accountant)
-
-
-def test_a_worker_does_not_take_over_how_its_program_hears_signals(accountant):
-    """A flag that the program sets on SIGTERM, or its event loop's pipe, would leave the
-    worker deaf.
-    """
-    heard, (reader, writer) = threading.Event(), os.pipe()
-    os.set_blocking(writer, False)
-    handlers = {number: signal.signal(number, lambda *_: heard.set()) for number in BOTH}
-    wakeup = signal.set_wakeup_fd(writer)
-    try:
-        process = started(wait_for_ever, accountant)
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    process.terminate()
-    assert_gave_back(process, accountant)
-    os.close(writer)
-    assert os.read(reader, 1) == b"" and not heard.is_set()
-
-
-@pytest.mark.thorough
-def test_what_a_chain_starts_may_be_ended_without_it(accountant):
-    """As the workers of a pool are."""
-
-    def start_and_end_others(told):
-        child = os.fork()
-        if not child:
-            wait_for_ever()
-        os.kill(child, signal.SIGTERM)
-        told.put(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            told.put(pool.map(abs, [-1, 2]))
-        time.sleep(2.5)
-        told.put("went on")
-        wait_for_ever()
-
-    told = multiprocessing.get_context("fork").Queue()
-    process = started(start_and_end_others, accountant, told)
-    assert [told.get(timeout=300) for _ in range(3)] == [-signal.SIGTERM, [1, 2], "went on"]
-    process.terminate()
-    assert_gave_back(process, accountant)
-
-
-def test_workers_end_with_their_parent(accountant):
-    """Which was killed, and could not tell them."""
-
-    def parent(told):
-        for process in [started(wait_for_ever, accountant) for _ in range(3)]:
-            told.put(process.pid)
-        wait_for_ever()
-
-    told = multiprocessing.get_context("fork").Queue()
-    process = multiprocessing.get_context("fork").Process(target=parent, args=(told,))
+    process = context.Process(target=charge)
     process.start()
-    workers = [told.get(timeout=300) for _ in range(3)]
+    assert ready.wait(60)
     process.kill()
     process.join()
-    end = time.monotonic() + 30
-    while open_blocks(Ledger(accountant.path, {}).read()) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {
-        200.0: 3
-    }
-    while any(map(is_running, workers)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not any(map(is_running, workers))
+    assert counts(accountant)[200.0] >= 3
+
+
+def test_parallel_chains_end_with_the_process_that_started_them(accountant):
+    """Which was killed, and could not ask them to; they return what they had reserved."""
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+
+    def slow_hook(kernel, params, stage, i):
+        told.put(os.getpid())
+        wait_for_ever()
+
+    process = context.Process(
+        target=lambda: parallel(make("penalty", accountant), 2, hook_fn=slow_hook).run(DATA)
+    )
+    process.start()
+    workers = [told.get(timeout=300) for _ in range(2)]
+    process.kill()
+    process.join()
+    assert_end(workers)
+    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {50.0: 2}
+
+
+def test_several_starts_for_one_chain_are_refused():
+    """Pyro sets the starts of all parallel chains on one kernel, one after another."""
+    kernel = make("penalty", dpb.PrivacyAccountant())
+    for row in (0, 1):
+        kernel.initial_params = {name: value[row] for name, value in START.items()}
+    with pytest.raises(RuntimeError, match=r"mcmc\.MCMC"):
+        kernel.setup(0, DATA)
+
+
+def test_other_kernels_are_refused():
+    with pytest.raises(TypeError, match="private kernels"):
+        MCMC(pyro.infer.NUTS(model), num_samples=3)
 
 
 def test_a_worker_that_is_still_being_set_up_ends_with_its_parent(accountant, monkeypatch):
@@ -578,67 +431,6 @@ def test_a_worker_that_is_still_being_set_up_ends_with_its_parent(accountant, mo
     assert_end(workers)
 
 
-def test_a_worker_whose_parent_ended_before_it_looked_ends_too(accountant):
-    """Though a process that the parent forked later keeps open what would have told it."""
-    context = multiprocessing.get_context("fork")
-    told = context.Queue()
-
-    def late():
-        told.put(("worker", os.getpid()))
-        while os.getppid() == multiprocessing.parent_process().pid:
-            time.sleep(0.01)
-        chain_processes.give_back_when_terminated(accountant)
-        wait_for_ever()
-
-    def parent():
-        for target in (late, wait_for_ever):
-            process = context.Process(target=target)
-            process.start()
-        told.put(("other", process.pid))
-        wait_for_ever()
-
-    process = context.Process(target=parent)
-    process.start()
-    started = dict(told.get(timeout=300) for _ in range(2))
-    process.kill()
-    process.join()
-    try:
-        assert_end([started["worker"]])
-    finally:
-        os.kill(started["other"], signal.SIGKILL)
-
-
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("moment", ["before", "after_in_parent"])
-def test_ctrl_c_is_heard_in_the_middle_of_a_fork(moment):
-    """Python drops what is raised there: the program would run on, and start its chains."""
-
-    def program(told):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        times = iter([1])
-        os.register_at_fork(
-            **{moment: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in times]}
-        )
-        chain_processes.keep_interrupts.cache_clear()
-        chain_processes.keep_interrupts()  # as a kernel does, for its chains
-        try:
-            chain = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.0,))
-            chain.start()
-            time.sleep(10)
-            told.put("nothing")
-        except KeyboardInterrupt:
-            chain.join()
-            told.put(
-                (chain.exitcode, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-            )
-
-    told = multiprocessing.get_context("fork").Queue()
-    process = multiprocessing.get_context("fork").Process(target=program, args=(told,))
-    process.start()
-    assert told.get(timeout=300) == (0, True)
-    process.join()
-
-
 def assert_end(pids):
     end = time.monotonic() + 30
     while any(map(is_running, pids)) and time.monotonic() < end:
@@ -656,30 +448,6 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def sequential_chain(path, told):
-    handlers, (_, writer) = [signal.getsignal(number) for number in BOTH], os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    kernel = make("penalty", dpb.PrivacyAccountant(8.0, 1e-5, path=path))
-    MCMC(kernel, num_samples=3, warmup_steps=1, disable_progbar=True).run(DATA)
-    assert [signal.getsignal(number) for number in BOTH] == handlers and signal.set_wakeup_fd(
-        -1
-    ) == writer
-    told.put(kernel._spool.folder)
-
-
-@pytest.mark.thorough
-def test_a_process_of_the_users_is_left_as_it_was(tmp_path):
-    """Its signals are its own, and the file for draws goes when it ends."""
-    context = multiprocessing.get_context("fork")
-    told = context.Queue()
-    process = context.Process(target=sequential_chain, args=(tmp_path / "budget.db", told))
-    process.start()
-    folder = told.get(timeout=300)
-    process.join(60)
-    assert process.exitcode == 0 and not os.path.exists(folder)
 
 
 FAR = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
@@ -708,24 +476,6 @@ def test_parallel_chains_start_where_they_are_told_to(context, accountant):
         torch.stack([draws["mean"] for draws in kernel.get_samples(group_by_chain=True)[-2:]]),
         torch.full((2, 2), 7.0),
     )
-
-
-EARLIER = {name: -value for name, value in FAR.items()}
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["all rows", "rows of a larger tensor"])
-@pytest.mark.parametrize("earlier", [EARLIER, {name: value[:1] for name, value in EARLIER.items()}])
-def test_whose_start_it_is_is_told_by_the_rows_of_one_tensor(first, earlier, monkeypatch):
-    """Pyro sets the starts of all parallel chains on one kernel, one after another."""
-    kernel = make("penalty", dpb.PrivacyAccountant())
-    for starts in (earlier, {name: value[first:] for name, value in FAR.items()}):
-        for row in zip(*starts.values()):
-            kernel.initial_params = dict(zip(starts, row))
-    for chain, expected in enumerate(FAR["mean"][first:]):
-        monkeypatch.setattr("torch_dpbayes.mcmc.kernel.chain_number", lambda chain=chain: chain)
-        assert kernel.initial_params["mean"] == expected
-    kernel.initial_params = {"mean": torch.tensor(7.0), "scale": torch.tensor(0.5)}
-    assert kernel.initial_params["mean"] == 7.0
 
 
 @pytest.mark.thorough

@@ -12,7 +12,6 @@ import pytest
 import torch
 from pyro.infer import MCMC
 from pyro.infer.mcmc.api import StreamingMCMC
-from pyro.infer.mcmc.util import initialize_model
 from scipy.stats import kstest, norm
 from support.conjugate_chains import (
     LEVEL,
@@ -35,7 +34,6 @@ from support.conjugate_chains import (
     smallest,
     thinned_p_value,
 )
-from torch.distributions import AffineTransform, ExpTransform, SoftplusTransform
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, clipped_ratio_sum
@@ -332,58 +330,6 @@ def test_pyros_runners_and_reports_work(make, capsys):
     streaming = StreamingMCMC(make(target), num_samples=20, warmup_steps=5, disable_progbar=True)
     streaming.run(*target.args)
     assert streaming.get_statistics()
-
-
-def with_a_scale(x):
-    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(mean, scale), obs=x)
-
-
-def of_a_scale(**options):
-    return DPPenalty(
-        with_a_scale,
-        proposal_scale=1e-3,
-        log_ratio_slope=50.0,
-        noise_multiplier=5.0,
-        accountant=dpb.PrivacyAccountant(),
-        **options,
-    )
-
-
-def transforms_of_pyro(x):
-    """As Pyro's examples hand them from ``initialize_model`` to ``MCMC``."""
-    return initialize_model(with_a_scale, model_args=(x,))[2]
-
-
-@pytest.mark.parametrize(
-    "given", [transforms_of_pyro, lambda x: {"scale": ExpTransform().inv}], ids=["Pyro's", "some"]
-)
-def test_transforms_that_are_the_kernels_own_are_taken_and_the_run_is_judged(given):
-    x, kernel = torch.randn(20), of_a_scale()
-    runner = MCMC(kernel, num_samples=50, warmup_steps=0, transforms=given(x), disable_progbar=True)
-    for run in range(2):
-        with pytest.warns(UserWarning, match="have not mixed"):
-            runner.run(x)
-        ours = kernel.get_samples()["scale"][50 * run :]
-        torch.testing.assert_close(runner.get_samples()["scale"], ours, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("runner_type", [MCMC, StreamingMCMC])
-@pytest.mark.parametrize(
-    "given", [{}, {"scale": SoftplusTransform().inv}, {"scale": AffineTransform(0.0, 2.0)}]
-)
-def test_transforms_that_would_give_other_draws_are_refused(runner_type, given):
-    """Pyro's own HMC takes them, and returns draws of something else."""
-    kernel = of_a_scale()
-    runner = runner_type(
-        kernel, num_samples=5, warmup_steps=0, transforms=given, disable_progbar=True
-    )
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"draws of \['scale'\] by other.*leave it out"):
-            runner.run(torch.randn(20))
-    assert not kernel.accountant.history
 
 
 @pytest.mark.first_cases(1)

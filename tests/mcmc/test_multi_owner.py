@@ -29,8 +29,6 @@ from scipy.stats import chi2, kstest
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.mcmc import (
-    DPHMC,
-    DPPenalty,
     MultiOwnerHMC,
     MultiOwnerPenalty,
     clipped_ratio_sum,
@@ -38,7 +36,6 @@ from torch_dpbayes.mcmc import (
     penalty,
 )
 from torch_dpbayes.mcmc.many_owners import ManyOwners
-from torch_dpbayes.mcmc.process_group import Place
 
 LEVEL = 1e-3 / 8  # of each of the statistical comparisons here, for 0.1 % in all
 DIMENSION = 3
@@ -272,7 +269,6 @@ def test_with_randomness_fixed_one_owner_and_two_compute_the_same(owners, kind, 
 OTHER_COLLECTIVES = [
     *(
         "all_gather",
-        "all_gather_into_tensor",
         "all_gather_object",
         "broadcast",
         "broadcast_object_list",
@@ -306,27 +302,46 @@ class Tapped:
 
 
 def tap():
-    """What this rank sends from here on, by the only way that is left open."""
-    sent, original = [], torch.distributed.all_reduce
+    """What this rank sends from here on, by the two ways that are left open: the numbers that say
+    where it is, and sums.
+    """
+    numbers, sums = [], []
+    all_reduce, gather = torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor
 
-    def all_reduce(message, group=None):
-        sent.append(message.tolist())
-        original(message, group=group)
+    def noted_sum(message, **options):
+        sums.append(message.tolist())
+        return all_reduce(message, **options)
+
+    def noted_numbers(found, message, **options):
+        numbers.append(message.tolist())
+        return gather(found, message, **options)
 
     def forbidden(*arguments, **options):
         raise AssertionError("another way of communicating")
 
-    torch.distributed.all_reduce = all_reduce
+    torch.distributed.all_reduce = noted_sum
+    torch.distributed.all_gather_into_tensor = noted_numbers
     for name in OTHER_COLLECTIVES:
         setattr(torch.distributed, name, forbidden)
-    return sent
+    return numbers, sums
+
+
+def by_kind(sums):
+    """The sums of iterations: where the chain is, then gradients, then the ratio."""
+    begins = True
+    for message in sums:
+        if len(message) == DIMENSION + 1:
+            yield "gradient", message
+        else:
+            yield ("point" if begins else "ratio"), message
+            begins = not begins
 
 
 def tapped_run(rank, kind, iterations):
     """All messages of this rank, the noise it drew, and the exact sums that they hid."""
     kernel, sums = make(kind, 1.0), []
     kernel.setup(0, records(rank, (25, 15, 4)))
-    sent, kernel._noise = tap(), Tapped(kernel._noise)
+    (numbers, sent), kernel._noise = tap(), Tapped(kernel._noise)
     density = kernel._density
     gradient_sum = density.clipped_gradient_sum
 
@@ -346,6 +361,7 @@ def tapped_run(rank, kind, iterations):
     for _ in range(iterations):
         params = kernel.sample(params)
     return (
+        numbers,
         sent,
         [noise.tolist() for noise in kernel._noise.drawn],
         [s.tolist() if isinstance(s, torch.Tensor) else s for s in sums],
@@ -355,13 +371,14 @@ def tapped_run(rank, kind, iterations):
 def tapped_set_ups(rank):
     """The messages of set-ups with other records, with the entropy that others see fixed."""
     os.urandom = bytes
-    sent, found = tap(), []
+    (numbers, sums), found = tap(), []
     for count in (0, 1, 7, 40):
-        kernel = make("penalty", 1.0, owner="A")
+        kernel = make("penalty", 1.0)
         kernel.setup(0, records(rank, (25, count)) + count)
-        found.append(list(sent))
+        found.append((list(numbers), len(sums)))
         kernel.cleanup()
-        sent.clear()
+        numbers.clear()
+        sums.clear()
     return found
 
 
@@ -370,34 +387,27 @@ def tapped_set_ups(rank):
 def test_what_leaves_an_owner_is_its_noisy_sums_and_nothing_else_of_its_records(owners, kind):
     results = owners(3, tapped_run, kind, 6)
     std = PRECISION**0.5 / SLOPE
-    for rank, (sent, drawn, sums) in enumerate(results):
-        assert all(len(message) == 3 + 256 for message in sent)
+    for rank, (numbers, sent, drawn, sums) in enumerate(results):
+        assert numbers == results[0][0]  # nothing of its own
         hidden = iter(zip(sums, drawn, strict=True))  # every draw of noise hides one sum
-        for message in sent:
-            slots, payload = message[:3], message[3:]
-            assert [slot != 0 for slot in slots] == [other == rank for other in range(3)]
-            place = Place(int(slots[rank]) % 16)
-            if place is Place.ITERATE:
-                # the first owner tells where the chain is
-                rest = payload if rank else payload[DIMENSION + 1 :]
+        for what, message in by_kind(sent):
+            if what == "point":  # the first rank tells where the chain is
+                assert rank == 0 or not any(message)
+                continue
+            exact, noise = next(hidden)
+            if what == "ratio":
+                assert message[0] == pytest.approx(exact[0] + std * exact[1] * noise[0], rel=1e-12)
+                # the first rank sends the public part of the test
+                assert not any(message[2:] if rank == 0 else message[1:])
             else:
-                exact, noise = next(hidden)
-                if place is Place.RATIO:
-                    assert payload[0] == pytest.approx(
-                        exact[0] + std * exact[1] * noise[0], rel=1e-12
-                    )
-                    # the first owner sends the public part of the test
-                    rest = payload[2:] if rank == 0 else payload[1:]
-                else:
-                    assert payload[:DIMENSION] == pytest.approx(
-                        [e + std * SLOPE * n for e, n in zip(exact, noise)], rel=1e-12
-                    )
-                    rest = payload[DIMENSION:]
-            assert not any(rest)
+                assert message[:DIMENSION] == pytest.approx(
+                    [e + std * SLOPE * n for e, n in zip(exact, noise)], rel=1e-12
+                )
+                assert message[DIMENSION] == 0
         assert next(hidden, None) is None
         assert len({n for draw in drawn for n in draw}) == sum(map(len, drawn))
-    assert len({n for _, drawn, _ in results for draw in drawn for n in draw}) == 3 * sum(
-        map(len, results[0][1])
+    assert len({n for _, _, drawn, _ in results for draw in drawn for n in draw}) == 3 * sum(
+        map(len, results[0][2])
     )
 
 
@@ -420,12 +430,13 @@ def extremes(rank):
             kernel._density.clipped_gradient_sum = lambda *_: torch.full(
                 (DIMENSION,), 1e180, dtype=torch.float64
             )
-        all_reduce, sent = torch.distributed.all_reduce, tap()
+        opened = torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor
+        _, sent = tap()
         for _ in range(10):
             kernel.sample({"mean": torch.zeros(DIMENSION, dtype=torch.float64)})
-        torch.distributed.all_reduce = all_reduce
-        ratios.append([message[2:5] for message in sent if message[rank] % 16 == Place.RATIO])
-        kernel._owners.ranks.live = False
+        torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor = opened
+        ratios.append([message for what, message in by_kind(sent) if what == "ratio"])
+        kernel._owners._together = False
     return ratios
 
 
@@ -438,7 +449,7 @@ def test_where_noise_cannot_hide_a_sum_the_sum_is_not_sent(owners):
 @pytest.mark.thorough
 def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_number(owners):
     _, (none, one, seven, forty) = owners(2, tapped_set_ups)
-    assert len(none) > 5 and none == one == seven == forty
+    assert len(none[0]) > 5 and none == one == seven == forty
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -454,7 +465,6 @@ def three_hospitals(rank, kind, folder):
         kind,
         [1.0, 1.5, 3.0][rank],
         accountant,
-        owner=["Aachen", "Bern", "Cork"][rank],
         target_accept_prob=0.5,
     )
     x = records(rank, (25, 0, 4))
@@ -548,7 +558,7 @@ def test_the_tightest_budget_stops_all_in_the_same_iteration(owners, kind):
             charges == results[1][0][3]
             and draws == (charges if kind == "penalty" else (charges - 1) // 4) > 2
         )
-    assert all("owner 1" in results[rank][0][1] for rank in (0, 2))
+    assert all("rank 1" in results[rank][0][1] for rank in (0, 2))
     tightest, fitting = results[1][0], results[1][1]
     assert tightest[3] == fitting if kind == "penalty" else fitting - 4 < tightest[3] <= fitting
     assert all(sum(after.values()) == 3 for *_, after in results)
@@ -567,7 +577,7 @@ def test_a_charge_that_is_refused_after_all_stops_all(owners):
     (name, text, draws, charges), (own_name, _, own_draws, own_charges) = owners(
         2, refused_after_all
     )
-    assert name == own_name == "PrivacyBudgetExceeded" and "owner 1" in text
+    assert name == own_name == "PrivacyBudgetExceeded" and "rank 1" in text
     assert "stays charged" in text and "Nothing of it was" not in text
     # the other had charged, and keeps that
     assert draws == own_draws == own_charges == charges - 1 > 5
@@ -618,13 +628,13 @@ def test_what_happens_to_one_owner_reaches_the_others_at_once(owners):
         for rank, result in enumerate(results):
             assert result[name][0] == (error if rank == 1 else "OwnerError")
             assert rank == 1 or (
-                "owner 1 failed" in result[name][1] and "123" not in result[name][1]
+                "rank 1 failed" in result[name][1] and "123" not in result[name][1]
             )
             assert result[name][2:] == (3, 4)
     for rank, result in enumerate(results):
         name, text, draws, charges = result["shorter"]
         assert (name, draws, charges) == (("", 4, 4) if rank == 1 else ("OwnerError", 4, 4))
-        assert rank == 1 or "owner 1 ended the run after 4 iterations" in text
+        assert rank == 1 or "rank 1 is in the end of a chain" in text
 
 
 def goes_missing(rank, how):
@@ -712,20 +722,20 @@ def test_owners_that_differ_find_out_at_set_up(owners):
     results = owners(2, different)
     says = {
         "slope": [
-            "log_ratio_slope is 20.0 for owner 0 and 7.0 for owner 1",
-            "warmup_steps is 0 for owner 0 and 1 for owner 1",
+            "log_ratio_slope is 20.0 on rank 0 and 7.0 on rank 1",
+            "warmup_steps is 0 on rank 0 and 1 on rank 1",
         ],
         "scale": [
             "proposal_scale is ",
-            "target_accept_prob is 0.23 for owner 0 and None for owner 1",
+            "target_accept_prob is 0.23 on rank 0 and None on rank 1",
         ],
-        "prior": ["owner 1 has another density"],
-        "likelihood": ["owner 1 has another density"],
-        "kernel": ["kernel is 'MultiOwnerPenalty' for owner 0 and 'MultiOwnerHMC' for owner 1"],
+        "prior": ["rank 1 has another density"],
+        "likelihood": ["rank 1 has another density"],
+        "kernel": ["kernel is 'DPPenalty' on rank 0 and 'DPHMC' on rank 1"],
         "columns": ["latents is ", "data is "],
         "dtype": ["data is "],
-        "start": ["owner 1 got other initial_params"],
-        "no start": ["initial_params given is False for owner 0 and True for owner 1"],
+        "start": ["rank 1 got other initial_params"],
+        "no start": ["initial_params given is False on rank 0 and True on rank 1"],
     }
     for result in results:
         for name, texts in says.items():
@@ -740,7 +750,7 @@ def test_owners_that_differ_find_out_at_set_up(owners):
         assert (
             "lies in the data plate" in result["unfit"][1]
             if rank
-            else "owner 1 could not set up" in result["unfit"][1]
+            else "rank 1 failed" in result["unfit"][1]
         )
         assert result["nothing"] == ("", "", 10, 10)
 
@@ -750,8 +760,8 @@ def refusals(rank):
         make("penalty", 0.0)
     with pytest.raises(ValueError, match="noise of its own"):
         make("HMC", 1.0, grad_noise_multiplier=0.0)
-    with pytest.raises(ValueError, match="owner must be a name"):
-        make("penalty", 1.0, owner="a\nb")
+    with pytest.raises(ValueError, match="unknown to the others"):
+        make("penalty", 1.0, proposal=object())
     kernel = make("penalty", 1.0, dpb.PrivacyAccountant(path=f"copied-{rank}.db"))
     with pytest.raises(RuntimeError, match="in a run together"):
         kernel.sample({"mean": torch.zeros(DIMENSION)})
@@ -760,30 +770,16 @@ def refusals(rank):
             copied.setup(0, records(rank))
     strange = make("penalty", 1.0)
     if rank == 1:
-        strange._owners.facts = lambda *arguments: {"noise": {"noise_multiplier": -1.0}}
-    with pytest.raises(RuntimeError, match="owner 1 sent settings that cannot be read"):
+        strange._owners._facts = lambda *arguments: {"noise": {"noise_multiplier": -1.0}}
+    with pytest.raises(RuntimeError, match="rank 1 sent settings that cannot be read"):
         strange.setup(0, records(rank))
-    return json.dumps(sorted(kernel._owners.settings))
+    return json.dumps(sorted(kernel._owners._settings))
 
 
 def test_what_the_constructors_and_copies_refuse(owners, tmp_path):
     owners(2, in_folder, tmp_path, refusals)
     with pytest.raises(RuntimeError, match="init_process_group"):
         make("penalty", 1.0)
-
-
-def test_the_kernels_take_what_those_for_one_owner_take():
-    import inspect
-
-    for many, one in ((MultiOwnerPenalty, DPPenalty), (MultiOwnerHMC, DPHMC)):
-        theirs, ours = (inspect.signature(kind).parameters for kind in (one, many))
-        assert set(ours) - set(theirs) == {"owner", "process_group"} and set(theirs) - set(
-            ours
-        ) <= {"proposal"}
-        assert all(
-            ours[name].default == theirs[name].default
-            for name in set(ours) & set(theirs) - {"proposal_scale"}
-        )
 
 
 # -- the example -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from support.conjugate_chains import Gaussian
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, plan
-from torch_dpbayes.mcmc.reach import Iteration, squared_distance, tuned, worth_of_chains
+from torch_dpbayes.mcmc.reach import Iteration, squared_distance, tuned
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -203,50 +203,3 @@ def penalty_walks(log_density, theta, scale, noise, iterations):
         path.append(theta)
     sizes = effective_sample_size(torch.stack(path, 1), 0, 1)
     return float(sizes.min()) / (len(theta) * iterations)
-
-
-@pytest.mark.thorough
-def test_on_a_banana_chains_are_simulated():
-    """A Gaussian with its standard deviations is worth more than twice as many."""
-
-    def log_density(theta):
-        a, b = theta[:, 0], theta[:, 1]
-        return -(a**2 + b**2) / 2 - ((1 - a - b**2) / 0.28) ** 2 / 2
-
-    grid = torch.linspace(-5, 5, 801)
-    rows = torch.cartesian_prod(grid, grid)
-    draws = rows[torch.multinomial(log_density(rows).exp(), 4000, replacement=True)]
-    iterations, noise, scale = 2000, 1.0, 0.5
-    given = {"noise_multiplier": noise / 100, "log_ratio_slope": 100.0}
-    found = plan(DPPenalty, target_epsilon=1e9, target_delta=1e-5, **given)
-    found = found._replace(num_iterations=iterations)
-    expected = found.simulated_sample_size(log_density, draws, step_size=scale)
-    start = draws[torch.randint(len(draws), (64,))]
-    counted = iterations * penalty_walks(log_density, start, scale, noise, iterations)
-    assert expected / 2 < counted < 2 * expected
-    assert found.expected_sample_size(draws.std(0)) > 2 * expected
-
-
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("shaped", [False, True])
-def test_simulated_chains_on_a_gaussian_are_worth_what_the_first_autocorrelation_says(
-    steps, shaped
-):
-    stddev = torch.tensor([0.5, 1.0])
-    noise = Iteration(ratio_std=1.0, gradient_std=0.5, num_steps=steps, jitter=0.2)
-    best = tuned(noise, stddev, shaped)
-
-    def log_density(theta):
-        return -(theta / stddev).square().sum(1) / 2
-
-    draws = stddev * torch.randn(5000, 2)
-    shape = torch.diag(stddev) if shaped else torch.ones(2)
-    worth = worth_of_chains(noise, log_density, draws, best.scale, shape, 400)
-    assert best.worth / 1.6 < worth < 1.6 * best.worth
-
-
-def test_simulated_chains_start_at_rows():
-    found = plan(DPPenalty, num_iterations=10, log_ratio_slope=1.0, **TARGET)
-    with pytest.raises(ValueError, match="draws are rows"):
-        found.simulated_sample_size(lambda theta: theta.sum(1), torch.zeros(3))

@@ -9,11 +9,12 @@ for the next one.
 * ``kernel``: what all kernels share; ``proposals``: where a penalty kernel goes;
 * ``density``: record terms and gradients of a Pyro model, the only thing here that reads data
   besides ``exponential_family``;
-* ``chain_processes``: chains in processes of their own;
-* ``owners``, ``many_owners``, ``process_group``: records of one owner, or of several;
-* ``planning``, ``reach``: noise for a budget, and how far it carries; ``mixing``: whether it did.
+* ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
+* ``owners``, ``many_owners``, ``multi_owner``: records of one owner, or of several;
+* ``planning``, ``reach``: noise for a budget, and how far it carries.
 """
 
+from .chains import MCMC
 from .density import RecordDensity, clipped_ratio_sum
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
@@ -24,6 +25,7 @@ from .proposals import Proposal
 
 __all__ = [
     "DPHMC",
+    "MCMC",
     "DPPenalty",
     "ExponentialFamilyPenalty",
     "MultiOwnerHMC",

@@ -114,7 +114,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         prior = Prior(self.model)
-        self._moves.require_dimension(prior.dimension)
         if (
             kwargs
             or not args
@@ -147,6 +146,12 @@ class ExponentialFamilyPenalty(PrivateKernel):
         self._sum = statistics.clipped_sum(self._max_norm).to(at[0].device)
         self._count = self._num_data or len(args[0])
         return prior
+
+    def _require_shape(self, dimension: int) -> None:
+        self._moves.require_dimension(dimension)
+
+    def _reads(self, prior: Prior) -> Tensor:
+        return prior.read_by(lambda values: (self._natural(values), self._normalizer(values)))
 
     def _is_valid(self, theta: Tensor) -> bool:
         return self._evaluate(theta) is not None

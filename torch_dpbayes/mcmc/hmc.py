@@ -133,8 +133,14 @@ class DPHMC(PrivateKernel):
             data_plate=self._plate,
             count_is_public=self._accountant.neighboring == "replace_one",
         )
-        self._mass.require_dimension(self._density.prior.dimension)
         return self._density.prior
+
+    def _require_shape(self, dimension: int) -> None:
+        self._mass.require_dimension(dimension)
+
+    def _reads(self, prior: Prior) -> Tensor:
+        assert self._density is not None
+        return self._density.read
 
     def _is_valid(self, theta: Tensor) -> bool:
         assert self._density is not None
@@ -161,22 +167,24 @@ class DPHMC(PrivateKernel):
 
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         self._charge(*self._charges())
-        start = self._gradient if self._reuse else None
-        stay = theta, Outcome(False, math.nan)
+        total = self._gradient if self._reuse else None
+        stay, read = (theta, Outcome(False, math.nan)), self._read
         try:
-            if start is None:
-                start = self._gradient = self._noisy_gradient(theta)
+            if total is None:
+                total = self._gradient = self._noisy_sum(theta)
             step = self._scale * (1.0 + self._jitter * (2.0 * self._halton() - 1.0))
-            momentum = self._mass.momentum(self._gaussian(len(theta), public=True))
+            momentum = self._mass.momentum(self._gaussian(len(read), public=True))
             kinetic = self._mass.kinetic_energy(momentum)
-            moved, gradient = theta, start
+            moved, slope = theta, self._potential_gradient(total, theta)
             for _ in range(self._num_steps):
-                momentum = momentum - step / 2 * gradient
-                moved = moved + step * self._mass.velocity(momentum)
+                momentum = momentum - step / 2 * slope
+                moved = moved.clone()
+                moved[read] += step * self._mass.velocity(momentum)
                 if not moved.isfinite().all():
                     return stay
-                gradient = self._noisy_gradient(moved)
-                momentum = momentum - step / 2 * gradient
+                total = self._noisy_sum(moved)
+                slope = self._potential_gradient(total, moved)
+                momentum = momentum - step / 2 * slope
             assert self._density is not None
             if self._terms is None:
                 self._terms = self._density.log_likelihoods(theta)
@@ -186,30 +194,34 @@ class DPHMC(PrivateKernel):
         log_prior = self._log_prior_at(moved)
         if not math.isfinite(log_prior):
             return stay
-        bound = self._slope * float(torch.linalg.vector_norm((moved - theta).double()))
+        bound = self._slope * self._distance(theta, moved)
         rest = log_prior - self._log_prior + kinetic - self._mass.kinetic_energy(momentum)
         outcome = self._metropolis(
             clipped_ratio_sum(self._terms, terms, bound), rest, bound, self._ratio_multiplier
         )
         if not outcome.accepted:
             return theta, outcome
-        self._terms, self._log_prior, self._gradient = terms, log_prior, gradient
+        self._terms, self._log_prior, self._gradient = terms, log_prior, total
         return moved, outcome
 
-    def _noisy_gradient(self, theta: Tensor) -> Tensor:
-        """∇U with the data's part clipped and noised; the prior's is exact."""
-        assert self._prior is not None
-        total = self._owners.gradient_sum(partial(self._noisy_gradient_sum, theta), theta)
-        return -(total.to(theta.dtype) + self._prior.log_density_and_gradient(theta)[1])
+    def _noisy_sum(self, theta: Tensor) -> Tensor:
+        """The records' part of −∇U, clipped and noised, in the coordinates that records read."""
+        return self._owners.gradient_sum(partial(self._own_noisy_sum, theta), self._read)
 
-    def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
+    def _own_noisy_sum(self, theta: Tensor) -> Tensor:
         assert self._density is not None
-        total = self._density.clipped_gradient_sum(theta, self._max_norm)
+        total = self._density.clipped_gradient_sum(theta, self._max_norm)[self._read]
         return (
-            total + self._grad_multiplier * self._max_norm * self._gaussian(len(theta))
+            total + self._grad_multiplier * self._max_norm * self._gaussian(len(total))
             if self._grad_multiplier
             else total
         )
+
+    def _potential_gradient(self, total: Tensor, theta: Tensor) -> Tensor:
+        """∇U in the coordinates that records read; the prior's part is exact."""
+        assert self._prior is not None
+        prior = self._prior.log_density_and_gradient(theta)[1][self._read]
+        return -(total.to(theta.dtype) + prior)
 
     def _halton(self) -> float:
         """The radical inverse of the iteration's number in base 2, shifted modulo 1."""
@@ -280,8 +292,8 @@ class _Mass:
     def require_dimension(self, dimension: int) -> None:
         if self._matrix is not None and len(self._matrix) != dimension:
             raise ArgumentError(
-                f"mass_matrix is for {len(self._matrix)} coordinates, the model has {dimension}"
-                " unconstrained ones."
+                f"mass_matrix is for {len(self._matrix)} coordinates, records read {dimension}"
+                " unconstrained ones of the model."
             )
 
     def momentum(self, standard: Tensor) -> Tensor:

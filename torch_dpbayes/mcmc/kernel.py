@@ -9,16 +9,15 @@ with the noisy numbers is post-processing.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 import warnings
-import weakref
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
-from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -29,24 +28,32 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise
-from .chain_processes import (
-    Spool,
-    Start,
-    chain_number,
-    give_back_when_terminated,
-    is_next_chains_start,
-    runner_of,
-)
 from .density import Model, Prior, UnfitModel
-from .mixing import ReadAtTheEnd, mixing_of
+from .mixing import complaint_of, mixing_of
 from .owners import ChainStart, SoleOwner
-from .proposals import Moves
+from .proposals import Moves, free_move
 
 _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
 _SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
 # not pickled: it stems from the data without a charge, or belongs to this process
-_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior")
+_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_chain")
+_UNIFORMS = 64  # drawn at a time
+
+Draw = dict[str, Tensor]  # values by site
+Start = Draw | None  # where a chain starts; None: nobody said
+
+
+class ParallelChain(Protocol):
+    """What a kernel knows of the chain that it runs, if that has a process of its own."""
+
+    def begin(self, accountant: PrivacyAccountant) -> None:
+        """Called before anything is charged there."""
+        ...
+
+    def send(self, draw: Draw) -> None:
+        """Hand on a draw, which was charged."""
+        ...
 
 
 class Outcome(NamedTuple):
@@ -97,16 +104,13 @@ class PrivateKernel(MCMCKernel):
         self._transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob
-        self._starts: dict[int, Start] = {}
+        self._initial: Start = None
+        self._starts_given = 0  # since the last set-up
         self._saved: list[str] | None = None
-        self._chains: list[list[dict[str, Tensor]]] = []
+        self._chains: list[list[Draw]] = []
         self._epsilon = (-math.inf, 0.0, "")
-        self._arguments: tuple[weakref.ref[Tensor], ...] = ()
-        self._run_begin = 0
-        self._run_ended = False
-        self._judged = 0  # how many chains there were
-        self._is_streamed = False  # whether Pyro looks transforms up while a chain runs
-        self._spool = Spool() if accountant.path is not None else None
+        self._run_begin, self._is_run = 0, False
+        self._chain: ParallelChain | None = None
         self._log_scale = 0.0
         self._begin()
         self._forget()
@@ -121,6 +125,8 @@ class PrivateKernel(MCMCKernel):
         self._noise: GaussianNoise | None = None
         self._public: GaussianNoise | None = None
         self._theta: Tensor | None = None
+        # numbers of the coordinates of θ that records' terms depend on, and of the others
+        self._read = self._unread = torch.empty(0, dtype=torch.int64)
         self._log_prior, self._started = 0.0, False
 
     @property
@@ -139,6 +145,9 @@ class PrivateKernel(MCMCKernel):
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
 
+    def _require_shape(self, dimension: int) -> None:
+        """Refuse moves for another number of coordinates than records read."""
+
     @abstractmethod
     def _start(self, theta: Tensor) -> None:
         """A chain begins at ``theta``, or was put there."""
@@ -146,6 +155,10 @@ class PrivateKernel(MCMCKernel):
     @abstractmethod
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         """Charge one iteration, then make it: the next θ."""
+
+    def _reads(self, prior: Prior) -> Tensor:
+        """Whether records' terms depend on a coordinate of θ, ``[dimension]``."""
+        return torch.ones(prior.dimension, dtype=torch.bool)
 
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
@@ -160,8 +173,8 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def initial_params(self) -> Start:
-        """Where the chain starts, in unconstrained space: what the user gave, or else a draw
-        from the prior. Never chosen by the data.
+        """Where the chain starts, in unconstrained space: what the user gave, or else a draw from
+        the prior. Never chosen by the data.
         """
         if self._initial is not None or self._prior is None or self._theta is None:
             return self._initial
@@ -169,19 +182,7 @@ class PrivateKernel(MCMCKernel):
 
     @initial_params.setter
     def initial_params(self, params: Start) -> None:
-        # Of parallel chains Pyro sets all starts on this one object, before it copies it to the
-        # workers.
-        starts = self._starts if is_next_chains_start(params, self._last_start) else {}
-        self._starts = {**starts, len(starts): params}
-
-    @property
-    def _last_start(self) -> Start:
-        return next(reversed(self._starts.values()), None)
-
-    @property
-    def _initial(self) -> Start:
-        chain = chain_number()
-        return self._last_start if chain is None else self._starts.get(chain, self._last_start)
+        self._initial, self._starts_given = params, self._starts_given + 1
 
     @property
     def save_params(self) -> list[str]:
@@ -200,24 +201,8 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def transforms(self) -> dict[str, Any] | None:
-        """By site, from the support of its distribution to unconstrained space. Pyro looks sites
-        up in them when all chains of a run have ended: a warning then says if these have not mixed.
-        ``StreamingMCMC`` does so while a chain runs: it is warned as each chain ends.
-        """
-        if self._transforms is None:
-            return None
-        return ReadAtTheEnd(self._transforms, self._judge)
-
-    def _judge(self, run_ended: bool = True) -> None:
-        chains_ever = len(self._chains) + (self._spool.num_chains if self._spool else 0)
-        self._is_streamed |= self._started
-        if self._started or chains_ever == self._judged:
-            return
-        self._judged = chains_ever
-        self._run_ended |= run_ended
-        complaint = mixing_of(self._draws_of_last_run(), self._transforms).complaint()
-        if complaint is not None:
-            warnings.warn(complaint, stacklevel=3)  # in Pyro's run()
+        """By site, from the support of its distribution to unconstrained space."""
+        return self._transforms
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Called by Pyro at the start of every chain, and once more after parallel ones. Releases
@@ -227,13 +212,20 @@ class PrivateKernel(MCMCKernel):
             ValueError: the model or the data are not fit for record-wise clipping, see
                 :class:`RecordDensity`, or the start is not finite.
         """
+        if self._starts_given > 1:
+            raise StateError(
+                "initial_params was set more than once before a chain began: Pyro gives all"
+                " parallel chains the last start. Run them with torch_dpbayes.mcmc.MCMC."
+            )
+        self._starts_given = 0
         self._begin()
         self._forget()
-        self._note_run((*args, *kwargs.values()))
+        if not self._is_run:
+            self._run_begin = len(self._chains)
         self._warmup_steps = warmup_steps
         self._log_scale = 0.0
-        if self._spool is not None and chain_number() is not None:  # before what takes long
-            give_back_when_terminated(self._accountant)
+        if self._chain is not None:  # before what takes long
+            self._chain.begin(self._accountant)
         with torch.no_grad():
             self._theta = self._owners.agreed_start(partial(self._set_up, args, kwargs)).theta
 
@@ -244,7 +236,13 @@ class PrivateKernel(MCMCKernel):
                 f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
             )
         self._prior, self._transforms = prior, prior.transforms
-        self._check_transforms_of_runner(prior)
+        is_read = self._reads(prior)
+        if not is_read.any():  # then every latent is moved like one that is read
+            is_read = ~is_read
+        self._read, self._unread = (
+            places.nonzero()[:, 0].to(prior.device) for places in (is_read, ~is_read)
+        )
+        self._require_shape(len(self._read))
         self._noise, self._public = GaussianNoise(), GaussianNoise()
         settings = {
             "target_accept_prob": self._target,
@@ -252,23 +250,8 @@ class PrivateKernel(MCMCKernel):
             "save_params": self._saved,
             "initial_params given": self._initial is not None,
         }
-        theta = self._first_point(prior)
-        return ChainStart(prior, theta, self._initial is not None, self._can_start, settings)
-
-    def _check_transforms_of_runner(self, prior: Prior) -> None:
-        """``MCMC(transforms=...)`` maps the draws of a chain that does not know of it. What maps
-        them as the kernel would is replaced by the kernel's own.
-        """
-        runner = runner_of(self)
-        if runner is None or isinstance(runner.transforms, ReadAtTheEnd | None):
-            return  # there are none, or the kernel's of an earlier run
-        if strange := prior.mapped_otherwise_by(runner.transforms):
-            raise ArgumentError(
-                f"MCMC(transforms=...) would map the draws of {strange} by other transforms than"
-                " the kernel's, those of the sites' supports: leave it out. For another"
-                " space give the site a distribution there, and pyro.deterministic its value."
-            )
-        runner.transforms = self.transforms
+        is_given = self._initial is not None
+        return ChainStart(prior, self._first_point(prior), is_given, self._can_start, settings)
 
     def _first_point(self, prior: Prior) -> Tensor:
         if self._initial is not None:
@@ -310,8 +293,31 @@ class PrivateKernel(MCMCKernel):
             self._public = self._owners.public_numbers(self._public, self._iteration, 1)
             self._theta, outcome = self._iterate(theta)
             self._owners.end_iteration()
+            self._move_for_free()
             self._record(outcome)
             return self._prior.unflatten(self._theta.clone())
+
+    def _move_for_free(self) -> None:
+        """Move the latents that no record reads, given the others. The likelihood does not depend
+        on them, so their law given the others is the prior's: the move leaves the posterior as it
+        is, and costs nothing.
+        """
+        if not len(self._unread):
+            return
+        assert self._theta is not None and self._public is not None
+        self._public = self._owners.public_numbers(self._public, self._iteration, 2)
+        self._theta, self._log_prior = free_move(
+            self._log_prior_at, self._theta, self._log_prior, self._unread, self._uniforms()
+        )
+
+    def _uniforms(self) -> Iterator[float]:
+        """Public numbers in (0, 1)."""
+        assert self._public is not None
+        while True:
+            normal = self._public.standard_normal(
+                _UNIFORMS, dtype=torch.float64, device=torch.device("cpu")
+            )
+            yield from torch.special.ndtr(normal).tolist()
 
     def _can_start(self, theta: Tensor) -> bool:
         return math.isfinite(self._log_prior_at(theta)) and self._is_valid(theta)
@@ -345,27 +351,28 @@ class PrivateKernel(MCMCKernel):
         if self._iteration > self._warmup_steps:
             if math.isnan(outcome.log_ratio):
                 self._diverged.append(self._iteration - self._warmup_steps - 1)
-            if self._iteration == self._warmup_steps + 1:
-                self._chains.append([])
             values = self._prior.constrain(self._theta)
             draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
-            if self._spool is not None and multiprocessing.parent_process() is not None:
-                self._spool.write(draw)
-            else:
-                self._chains[-1].append(draw)
+            if self._chain is not None:
+                self._chain.send(draw)
+            if self._iteration == self._warmup_steps + 1:
+                self._chains.append([])
+            self._chains[-1].append(draw)
 
     def cleanup(self) -> None:
         """Called by Pyro at the end of a chain: lets go of the data and of the start, and
         returns to the ledger what was reserved and not used.
         """
         self._owners.end_chain(self._iteration)
+        is_first = self._started  # Pyro calls it twice
         self._forget()
-        self._starts = {}
-        if self._is_streamed:
-            self._is_streamed = False
-            self._judge(run_ended=False)
-        if self._spool is not None:
+        self._initial, self._starts_given = None, 0
+        if self._accountant.path is not None:
             self._accountant.close()
+        if is_first and not self._is_run:
+            complaint = complaint_of(mixing_of(self._draws_of_last_run(), self._transforms))
+            if complaint is not None:
+                warnings.warn(complaint, stacklevel=2)
 
     def logging(self) -> OrderedDict[str, str]:
         """For the progress bar: scale, rate of noisy acceptances, epsilon so far. Nothing exact."""
@@ -378,13 +385,11 @@ class PrivateKernel(MCMCKernel):
         )
 
     def diagnostics(self) -> dict[str, Any]:
-        """Of the chain that runs, or else of the last run: rate of noisy acceptances after warm-up
-        (of the last chain; of chains in processes of their own, the share of draws that moved), the
-        numbers of the draws before which a move left where the model can be evaluated, the noisy
-        log-likelihood ratios of all iterations, as charged, and whether the chains have mixed:
-        R-hat, effective sample size, and path over spread, which is about 6 for a walk that has not
-        and up to four times the effective sample size of one that has
-        (:mod:`torch_dpbayes.mcmc.mixing`).
+        """Of the chain that runs, or else of the last run of :class:`MCMC`, or the last chain of
+        Pyro's: rate of noisy acceptances after warm-up (of the last chain; of parallel ones, the
+        share of draws that moved), the numbers of the draws before which a move left where the
+        model can be evaluated, the noisy log-likelihood ratios of all iterations, as charged, split
+        R-hat and effective sample size.
         """
         chains = self._draws_of_last_run()
         return {
@@ -393,7 +398,7 @@ class PrivateKernel(MCMCKernel):
             ),
             "divergences": list(self._diverged),
             "noisy log ratios": list(self._log_ratios),
-            **mixing_of(chains, self._transforms).as_dict(),
+            **mixing_of(chains, self._transforms),
         }
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
@@ -401,8 +406,8 @@ class PrivateKernel(MCMCKernel):
         or Ctrl-C ended.
 
         ``MCMC.run`` forgets its draws when it is left by an exception; they are paid for, and can
-        be had here, parallel chains included. It does not call :meth:`cleanup` then: call it to let
-        go of the data.
+        be had here, those of parallel chains if :class:`MCMC` ran them. It does not call
+        :meth:`cleanup` then: call it to let go of the data.
 
         Args:
             group_by_chain: a list of dicts, one a chain, instead of one dict with all draws. Chains
@@ -411,56 +416,42 @@ class PrivateKernel(MCMCKernel):
         Returns:
             values by site, in the supports of the model's distributions, (number of draws, ...).
         """
-        grouped = [_stacked(chain) for chain in self._draws()]
+        grouped = [_stacked(chain) for chain in self._chains if chain]
         if group_by_chain or not grouped:
             return grouped if group_by_chain else {}
         return {name: torch.cat([chain[name] for chain in grouped]) for name in grouped[0]}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A kernel travels to spawned workers before setup; whatever stems from the data without a
-        # charge stays here.
-        state = dict(self.__dict__)
-        for name in (*_OF_THIS_PROCESS, *self._private_state()):
-            state[name] = None
-        if get_spawning_popen() is not None:
-            runner = runner_of(self)
-            if runner is not None and not isinstance(runner.transforms, ReadAtTheEnd | None):
-                raise ArgumentError(
-                    "MCMC(transforms=...) cannot be compared with the kernel's own transforms in"
-                    " spawned processes: leave it out."
-                )
-            return {**state, "_arguments": (), "_chains": []}
-        return {**state, "_arguments": (), "_chains": self._draws(), "_spool": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._spool is None and self._accountant.path is not None:
-            self._spool = Spool()  # of its own: that of the original ends with it
-
-    def _draws(self) -> list[list[dict[str, Tensor]]]:
-        return [chain for chain in self._chains if chain] + (
-            self._spool.read() if self._spool is not None else []
-        )
+        # what stems from the data without a charge, or belongs to this process, stays here
+        return {**self.__dict__, **dict.fromkeys((*_OF_THIS_PROCESS, *self._private_state()))}
 
     def _private_state(self) -> tuple[str, ...]:
         return ()
 
-    def _note_run(self, arguments: tuple[Any, ...]) -> None:
-        """Pyro passes the same tensors to all chains of a run, and new ones to the next run, but
-        for keyword arguments.
-        """
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        before = [reference() for reference in self._arguments]
-        if self._run_ended or not tensors or list(map(id, tensors)) != list(map(id, before)):
-            self._run_begin, self._run_ended = len(self._chains), False
-        self._arguments = tuple(map(weakref.ref, tensors))
+    @contextmanager
+    def in_run(self) -> Iterator[None]:
+        """For :class:`MCMC`: chains inside belong to one run."""
+        self._run_begin, self._is_run = len(self._chains), True
+        try:
+            yield
+        finally:
+            self._is_run = False
 
-    def _draws_of_last_run(self) -> list[dict[str, Tensor]]:
-        """Draws of its chains, or in a process that runs one of them, of that one."""
-        chains = [chain for chain in self._chains[self._run_begin :] if chain]
-        if not chains and self._spool is not None:
-            chains = self._spool.read_last_run()
-        return [_stacked(chain) for chain in chains]
+    def begin_chains(self, count: int) -> list[list[Draw]]:
+        """For :class:`MCMC`: lists that take the draws of parallel chains."""
+        begun: list[list[Draw]] = [[] for _ in range(count)]
+        self._chains += begun
+        return begun
+
+    def for_chain(self, chain: ParallelChain, start: Start) -> PrivateKernel:
+        """For :class:`MCMC`: a copy that runs one of several parallel chains."""
+        other = copy(self)
+        initial = self._initial if start is None else start
+        other.__dict__.update(_chain=chain, _chains=[], _initial=initial)
+        return other
+
+    def _draws_of_last_run(self) -> list[Draw]:
+        return [_stacked(chain) for chain in self._chains[self._run_begin :] if chain]
 
     def _spent(self) -> str:
         # Composing takes microseconds if all was Gaussian, and else up to seconds.
@@ -504,16 +495,21 @@ class PrivateKernel(MCMCKernel):
         return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
 
     def _propose(self, moves: Moves, theta: Tensor) -> tuple[Tensor, float]:
-        """θ' and log q(θ | θ') − log q(θ' | θ)."""
+        """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves the coordinates that records
+        read.
+        """
         assert self._prior is not None
         if moves.proposal is None:
-            return (
-                theta
-                + math.exp(self._log_scale) * moves.step(self._gaussian(len(theta), public=True)),
-                0.0,
-            )
+            step = moves.step(self._gaussian(len(self._read), public=True))
+            moved = theta.clone()
+            moved[self._read] += math.exp(self._log_scale) * step
+            return moved, 0.0
         params, ratio = moves.proposal.propose(self._prior.unflatten(theta.clone()))
         return self._prior.flatten(params), float(ratio)
+
+    def _distance(self, theta: Tensor, moved: Tensor) -> float:
+        """Between two θ, in the coordinates that records read."""
+        return float(torch.linalg.vector_norm((moved - theta)[self._read].double()))
 
     def _metropolis(
         self, log_ratio: float, rest: float, bound: float, multiplier: float

@@ -1,7 +1,8 @@
 """What several owners do together in a chain: agree on a start, pay, add up, and decide.
 
-Every owner is a rank of a process group. See :mod:`~torch_dpbayes.mcmc.multi_owner` for who sees
-what.
+Every owner is a rank of a process group. Between them travel the messages of ``distributed.py``: a
+few numbers that say where a rank is, then a sum. See :mod:`~torch_dpbayes.mcmc.multi_owner` for who
+sees what.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pyro
 import torch
 import torch.distributed as dist
@@ -22,17 +24,18 @@ from torch import Tensor
 from .. import __version__
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..errors import ArgumentError, OwnerError
+from ..distributed import CHAIN_END, ITERATION, SET_UP, Ranks
+from ..errors import ArgumentError, OwnerError, RankError
 from ..noise import GaussianNoise
 from .checks import can_hide
 from .density import InvalidPoint, Model, RecordDensity, without_value_checks
 from .density.arguments import filled_if_empty
 from .owners import ChainStart, SoleOwner
-from .process_group import CHARGED, Place, Ranks, SharedRandomness
 
 _COMPARED_ROWS = 5
 _LONGEST_RUN = 1000  # iterations, after which what is left of a budget is asked for again
 _DRAWS = 100
+_CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
 
 
 class ManyOwners(SoleOwner):
@@ -40,22 +43,16 @@ class ManyOwners(SoleOwner):
     owners, and everything else is the same for all of them.
 
     Args:
-        name: of this owner, for messages that all owners see.
         group: the process group. None: that of all processes.
         noise: this owner's noise multipliers by argument, that of the log ratio first.
         settings: the kernel's, which have to be the same for all owners.
 
     Attributes:
-        ranks: all owners' processes.
         total_multiplier: the noise multiplier of the log ratio of all owners together.
     """
 
     def __init__(
-        self,
-        name: str | None,
-        group: dist.ProcessGroup | None,
-        noise: dict[str, float],
-        settings: dict[str, Any],
+        self, group: dist.ProcessGroup | None, noise: dict[str, float], settings: dict[str, Any]
     ) -> None:
         for argument, value in noise.items():
             if not value:
@@ -63,22 +60,25 @@ class ManyOwners(SoleOwner):
                     f"{argument} must be positive: without noise of its own an owner sends the"
                     " exact sum over its records to the others."
                 )
-        if name is not None and (
-            not isinstance(name, str) or not 0 < len(name) <= 100 or not name.isprintable()
-        ):
-            raise ArgumentError(
-                "owner must be a name that the other owners may see, of at most 100 printable"
-                f" characters; got {name!r}."
+        if not dist.is_available() or not dist.is_initialized():
+            raise OwnerError(
+                "there is no process group: start one process for each owner (torchrun) and call"
+                ' torch.distributed.init_process_group("gloo", timeout=...) in each before the'
+                " kernel is made."
             )
-        self.ranks = Ranks(group)
-        self._name, self._noise, self.settings = name, noise, settings
-        self._seed, self._iteration, self._tested = 0, 0, False
+        world = dist.group.WORLD if group is None else group
+        assert world is not None
+        self._ranks: Ranks | None = Ranks(world, shares_errors=False)
+        self._pid = os.getpid()
+        self._noise, self._settings = noise, settings
+        self._together = self._tested = False
+        self._seed = self._messages = 0
         self._made: RecordDensity | None = None
         self._surely_paid = 0  # so many iterations more need not be priced before they are paid
         self.total_multiplier = math.nan
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}
+        return {**self.__dict__, "_made": None, "_ranks": None, "_together": False}
 
     # -- set-up ------------------------------------------------------------------------------------
 
@@ -95,30 +95,21 @@ class ManyOwners(SoleOwner):
         return self._made
 
     def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
-        """Compare what has to be the same, and agree on a seed, a start and a shape.
+        """Compare what has to be the same, and agree on a seed and a start.
 
         Raises:
             ValueError: this owner's model or data are not fit; nothing was released.
             OwnerError: the owners differ, or another could not set up or be reached.
         """
-        ranks = self._ranks_here()
-        problem: BaseException | None = None
-        try:
+        self._messages, self._surely_paid = 0, 0
+        with self._stopping_together(self._ranks_here()) as ranks:
+            self._together = True
             start = set_up()
             assert self._made is not None
-            facts, density, self._made = self.facts(start, self._made), self._made, None
-        except BaseException as error:
-            problem, facts = error, {"failed": True}
-        self._iteration, self._surely_paid, ranks.live = 0, 0, True
-        with self._telling_the_others():
-            everyone = self._read(ranks.texts(json.dumps({"owner": self._name, **facts})))
-            if failed := [rank for rank, theirs in enumerate(everyone) if "failed" in theirs]:
-                ranks.live = False
-                raise problem or OwnerError(
-                    f"{ranks.listed(failed)} could not set up, so all owners stop: see the reason"
-                    " in that process. Nothing was released."
-                )
-            self._compare_facts(everyone)
+            facts, density, self._made = self._facts(start, self._made), self._made, None
+            ranks.check_consistent(SET_UP, {}, compare=0)
+            everyone = self._read(ranks.texts(json.dumps(facts)))
+            _compare_facts(everyone)
             self._compare_densities(density)
             entropy = "".join(theirs["entropy"] for theirs in everyone)
             self._seed = int.from_bytes(hashlib.sha256(entropy.encode()).digest(), "little")
@@ -129,7 +120,7 @@ class ManyOwners(SoleOwner):
             with torch.no_grad():
                 return start._replace(theta=self._common_start(start))
 
-    def facts(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
+    def _facts(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
         """What is told to the other owners: no function of the records, nor of their number."""
         latents = start.prior.unflatten(start.theta)
         return {
@@ -138,69 +129,45 @@ class ManyOwners(SoleOwner):
                 "torch": torch.__version__,
                 "pyro": pyro.__version__,
             },
-            "settings": {**self.settings, **start.settings},
+            "settings": {**self._settings, **start.settings},
             "model": {
                 "latents": {name: list(value.shape) for name, value in latents.items()},
                 "data": density.described_data(),
+                "precision": str(start.prior.dtype),
             },
-            "precision": str(start.prior.dtype),
             "noise": self._noise,
             "entropy": os.urandom(32).hex(),
         }
 
-    def _read(self, texts: list[str]) -> list[dict[str, Any]]:
+    @staticmethod
+    def _read(texts: list[str]) -> list[dict[str, Any]]:
         everyone = []
         for rank, text in enumerate(texts):
             try:
                 facts = json.loads(text)
-                name = facts["owner"]
-                if "failed" not in facts and not all(
+                topics = ("versions", "settings", "model", "noise")
+                if not all(isinstance(facts[topic], dict) for topic in topics) or not all(
                     0 < float(value) < math.inf for value in facts["noise"].values()
                 ):
                     raise ValueError
-            except (ValueError, KeyError, TypeError, AttributeError):
+                str.encode(facts["entropy"])
+            except (ValueError, KeyError, TypeError):
                 raise OwnerError(
-                    f"owner {rank} sent settings that cannot be read: run the same version of this"
+                    f"rank {rank} sent settings that cannot be read: run the same version of this"
                     " library on all ranks."
                 ) from None
-            if name is not None:
-                self.ranks.names[rank] = f"owner {rank} ({name!r:.102})"
             everyone.append(facts)
         return everyone
 
-    def _compare_facts(self, everyone: list[dict[str, Any]]) -> None:
-        names, first = self.ranks.names, everyone[0]
-        differences = []
-        for topic in ("versions", "settings", "model", "precision", "noise"):
-            for rank, theirs in enumerate(everyone):
-                expected, found = (
-                    facts[topic] if isinstance(facts[topic], dict) else {topic: facts[topic]}
-                    for facts in (first, theirs)
-                )
-                for key in sorted({*expected, *found}):
-                    missing = key not in expected or key not in found
-                    if missing or (topic != "noise" and expected[key] != found[key]):
-                        differences.append(
-                            f"{key} is {expected.get(key)!r:.200} for {names[0]} and"
-                            f" {found.get(key)!r:.200} for {names[rank]}"
-                        )
-        if differences:
-            self.ranks.live = False
-            raise OwnerError(
-                f"the owners differ: {'; '.join(differences)}. Give all ranks the same model,"
-                " settings and versions; noise multipliers and accountants may differ. Nothing was"
-                " released."
-            )
-
     def _compare_densities(self, density: RecordDensity) -> None:
-        """Prior and likelihood at two points, on rows that the first owner made up."""
-        ranks, made_up = self.ranks, density.made_up
+        """Prior and likelihood at two points, on rows that the first rank made up."""
+        made_up = density.made_up
         with torch.no_grad(), without_value_checks():
-            theta = self._of_first(Place.SET_UP, made_up.theta).to(made_up.theta)
+            theta = self._of_first(made_up.theta)
             rows = made_up.rows(_COMPARED_ROWS)
             for k, row in enumerate(rows):
                 plain = torch.view_as_real(row) if row.is_complex() else row
-                shared = self._of_first(Place.SET_UP, plain).to(plain)
+                shared = self._of_first(plain)
                 rows[k] = torch.view_as_complex(shared) if row.is_complex() else shared
             values = []
             for point in (theta, theta.flip(0) * 0.7):
@@ -210,34 +177,27 @@ class ManyOwners(SoleOwner):
                 ]
             own = torch.cat(values)
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}.get(own.dtype, 3e-2)
-        if different := ranks.which(
-            not _nearly_equal(own, self._of_first(Place.SET_UP, own), tolerance)
-        ):
-            ranks.live = False
+        if different := self._which(not _nearly_equal(own, self._of_first(own), tolerance)):
             raise OwnerError(
-                f"the model of {ranks.listed(different)} has another density than that of"
-                f" {ranks.names[0]} on made-up records: give all ranks the same model. Nothing was"
-                " released."
+                f"the model of rank {different[0]} has another density than that of rank 0 on"
+                " made-up records: give all ranks the same model. Nothing was released."
             )
 
     def _common_start(self, start: ChainStart) -> Tensor:
-        ranks, theta = self.ranks, start.theta
+        theta = start.theta
         for _ in range(_DRAWS):
-            first = self._of_first(Place.SET_UP, theta).to(theta)
-            if start.is_given and (different := ranks.which(not torch.equal(first, theta))):
-                ranks.live = False
+            first = self._of_first(theta)
+            if start.is_given and (different := self._which(not torch.equal(first, theta))):
                 raise OwnerError(
-                    f"{ranks.listed(different)} got other initial_params than {ranks.names[0]}:"
-                    " give all owners the same ones, or none. Nothing was released."
+                    f"rank {different[0]} got other initial_params than rank 0: give all owners"
+                    " the same ones, or none. Nothing was released."
                 )
             theta = first
-            if not ranks.which(not start.is_possible(theta)):
+            if not self._which(not start.is_possible(theta)):
                 return theta
             if start.is_given:
                 break
-            if ranks.rank == 0:
-                theta = start.prior.sample()
-        ranks.live = False
+            theta = start.prior.sample()
         raise ArgumentError(
             "the owners found no start at which the model can be evaluated: pass initial_params= to"
             " MCMC, made without data.",
@@ -249,13 +209,14 @@ class ManyOwners(SoleOwner):
     @contextmanager
     def in_iteration(self, iteration: int) -> Iterator[None]:
         """Around everything that an iteration does: what ends it is told to the others."""
-        if not self._ranks_here().live:
+        ranks = self._ranks_here()
+        if not self._together:
             raise OwnerError(
                 "the owners are not in a run together: call pyro.infer.MCMC(kernel, ...).run(own"
                 " data) on all ranks."
             )
-        self._iteration, self._tested = iteration, False
-        with self._telling_the_others():
+        self._tested = False
+        with self._stopping_together(ranks):
             yield
 
     def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
@@ -273,20 +234,22 @@ class ManyOwners(SoleOwner):
         differ; once all can pay.
         """
         if not self._can_pay(charges(), accountant):
-            self.ranks.leave(Place.NO_BUDGET, self._iteration)
             raise PrivacyBudgetExceeded(
-                f"the budget of this owner does not allow for iteration {self._iteration + 1}:"
-                " start a run with a larger one. Nothing of it was charged or released; earlier"
-                " draws are in kernel.get_samples()."
+                "the budget of this owner does not allow for another iteration: start a run with a"
+                " larger one. Nothing of it was charged or released; earlier draws are in"
+                " kernel.get_samples()."
             )
-        position = [theta.detach().cpu().double(), torch.tensor([accepted], dtype=torch.float64)]
-        first = self._of_first(Place.ITERATE, torch.cat(position))
-        if first[-1] != accepted or not _nearly_equal(theta, first[:-1], 1e-4):
+        numbers = {"the number of messages": self._messages, "accept decisions": accepted}
+        assert self._ranks is not None
+        norm = float(torch.linalg.vector_norm(theta.double()))
+        self._ranks.check_consistent(ITERATION, numbers, compare=2, norm=norm)
+        first = self._of_first(theta)
+        if not _nearly_equal(theta, first, 1e-4):
             raise OwnerError(
-                f"this owner's chain is at another point than that of {self.ranks.names[0]}, after"
-                f" other accept decisions: start all owners again. {CHARGED}"
+                "this owner's chain is at another point than that of rank 0: start all owners"
+                f" again. {_CHARGED}"
             )
-        return first[:-1].to(theta)
+        return first
 
     def _can_pay(
         self, charges: list[tuple[events.DpEvent, int]], accountant: PrivacyAccountant
@@ -306,21 +269,21 @@ class ManyOwners(SoleOwner):
             return True
         return False
 
-    def gradient_sum(self, own: Callable[[], Tensor], theta: Tensor) -> Tensor:
+    def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
         """The sum of all owners' noisy gradients.
 
         Raises:
             InvalidPoint: one of them cannot evaluate the model at θ.
         """
-        total = torch.zeros(len(theta) + 1, dtype=torch.float64)
+        total = torch.zeros(len(read) + 1, dtype=torch.float64)
         try:
             total[:-1] = own().cpu()
         except InvalidPoint:  # for made-up records; the others have to hear of it
             total[-1] = 1.0
-        total = self.ranks.sum(Place.GRADIENT, self._iteration, total)
+        total = self._sum(total)
         if total[-1]:
             raise InvalidPoint
-        return total[:-1].to(theta.device)
+        return total[:-1].to(read.device)
 
     def can_hide_ratio(self, bound: float, multiplier: float) -> bool:
         """Whether this owner's noise, and that of all, hides what one record does."""
@@ -345,51 +308,114 @@ class ManyOwners(SoleOwner):
     def _tested_together(
         self, noisy: float, threshold: float, invalid: bool = False
     ) -> tuple[bool, float]:
-        """Accept where the noisy log ratio of all owners is above the first owner's
+        """Accept where the noisy log ratio of all owners is above the first rank's
         ``threshold``.
         """
-        self._tested, ranks = True, self.ranks
-        sent = torch.tensor(
-            [noisy, threshold if ranks.rank == 0 else 0.0, float(invalid)], dtype=torch.float64
-        )
-        noisy, first, invalids = ranks.sum(Place.RATIO, self._iteration, sent).tolist()
+        assert self._ranks is not None
+        self._tested = True
+        public = threshold if self._ranks.rank == 0 else 0.0
+        sent = torch.tensor([noisy, public, float(invalid)], dtype=torch.float64)
+        noisy, first, invalids = self._sum(sent).tolist()
         if invalids:
             return False, math.nan
         if not _nearly_equal(torch.tensor(threshold), torch.tensor(first), 1e-2):
             raise OwnerError(
-                f"the accept test of this owner differs from that of {ranks.names[0]}, as their"
-                f" priors or shared randomness do: give all the same versions. {CHARGED}"
+                "the accept test of this owner differs from that of rank 0, as their priors or"
+                f" shared randomness do: give all the same versions. {_CHARGED}"
             )
         return noisy > first, noisy
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def end_chain(self, iteration: int) -> None:
         """Tell the others, who may be waiting."""
-        self.ranks.leave(Place.ENDED, iteration)
+        if self._together and self._ranks is not None and self._pid == os.getpid():
+            self._together = False
+            with suppress(RankError):  # what the others say no longer matters here
+                self._ranks.check_consistent(CHAIN_END, {}, compare=0)
 
-    def _of_first(self, place: Place, values: Tensor) -> Tensor:
-        return self.ranks.of_first(place, self._iteration, values)
+    def _sum(self, values: Tensor) -> Tensor:
+        """Σ over the owners, (n,) in float64; once all are at the same message."""
+        assert self._ranks is not None
+        numbers = {"the number of messages": self._messages}
+        self._ranks.check_consistent(ITERATION, numbers, compare=1)
+        self._messages += 1
+        total = values.detach().reshape(-1).to("cpu", torch.float64, copy=True)
+        self._ranks.all_reduce(total)
+        return total
+
+    def _of_first(self, values: Tensor) -> Tensor:
+        """The first rank's ``values``, on all ranks."""
+        assert self._ranks is not None
+        own = values if self._ranks.rank == 0 else torch.zeros_like(values)
+        return self._sum(own).reshape(values.shape).to(values)
+
+    def _which(self, flag: bool) -> list[int]:
+        """The ranks whose ``flag`` is set, on all ranks."""
+        assert self._ranks is not None
+        rows = self._ranks.check_consistent(SET_UP, {"a flag": int(flag)}, compare=0)
+        return [rank for rank, row in enumerate(rows) if row[0]]
 
     def _ranks_here(self) -> Ranks:
-        if not self.ranks.is_here:
+        if self._ranks is None or self._pid != os.getpid():
             raise OwnerError(
                 "this kernel was copied into another process than its owner's, where parallel"
                 " chains cannot run: leave out num_chains=, and call run() more than once. Nothing"
                 " was released."
             )
-        return self.ranks
+        return self._ranks
 
     @contextmanager
-    def _telling_the_others(self) -> Iterator[None]:
+    def _stopping_together(self, ranks: Ranks) -> Iterator[Ranks]:
+        """An error inside ends the chain of all owners, who are not told its text."""
         try:
-            yield
-        except BaseException as error:
-            self._ranks_here().leave(
-                Place.NO_BUDGET if isinstance(error, PrivacyBudgetExceeded) else Place.FAILED,
-                self._iteration,
-            )
+            with ranks.reporting():
+                yield ranks
+        except RankError as error:
+            self._together = False
+            if ranks.is_broken:
+                raise OwnerError(
+                    "the other owners cannot be reached: start all of them again, with"
+                    f" initial_params= at the last draw. {_CHARGED}"
+                ) from error
+            raise OwnerError(f"{error} {_CHARGED}") from error
+        except BaseException:
+            self._together = False
             raise
+
+
+class SharedRandomness(GaussianNoise):
+    """Standard normal numbers that all ranks draw alike. They hide nothing."""
+
+    def __init__(self, *seed: int) -> None:
+        super().__init__()
+        self._random = np.random.default_rng(seed)
+
+    def standard_normal(
+        self, size: int, *, dtype: torch.dtype, device: torch.device, hides: Any = ()
+    ) -> Tensor:
+        return torch.from_numpy(self._random.standard_normal(size)).to(device, dtype)
+
+
+def _compare_facts(everyone: list[dict[str, Any]]) -> None:
+    differences = []
+    for topic in ("versions", "settings", "model", "noise"):
+        expected = everyone[0][topic]
+        for rank, theirs in enumerate(everyone):
+            found = theirs[topic]
+            for key in sorted({*expected, *found}):
+                missing = key not in expected or key not in found
+                if missing or (topic != "noise" and expected[key] != found[key]):
+                    differences.append(
+                        f"{key} is {expected.get(key)!r:.200} on rank 0 and"
+                        f" {found.get(key)!r:.200} on rank {rank}"
+                    )
+    if differences:
+        raise OwnerError(
+            f"the owners differ: {'; '.join(differences)}. Give all ranks the same model,"
+            " settings and versions; noise multipliers and accountants may differ. Nothing was"
+            " released."
+        )
 
 
 def _nearly_equal(own: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -56,7 +56,7 @@ class SoleOwner:
 
     def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
         """Where proposals, momenta and thresholds come from, which hide nothing; ``stage`` 0 as a
-        chain begins, 1 in the iteration.
+        chain begins, 1 in the iteration, 2 in the free move after it.
         """
         return own
 
@@ -70,8 +70,10 @@ class SoleOwner:
         """Where an iteration begins, once all can pay ``charges()`` for it."""
         return theta
 
-    def gradient_sum(self, own: Callable[[], Tensor], theta: Tensor) -> Tensor:
-        """The noisy sum of gradients over all owners' records; ``own()`` is this one's."""
+    def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
+        """The noisy sum of gradients over all owners' records; ``own()`` is this one's,
+        with an entry for each of ``read``.
+        """
         return own()
 
     def can_hide_ratio(self, bound: float, multiplier: float) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
@@ -105,8 +104,14 @@ class DPPenalty(PrivateKernel):
             gradients=False,
             count_is_public=self._accountant.neighboring == "replace_one",
         )
-        self._moves.require_dimension(self._density.prior.dimension)
         return self._density.prior
+
+    def _require_shape(self, dimension: int) -> None:
+        self._moves.require_dimension(dimension)
+
+    def _reads(self, prior: Prior) -> Tensor:
+        assert self._density is not None
+        return self._density.read
 
     def _is_valid(self, theta: Tensor) -> bool:
         assert self._density is not None
@@ -135,7 +140,7 @@ class DPPenalty(PrivateKernel):
             terms = self._density.log_likelihoods(moved)
         except InvalidPoint:
             return theta, Outcome(False, math.nan)
-        bound = self._slope * float(torch.linalg.vector_norm((moved - theta).double()))
+        bound = self._slope * self._distance(theta, moved)
         total = clipped_ratio_sum(self._terms, terms, bound)
         outcome = self._metropolis(
             total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier

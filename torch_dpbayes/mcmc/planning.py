@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..accounting import events
@@ -37,7 +36,6 @@ from .reach import (
     standard_deviations,
     tuned,
     warn_if_few,
-    worth_of_chains,
 )
 
 
@@ -87,13 +85,14 @@ class Plan(NamedTuple):
         self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
     ) -> float:
         """How many independent draws all iterations together are worth in the worst coordinate, at
-        the best step size, on a Gaussian posterior. Warm-up counts here as if it were kept. For
-        others see :meth:`simulated_sample_size`.
+        the best step size, on a Gaussian posterior. Warm-up counts here as if it were kept. On a
+        posterior that is bent this is an upper bound.
 
         Args:
-            posterior_stddev: standard deviations in unconstrained space, one a coordinate: a
-                tensor, tensors by site (``stddev`` of a noise-aware posterior or of a pilot run on
-                public data), or a number for one coordinate.
+            posterior_stddev: standard deviations in unconstrained space, one a coordinate that
+                records read, as the other latents move for free: a tensor, tensors by site
+                (``stddev`` of a noise-aware posterior or of a pilot run on public data), or a
+                number for one coordinate.
             shaped: whether the mass matrix or the random walk will have the posterior's shape.
 
         Raises:
@@ -103,46 +102,6 @@ class Plan(NamedTuple):
         **Privacy.** A function of public numbers: nothing is released or charged.
         """
         found = self.num_iterations * self._tuned(posterior_stddev, shaped).worth
-        warn_if_few(found)
-        return found
-
-    def simulated_sample_size(
-        self,
-        log_density: Callable[[Tensor], Tensor],
-        draws: Tensor,
-        *,
-        step_size: float | None = None,
-        shaped: bool = False,
-    ) -> float:
-        """The same on a posterior of any shape, whose density is known: that of made-up records,
-        or of a pilot on public data. A posterior that is bent is worth several times fewer samples
-        than :meth:`expected_sample_size` says of a Gaussian with its standard deviations. Chains of
-        the planned length are simulated, with the kernel's noise.
-
-        Args:
-            log_density: log p up to a constant, in unconstrained space, of rows ``(n, d)`` to
-                ``(n,)``.
-            draws: of that density, ``(draws, d)``. Chains start at them.
-            step_size: the scale of the moves. None: :meth:`step_size` of their standard deviations.
-            shaped: whether the mass matrix or the random walk will have their covariance.
-
-        Raises:
-            ValueError: ``draws`` are no rows, or ``plan`` was not told the clip bounds.
-
-        **Privacy.** A function of public numbers, if ``log_density`` and ``draws`` are: nothing is
-        released or charged.
-        """
-        if draws.dim() != 2 or len(draws) < 2:
-            raise ArgumentError("draws are rows (draws, d) of at least two draws of the density.")
-        stddev = draws.double().std(0)
-        if step_size is None:
-            step_size = self.step_size(stddev, shaped=shaped)
-        shape = torch.ones_like(stddev)
-        if shaped:
-            shape = torch.linalg.cholesky(torch.atleast_2d(draws.double().T.cov()))
-        found = self.num_iterations * worth_of_chains(
-            self._iteration, log_density, draws, step_size, shape, self.num_iterations
-        )
         warn_if_few(found)
         return found
 

@@ -1,8 +1,11 @@
-"""Where a penalty kernel goes from here: a random walk, or a proposal of the user's."""
+"""Where a kernel goes: the random walk or the user's proposal of a penalty kernel, and the free
+moves of the latents that no record reads.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -70,8 +73,8 @@ class Moves:
         """Refuse a scale for another number of coordinates."""
         if self._factor is not None and len(self._factor) != dimension:
             raise ArgumentError(
-                f"proposal_scale is for {len(self._factor)} coordinates, the model has {dimension}"
-                " unconstrained ones."
+                f"proposal_scale is for {len(self._factor)} coordinates, records read {dimension}"
+                " unconstrained ones of the model."
             )
 
     def charges(self) -> list[tuple[events.DpEvent, int]]:
@@ -103,3 +106,94 @@ def _factor(scale: Tensor) -> Tensor:
             " torch.linalg.cholesky(covariance)."
         )
     return scale.detach().clone()
+
+
+# -- latents that no record reads ------------------------------------------------------------------
+
+_DOUBLINGS = 30  # of a slice's first interval, at most
+_WIDTH = 1.0  # of that interval, in unconstrained space; any width is exact
+
+
+def free_move(
+    log_density: Callable[[Tensor], float],
+    theta: Tensor,
+    value: float,
+    unread: Tensor,
+    uniform: Iterator[float],
+) -> tuple[Tensor, float]:
+    r"""Move coordinates of θ one after another by slice sampling: each leaves its law given all
+    others as it is, so the move leaves p(unread | rest) ∝ exp(``log_density``) as it is.
+
+    An interval around the coordinate is doubled until both ends lie outside of the slice, then
+    shrunk towards the coordinate until a point inside is found from which the same interval could
+    have been reached. It needs no tuning.
+
+    Source: Neal (2003), "Slice sampling", Figures 4 to 6.
+
+    Args:
+        log_density: of θ, no function of the data.
+        theta: where the chain is.
+        value: log density there.
+        unread: numbers of the coordinates.
+        uniform: independent numbers in (0, 1).
+
+    Returns:
+        the next θ, and its log density.
+
+    **Privacy.** A function of θ and public randomness: nothing is released or charged.
+    """
+    for k in unread.tolist():
+        here = float(theta[k])
+
+        def at(x: float, k: int = k, theta: Tensor = theta) -> float:
+            moved = theta.clone()
+            moved[k] = x
+            return log_density(moved)
+
+        level = value + math.log(next(uniform))
+        low, high = _doubled(at, here, level, uniform)
+        left, right = low, high
+        while True:
+            there = left + next(uniform) * (right - left)
+            found = at(there)
+            if found > level and _could_come_back(at, here, there, level, low, high):
+                break
+            left, right = (there, right) if there < here else (left, there)
+            if not left < right:  # the slice is narrower than the spacing of numbers
+                there, found = here, value
+                break
+        theta = theta.clone()
+        theta[k], value = there, found
+    return theta, value
+
+
+def _doubled(
+    at: Callable[[float], float], here: float, level: float, uniform: Iterator[float]
+) -> tuple[float, float]:
+    low = here - _WIDTH * next(uniform)
+    high = low + _WIDTH
+    at_low, at_high = at(low), at(high)
+    for _ in range(_DOUBLINGS):
+        if at_low <= level and at_high <= level:
+            break
+        if next(uniform) < 0.5:
+            low -= high - low
+            at_low = at(low)
+        else:
+            high += high - low
+            at_high = at(high)
+    return low, high
+
+
+def _could_come_back(
+    at: Callable[[float], float], here: float, there: float, level: float, low: float, high: float
+) -> bool:
+    """Whether doubling from ``there`` could have led to the same interval."""
+    differ = False
+    while high - low > 1.1 * _WIDTH:
+        middle = (low + high) / 2
+        differ |= (here < middle) != (there < middle)
+        low, high = (low, middle) if there < middle else (middle, high)
+        if differ and at(low) <= level and at(high) <= level:
+            return False
+    return True

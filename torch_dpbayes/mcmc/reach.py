@@ -14,26 +14,24 @@ of unequal length and costs some of it: 1.298 at j = 0.2, .880 at j = 1.
 
 How many effective samples that is depends on the posterior. On a Gaussian with given standard
 deviations one iteration from stationarity is simulated for many step sizes, with the kernel's own
-noise; a coordinate's first autocorrelation ρ makes k iterations worth k(1−ρ)/(1+ρ) samples. On a
-posterior of another shape, whose density is known, whole chains are simulated. Derived in this
-project.
+noise; a coordinate's first autocorrelation ρ makes k iterations worth k(1−ρ)/(1+ρ) samples. Derived
+in this project.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
-from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
 from ..errors import ArgumentError
 
 FEW = 10  # effective samples, below which a kernel has not mixed
-_DRAWS, _SCALES, _CHAINS = 1024, 40, 32
+_DRAWS, _SCALES = 1024, 40
 _LONGEST, _SHORTEST = 2.5, 0.01  # scales that are tried, over the longest one that makes sense
 
 
@@ -69,13 +67,6 @@ class Iteration(NamedTuple):
         return self.ratio_std**2 + self.gradient_std**2 * (steps - 0.5) / steps**2
 
 
-class Target(NamedTuple):
-    """log p of rows, and its gradients."""
-
-    log_density: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor], Tensor]
-
-
 class Tuned(NamedTuple):
     """The scale of the moves, and the share of an independent sample that an iteration is worth."""
 
@@ -98,9 +89,6 @@ def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, len(stddev), generator=generator, dtype=torch.float64)
 
-    target = Target(
-        lambda theta: -(theta / stddev).square().sum(1) / 2, lambda theta: -theta / stddev**2
-    )
     start, momentum = stddev * normal(_DRAWS), normal(_DRAWS)
     kicks = normal(iteration.num_steps + 1, _DRAWS) if iteration.num_steps else start
     uniform = torch.rand(2, _DRAWS, generator=generator, dtype=torch.float64)
@@ -115,7 +103,7 @@ def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
     found = Tuned(longest, 0.0)
     for scale in (longest * _SHORTEST ** (torch.arange(_SCALES) / (_SCALES - 1))).tolist():
         lengths = (scale * (1 + iteration.jitter * (2 * uniform[0] - 1)))[:, None]
-        moved, log_ratio = _moved(iteration, start, momentum, kicks, lengths, target, shape)
+        moved, log_ratio = _moved(iteration, start, momentum, kicks, lengths, stddev, shape)
         std = iteration.ratio_std * torch.linalg.vector_norm(moved - start, dim=1)
         accepted = uniform[1].log() < log_ratio + std * test - std**2 / 2
         squared = torch.where(accepted[:, None], (moved - start) ** 2, 0.0).mean(0)
@@ -132,83 +120,27 @@ def _moved(
     momentum: Tensor,
     kicks: Tensor,
     lengths: Tensor,
-    target: Target,
+    stddev: Tensor,
     shape: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Where iterations end, and the exact log ratio of their test. ``shape`` are standard
-    deviations, or a triangular factor of a covariance.
-    """
-
-    def shaped(vector: Tensor) -> Tensor:
-        return shape * vector if shape.dim() == 1 else vector @ shape.T
-
-    def unshaped(vector: Tensor) -> Tensor:
-        return shape * vector if shape.dim() == 1 else vector @ shape
-
+    """Where iterations end on a Gaussian, and the exact log ratio of their test."""
     if not iteration.num_steps:
-        moved = start + lengths * shaped(momentum)
-        return moved, target.log_density(moved) - target.log_density(start)
+        moved = start + lengths * shape * momentum
+        return moved, ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
 
     def gradient(theta: Tensor, kick: Tensor) -> Tensor:
         # in coordinates in which the mass matrix is the identity
-        return unshaped(iteration.gradient_std * kick - target.gradient(theta))
+        return shape * (iteration.gradient_std * kick + theta / stddev**2)
 
     moved, p, slope = start, momentum, gradient(start, kicks[0])
     for kick in kicks[1:]:
         p = p - lengths / 2 * slope
-        moved = moved + lengths * shaped(p)
+        moved = moved + lengths * shape * p
         slope = gradient(moved, kick)
         p = p - lengths / 2 * slope
     kinetic = (momentum.square() - p.square()).sum(1) / 2
-    change = target.log_density(moved) - target.log_density(start)
+    change = ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
     return moved, (change + kinetic).nan_to_num(nan=-math.inf)
-
-
-def worth_of_chains(
-    iteration: Iteration,
-    log_density: Callable[[Tensor], Tensor],
-    draws: Tensor,
-    scale: float,
-    shape: Tensor,
-    length: int,
-) -> float:
-    """The share of an independent sample that an iteration is worth in the worst coordinate, from
-    chains of ``length`` iterations on any density.
-
-    Args:
-        iteration: the noise.
-        log_density: of rows ``(n, d)`` to ``(n,)``.
-        draws: of that density, ``(draws, d)``, where the chains start.
-        scale: of the moves.
-        shape: as in ``_moved``.
-        length: of a chain.
-    """
-
-    def gradient(theta: Tensor) -> Tensor:
-        with torch.enable_grad():
-            point = theta.detach().requires_grad_()
-            return torch.autograd.grad(log_density(point).sum(), point)[0]
-
-    draws, shape = draws.detach().double(), shape.double()
-    generator = torch.Generator().manual_seed(0)  # of public numbers: the same answer every time
-    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
-    theta = draws[torch.randint(len(draws), (_CHAINS,), generator=generator)]
-    size, path = theta.shape, []
-    for _ in range(length):
-        kicks = torch.randn(iteration.num_steps + 1, *size, **options)
-        uniform = torch.rand(2, len(theta), **options)
-        lengths = (scale * (1 + iteration.jitter * (2 * uniform[0] - 1)))[:, None]
-        momentum = torch.randn(size, **options)
-        moved, log_ratio = _moved(
-            iteration, theta, momentum, kicks, lengths, Target(log_density, gradient), shape
-        )
-        std = iteration.ratio_std * torch.linalg.vector_norm(moved - theta, dim=1)
-        noise = std * torch.randn(len(theta), **options)
-        accepted = uniform[1].log() < log_ratio.detach() + noise - std**2 / 2
-        theta = torch.where(accepted[:, None], moved.detach(), theta)
-        path.append(theta)
-    found = effective_sample_size(torch.stack(path, 1), 0, 1).nan_to_num(nan=0.0)
-    return float(found.min()) / (_CHAINS * length)
 
 
 def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:

@@ -103,4 +103,3 @@ def test_any_private_number_of_records_will_do(count):
     torch.testing.assert_close(density.log_likelihoods(theta), expected)
     found = density.clipped_gradient_sum(theta, 1e9)
     torch.testing.assert_close(found, 4 * (x - theta).sum(0))
-    assert density.clipped_outer_sum(theta, 1.0).shape == (3, 3)

@@ -16,19 +16,17 @@ Each file needs only those above it:
 * ``pyro_runs``: how the user's model is run; ``refusals``: what of Pyro's it may not use;
   ``recording``: functions as graphs of operations;
 * ``prior``: the latents as one vector θ, and its density; ``noncentred``: other coordinates for
-  those of hierarchical models; ``exchangeable``: which of them have the same prior;
+  those of hierarchical models;
 * ``arguments``: which arguments are data, and their rows;
 * ``structure``: from shapes, which sites belong to the records;
 * ``record_terms``: the terms of any rows, as Pyro computes them;
 * ``locality``: made-up rows, on which a model that mixes records is found out;
 * ``program``: terms and gradients, recorded on made-up rows; ``pieces``: gradients without
   their zeros;
-* ``zero_sums``, ``groups``: what all made-up rows have in common is so whatever the records are;
 * ``record_density``: the programs run on the data, clipped and summed; ``record_statistics``:
   likewise the statistics of an exponential family. Only these files and ``arguments`` touch data.
 """
 
-from .exchangeable import is_exchangeable
 from .noncentred import NonCentred, is_hierarchical
 from .prior import Prior
 from .pyro_runs import InvalidPoint, Model, UnfitModel, without_value_checks
@@ -44,7 +42,6 @@ __all__ = [
     "RecordStatistics",
     "UnfitModel",
     "clipped_ratio_sum",
-    "is_exchangeable",
     "is_hierarchical",
     "without_value_checks",
 ]

@@ -26,14 +26,13 @@ from .pyro_runs import (
     public_randomness,
     without_value_checks,
 )
-from .recording import recorded
+from .recording import parts_read, recorded
 from .refusals import branching_reparam
 
 # to torch their support is the whole line
 _ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
 _MASK = "_mask"  # of Pyro's masked distributions; there is no public name
 _DRAWS = 100
-_POINTS = 5  # at which transforms are compared
 
 
 class Prior:
@@ -47,7 +46,6 @@ class Prior:
 
     Attributes:
         transforms: by site, from the support of its distribution to unconstrained space.
-        scaled: names of latents whose prior ``poutine.scale`` raises to a power, in a run.
         dtype, device: those of θ.
 
     Raises:
@@ -81,12 +79,9 @@ class Prior:
                 " run."
             )
         samples = []
-        self.scaled: list[str] = []
         for name in sorted(latents):
             site = first.nodes[name]
             _require_proper(name, site)
-            if bool((torch.as_tensor(site["scale"]) != 1).any()):
-                self.scaled.append(name)
             self.transforms[name] = biject_to(site["fn"].support).inv
             value = self.transforms[name](site["value"].detach())
             other = biject_to(second.nodes[name]["fn"].support)
@@ -147,23 +142,19 @@ class Prior:
             name: self.transforms[name].inv(value) for name, value in self.unflatten(theta).items()
         }
 
-    def mapped_otherwise_by(self, transforms: Mapping[str, Any]) -> list[str]:
-        """Sites that other transforms, by site, take elsewhere in their supports. What they lack is
-        left as it is.
+    def read_by(self, function: Callable[[dict[str, Tensor]], Any]) -> Tensor:
+        """Whether a function of the values by site depends on a coordinate of θ, ``[dimension]``:
+        True for all of a site's, or False. All True where it cannot be recorded.
         """
-        found = []
-        with public_randomness():
-            points = [self.unflatten(torch.randn(self.dimension)) for _ in range(_POINTS)]
-        for name, own in self.transforms.items():
-            for point in points:
-                value = point[name].to(self.device, self.dtype)
-                expected, got = own.inv(value), value
-                if name in transforms:
-                    got = transforms[name].inv(value)
-                if got.shape != expected.shape or not torch.allclose(got, expected):
-                    found.append(name)
-                    break
-        return found
+        parts = [True] * len(self._sizes)
+        try:
+            with without_value_checks(), torch.no_grad():
+                theta = torch.zeros(self.dimension, dtype=self.dtype, device=self.device)
+                graph = recorded(lambda theta: function(self.constrain(theta)), theta)
+            parts = parts_read(graph, self._sizes)
+        except Exception:  # it computes with numbers
+            pass
+        return torch.tensor(parts).repeat_interleave(torch.tensor(self._sizes))
 
     # -- density -----------------------------------------------------------------------------------
 

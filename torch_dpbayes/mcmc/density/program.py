@@ -7,7 +7,6 @@ made-up rows overlooks still costs no privacy.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,11 +19,10 @@ from torch.overrides import TorchFunctionMode
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces
 from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
-from .recording import most_bytes, recorded
+from .recording import most_bytes, parts_read, recorded
 from .refusals import branching_reparam
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
-_SPLIT = torch.ops.aten.split_with_sizes.default
 _FEW_ROWS = 16  # on which a program's need of memory is measured
 
 
@@ -59,15 +57,7 @@ class Program:
 
     def parts_read(self, sizes: Sequence[int]) -> list[bool]:
         """Which of the parts of θ, of these sizes, the results depend on, or may depend on."""
-        theta = next(node for node in self._graph.graph.nodes if node.op == "placeholder")
-        found: set[Any] = set()
-        for node in theta.users:
-            if node.target is not _SPLIT or node.args != (theta, list(sizes)):
-                return [True] * len(sizes)
-            if any(user.target is not operator.getitem for user in node.users):
-                return [True] * len(sizes)
-            found |= {user.args[1] for user in node.users}
-        return [number in found for number in range(len(sizes))]
+        return parts_read(self._graph, sizes)
 
 
 class Gradients(Program):

@@ -11,28 +11,20 @@ import torch
 from torch import Tensor
 
 from .arguments import Arguments, Call
-from .groups import groups
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, norms_of
 from .program import Program, Recorder
 from .pyro_runs import (
-    FLAVOURS,
     InvalidPoint,
     Model,
-    nearly_equal,
-    public_randomness,
     without_value_checks,
 )
 from .refusals import WithoutParameters
 from .structure import find_structure
-from .zero_sums import zero_sums
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 _NUMBERS_IN_FLOAT64 = 2**17  # likewise
 _ROWS_IN_FLOAT64 = 2**13  # a sum of more loses digits, one number after the other
-# at which each point's terms are compared: with a single one, a changepoint had no made-up row
-# between any of the pairs in one model of 300
-_OTHER_PLACES = 3
 T = TypeVar("T")
 
 
@@ -56,8 +48,6 @@ class RecordDensity:
 
     Attributes:
         prior: θ's coordinates and log prior, a :class:`Prior`.
-        prior_factors: names of sites outside of the plate that the prior has besides what the
-            latents are drawn from, like ``pyro.factor``.
         observed: names of the observed sites.
 
     Raises:
@@ -95,7 +85,7 @@ class RecordDensity:
         if not count_is_public:
             self._arguments.take_data_of(seen)
         self.prior = self.made_up.prior
-        self.prior_factors, self.observed = structure.factors, structure.observed
+        self.observed = structure.observed
         self._dims = list(self._arguments.row_dims.values())
         self._left_out: Tensor | None = None
         together = self.num_records
@@ -116,116 +106,17 @@ class RecordDensity:
         return self._arguments.num_records
 
     @property
-    def sites(self) -> Tensor:
-        """The number of the site that each coordinate of θ belongs to, ``[dimension]``."""
-        sizes = torch.tensor(self._site_sizes)
-        return torch.arange(len(sizes)).repeat_interleave(sizes)
-
-    @property
     def read(self) -> Tensor:
         """Whether the records' terms depend on a coordinate of θ, ``[dimension]``: True for all of
         a site's, or False. Where False, gradients are exactly 0, whatever the records are: such a
         site is a parent of others alone.
         """
-        return torch.tensor(self._terms.parts_read(self._site_sizes))[self.sites]
-
-    @torch.no_grad()
-    def zero_sums(self) -> list[Tensor]:
-        """Latents whose gradients add up to 0 along a dimension, whatever the records are, as those
-        of classes under a softmax: see :func:`~torch_dpbayes.mcmc.density.zero_sums.zero_sums`. No
-        function of the data: it is seen on made-up rows, at draws of the prior and near 0.
-        """
-        return zero_sums(self.prior, self._gradients_of_made_up())
-
-    @torch.no_grad()
-    def groups(self) -> Tensor | None:
-        """Latents with an entry for each group, of which a record reads one: see
-        :func:`~torch_dpbayes.mcmc.density.groups.groups`. No function of the data.
-        """
-        return groups(self.prior, self._gradients_of_made_up())
-
-    @torch.no_grad()
-    def latents_without_slopes(self) -> list[str]:
-        """Latents that terms depend on though gradients are exactly 0, as of one that is rounded,
-        compared with data, or detached. No function of the data: seen on made-up rows, at the same
-        places.
-        """
-        points, is_known = list(self._made_up_points()), False
-        is_flat = torch.ones(self.prior.dimension, dtype=torch.bool)
-        for theta, rows in points:
-            gradients = self._gradients.of_few(theta, rows)
-            if gradients is not None:
-                is_known = True
-                is_flat &= (gradients == 0).all(0).cpu()
-        places = self.prior.unflatten(torch.arange(self.prior.dimension))
-        return [
-            name
-            for name, place in places.items()
-            if is_known and bool(is_flat[place].all()) and self._moves_terms(place, points)
-        ]
-
-    def _moves_terms(self, place: Tensor, points: list[tuple[Tensor, list[Tensor]]]) -> bool:
-        """Whether terms at the points change with the coordinates at ``place``."""
-        for shift in range(1, _OTHER_PLACES + 1):
-            others = points[shift:] + points[:shift]
-            for (theta, rows), (other, _) in zip(points, others, strict=True):
-                moved = theta.clone()
-                moved[place] = other[place]
-                before, after = (self._terms.of_few(t, rows) for t in (theta, moved))
-                if before is None or after is None:
-                    continue
-                finite = before.isfinite() & after.isfinite()
-                if not nearly_equal(after[finite], before[finite]):
-                    return True
-        return False
-
-    def _gradients_of_made_up(self) -> Iterator[Tensor]:
-        for theta, rows in self._made_up_points():
-            found = self._gradients.of_few(theta, rows)
-            if found is not None:
-                yield found
-
-    def _made_up_points(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """θ and made-up rows: draws of the prior, and near 0."""
-        prior = self.prior
-        on_cpu = prior.device.type == "cpu"  # elsewhere an index out of range ends the process
-        flavours = (None, *(f for f in FLAVOURS if on_cpu or f != "counts"))
-        with public_randomness():
-            near_zero = 0.3 * torch.randn(
-                len(flavours), prior.dimension, dtype=prior.dtype, device=prior.device
-            )
-            try:
-                drawn = prior.samples(len(flavours))
-            except ValueError:  # hardly any draw has a density
-                drawn = near_zero
-        for flavour, *thetas in zip(flavours, drawn, near_zero, strict=True):
-            for theta in thetas:
-                rows = self._few_rows
-                if flavour is not None:
-                    with public_randomness():
-                        rows = self._arguments.made_up_rows(self._terms.few_rows, flavour)
-                yield theta, rows
-
-    @property
-    def _site_sizes(self) -> list[int]:
-        return [value.numel() for value in self.prior.unflatten(self.made_up.theta).values()]
+        sizes = [value.numel() for value in self.prior.unflatten(self.made_up.theta).values()]
+        return torch.tensor(self._terms.parts_read(sizes)).repeat_interleave(torch.tensor(sizes))
 
     def made_up_call(self) -> Call:
         """The model's arguments with made-up rows in place of the data."""
         return self._arguments.with_rows(self.made_up.few())
-
-    @property
-    def row_dims(self) -> dict[int, int]:
-        """By number of a data argument the dimension of its records."""
-        return self._arguments.row_dims
-
-    def call(self, rows: Sequence[Tensor]) -> Call:
-        """The model's arguments with these rows in place of the data."""
-        return self._arguments.with_rows(rows)
-
-    def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
-        """Rows of the shapes and types of the data's that take no value from them."""
-        return self._arguments.made_up_rows(count, flavour)
 
     def rows(self) -> list[Tensor]:
         """The data arguments. Private data."""
@@ -316,60 +207,6 @@ class RecordDensity:
             for piece in block:
                 result[piece.columns] += piece.weighted_sum(factors)
         return result
-
-    @torch.no_grad()
-    def clipped_outer_sum(self, theta: Tensor, max_norm: float) -> Tensor:
-        r"""Σ_i c_i c_iᵀ of the clipped gradients c_i of :meth:`clipped_gradient_sum`, (dimension,
-        dimension) in float64. Private data.
-
-        In Frobenius norm it moves by at most C² when a record is added or removed, and by at most
-        √2·C² when one is replaced, where C is ``max_norm``.
-
-        Raises:
-            InvalidPoint: the model cannot be evaluated at θ.
-        """
-        size = self.prior.dimension
-        result = torch.zeros(size, size, dtype=torch.float64, device=self.prior.device)
-        for block, factors in self._clipped_blocks(theta, max_norm):
-            clipped = factors[:, None] * dense(block, size)
-            result += clipped.T @ clipped
-        return result
-
-    @torch.no_grad()
-    def clipped_square_sum(
-        self,
-        theta: Tensor,
-        max_norm: float,
-        turned: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        r"""Σ_i c_i∘c_i, squares entry by entry of the clipped gradients of
-        :meth:`clipped_gradient_sum`, (dimension,) in float64; with ``turned``, of what that
-        orthogonal map of rows makes of them. Private data.
-
-        It moves by at most C² when a record is added or removed, C being ``max_norm``: with entries
-        e_j of c, ‖c∘c‖² = Σ e_j⁴ ≤ (Σ e_j²)² ≤ C⁴. When one is replaced it moves by at most √2·C²:
-        no entry of c∘c is negative, so ‖a∘a − b∘b‖² ≤ ‖a∘a‖² + ‖b∘b‖².
-
-        Raises:
-            InvalidPoint: the model cannot be evaluated at θ.
-        """
-        size = self.prior.dimension
-        result = torch.zeros(size, dtype=torch.float64, device=self.prior.device)
-        for block, factors in self._clipped_blocks(theta, max_norm):
-            clipped = factors[:, None] * dense(block, size)
-            result += (clipped if turned is None else turned(clipped)).square().sum(0)
-        return result
-
-    @torch.no_grad()
-    def clipped_count(self, theta: Tensor, max_norm: float) -> int:
-        """How many records have gradients longer than ``max_norm``, or cut out. Private data.
-
-        It moves by at most 1 when a record is added, removed or replaced.
-
-        Raises:
-            InvalidPoint: the model cannot be evaluated at θ.
-        """
-        return sum(int((~(norms <= max_norm)).sum()) for _, norms in self._blocks(theta))
 
     def _clipped_blocks(
         self, theta: Tensor, max_norm: float

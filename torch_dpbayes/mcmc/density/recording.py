@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,22 @@ def _writes(node: Node) -> bool:
 def _layout(node: Node) -> tuple[Any, ...]:
     value: Tensor = node.meta["val"]
     return value.shape, value.stride(), value.storage_offset(), value.dtype
+
+
+def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:
+    """Which of the parts of the first input, of these sizes, the results depend on, or may."""
+    theta = next(node for node in graph.graph.nodes if node.op == "placeholder")
+    found: set[Any] = set()
+    for node in theta.users:
+        if node.target is not torch.ops.aten.split_with_sizes.default or node.args != (
+            theta,
+            list(sizes),
+        ):
+            return [True] * len(sizes)
+        if any(user.target is not operator.getitem for user in node.users):
+            return [True] * len(sizes)
+        found |= {user.args[1] for user in node.users}
+    return [number in found for number in range(len(sizes))]
 
 
 def most_bytes(graph: GraphModule, *inputs: Tensor) -> int:
