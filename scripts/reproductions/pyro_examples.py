@@ -37,7 +37,6 @@ from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc.density import RecordDensity
 
 DELTA, EPSILON = 1e-6, 8.0
 NUTS_WARMUP, NUTS_DRAWS, HMC_DRAWS, STEPS = 150, 500, 400, 3

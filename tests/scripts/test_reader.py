@@ -8,6 +8,8 @@ import subprocess
 import sys
 from functools import partial
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
