@@ -84,7 +84,7 @@ def batches(who, number, stream):
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "num_data, rate",
-    [(4, 0.3), (5, 0.1), (1, 0.11), (3, 0.5), (7, 0.124), (2, 1e-2), (5, 0.45)],
+    [(4, 0.3), (5, 0.1), (1, 0.11), (3, 0.5), (7, 0.124), (5, 0.45)],
 )
 @pytest.mark.parametrize("kind", [SparseSubset, DenseSubset])
 def test_every_set_of_records_has_its_probability_in_draws_in_a_row(kind, num_data, rate):
@@ -129,23 +129,6 @@ def test_as_direct_bernoulli_draws_of_many_records():
     ]
     for table in tables:
         assert stats.chi2_contingency(table).pvalue > FALSE_ALARM / 2
-
-
-@pytest.mark.chance(FALSE_ALARM)
-def test_the_number_of_runs_is_that_of_independent_records():
-    """Of members and others in turn, over the ends of batches too."""
-    num_data, rate, number = 500, 0.1, 400
-    member = torch.zeros(number, num_data, dtype=torch.bool)
-    for row, batch in zip(
-        member, batches(SparseSubset(num_data, rate), number, generator()), strict=True
-    ):
-        row[list(batch)] = True
-    chain = member.reshape(-1)
-    changes = int((chain[1:] != chain[:-1]).sum())
-    n, p = len(chain) - 1, 2 * rate * (1 - rate)
-    # neighbouring changes share a record: p² more of one follow each other than of independent ones
-    variance = n * p * (1 - p) + 2 * (n - 1) * (rate * (1 - rate) - p**2)
-    assert stats.norm.sf(abs(changes - n * p) / math.sqrt(variance)) > FALSE_ALARM / 2
 
 
 @pytest.mark.chance(FALSE_ALARM)
