@@ -319,7 +319,7 @@ def run_adult(
         post = noise_aware.posterior(
             model, data.x, data.y, accountant=accountant(epsilon), num_data=data.size
         )
-        draws = post.sample(DRAWS)["weights"]
+        draws = post.sample(DRAWS)["weights"].double()
     return judged_adult(data, known, draws, time.process_time() - start)
 
 

@@ -91,6 +91,30 @@ def test_a_hierarchical_prior_is_sampled():
     assert own == pytest.approx(deviation, rel=0.25)
 
 
+def test_short_chains_end_in_the_posterior():
+    """In 40 dimensions from two Gaussians that are 1.3 times too wide and half a deviation off."""
+
+    def model():
+        pyro.sample("w", dist.Normal(torch.zeros(40, dtype=torch.float64), ONE).to_event(1))
+
+    latents = Latents(Prior(model), torch.arange(40))
+    y, std = torch.linspace(-1, 1, 40, dtype=torch.float64), 0.5
+    likelihood = OneObservation(latents, y, std)
+    precision = 1 + std**-2
+    mean = y / std**2 / precision
+    apart = 0.5 / math.sqrt(precision)
+    likelihood.modes = torch.stack([mean + apart, mean - apart])
+    eye = torch.eye(40, dtype=torch.float64)
+    likelihood.precisions = (precision / 1.3**2 * eye).expand(2, 40, 40)
+    found = drawing.draw_posterior(latents, likelihood, 2000)
+    assert found.method == "short chains"
+    own = found.weights @ found.theta
+    white = (found.theta - mean) * math.sqrt(precision)
+    # worth 100 draws at least in each of 40 dimensions: 5 standard deviations are .08 and .11
+    assert float((own - mean).mean()) * math.sqrt(precision) == pytest.approx(0.0, abs=0.08)
+    assert float(white.square().mean()) == pytest.approx(1.0, abs=0.11)
+
+
 def test_bernoulli_posterior_is_that_of_all_counts():
     n, epsilon = 60, 1.0
     x = (torch.rand(n) < 0.2).double()

@@ -112,7 +112,7 @@ def test_hidden_directions_get_less_than_the_noise_adds():
 
 
 def test_noise_of_covariates_widens_a_posterior(monkeypatch):
-    """Noise hides the small directions of features; the mean law alone would tell too much."""
+    """Noise hides small directions of the features: the mean law alone tells too much of them."""
     stddev = []
     for patched in (False, True):
         torch.manual_seed(1)

@@ -37,7 +37,7 @@ def test_draws_and_posteriors_of_arrays_and_frames():
             warnings.simplefilter("ignore")  # the budget is small for forty records
             post = dpb.noise_aware.posterior(MODEL, features, targets, epsilon=0.1, delta=1e-5)
         assert post.mean["weights"].shape == (2,)
-        predicted = post.predict(MODEL, features, num_samples=20)
+        predicted = post.predict(MODEL, MODEL.prepare((features, targets))[0], num_samples=20)
         assert predicted.shape == (40,) and bool(((predicted >= 0) & (predicted <= 1)).all())
 
 

@@ -4,8 +4,8 @@ Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i`
 x_i^\top` are released with noise. Simulated rows are Gaussian with these moments and shortened as
 the real ones are; the Gaussian is stretched until the *shortened* rows have the released moments.
 Covariance matrices are drawn from their posterior given the release (:mod:`.noisy_gram`); records
-are simulated with their mean, and what they differ in enters the covariance of later releases.
-Categories have a noisy histogram each.
+are simulated with their mean, and posteriors under each of them are averaged. Categories have a
+noisy histogram each.
 
 **Privacy.** With norms in units of R: Σx moves by at most 1 when a record is added or removed, and
 by 2 when one is replaced; Σxxᵀ by 1 or √2 in Frobenius norm (the inner product of two positive

@@ -31,7 +31,7 @@ from .likelihood import Likelihood
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
 # squared coefficient of variation of weights: k̂ is of a tail that has no weight then
 _HARMLESS_SPREAD = 0.05
-_CHAINS, _SWEEPS = 128, 15  # short ones; steps of each that are kept, after as many that are not
+_CHAINS, _SWEEPS = 64, 60  # short ones; steps of each that are kept, after as many that are not
 # β at first, and the acceptance that it is adapted to, the best one of random walks (Roberts,
 # Gelman and Gilks 1997)
 _FIRST_STEP, _ACCEPTANCE = 0.5, 0.234

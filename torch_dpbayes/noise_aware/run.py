@@ -28,8 +28,8 @@ from .likelihood import Release, Simulator, find_mode, moments, posterior_precis
 from .records import ModelRecords, PrivateRecords, clipped
 
 _QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
-# by which the mean posterior variance may exceed its least value for a larger clip bound: clipped
-# scores of a model that is not quite right are zero elsewhere
+# a price of a twentieth of the width, 1.05² in variance, for a larger clip bound: clipped scores of
+# a model that is not quite right are zero elsewhere
 _SPARED = 0.10
 _FIRST_STEPS, _MORE_STEPS = 30, 12  # of Gauss-Newton after a release
 _CPU = torch.device("cpu")

@@ -29,6 +29,7 @@ from .result import NoiseAwarePosterior
 
 _LABEL = "noise_aware.sufficient_statistics"
 _DRAWS = 2000
+_NUMBERS = 10_000_000  # of covariances in memory at a time
 _NEWTON_STEPS, _LEAST_STEP = 50, 1e-6  # and posterior deviations
 
 
@@ -182,6 +183,10 @@ class _ClosedForm(Likelihood):
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Of every row, ``[m]``; differentiable."""
+        rows = max(_NUMBERS // self._size**2, 1)
+        return torch.cat([self._values(some) for some in theta.split(rows)])
+
+    def _values(self, theta: Tensor) -> Tensor:
         means, covariances = vmap(self._moments)(theta)
         eye = torch.eye(self._size, dtype=torch.float64)
         factors, failed = torch.linalg.cholesky_ex(
