@@ -33,7 +33,7 @@ from .dominating_pairs import (
     merge,
 )
 from .events import SMALLEST_DELTA
-from .fft_composition import Composition, can_be_parted, compose, epsilon_in_parts
+from .fft_composition import Composition, compose
 from .gdp import (
     advantage_sum,
     bounded_range_delta,
@@ -52,14 +52,15 @@ from .privacy_loss import (
     least_epsilon,
     with_failures,
 )
+from .rare_losses import can_be_cut, epsilon_by_cut
 from .tilted_window import ACCURACY
 
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
 _ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
-_MOST_PARTED = 512  # different releases that are composed in two parts
+_MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
-# shares of delta, and of epsilon, from which on a composition in parts is tighter
+# shares of delta, and of epsilon, from which on cut losses are tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
@@ -186,12 +187,16 @@ def _worse(
     epsilon: float | None = None,
 ) -> float:
     """The answer in the worse direction, which a rough bound on the other one often shows."""
-    worst, interval = math.nan, None
+    worst, interval, is_cut = math.nan, None, False
     for reverse in directions(levels):
         if not math.isnan(worst):
             most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
             if most * (1 + 1e-12) <= (worst if epsilon is None else epsilon):
                 continue
+            if is_cut and delta is not None:
+                with suppress(OverflowError):
+                    if epsilon_by_cut(levels, delta, worst, reverse=True) < worst:
+                        continue
             # on finer and finer grids, each of which may show it
             tried = [None] if interval is None else [4 * interval, interval / 2, interval / 16]
             rough = (
@@ -208,16 +213,15 @@ def _worse(
             )
             if any(ask(composition) <= worst for composition in rough):
                 continue
-        parts = delta is not None and len(levels) <= _MOST_PARTED and can_be_parted(levels)
-        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=parts)
+        cuts = delta is not None and len(levels) <= _MOST_CUT and can_be_cut(levels)
+        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=cuts)
         interval = None if delta is None else fine.interval
-        found = ask(fine)
-        is_parted = False
-        if delta is not None and parts and _lacks_digits(fine, found):
+        found, is_cut = ask(fine), False
+        if delta is not None and cuts and _lacks_digits(fine, found):
             with suppress(OverflowError):  # losses too far apart: it stays loose
-                found = epsilon_in_parts(levels, delta, reverse, found)
-                is_parted, interval = True, None
-        if fine.interval > fine.window.wanted_interval and parts and not is_parted:
+                found, is_cut = epsilon_by_cut(levels, delta, found, reverse), True
+                interval = None
+        if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             (fine,) = compose(levels, delta=delta, reverse=reverse)
             interval, found = fine.interval, min(found, ask(fine))
         if math.isnan(found):

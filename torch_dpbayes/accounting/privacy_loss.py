@@ -199,15 +199,33 @@ def _(pair: Gaussian, tail: float, interval: float | None = None) -> Nodes:
 
 @loss_nodes.register
 def _(pair: Sampled, tail: float, interval: float | None = None) -> Nodes:
+    return sampled_nodes(pair, tail, interval)
+
+
+def sampled_nodes(
+    pair: Sampled,
+    tail: float,
+    interval: float | Array | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> Nodes:
+    """:func:`loss_nodes` of the losses from ``least`` to ``most`` only; ``interval``: also the
+    losses that no piece crosses.
+    """
     width = -float(special.ndtri(tail))
     q, z = pair.rate, pair.noise
-    ends = (0.5 if pair.kind == "symmetric" else -z * width), 1 + z * width
-    edges = np.linspace(*ends, 2 + int((ends[1] - ends[0]) / (0.1 * z * min(1.0, 2 * z))))
+    start, stop = (0.5 if pair.kind == "symmetric" else -z * width), 1 + z * width
+    if least > -math.inf:
+        start = max(start, float(sampled_point(pair, np.array([least]))[0]))
+    if most < math.inf:
+        stop = min(stop, float(sampled_point(pair, np.array([most]))[0]))
+    start = min(start, stop)
+    edges = np.linspace(start, stop, 2 + int((stop - start) / (0.1 * z * min(1.0, 2 * z))))
     if interval is not None:
-        low, high = _sampled_loss(pair, np.array(ends)).tolist()
-        grid = _grid(low, high, interval)
+        low, high = _sampled_loss(pair, np.array([start, stop])).tolist()
+        grid = _grid(low, high, interval) if isinstance(interval, float) else interval
         grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip(sampled_point(pair, grid), *ends))
+        edges = np.union1d(edges, np.clip(sampled_point(pair, grid), start, stop))
     x, weight = pieces(edges, _degree(width))
     log_ratio = log_mixture(x, q, z)
     mass = weight * np.exp(log_ratio - x**2 / (2 * z**2)) / (z * math.sqrt(2 * math.pi))

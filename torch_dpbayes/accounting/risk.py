@@ -300,7 +300,7 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
         for delta in (SMALLEST, *reversed(_DELTAS))
     )
     at = points(next(filter(math.isfinite, ends), _LARGEST_LOSS))
-    return Profile(at, np.min([composition.upper_deltas(at) for composition in found], axis=0))
+    return Profile(at, np.min([composition.profile()(at) for composition in found], axis=0))
 
 
 def _interval_for_advantage(composition: Composition) -> float:
