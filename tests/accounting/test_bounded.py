@@ -12,7 +12,7 @@ from support.examples import examples
 from torch_dpbayes import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.accounting import bounds
 from torch_dpbayes.accounting.dominating_pairs import Pure
-from torch_dpbayes.accounting.events import ComposedDpEvent, FailureDpEvent, PureDpEvent
+from torch_dpbayes.accounting.events import PureDpEvent
 
 DELTA = 1e-5
 METHODS = ("pld", "rdp")
@@ -80,12 +80,3 @@ def test_basic_composition_fits_whatever_floats_add_up_to(method, epsilons, budg
         accountant.compose(PureDpEvent(epsilon))
     assert accountant.get_epsilon() <= budget
     assert accountant.get_delta(budget) == 0.0
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_epsilon_delta_release_fits_its_own_pair_of_numbers(method):
-    release = ComposedDpEvent([PureDpEvent(0.7), FailureDpEvent(DELTA)])
-    accountant = PrivacyAccountant(0.7, DELTA, method=method).compose(release)
-    assert accountant.get_epsilon() == 0.7
-    assert accountant.get_delta(0.7) == DELTA
-    assert PrivacyAccountant(2.1, 3 * DELTA, method=method).remaining(release) >= 3

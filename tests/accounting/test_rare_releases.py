@@ -22,7 +22,6 @@ from torch_dpbayes.accounting.dominating_pairs import (
     dominating_pair,
 )
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent
-from torch_dpbayes.accounting.fft_composition import compose
 from torch_dpbayes.accounting.gdp import advantage_sum, sampled_delta, sampled_epsilon
 
 mpmath.mp.dps = 50
@@ -114,18 +113,6 @@ def test_a_bounded_range_in_closed_form(neighboring, power, share, log_delta):
     assert exact(found) <= delta
     least = found - 4e-12 * pair.epsilon
     assert least <= 0 or exact(least) >= delta
-
-
-@given(b=st.floats(0.02, 8.0), log_delta=st.floats(-9.0, -1.5))
-@examples(20)
-def test_a_bounded_range_lies_between_the_bounds_of_its_composition(b, log_delta):
-    pair, delta = BoundedRange(b), 10**log_delta
-    found = bounds.upper_epsilon({pair: 1}, delta)
-    (composed,) = compose({pair: 1}, delta=delta, reverse=False)
-    (rounded,) = compose({pair: 1}, delta=delta, reverse=False, mixed=False)
-    upper = composed.upper_epsilon(delta)
-    assert rounded.lower_epsilon(delta) <= found <= upper * (1 + 1e-11)
-    assert upper - found <= 2 * composed.interval
 
 
 def test_what_no_attack_sees_at_delta_costs_nothing():
