@@ -54,11 +54,13 @@ def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, 
     truth = optimal_delta(epsilons, epsilon)
     bound = bounds.upper_delta(counted(epsilons), epsilon)
     # at the sum of all decimals delta is 0, where their sum in floats leaves truth at 1e-17
-    assert truth * (1 - 1e-12) - 1e-15 <= bound <= truth * (1 + 1e-8) + 1e-15
+    assert truth * (1 - 1e-12) - 1e-15 <= bound
+    assert bound <= optimal_delta(epsilons, epsilon * (1 - 1e-3)) * (1 + 1e-6) + 1e-12
     if 1e-9 < truth < 1:
         found = bounds.upper_epsilon(counted(epsilons), truth)
         assert optimal_delta(epsilons, found) <= truth * (1 + 1e-12)
-        assert found <= epsilon + 1e-8 * (1 + epsilon) / min(truth, 1e-3)
+        # by the discretisation; more where delta hardly falls
+        assert found <= epsilon * (1 + 1e-3) or optimal_delta(epsilons, found) >= truth * (1 - 1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -43,7 +43,6 @@ from .gdp import (
     sampled_epsilon,
 )
 from .privacy_loss import (
-    RandomizedResponses,
     apart,
     beside_failures,
     failing,
@@ -76,7 +75,7 @@ def require_loss_distribution(pair: Pair) -> None:
     if isinstance(pair, Repeated):
         raise ArgumentError(
             "a selection is bounded by Renyi curves: use PrivacyAccountant(method='rdp'), or charge"
-            " accounting.selection.selection_event(...), which takes the better of both bounds."
+            " accounting.selection.selection_event(...), which is bounded by a profile."
         )
 
 
@@ -133,8 +132,6 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return exact.epsilon(delta)
     if advantage_sum(counts) <= delta:  # (0, delta)-privacy adds up
         return 0.0
     if sum(counts.values()) == 1:
@@ -163,8 +160,6 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return exact.delta(epsilon)
     if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), BoundedRange):
         return bounded_range_delta(only, epsilon)
     counts, largest = without_extremes(counts)
