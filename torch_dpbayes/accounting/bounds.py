@@ -182,7 +182,7 @@ def _worse(
     epsilon: float | None = None,
 ) -> float:
     """The answer in the worse direction, which a rough bound on the other one often shows."""
-    worst, interval, is_cut = math.nan, None, False
+    worst, is_cut = math.nan, False
     for reverse in directions(levels):
         if not math.isnan(worst):
             most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
@@ -192,33 +192,25 @@ def _worse(
                 with suppress(OverflowError):
                     if epsilon_by_cut(levels, delta, worst, reverse=True) < worst:
                         continue
-            # on finer and finer grids, each of which may show it
-            tried = [None] if interval is None else [4 * interval, interval / 2, interval / 16]
-            rough = (
-                compose(
-                    levels,
-                    delta=delta,
-                    epsilon=epsilon,
-                    accuracy=_ROUGH_ACCURACY,
-                    interval=step,
-                    reverse=reverse,
-                    is_pilot=True,
-                )[0]
-                for step in tried
+            (rough,) = compose(
+                levels,
+                delta=delta,
+                epsilon=epsilon,
+                accuracy=_ROUGH_ACCURACY,
+                reverse=reverse,
+                is_pilot=True,
             )
-            if any(ask(composition) <= worst for composition in rough):
+            if ask(rough) <= worst:
                 continue
         cuts = delta is not None and len(levels) <= _MOST_CUT and can_be_cut(levels)
         (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=cuts)
-        interval = None if delta is None else fine.interval
         found, is_cut = ask(fine), False
         if delta is not None and cuts and _lacks_digits(fine, found):
             with suppress(OverflowError):  # losses too far apart: it stays loose
                 found, is_cut = epsilon_by_cut(levels, delta, found, reverse), True
-                interval = None
         if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             (fine,) = compose(levels, delta=delta, reverse=reverse)
-            interval, found = fine.interval, min(found, ask(fine))
+            found = min(found, ask(fine))
         if math.isnan(found):
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)
