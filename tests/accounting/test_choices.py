@@ -127,19 +127,7 @@ OPTIONS = {
 }
 
 
-WORDS = [
-    "Poisson",
-    "RDP",
-    "Full",
-    "Matched",
-    "Hooks",
-    "Sum",
-    "Gram",
-    "Bernoulli",
-    "Posterior",
-    "none",
-    "",
-]
+WORDS = ["", *"Poisson RDP Full Matched Hooks Sum Gram Bernoulli Posterior none".split()]
 
 
 @pytest.mark.first_cases(175)

@@ -102,29 +102,11 @@ def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
     assert any(won)  # so composing one direction only is refuted
 
 
-def schedule(law, seed, number):
-    """Noise multipliers and sampling rates of ``number`` releases."""
-    rng = np.random.default_rng(seed)
-    if law == "uniform":
-        return rng.uniform(0.9, 4.0, number), rng.uniform(0.001, 0.01, number)
-    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), number))
-    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), number))
-    if law == "decay":
-        return np.sort(noise), np.full(number, 0.01)
-    if law == "few noises":
-        return rng.choice(noise[:4], number), rate
-    if law == "one strong":
-        return np.append(noise[1:] + 1.0, 0.6), np.append(rate[1:], 0.1)
-    return noise, rate
-
-
-# The second one is stated 50 times too high where the window is chosen for average releases: the
-# least noisy ones decide the moments of its tilt.
-
-
 def test_groups_of_close_releases_stand_for_them(monkeypatch):
     """The mean of a group, and the bound on what that changes, against each release by itself."""
-    noise, rate = schedule("log", 12, 900)
+    rng = np.random.default_rng(12)
+    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 900))
+    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 900))
     counts = {Sampled("directed", float(q), float(z)): 1 for z, q in zip(noise, rate, strict=True)}
     alone, grouped = [], []
     for groups, found in ((4096, alone), (700, grouped), (300, grouped)):
