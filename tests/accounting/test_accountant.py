@@ -387,3 +387,12 @@ def test_an_adaptive_history_keeps_its_filter_when_it_is_saved():
             steps=10,
             history=accountant.history,
         )
+
+
+def test_a_loaded_history_a_hair_above_its_budget_states_its_epsilon():
+    charged = PrivacyAccountant(3.0, DELTA).compose(STEP, 500)
+    epsilon = charged.get_epsilon()
+    budget = epsilon / 1.0005
+    loaded = PrivacyAccountant(budget, DELTA)
+    loaded.load_state_dict({**charged.state_dict(), "epsilon": budget})
+    assert loaded.get_epsilon() == epsilon > budget and loaded.remaining(STEP) == 0

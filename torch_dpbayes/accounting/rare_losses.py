@@ -26,7 +26,7 @@ from scipy import special
 
 from .dominating_pairs import Array, Capped, Gaussian, Pair, Sampled, has_two_directions
 from .fft_composition import Composition, tail_of
-from .privacy_loss import BEYOND, Nodes, loss_nodes, sampled_nodes, sampled_point
+from .privacy_loss import Nodes, loss_nodes, sampled_nodes, sampled_point
 from .tilted_window import choose_window
 
 _CUT, _LARGEST_CUT = 0.25, 8.0  # of epsilon
@@ -129,7 +129,7 @@ def _above(
             losses, masses = losses[losses > 0], masses[losses > 0]  # not those mirrored
             above = float(masses.sum()) / _BELOW + tail
             if above > 0.5:
-                raise OverflowError(BEYOND)
+                return [(pair, 0.0, 0.0, math.inf, cut)]  # the cut is too low
             shift = math.log1p(-float(masses @ np.exp(-losses)) * _BELOW) - math.log1p(-above)
             scale = count / (1 - above) / _BELOW
             largest = float(losses.max(initial=cut)) + 2 * shift
