@@ -11,7 +11,6 @@ import torch
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
-    bounds,
     events,
     mechanisms,
     random_allocation,
@@ -89,10 +88,6 @@ def table():
     return [(name, relation, *cells) for name, relation, *cells in rows]
 
 
-def gaussian_epsilon(mu):
-    return dpa.get_epsilon_gaussian(1 / mu, DELTA)
-
-
 def test_the_table_is_complete():
     assert {row[:2] for row in table()} == {
         (name, relation) for name in EXAMPLES for relation in RELATIONS
@@ -133,31 +128,6 @@ def test_every_cell_of_the_table(name, relation, pld, rdp):
                 assert bounds.lower >= 0.98 * bounds.upper
 
 
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("method", ["pld", "rdp"])
-def test_gaussian_like_events_against_the_closed_form(method, relation):
-    sensitivity = 1.0 if relation == "add_or_remove_one" else 2.0
-    cases = {
-        GaussianDpEvent(2.0): sensitivity / 2,
-        PoissonSampledDpEvent(1.0, GaussianDpEvent(2.0)): sensitivity / 2,
-        RecordwiseBatchGaussianDpEvent(2.0): 1.0,
-        SampledWithoutReplacementDpEvent(7, 7, GaussianDpEvent(2.0)): 1.0,
-        MuGaussianDpEvent(0.5): 0.5,
-    }
-    if relation == "replace_one":
-        cases[ShuffledEpochDpEvent(2.0)] = cases[UnspecifiedBatchGaussianDpEvent(2.0)] = 1.0
-    for event, mu in cases.items():
-        epsilon = (
-            PrivacyAccountant(method=method, neighboring=relation)
-            .compose(event, 9)
-            .get_epsilon(DELTA)
-        )
-        truth = gaussian_epsilon(3 * mu)
-        # The trap in dp_accounting's RdpAccountant under replace_one: it would report less than the
-        # truth.
-        assert truth * (1 - 1e-9) <= epsilon <= truth * (1 + (1e-6 if method == "pld" else 0.12))
-
-
 @pytest.mark.thorough
 def test_to_dp_event_gives_dp_accountings_epsilon():
     accountant = PrivacyAccountant()
@@ -185,18 +155,6 @@ def test_composed_events_are_taken_apart():
 # --- budget ---------------------------------------------------------------------------------------
 
 
-def test_alternating_charges_are_checked_rarely(monkeypatch):
-    accountant = PrivacyAccountant(3.0, DELTA)
-    checks = []
-    compose = bounds.compose
-    monkeypatch.setattr(bounds, "compose", lambda *a, **k: (checks.append(a), compose(*a, **k))[1])
-    with pytest.raises(PrivacyBudgetExceeded):
-        for _ in range(10_000):
-            accountant.compose(STEP).compose(GaussianDpEvent(50.0))
-    assert len(accountant) > 1000
-    assert len(checks) < 40
-
-
 def test_remaining_without_budget_is_infinite():
     assert PrivacyAccountant().remaining(STEP) == math.inf
     assert PrivacyAccountant(1.0, DELTA).remaining(NonPrivateDpEvent()) == 0
@@ -204,26 +162,6 @@ def test_remaining_without_budget_is_infinite():
 
 
 # --- adaptivity -----------------------------------------------------------------------------------
-
-
-def test_renyi_filter():
-    accountant = PrivacyAccountant(3.0, DELTA)
-    steps = 0
-    noise = 1.0
-    with pytest.raises(PrivacyBudgetExceeded):
-        while True:
-            accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), adaptive=True)
-            noise = 0.9 + 0.2 * (steps % 7) / 7
-            steps += 1
-    assert steps > 1000
-    # The guarantee is the budget, whatever was chosen; it is a bound on what the same steps cost
-    # when fixed in advance.
-    assert accountant.get_epsilon() == pytest.approx(3.0, rel=1e-9)
-    fixed = PrivacyAccountant()
-    for charge in accountant.history:
-        fixed.compose(charge.event, charge.count)
-    assert fixed.get_epsilon(DELTA) <= 3.0
-    assert "filter on the Renyi divergence" in accountant.summary()
 
 
 def test_gaussian_filter_is_exact_for_gaussians_and_takes_sampled_releases_unamplified():
@@ -449,3 +387,12 @@ def test_an_adaptive_history_keeps_its_filter_when_it_is_saved():
             steps=10,
             history=accountant.history,
         )
+
+
+def test_a_loaded_history_a_hair_above_its_budget_states_its_epsilon():
+    charged = PrivacyAccountant(3.0, DELTA).compose(STEP, 500)
+    epsilon = charged.get_epsilon()
+    budget = epsilon / 1.0005
+    loaded = PrivacyAccountant(budget, DELTA)
+    loaded.load_state_dict({**charged.state_dict(), "epsilon": budget})
+    assert loaded.get_epsilon() == epsilon > budget and loaded.remaining(STEP) == 0

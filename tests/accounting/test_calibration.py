@@ -45,33 +45,6 @@ def test_result_is_safe_and_close(epsilon, rate, steps, neighboring):
         assert spent(noise * 0.999) > epsilon
 
 
-@pytest.mark.parametrize("neighboring", RELATIONS)
-def test_full_batch_equals_closed_form(neighboring):
-    noise = get_noise_multiplier(
-        target_epsilon=1.0, target_delta=1e-5, sample_rate=1.0, steps=64, neighboring=neighboring
-    )
-    sensitivity = 1.0 if neighboring == "add_or_remove_one" else 2.0
-    truth = dpa.get_sigma_gaussian(1.0, 1e-5) * 8.0 * sensitivity
-    assert truth * (1 - 1e-9) <= noise <= truth * 1.001
-
-
-@pytest.mark.first_cases(2)
-@pytest.mark.parametrize(
-    ("num_data", "epsilon", "replace", "add_or_remove"),
-    [(4177, 0.1, 61.8, 30.9), (4177, 1.0, 7.49, 3.84), (32561, 10.0, 1.06, 0.80)],
-)
-def test_published_comparison(num_data, epsilon, replace, add_or_remove):
-    """B = sqrt(N), sqrt(N) passes: noise on the sum that an epsilon needs."""
-    batch = math.isqrt(num_data)
-    rate = batch / num_data
-    steps = round(math.sqrt(num_data) / rate)
-    target = {"target_epsilon": epsilon, "target_delta": 1e-5, "sample_rate": rate, "steps": steps}
-    assert get_noise_multiplier(**target, neighboring="replace_one") == pytest.approx(
-        replace, rel=0.015
-    )
-    assert get_noise_multiplier(**target) == pytest.approx(add_or_remove, rel=0.015)
-
-
 def test_history_counts():
     accountant = PrivacyAccountant(2.0, 1e-5)
     accountant.compose(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2)), 200)

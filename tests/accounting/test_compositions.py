@@ -106,32 +106,6 @@ def test_a_zeroed_record_stays_in_its_batch(event, same):
         )
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        events.PureDpEvent(1.0),
-        mechanisms.EpsilonDeltaDpEvent(0.5, 1e-7),
-        mechanisms.DiscreteGaussianDpEvent(1.5, 1, 1),
-        mechanisms.DiscreteLaplaceDpEvent(0.5, 2),
-        events.ZCDpEvent(0.5),
-    ],
-)
-def test_poisson_batches_amplify(event):
-    """To first order by the rate, and never below the tight bound of a pure release."""
-    method = "rdp" if isinstance(event, events.ZCDpEvent) else "pld"
-
-    def epsilon(release):
-        return PrivacyAccountant(method=method).compose(release, 10).get_epsilon(1e-5)
-
-    found = [epsilon(PoissonSampledDpEvent(q, event)) for q in (0.01, 0.1, 0.999999)]
-    assert found[0] < 0.5 * found[1] and found[1] < 0.8 * found[2]
-    assert found[2] <= epsilon(event) * (1 + 1e-3)
-    with pytest.raises(ValueError, match="under add_or_remove_one only"):
-        PrivacyAccountant(neighboring="replace_one", method=method).compose(
-            PoissonSampledDpEvent(0.1, event)
-        )
-
-
 def test_a_sampled_zcdp_curve_is_above_that_of_the_sampled_gaussian():
     """A Gaussian of noise z is a zCDP release of rho = 1 / (2 z^2)."""
     for q, z in ((0.01, 1.0), (0.3, 2.0), (1e-4, 0.7)):

@@ -9,13 +9,10 @@ from decimal import Decimal, localcontext
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ledgers import later_job
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
-    get_noise_multiplier,
-    get_num_steps,
 )
 from torch_dpbayes.accounting.dominating_pairs import Failure
 from torch_dpbayes.accounting.events import (
@@ -40,44 +37,6 @@ def pair(epsilon, delta):
 
 
 # --- against the truth ----------------------------------------------------------------------------
-
-
-def optimal_composition(epsilon, delta, count):
-    """Points (epsilon', delta') of the exact profile of ``count`` releases that are (epsilon,
-    delta)-DP: Kairouz, Oh, Viswanath 2015, Theorem 3.3.
-    """
-    for i in range(count // 2 + 1):
-        excess = (
-            sum(
-                math.comb(count, low)
-                * (math.exp((count - low) * epsilon) - math.exp((count - 2 * i + low) * epsilon))
-                for low in range(i)
-            )
-            / (1 + math.exp(epsilon)) ** count
-        )
-        yield (
-            (count - 2 * i) * epsilon,
-            -math.expm1(count * math.log1p(-delta) + math.log1p(-excess)),
-        )
-
-
-@pytest.mark.parametrize(
-    ("epsilon", "delta", "count"),
-    [(0.5, 1e-3, 1), (0.1, 1e-5, 20), (0.5, 1e-6, 7), (1.5, 0.02, 5), (3.0, 1e-9, 3)],
-)
-def test_pairs_compose_as_kairouz_oh_and_viswanath_say(epsilon, delta, count):
-    accountant = PrivacyAccountant().compose(pair(epsilon, delta), count)
-    for at, truth in optimal_composition(epsilon, delta, count):
-        # the profile has a kink here, and the grid of losses is as wide as this
-        beside = at * (1 + 1e-3) + 1e-4
-        assert (
-            accountant.get_delta(at) >= truth * (1 - 1e-9)
-            and accountant.get_delta(beside) <= truth * (1 + 1e-9) + 1e-15
-        )
-        if 1e-10 <= truth < 1:
-            assert accountant.get_epsilon(truth * (1 + 1e-9)) <= beside
-            bounds = accountant.get_epsilon(truth * (1 - 1e-9), return_bounds=True)
-            assert bounds.upper >= at * (1 - 1e-6) and bounds.lower <= bounds.upper
 
 
 def test_one_pair_costs_its_epsilon_at_its_delta():
@@ -184,41 +143,6 @@ def test_adaptive_charges_refuse_it():
                 with pytest.raises(PrivacyBudgetExceeded, match="fits no filter"):
                     accountant.compose(first, adaptive=adaptive)
             assert len(accountant) == 1
-
-
-def test_later_jobs_are_refused_a_file_that_holds_one(tmp_path):
-    path = tmp_path / "budget.db"
-    with PrivacyAccountant(3.0, 1e-5, path=path) as accountant:
-        accountant.compose(pair(0.1, 1e-7))
-        assert accountant.get_epsilon() < 0.11
-    with later_job(path=path) as later:
-        assert later.remaining(STEP) == 0
-        with pytest.raises(PrivacyBudgetExceeded, match="later jobs"):
-            later.compose(STEP)
-        assert later.get_epsilon() < 0.11
-    open_ended = tmp_path / "open.db"
-    PrivacyAccountant(path=open_ended).compose(STEP).close()
-    with later_job(path=open_ended) as later:
-        assert later.compose(pair(0.1, 1e-7)).get_epsilon(1e-5) == math.inf
-        assert later.get_delta(1.0) == 1.0
-
-
-@pytest.mark.thorough
-def test_calibration_leaves_delta_to_failures():
-    held = [(pair(0.1, 4e-6), 2)]
-    goal = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.01}
-    noise = get_noise_multiplier(**goal, steps=100, history=held)
-    assert noise > get_noise_multiplier(**goal, steps=100, history=[(PureDpEvent(0.2), 1)])
-    together = (
-        PrivacyAccountant()
-        .compose(*held[0])
-        .compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 100)
-    )
-    assert 1.99 <= together.get_epsilon(1e-5) <= 2.0
-    steps = get_num_steps(**goal, noise_multiplier=noise, history=held)
-    assert 100 <= steps <= 102
-    with pytest.raises(ValueError, match="alone"):
-        get_noise_multiplier(**goal, steps=100, history=[(FailureDpEvent(6e-6), 2)])
 
 
 # --- saying ---------------------------------------------------------------------------------------

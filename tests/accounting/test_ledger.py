@@ -175,21 +175,6 @@ def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
 
 
 @pytest.mark.first_cases(2)
-@pytest.mark.parametrize("method", ["pld", "rdp"])
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("epsilon", [1e-5, 1e-4, 1e-3, 0.02])
-def test_tiny_budgets_hold(epsilon, adaptive, method):
-    accountant = PrivacyAccountant(epsilon, DELTA, method=method)
-    event = sampled(40.0, 0.001)
-    fit = accountant.remaining(event)
-    each = max(fit // 20, 1)
-    done = each * charge_until_refused(accountant, event, count=each, adaptive=adaptive)
-    assert done >= 0.9 * fit or adaptive  # the first charge decides the filter's order
-    assert not done or bounds.lower_epsilon(counts_of(accountant), DELTA) <= epsilon
-    assert charge_until_refused(accountant, sampled(0.5), count=10) == 0
-
-
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("turns", "most_commits"),
     [
@@ -271,34 +256,6 @@ def test_no_more_releases_than_can_be_counted(where, path):
         made(where, path).compose(SelfComposedDpEvent(STEP, 2**40), 2**40)
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("where", ["file", "memory"])
-def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(
-    where, path, monkeypatch
-):
-    """Near the edge a composition vouches for so many more steps; charges of another kind, or
-    of another process, void that.
-    """
-    composed = []
-    listened(monkeypatch, budget, "compose", lambda: composed.append(1))
-    accountant = made(where, path, 2.0, DELTA)
-    other = PrivacyAccountant(path=path) if where == "file" else accountant
-    fit = accountant.remaining(STEP)
-    composed.clear()
-    for _ in range(int(0.94 * fit)):
-        accountant.compose(STEP)
-    accountant.close()
-    accountant.compose(STEP)
-    assert composed, "the composition that this test is about did not happen"
-    event = GaussianDpEvent(12.0)
-    assert other.remaining(event) >= 1
-    other.compose(event)
-    charge_until_refused(accountant, most=fit)
-    accountant.close()
-    other.close()
-    assert 1.99 < bounds.upper_epsilon(counts_of(accountant), DELTA) <= 2.0
-
-
 @WHERE
 def test_a_refused_charge_changes_nothing_and_names_the_release(where, path):
     """As a user writes it, not the pair of distributions that stands for it."""
@@ -341,21 +298,6 @@ def test_a_schedule_costs_few_commits_and_few_compositions(path, noise, monkeypa
     assert not compositions and len(commits) < 150
     accountant.close()
     assert counted(path) == 3000 == len(PrivacyAccountant(path=path))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("levels", [1, 60])
-def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch, relation, levels):
-    monkeypatch.setattr(budget.Composed, "of", lambda *_: None)
-    monkeypatch.setattr(budget.Budget, "_bound", lambda *_: math.inf)
-    accountant = PrivacyAccountant(2.0, DELTA, neighboring=relation)
-    with pytest.raises(PrivacyBudgetExceeded):
-        for t in range(100_000):
-            accountant.compose(sampled(0.9 + (t % levels) / 60))
-    counts = counts_of(accountant)
-    assert bounds.upper_epsilon(counts, DELTA) <= 2.0
-    assert (1.8 if levels > 1 else 1.95) < renyi.epsilon(renyi.curve(counts), DELTA) <= 2.0
 
 
 @pytest.mark.first_cases(2)

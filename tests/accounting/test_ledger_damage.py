@@ -3,7 +3,6 @@ made, until it can.
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
 import random
@@ -16,7 +15,6 @@ import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.accounting.ledger import file
 from torch_dpbayes.accounting.ledger.schema import LedgerError
@@ -246,22 +244,6 @@ def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, m
     assert errors > times / 4
 
 
-@pytest.mark.thorough
-def test_the_command_explains_every_damage(sources, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(file, "MAKING_SECONDS", 0.02)
-    source, (_, history, _) = sources["fixed"]
-    for k in range(20):
-        seed = random.SystemRandom().getrandbits(64)
-        path = tmp_path / f"{k}.db"
-        shutil.copy(source, path)
-        damage(random.Random(seed), path)
-        code, printed = main([str(path), "--json"]), capsys.readouterr()
-        if code:
-            assert path.name in printed.err and not printed.out, seed
-        else:
-            assert json.loads(printed.out)["releases"] == sum(line.count for line in history), seed
-
-
 def edited(path, *statements):
     connection = sqlite3.connect(path)
     for statement in statements:
@@ -379,17 +361,6 @@ def test_a_file_is_begun_anew_only_where_it_is_known_to_have_held_nothing(
         with pytest.raises(LedgerError, match="is empty"):
             PrivacyAccountant(path=path, **BUDGET)
         assert path.stat().st_size == content
-
-
-def test_a_ledger_that_lost_its_tables_is_not_begun_anew(path, monkeypatch):
-    monkeypatch.setattr(file, "MAKING_SECONDS", 0.1)
-    PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
-    content = bytearray(path.read_bytes())
-    content[103:105] = bytes(2)  # how many tables the first page says that there are
-    path.write_bytes(content)
-    with pytest.raises(LedgerError):
-        PrivacyAccountant(path=path, **BUDGET)
-    assert path.read_bytes() == content
 
 
 def test_a_note_that_was_left_behind_is_taken_away_before_a_charge(path, monkeypatch):

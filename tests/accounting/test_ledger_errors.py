@@ -97,33 +97,6 @@ def test_a_read_only_file_is_an_error_and_no_release(what):
         shutil.rmtree(folder)
 
 
-def damage_random(content):
-    return os.urandom(len(content))
-
-
-def damage_truncated(content):
-    return content[: len(content) // 2]
-
-
-def damage_pages(content):
-    return content[:4096] + os.urandom(len(content) - 4096)
-
-
-@pytest.mark.parametrize("damage", [damage_random, damage_truncated, damage_pages])
-def test_a_corrupt_file_is_an_error_and_no_release(path, damage):
-    accountant = PrivacyAccountant(3.0, DELTA, path=path)
-    for k in range(200):
-        accountant.compose(sampled(1 + k / 1000))
-    accountant.close()
-    damaged = damage(path.read_bytes())
-    path.write_bytes(damaged)
-    with pytest.raises(LedgerError, match=r"damaged|not a ledger"):
-        PrivacyAccountant(3.0, DELTA, path=path)
-    with pytest.raises(LedgerError):
-        accountant.compose(STEP, 5000)
-    assert path.read_bytes() == damaged
-
-
 def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
@@ -159,39 +132,6 @@ def test_other_databases_and_other_formats_are_refused(path):
     with pytest.raises(LedgerError, match="format 2, this torch_dpbayes reads format 4"):
         PrivacyAccountant(3.0, DELTA, path=path)
     assert counted(path) == 3
-
-
-def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
-    monkeypatch.setattr(file, "MAKING_SECONDS", 0.1)
-    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
-    accountant.close()
-    path.write_bytes(b"")
-    for use in (
-        lambda: PrivacyAccountant(3.0, DELTA, path=path),
-        lambda: accountant.compose(STEP, 9),
-        lambda: len(accountant),
-    ):
-        with pytest.raises(LedgerError):
-            use()
-    assert path.read_bytes() == b""
-
-
-@pytest.mark.thorough
-def test_clocks_that_jump_change_nothing(path, monkeypatch):
-    """Rows are ordered by their numbers; times are for reading."""
-    times = iter(
-        [f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)]
-    )
-    monkeypatch.setattr(file, "now", lambda: next(times))
-    accountant = PrivacyAccountant(3.0, DELTA, path=path)
-    for k in range(100):
-        accountant.compose(sampled(1 + k / 100))
-        if k % 7 == 0:
-            accountant.close()
-    accountant.close()
-    again = PrivacyAccountant(path=path)
-    assert len(again) == counted(path) == 100
-    assert not open_blocks(look_at(path)[1])
 
 
 @pytest.mark.parametrize(

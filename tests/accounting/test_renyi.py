@@ -7,12 +7,9 @@ import dp_accounting as dpa
 import numpy as np
 import pytest
 from dp_accounting.rdp import compute_epsilon
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import integrate, stats
-from support.examples import examples
 
-from torch_dpbayes.accounting import bounds, renyi
+from torch_dpbayes.accounting import renyi
 from torch_dpbayes.accounting.dominating_pairs import (
     BoundedRange,
     Concentrated,
@@ -22,18 +19,6 @@ from torch_dpbayes.accounting.dominating_pairs import (
 )
 
 DELTA = 1e-5
-
-
-@pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.004, 0.8), (0.3, 2.0), (0.0055, 20.0)])
-def test_poisson_integer_orders_equal_dp_accounting(rate, noise):
-    orders = [2.0, 5.0, 17.0, 64.0, 256.0]
-    theirs = dpa.rdp.RdpAccountant(orders).compose(
-        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), 7
-    )
-    # dp_accounting sums logarithms term by term, which costs it relative precision where the curve
-    # is tiny.
-    ours = renyi.curve({Sampled("directed", rate, noise): 7}, orders)
-    np.testing.assert_allclose(ours, theirs.rdp, rtol=1e-6, atol=1e-13)
 
 
 @pytest.mark.first_cases(10)
@@ -95,19 +80,6 @@ def test_conversion_equals_dp_accounting():
     epsilon = renyi.epsilon(divergences, DELTA)
     assert renyi.delta(divergences, epsilon) == pytest.approx(DELTA)
     assert epsilon == pytest.approx(6.713, rel=1e-3)
-
-
-@given(
-    kind=st.sampled_from(["directed", "antipodal", "symmetric"]),
-    rate=st.floats(1e-3, 0.9),
-    noise=st.floats(0.4, 10.0),
-    steps=st.integers(1, 1000),
-)
-@examples(25)
-def test_never_below_the_tight_bound(kind, rate, noise, steps):
-    counts = {Sampled(kind, rate, noise): steps}
-    tight = bounds.upper_epsilon(counts, DELTA)
-    assert renyi.epsilon(renyi.curve(counts), DELTA) >= tight * (1 - 3e-4)
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (3.0, 1e-5), (50.0, 1e-3)])

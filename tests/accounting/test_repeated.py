@@ -16,7 +16,6 @@ from torch_dpbayes.accounting.events import (
     GaussianDpEvent,
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
-    PureDpEvent,
     SelfComposedDpEvent,
     UserLevelDpEvent,
 )
@@ -51,19 +50,6 @@ def test_a_larger_order_holds_at_a_smaller_one():
     assert (np.diff(found) >= 0).all()
     one = [renyi.curve({pair: 1}, [order])[0] for order in renyi.ORDERS[::20]]
     assert one == pytest.approx(found[::20], rel=1e-12)
-
-
-def test_it_is_kept_and_read_back(tmp_path):
-    event = RepeatAndSelectDpEvent(ComposedDpEvent([RUN, PureDpEvent(0.1)]), 5.0, math.inf)
-    with PrivacyAccountant(20.0, 1e-6, method="rdp", path=tmp_path / "budget.db") as kept:
-        kept.compose(event, 2)
-        assert kept.remaining(event) >= 0
-    again = PrivacyAccountant(20.0, 1e-6, method="rdp", path=tmp_path / "budget.db")
-    assert again.history == kept.history and len(again) == 2
-    memory = PrivacyAccountant(method="rdp")
-    memory.load_state_dict(accountant(event, 2).state_dict())
-    assert memory.get_epsilon(1e-6) == accountant(event, 2).get_epsilon(1e-6)
-    assert memory.get_delta(50.0) <= 1 and "releases" in memory.summary()
 
 
 def test_where_it_is_supported():

@@ -9,7 +9,6 @@ from scipy import special, stats
 from support.ledgers import later_job
 
 from torch_dpbayes import PrivacyAccountant
-from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import (
     ComposedDpEvent,
     FailureDpEvent,
@@ -104,14 +103,6 @@ def test_the_text_says_what_was_asked():
 def test_arguments_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         PrivacyAccountant().compose(STEP).risk(**wrong)
-
-
-@pytest.mark.thorough
-def test_the_command_reports_it(tmp_path, capsys):
-    with PrivacyAccountant(3.0, 1e-5, path=tmp_path / "a.db") as accountant:
-        accountant.compose(STEP, 10)
-    assert main([str(tmp_path / "a.db"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["risk"] == accountant.risk().as_dict()
 
 
 def test_the_picture_shows_the_bound():

@@ -33,7 +33,7 @@ from .dominating_pairs import (
     merge,
 )
 from .events import SMALLEST_DELTA
-from .fft_composition import Composition, can_be_parted, compose, epsilon_in_parts
+from .fft_composition import Composition, compose
 from .gdp import (
     advantage_sum,
     bounded_range_delta,
@@ -43,7 +43,6 @@ from .gdp import (
     sampled_epsilon,
 )
 from .privacy_loss import (
-    RandomizedResponses,
     apart,
     beside_failures,
     failing,
@@ -52,14 +51,15 @@ from .privacy_loss import (
     least_epsilon,
     with_failures,
 )
+from .rare_losses import can_be_cut, epsilon_by_cut
 from .tilted_window import ACCURACY
 
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
 _ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
-_MOST_PARTED = 512  # different releases that are composed in two parts
+_MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
-# shares of delta, and of epsilon, from which on a composition in parts is tighter
+# shares of delta, and of epsilon, from which on cut losses are tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
@@ -75,7 +75,7 @@ def require_loss_distribution(pair: Pair) -> None:
     if isinstance(pair, Repeated):
         raise ArgumentError(
             "a selection is bounded by Renyi curves: use PrivacyAccountant(method='rdp'), or charge"
-            " accounting.selection.selection_event(...), which takes the better of both bounds."
+            " accounting.selection.selection_event(...), which is bounded by a profile."
         )
 
 
@@ -132,8 +132,6 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return exact.epsilon(delta)
     if advantage_sum(counts) <= delta:  # (0, delta)-privacy adds up
         return 0.0
     if sum(counts.values()) == 1:
@@ -162,8 +160,6 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return exact.delta(epsilon)
     if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), BoundedRange):
         return bounded_range_delta(only, epsilon)
     counts, largest = without_extremes(counts)
@@ -186,40 +182,35 @@ def _worse(
     epsilon: float | None = None,
 ) -> float:
     """The answer in the worse direction, which a rough bound on the other one often shows."""
-    worst, interval = math.nan, None
+    worst, is_cut = math.nan, False
     for reverse in directions(levels):
         if not math.isnan(worst):
             most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
             if most * (1 + 1e-12) <= (worst if epsilon is None else epsilon):
                 continue
-            # on finer and finer grids, each of which may show it
-            tried = [None] if interval is None else [4 * interval, interval / 2, interval / 16]
-            rough = (
-                compose(
-                    levels,
-                    delta=delta,
-                    epsilon=epsilon,
-                    accuracy=_ROUGH_ACCURACY,
-                    interval=step,
-                    reverse=reverse,
-                    is_pilot=True,
-                )[0]
-                for step in tried
+            if is_cut and delta is not None:
+                with suppress(OverflowError):
+                    if epsilon_by_cut(levels, delta, worst, reverse=True) < worst:
+                        continue
+            (rough,) = compose(
+                levels,
+                delta=delta,
+                epsilon=epsilon,
+                accuracy=_ROUGH_ACCURACY,
+                reverse=reverse,
+                is_pilot=True,
             )
-            if any(ask(composition) <= worst for composition in rough):
+            if ask(rough) <= worst:
                 continue
-        parts = delta is not None and len(levels) <= _MOST_PARTED and can_be_parted(levels)
-        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=parts)
-        interval = None if delta is None else fine.interval
-        found = ask(fine)
-        is_parted = False
-        if delta is not None and parts and _lacks_digits(fine, found):
+        cuts = delta is not None and len(levels) <= _MOST_CUT and can_be_cut(levels)
+        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=cuts)
+        found, is_cut = ask(fine), False
+        if delta is not None and cuts and _lacks_digits(fine, found):
             with suppress(OverflowError):  # losses too far apart: it stays loose
-                found = epsilon_in_parts(levels, delta, reverse, found)
-                is_parted, interval = True, None
-        if fine.interval > fine.window.wanted_interval and parts and not is_parted:
+                found, is_cut = epsilon_by_cut(levels, delta, found, reverse), True
+        if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             (fine,) = compose(levels, delta=delta, reverse=reverse)
-            interval, found = fine.interval, min(found, ask(fine))
+            found = min(found, ask(fine))
         if math.isnan(found):
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)

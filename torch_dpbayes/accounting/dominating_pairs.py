@@ -80,6 +80,17 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Capped:
+    """The losses of ``pair``, or of its reverse, up to ``most``; of an antipodal pair, and of a
+    reverse, those below ``-most`` count as that.
+    """
+
+    pair: Sampled
+    most: float
+    reverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Allocated:
     """A Gaussian sum of sensitivity 1 and standard deviation ``noise`` in one of ``steps`` steps.
 
@@ -196,6 +207,7 @@ class NonPrivate:
 Pair = (
     Gaussian
     | Sampled
+    | Capped
     | Allocated
     | Mixed
     | Laplace

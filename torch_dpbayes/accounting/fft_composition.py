@@ -17,7 +17,7 @@ inequality: given L, each step's rounding is independent, spans one grid cell, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,36 +25,26 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft, signal
 
-from .dominating_pairs import (
-    Array,
-    Gaussian,
-    Pair,
-    Sampled,
-    directions,
-    scattered_of,
-)
+from .dominating_pairs import Array, Pair, directions, scattered_of
 from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
 from .tilted_window import (
     ACCURACY,
     LARGEST_WINDOW,
     SMALLEST,
-    Part,
     Window,
     choose_window,
-    log_expm1,
     log_of,
     log_outside,
 )
 
 Spectrum: TypeAlias = NDArray[np.complex128]
 
-_WIDE_WINDOW, _PILOT_SIZE = 2**20, 2**16  # where a composition in parts may be tighter
+_WIDE_WINDOW, _PILOT_SIZE = 2**20, 2**16  # where another composition may be tighter
 _ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
 # at a wider window, if the first was too narrow; after that the bound holds, but is loose
 _ATTEMPTS = 4
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
-_CUT = 0.25  # of epsilon, between the parts
 _MOST_KEPT = 2**24  # numbers in the spectra of all corners
 _AT_ONCE = 2**22  # numbers in the spectra of releases between the same corners
 _NEGLIGIBLE = -45.0  # logarithm of a modulus that is taken to be 0
@@ -145,51 +135,6 @@ def _spectrum(level: Masses, window: Window, size: int) -> Transform:
     return Transform(spectrum, level.first, len(level.masses) - 1, 1, level.infinity, log_moments)
 
 
-def _transform_of_part(
-    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part
-) -> Transform:
-    """The core c^n, or the rest (c + r)^n - c^n, over all levels.
-
-    Both grow with the masses of c and of r, so mass exactly at the cut belongs to both.
-    """
-    one = np.ones(size // 2 + 1, dtype=np.complex128)
-    core, rest = Transform(one, 0, 0, 0, 0.0, np.zeros(3)), np.zeros_like(one)
-    rise, offset, extent = np.zeros(3), 0, 0
-    for pair, count in levels.items():
-        level = grid_masses(pair, window.interval, tail)[reverse]
-        at = min(max(round(part.cut / window.interval) - level.first, 0), len(level.masses) - 1)
-        center = _spectrum(level._replace(masses=level.masses[: at + 1]), window, size)
-        one_rest = np.zeros_like(one)
-        if part.is_rest and level.masses[at:].any():
-            beyond = Masses(level.first + at, level.masses[at:], 0.0)
-            found = _spectrum(beyond, window, size)
-            ratios = found.log_moments - center.log_moments
-            one_rest = math.exp(ratios[2]) * found.spectrum
-            rise += count * np.logaddexp(0.0, ratios)
-        of_core, of_rest = _power_of_sum(center.spectrum, one_rest, count)
-        rest = rest * (of_core + of_rest) + core.spectrum * of_rest
-        core = core.followed_by(center, count)
-        offset, extent = offset + count * level.first, extent + count * (len(level.masses) - 1)
-    if not part.is_rest:
-        return core
-    if not rise.all():
-        raise OverflowError(BEYOND)
-    moments = core.log_moments + log_expm1(rise)
-    rest /= math.exp(moments[2] - core.log_moments[2])
-    return Transform(rest, offset, extent, core.count, core.infinity, moments)
-
-
-def _power_of_sum(core: Spectrum, rest: Spectrum, count: int) -> tuple[Spectrum, Spectrum]:
-    """core^count, and (core + rest)^count - core^count without loss of digits."""
-    of_core, of_rest = np.ones_like(core), np.zeros_like(core)
-    while count:
-        if count & 1:
-            of_core, of_rest = of_core * core, of_core * rest + of_rest * (core + rest)
-        core, rest = core * core, rest * (2 * core + rest)
-        count >>= 1
-    return of_core, of_rest
-
-
 def _transform(
     window: Window,
     size: int,
@@ -198,8 +143,6 @@ def _transform(
     tail: float,
     mixed: bool,
 ) -> Transform:
-    if window.part is not None:
-        return _transform_of_part(window, size, levels, reverse, tail, window.part)
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
     sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
@@ -412,20 +355,31 @@ class Composition:
         total = float(np.sum(tilted[above] * np.exp(scale) * -np.expm1(epsilon - losses)))
         return min(total * (1 + self.relative_error) + self.transform.infinity + self.above, 1.0)
 
-    def upper_deltas(self, epsilons: Array) -> Array:
-        """:meth:`upper_delta` at many epsilons, in the time of one; between two losses of the grid
-        delta is linear in exp(epsilon).
+    def profile(self) -> Callable[[Array], Array]:
+        """:meth:`upper_delta` at many epsilons, in the time of one: between two losses of the grid
+        delta is linear in exp(epsilon). It is convex, so below each loss it is at most on the chord
+        to (0, 1), of which the steepest counts.
         """
         tilted = (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
         mass, delta = self._profile(tilted)
-        cell = np.searchsorted(self.losses, epsilons, "right")
-        inside = np.minimum(cell, len(mass) - 1)
-        nearer = np.minimum(epsilons - self.losses[inside], 0.0)
-        found = -np.expm1(nearer) * mass[inside] + np.exp(nearer) * delta[inside]
-        found *= 1 + 8 * self._size * float(np.finfo(float).eps)
-        found[cell == len(mass)] = 0.0
-        found[epsilons < self.losses[0]] = 1.0  # of losses below the window nothing is known
-        return np.asarray(np.minimum(found + self.transform.infinity + self.above, 1.0))
+        error = 1 + 8 * self._size * float(np.finfo(float).eps)
+        rest = self.transform.infinity + self.above
+        slopes = (1 - np.minimum(delta * error + rest, 1.0)) * np.exp(
+            -np.maximum(self.losses, -700)
+        )
+        best = int(np.argmax(slopes))
+
+        def at(epsilons: Array) -> Array:
+            cell = np.searchsorted(self.losses, epsilons, "right")
+            inside = np.minimum(cell, len(mass) - 1)
+            nearer = np.minimum(epsilons - self.losses[inside], 0.0)
+            found = -np.expm1(nearer) * mass[inside] + np.exp(nearer) * delta[inside]
+            found = np.where(cell == len(mass), 0.0, found * error) + rest
+            chord = 1 - slopes[best] * np.exp(np.minimum(epsilons, self.losses[best]))
+            found = np.where(cell == 0, 1.0, np.minimum(found, 1.0))
+            return np.where(epsilons <= self.losses[best], np.minimum(chord, found), found)
+
+        return at
 
     def upper_epsilon(self, delta: float) -> float:
         rest = delta - self.transform.infinity - self.above
@@ -504,7 +458,7 @@ def compose(
         interval: the discretisation interval, instead.
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
-        is_pilot: a very wide window gets a coarse grid, since a composition in parts may follow.
+        is_pilot: a very wide window gets a coarse grid, since another composition may follow.
     """
     total = sum(levels.values())
     grows = delta is not None and epsilon is not None
@@ -544,43 +498,3 @@ def compose(
             composition = Composition(composition.wider_window(), levels, direction, tail, mixed)
         compositions.append(composition)
     return compositions
-
-
-def epsilon_in_parts(
-    levels: Mapping[Pair, int], delta: float, reverse: bool, epsilon: float
-) -> float:
-    """An upper bound on epsilon at ``delta``, at most ``epsilon``, where round-off has a share in
-    that: from a composition in two parts.
-    """
-    tail = tail_of(delta, sum(levels.values()))
-    for _ in range(_ATTEMPTS):
-        before, parts = epsilon, []
-        for is_rest in (False, True):
-            window = choose_window(
-                levels,
-                reverse,
-                tail,
-                log_delta=math.log(delta) if is_rest else None,
-                epsilon=None if is_rest else epsilon,
-                part=Part(_CUT * epsilon, is_rest),
-            )
-            parts.append(Composition(window, levels, reverse, tail))
-
-        def excess(at: float, parts: list[Composition] = parts) -> float:
-            return sum(part.upper_delta(at) for part in parts) - delta
-
-        if excess(epsilon) > 0:
-            return before
-        low, high = 0.0, epsilon
-        while high - low > 1e-6 * high and high > 1e-12 * before:
-            middle = (low + high) / 2
-            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-        epsilon = high
-        if epsilon > 0.99 * before:
-            break
-    return epsilon
-
-
-def can_be_parted(levels: Mapping[Pair, int]) -> bool:
-    """Whether every release has losses at both sides of a cut above 0."""
-    return all(isinstance(pair, Sampled | Gaussian) for pair in levels)

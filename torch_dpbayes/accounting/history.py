@@ -130,6 +130,7 @@ class History:
         declared: whether the filter was there before the first release.
         later_jobs: whether a job charged that began after others had.
         first: what was released first, once.
+        is_taken_over: whether it was saved by another accountant, whose bounds nobody knows.
         budget: decides what still fits; ``None`` without a budget.
     """
 
@@ -141,6 +142,7 @@ class History:
         self.declared = False
         self.later_jobs = False
         self.first: dict[Pair, int] = {}
+        self.is_taken_over = False
         self.budget = self._budget(None)
         self._parts: dict[DpEvent, Part] = {}
         self._epsilons: dict[float, float] = {}  # by delta, of the present charges
@@ -214,7 +216,8 @@ class History:
             return math.inf
         if delta not in self._epsilons:
             value, budget = self.fixed_epsilon(delta), self.settings.budget
-            if self.settings.method == "pld" and budget is not None and delta == budget[1]:
+            is_tight = self.settings.method == "pld" and not self.is_taken_over
+            if is_tight and budget is not None and delta == budget[1]:
                 # a charge may have been admitted by a bound that is tighter than this one
                 value = min(value, budget[0])
             self._epsilons[delta] = value
@@ -544,6 +547,7 @@ class Memory:
             )
         parts, rule = self.history.check_saved(state, charges)
         self._write(state, parts, rule)
+        self.history.is_taken_over = True
         for part, key in parts:
             self.history.keep(part.pair, key, part.times)
         if rule is not None:

@@ -5,9 +5,7 @@ the grid h*Z is split between them so that its mass under P and under Q is kept.
 tightest profile above the true one with losses on the grid. The masses are Gauss-Legendre integrals
 over pieces cut at the grid, sums of positive terms: their *relative* error is about 1e-13.
 
-*Bounded losses.* Basic composition adds the largest losses. Randomised response, the worst of all
-pure releases, has two losses, so that a few kinds of it compose exactly (Kairouz, Oh, Viswanath
-2015; Murtagh, Vadhan 2016).
+*Bounded losses.* Basic composition adds the largest losses.
 
 *Failures.* With f the probability that one release fails outright, delta(epsilon) = f + (1 - f) *
 (delta(epsilon) of the others).
@@ -22,7 +20,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import special
 
 from .dominating_pairs import (
     Amplified,
@@ -47,8 +45,6 @@ from .events import SMALLEST_DELTA
 BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
-_MOST_LOSSES = 2**16  # different sums of losses that are looked at one by one
-_MASS_ERROR = 1e-9  # relative error of one of their masses, by far
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
 
 # --- quadrature -----------------------------------------------------------------------------------
@@ -199,15 +195,33 @@ def _(pair: Gaussian, tail: float, interval: float | None = None) -> Nodes:
 
 @loss_nodes.register
 def _(pair: Sampled, tail: float, interval: float | None = None) -> Nodes:
+    return sampled_nodes(pair, tail, interval)
+
+
+def sampled_nodes(
+    pair: Sampled,
+    tail: float,
+    interval: float | Array | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> Nodes:
+    """:func:`loss_nodes` of the losses from ``least`` to ``most`` only; ``interval``: also the
+    losses that no piece crosses.
+    """
     width = -float(special.ndtri(tail))
     q, z = pair.rate, pair.noise
-    ends = (0.5 if pair.kind == "symmetric" else -z * width), 1 + z * width
-    edges = np.linspace(*ends, 2 + int((ends[1] - ends[0]) / (0.1 * z * min(1.0, 2 * z))))
+    start, stop = (0.5 if pair.kind == "symmetric" else -z * width), 1 + z * width
+    if least > -math.inf:
+        start = max(start, float(sampled_point(pair, np.array([least]))[0]))
+    if most < math.inf:
+        stop = min(stop, float(sampled_point(pair, np.array([most]))[0]))
+    start = min(start, stop)
+    edges = np.linspace(start, stop, 2 + int((stop - start) / (0.1 * z * min(1.0, 2 * z))))
     if interval is not None:
-        low, high = _sampled_loss(pair, np.array(ends)).tolist()
-        grid = _grid(low, high, interval)
+        low, high = _sampled_loss(pair, np.array([start, stop])).tolist()
+        grid = _grid(low, high, interval) if isinstance(interval, float) else interval
         grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip(sampled_point(pair, grid), *ends))
+        edges = np.union1d(edges, np.clip(sampled_point(pair, grid), start, stop))
     x, weight = pieces(edges, _degree(width))
     log_ratio = log_mixture(x, q, z)
     mass = weight * np.exp(log_ratio - x**2 / (2 * z**2)) / (z * math.sqrt(2 * math.pi))
@@ -395,49 +409,6 @@ def least_delta(
     if bounded and rest and largest < epsilon:
         found = min(found, bound(rest, math.nextafter(epsilon - largest, 0.0)))
     return found
-
-
-class RandomizedResponses:
-    """The composition of releases of which no more is known than that they are pure, exactly.
-
-    delta(epsilon) is the sum of mass * (1 - e^(epsilon - loss)) over the losses above epsilon.
-    """
-
-    def __init__(self, counts: Mapping[Pair, int]) -> None:
-        losses, masses = np.zeros(1), np.ones(1)
-        for pair, count in counts.items():
-            epsilon = largest_loss(pair)
-            worse = np.arange(count + 1)
-            mass = stats.binom.pmf(worse, count, float(special.expit(epsilon)))
-            losses = np.add.outer(losses, epsilon * (2.0 * worse - count)).ravel()
-            masses = np.multiply.outer(masses, mass).ravel()
-        order = np.argsort(losses)
-        self._losses: Array = losses[order]
-        self._masses: Array = masses[order] * (1 + _MASS_ERROR)
-
-    @classmethod
-    def of(cls, counts: Mapping[Pair, int]) -> RandomizedResponses | None:
-        """The composition, or ``None`` where it has other releases, or too many losses."""
-        if not counts or not all(isinstance(pair, Pure) for pair in counts):
-            return None
-        losses = math.prod(count + 1 for count in counts.values())
-        return cls(counts) if losses <= _MOST_LOSSES else None
-
-    def delta(self, epsilon: float) -> float:
-        """An upper bound on delta, by round-off alone."""
-        above = np.searchsorted(self._losses, epsilon, "right")
-        terms = self._masses[above:] * -np.expm1(epsilon - self._losses[above:])
-        return min(float(terms.sum()), 1.0)
-
-    def epsilon(self, delta: float) -> float:
-        """An upper bound on epsilon, by round-off alone."""
-        if self.delta(0.0) <= delta:
-            return 0.0
-        largest = float(self._losses[-1])
-        solution = optimize.brentq(
-            lambda epsilon: self.delta(epsilon) - delta, 0.0, largest, xtol=1e-14, rtol=1e-14
-        )
-        return rounded_up(float(solution), 1e-14 * (1 + largest), lambda e: self.delta(e) <= delta)
 
 
 def rounded_up(solution: float, margin: float, holds: Callable[[float], bool]) -> float:

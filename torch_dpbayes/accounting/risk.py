@@ -37,7 +37,7 @@ from .dominating_pairs import (
 from .events import Method
 from .fft_composition import Composition, compose, tail_of
 from .gdp import gaussian_delta, gaussian_epsilon
-from .privacy_loss import RandomizedResponses, apart, failing, largest_sum, loss_nodes
+from .privacy_loss import apart, failing, largest_sum, loss_nodes
 from .tilted_window import choose_window
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _ROUND_OFF = 1e-12  # relative, of what is computed of a curve; by far
 _PROFILE_ROUND_OFF = 1e-10  # relative, of closed forms
 _LARGEST_LOSS = 700.0  # whose exponential is a float
+_LARGEST_EXPONENT = 600.0
 _LEAST_SLACK = 1e-9  # down to which mu is told apart
 _POINTS = 700  # epsilons of a profile, evenly spaced, and as many towards 0
 SMALLEST = 1e-36  # delta up to which they reach
@@ -248,8 +249,6 @@ def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profi
 
 def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
     largest = largest_sum(counts)
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return (of_function(exact.delta, largest).ending(largest),) * 2
     near, far = without_extremes(counts)
     levels = merge(near)
     if not levels:
@@ -300,7 +299,7 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
         for delta in (SMALLEST, *reversed(_DELTAS))
     )
     at = points(next(filter(math.isfinite, ends), _LARGEST_LOSS))
-    return Profile(at, np.min([composition.upper_deltas(at) for composition in found], axis=0))
+    return Profile(at, np.min([composition.profile()(at) for composition in found], axis=0))
 
 
 def _interval_for_advantage(composition: Composition) -> float:
@@ -309,7 +308,9 @@ def _interval_for_advantage(composition: Composition) -> float:
     """
     near = np.abs(composition.losses) <= 10 * composition.interval
     scale = composition.log_scale - composition.window.tilt * composition.losses[near]
-    mass = float(np.sum(np.maximum(composition.tilted[near], 0.0) * np.exp(scale)))
+    mass = float(
+        np.sum(np.maximum(composition.tilted[near], 0.0) * np.exp(np.minimum(scale, 600.0)))
+    )
     density = mass / (21 * composition.interval)
     if not density > 0:
         return 0.0

@@ -14,15 +14,14 @@ function of K. For this law f' is a power of gamma + (1 - gamma)(1 - F), so that
 
 where T is the trade-off curve of M (its largest true-positive rate at false-positive rate u). That
 is Koskela, Redberg and Wang (2024) with their free epsilon at its best value: each line above T
-gives one of their bounds. In Renyi terms, for all orders a > 1 and b > 1 (Papernot, Steinke 2022,
-Theorem 2),
+gives one of their bounds. dp-accounting's event of private selection is charged by Renyi curves:
+for all orders a > 1 and b > 1 (Papernot, Steinke 2022, Theorem 2),
 
 .. math:: D_a(A) \le D_a(M) + (1 + \eta)\Big(1 - \frac1b\Big) D_b(M)
     + \frac{1 + \eta}{b} \log\frac1\gamma + \frac{\log E[K]}{a - 1}.
 
-The smaller bound counts. dp-accounting's event of private selection is charged by the second one;
-where K is a Poisson number (shape infinity), and what is released at K = 0 has nothing to do with
-the data, that is (Theorem 6)
+and where K is a Poisson number (shape infinity), and what is released at K = 0 has nothing to do
+with the data (Theorem 6),
 
 .. math:: D_a + E[K]\,\delta + \frac{\log E[K]}{a - 1}, \qquad
     \text{one run being } \Big(\log\frac{a}{a - 1}, \delta\Big)\text{-private}.
@@ -167,9 +166,7 @@ def selection_epsilon(
     least = delta * (1 - 1e-6) - 1e-25
     if least <= 0:
         raise ArgumentError("delta of a selection must be at least 1e-24.")
-    by_profile = _by_profile(counts, repetitions, least)
-    by_curve = _by_curve(counts, repetitions, least)
-    return min(by_profile, by_curve) * (1 + _DRAWING) + 4 * _DRAWING
+    return _by_profile(counts, repetitions, least) * (1 + _DRAWING) + 4 * _DRAWING
 
 
 def _by_profile(counts: Mapping[Pair, int], repetitions: Repetitions, delta: float) -> float:
@@ -185,17 +182,6 @@ def _by_profile(counts: Mapping[Pair, int], repetitions: Repetitions, delta: flo
     mean = _mean(gamma, shape) * (1 + _DRAWING)
     once = bounds.upper_epsilon(counts, delta / mean) if delta / mean >= 1e-30 else math.inf
     return (1 + shape) * math.log(largest) + once
-
-
-def _by_curve(counts: Mapping[Pair, int], repetitions: Repetitions, delta: float) -> float:
-    """Papernot, Steinke 2022."""
-    gamma, shape = repetitions.gamma, repetitions.shape
-    orders = np.array(renyi.ORDERS)
-    once = renyi.curve(counts)
-    extra = (1 + shape) * ((1 - 1 / orders) * once - math.log(gamma) / orders)
-    mean = _mean(gamma, shape) * (1 + _DRAWING)
-    together = once + float(np.min(extra)) + math.log(mean) / (orders - 1)
-    return renyi.epsilon(together, delta)
 
 
 def selection_event(

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from scipy import special
 
-from .dominating_pairs import EXACT_LEVELS, Array, Pair, Pure, has_two_directions, scattered_of
+from .dominating_pairs import Array, Pair, Pure, has_two_directions, scattered_of
 from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import BEYOND, loss_nodes
 
@@ -23,13 +22,12 @@ LARGEST_WINDOW = 2**22
 # the last ones for losses of billionths
 _TILTS = np.append(np.geomspace(1e-4, 1e6, 104), np.geomspace(3e6, 3e16, 21))
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
+_CUT_TILTS = np.append([0.05, 0.1, 0.2], _WINDOW_TILTS)  # of losses up to a cut: those near it
 _OUTSIDE = 1e-9  # tilted mass that the window may miss, at ordinary tilts
 _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floats
 # of a step's mean absolute loss, at which epsilons that are no larger are looked at
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
-_MOST_OF_CORE = 25.0  # tilt times cut, at which its delta at epsilon is far below any other
-_MOST_CELLS = 2**17  # of the losses of one release, where a composition has two parts
 _PILOT_EXCESS = 0.5  # of log(delta)
 _CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
 _MOST_TIMES = 16.0  # that a composition may grow on its grid
@@ -37,27 +35,12 @@ _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 
 
-class Part(NamedTuple):
-    """One of two parts of a composition, whose deltas add up: that in which no release has a loss
-    above ``cut``, or the rest, in which at least one has.
-
-    Round-off is relative to the largest mass. Where delta lies in rare, large losses, the bulk of
-    the mass hides them; apart from it they keep their digits.
-    """
-
-    cut: float
-    is_rest: bool
-
-
 class _Losses:
     """Quadrature nodes of the losses of a composition, for the choice of tilt and window."""
 
-    def __init__(
-        self, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part | None = None
-    ) -> None:
-        self._reverse, self._tail, self._part = reverse, tail, part
+    def __init__(self, levels: Mapping[Pair, int], reverse: bool, tail: float) -> None:
+        self._reverse, self._tail = reverse, tail
         self.times = 1.0  # how often the composition is made
-        self._few = len(levels) <= EXACT_LEVELS
         self.widest = 0.0
         self._nodes = [(*self._of(pair), count) for pair, count in levels.items()]
         self._mixed: Mixtures | None = None
@@ -65,11 +48,6 @@ class _Losses:
 
     def _of(self, pair: Pair) -> tuple[Array, Array]:
         losses, masses, central = loss_nodes(pair, self._tail)
-        if self._part is not None:
-            if losses.max() - losses.min() > _MOST_CELLS / 8 * self._part.cut:
-                raise OverflowError(BEYOND)
-            if self._few:  # no piece of the quadrature crosses the cut
-                losses, masses, central = loss_nodes(pair, self._tail, self._part.cut / 8)
         self.widest = max(self.widest, float(losses.max() - losses.min()))
         if central:
             losses, masses = np.append(losses, 0.0), np.append(masses, central)
@@ -84,8 +62,6 @@ class _Losses:
 
     def cumulants(self, tilts: Array) -> tuple[Array, Array, Array]:
         """K(theta) = sum of count * log E exp(theta L), with K' and K''."""
-        if self._part is not None:
-            return self._of_part(tilts, self._part)
         total = np.zeros((3, len(tilts)))
         for losses, log_masses, count in self._nodes:
             total += count * np.stack(_cumulants(losses, log_masses, tilts))
@@ -103,25 +79,6 @@ class _Losses:
             total += np.tensordot(found, self._mixed.counts, (1, 0))
         total *= self.times
         return total[0], total[1], total[2]
-
-    def _of_part(self, tilts: Array, part: Part) -> tuple[Array, Array, Array]:
-        """Of the core c^n, or of (c + r)^n - c^n = c^n (e^u - 1), u = n log(1 + r / c)."""
-        core, rise = np.zeros((3, len(tilts))), np.zeros((3, len(tilts)))
-        for losses, log_masses, count in self._nodes:
-            is_rest = losses > part.cut
-            inside = np.stack(_cumulants(losses[~is_rest], log_masses[~is_rest], tilts))
-            core += count * inside
-            if part.is_rest and is_rest.any():
-                more = np.stack(_cumulants(losses[is_rest], log_masses[is_rest], tilts)) - inside
-                share = special.expit(more[0])
-                bend = share * (more[2] + (1 - share) * more[1] ** 2)
-                rise += count * np.stack([np.logaddexp(0.0, more[0]), share * more[1], bend])
-        if part.is_rest:
-            u, slope, bend = rise
-            odds = -1 / np.expm1(-u)  # 1 / (1 - e^-u)
-            bend = odds * bend - odds**2 * np.exp(-u) * slope**2
-            core += np.stack([log_expm1(u), odds * slope, bend])
-        return core[0], core[1], np.maximum(core[2], 0.0)
 
     def totals(self) -> tuple[float, float, float]:
         """The least and the largest possible loss, and the sum of the mean absolute losses."""
@@ -153,7 +110,6 @@ class Window(NamedTuple):
     wanted_interval: float  # for the accuracy that was asked for
     excess: float  # of log(delta) that mixtures aim at
     fewest: int  # rates, and noises, of their grid
-    part: Part | None = None
 
 
 def choose_window(
@@ -165,7 +121,7 @@ def choose_window(
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
     interval: float | None = None,
-    part: Part | None = None,
+    largest_tilt: float = math.inf,
     grows: bool = False,
 ) -> Window:
     """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: for as many more
@@ -173,8 +129,8 @@ def choose_window(
     """
     asked, asked_log_delta = epsilon, log_delta
     total: float = sum(levels.values())
-    sampled, others = scattered_of(levels) if part is None else ([], dict(levels))
-    losses = _Losses(others if sampled else levels, reverse, tail, part)
+    sampled, others = scattered_of(levels)
+    losses = _Losses(others if sampled else levels, reverse, tail)
     near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
     for tilts in (_TILTS[::4], _TILTS) if sampled else (_TILTS,):
         if sampled:
@@ -191,6 +147,7 @@ def choose_window(
             log_delta = asked_log_delta
         else:
             tilt, epsilon, log_delta = _tangent(tilts, cumulant, mean, asked, asked_log_delta)
+        tilt = min(tilt, largest_tilt)
         near = Near(tilt, log_delta, reverse)
         excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
         fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
@@ -212,23 +169,16 @@ def choose_window(
             wanted = min(wanted, _OF_LOSS * size / total)
         # at this tail the losses may reach farther than at that of the delta which is found
         interval = max(wanted, 4 * losses.widest / LARGEST_WINDOW, _LEAST_INTERVAL)
-        if part is not None:
-            if not math.isfinite(interval):
-                raise OverflowError(BEYOND)
-            cells = _MOST_CELLS // max(len(levels) // EXACT_LEVELS, 1)
-            interval = max(min(interval, part.cut / 16), losses.widest / cells)
-            interval = part.cut / max(math.floor(part.cut / interval), 1)
         atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
         if len(atoms) == 1 and (atom := atoms.pop()) > interval:
             interval = atom / math.ceil(atom / interval)  # both its losses on the grid
     else:
         wanted = interval
     tilt = min(tilt, 0.5 / interval)
-    if part is not None and not part.is_rest:
-        tilt = min(tilt, _MOST_OF_CORE / part.cut)
     # What the rounding adds at most to a step's variance is h^2 / 4.
     center, _, spread = (float(value[0]) for value in losses.cumulants(np.array([tilt])))
-    steps = _WINDOW_TILTS / math.sqrt(spread + total * interval**2 / 4)
+    relative = _WINDOW_TILTS if largest_tilt == math.inf else _CUT_TILTS
+    steps = relative / math.sqrt(spread + total * interval**2 / 4)
     tilts = np.concatenate([tilt + steps, tilt - steps])
     outer, _, _ = losses.cumulants(tilts)
     outer += total * interval**2 / 8 * (tilts + tilts**2 - tilt - tilt**2)
@@ -252,7 +202,6 @@ def choose_window(
         wanted_interval=wanted if log_delta > math.log(SMALLEST) else interval,
         excess=excess,
         fewest=fewest,
-        part=part,
     )
 
 
@@ -309,8 +258,3 @@ def log_outside(tilt: float) -> float:
 def log_of(masses: Array) -> Array:
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(masses))
-
-
-def log_expm1(x: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.asarray(x + np.log(-np.expm1(-x)))
