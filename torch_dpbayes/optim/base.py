@@ -17,6 +17,7 @@ equal noise.
 from __future__ import annotations
 
 import functools
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
@@ -36,6 +37,8 @@ from ..release.release import require_public
 from . import finite_steps, priors
 from .declared import DeclaredOptimizer
 
+_log = logging.getLogger("torch_dpbayes")
+
 
 class PrivateOptimizer(DeclaredOptimizer):
     """Base of the private samplers. A subclass says how much noise it wants and what it does with
@@ -48,9 +51,15 @@ class PrivateOptimizer(DeclaredOptimizer):
         num_data: number of records N, a public constant.
         expected_batch_size: B, a public constant; under Poisson sampling B/N is the sampling rate.
         max_grad_norm: clip norm C of one record's gradient, over all parameters together; at least
-            1e-12.
+            1e-12. None: the C at which ``noise_multiplier`` is the sampler's own noise z_L at T,
+            with the lr that the optimizer is built with: C = C'·z_L(C')/z for any C'; of several
+            groups the smallest. It stays: when a schedule changes lr, z is the larger of
+            ``noise_multiplier`` and z_L, as ever. So build with the largest lr of the schedule: T
+            holds throughout, and less than the target ε is spent; above that lr T is exceeded.
         noise_multiplier: floor of the noise std on the clipped sum, in units of C.
-        temperature: T of the target ∝ exp(−U/T).
+        temperature: T of the target ∝ exp(−U/T). None: 1 where C is derived or there is no floor,
+            else what the floor samples at the lr in force: :attr:`effective_temperature`. With both
+            T and C given the larger noise wins.
         log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs
             named parameters. It must not look at data.
         sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is
@@ -254,6 +263,14 @@ class PrivateOptimizer(DeclaredOptimizer):
             for p in group["params"]
         ]
         if self._layout is None or self._layout_made_for != made_for:
+            if self._layout is None and self.release.draws is None and self.unused_noise:
+                _log.warning(
+                    "noise_multiplier = %.4g is only a floor, below the sampler's own noise %.4g,"
+                    " which is added and charged. The floor would be used with %s",
+                    self.noise_multiplier,
+                    self.langevin_noise_multiplier,
+                    self.unused_noise,
+                )
             self._layout = self.release.layout_of(self.param_groups)
             self._layout_made_for = made_for
         return self._layout
@@ -292,6 +309,7 @@ class PrivateOptimizer(DeclaredOptimizer):
             "algorithm": type(self).__name__,
             "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
             "last_numbers": self._last_numbers,
+            "derived_noise": self._derived_noise,
             **saved_state.save(self.release),
         }
         state["private_step"] = private
@@ -330,6 +348,6 @@ class PrivateOptimizer(DeclaredOptimizer):
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
         saved_state.resume_streams(self.release, private)
-        # states of earlier versions do not know
-        self._last_numbers = private.get("last_numbers", ([], 0))
+        self._last_numbers = private["last_numbers"]
+        self._resume_bound(private["derived_noise"])
         self._layout = None

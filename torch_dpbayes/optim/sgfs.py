@@ -71,7 +71,8 @@ class DPSGFS(PrivateOptimizer):
             the noise is zC·Fξ: less where gradients are known to be small. May be set between
             steps, from public data or from what was released before. ``fisher="diagonal"`` takes a
             vector.
-        options: as for :class:`DPSGLD`; the temperature is positive, and there is no ``log_prior``,
+        options: as for :class:`DPSGLD`; the temperature is positive (where it follows from the
+            noise, of several groups the highest), and there is no ``log_prior``,
             whose curvature is needed.
 
     Raises:
@@ -105,7 +106,7 @@ class DPSGFS(PrivateOptimizer):
             raise ArgumentError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
         if not 0 < fisher_share < math.inf:
             raise ArgumentError(f"fisher_share must be positive and finite, got {fisher_share}")
-        if not (temperature := options.get("temperature", 1.0)) > 0:
+        if (temperature := options.get("temperature")) is not None and not temperature > 0:
             raise ArgumentError(
                 "the step is proportional to the temperature, which must be positive, got"
                 f" {temperature}"
@@ -197,7 +198,7 @@ class DPSGFS(PrivateOptimizer):
         )
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        return self.temperature
+        return self._temperature_of(group)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class DPSGFS(PrivateOptimizer):
     def _curvature_weight(self) -> float:
         """T·A + K = weight·Î + T·∇²r + Σ."""
         rate = self.expected_batch_size / self.num_data
-        return self.num_data * (self.temperature + (1 - rate) / rate)
+        return self.num_data * (self.effective_temperature + (1 - rate) / rate)
 
     def _privacy_variance(self, part: GroupGradient) -> float:
         """Σ: the variance of the privacy noise in N·ĝ."""
@@ -245,6 +246,7 @@ class DPSGFS(PrivateOptimizer):
 
     def _step_diagonal(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
         weight, sizes = self._curvature_weight(), [len(part.gradient) for part in parts]
+        temperature = self.effective_temperature
         scales: Sequence[Tensor | None] = (
             [None] * len(parts) if self._query.scale is None else self._query.scale.split(sizes)
         )
@@ -253,7 +255,7 @@ class DPSGFS(PrivateOptimizer):
                 continue
             noise, prior = (
                 self._privacy_variance(part) / weight,
-                self.temperature / part.group["prior_std"] ** 2 / weight,
+                temperature / part.group["prior_std"] ** 2 / weight,
             )
             if scale is None:
                 for gradient, fisher_piece in in_cache(part.gradient, information):
@@ -266,7 +268,7 @@ class DPSGFS(PrivateOptimizer):
             torch._foreach_add_(
                 part.parameters,
                 part.gradients,
-                alpha=-2 * self.temperature * self.num_data / weight,
+                alpha=-2 * temperature * self.num_data / weight,
             )
 
     def _step_full(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
@@ -275,6 +277,7 @@ class DPSGFS(PrivateOptimizer):
                 [matrix.new_full((len(part.gradient),), value(part)) for part in parts]
             )
 
+        temperature = self.effective_temperature
         matrix = _at_least(fisher, floor).to(torch.float64) * self._curvature_weight()
         still = over_parts(lambda part: part.group["lr"] == 0)
         noise = over_parts(self._privacy_variance)
@@ -285,7 +288,7 @@ class DPSGFS(PrivateOptimizer):
         scale = self._query.scale
         matrix = congruent(None if scale is None else scale.to(torch.float64), matrix)
         matrix.diagonal().add_(
-            over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2)
+            over_parts(lambda part: temperature / part.group["prior_std"] ** 2)
         )
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
         step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (
@@ -296,7 +299,7 @@ class DPSGFS(PrivateOptimizer):
         ):
             part.gradient.copy_(piece)
             torch._foreach_add_(
-                part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data
+                part.parameters, part.gradients, alpha=-2 * temperature * self.num_data
             )
 
 
