@@ -29,6 +29,7 @@ def private(kind=DPSGLD, lr=0.4, groups=1, **options):
         "num_data": N,
         "expected_batch_size": B,
         "max_grad_norm": C,
+        "temperature": T,
         "sampling": "poisson",
         **options,
     }

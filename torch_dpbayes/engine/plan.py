@@ -55,8 +55,8 @@ class Plan:
                 f" {self.effective_noise_multiplier:.4g}"
             ),
             (
-                f"temperature           T = {self.effective_temperature:.4g} from the Gaussian noise;"
-                f" {asked}"
+                f"temperature           T = {self.effective_temperature:.4g} from the Gaussian"
+                f" noise; {asked}"
             ),
             f"steps                 {self.steps} at sampling rate {self.sample_rate:.6g}",
             (

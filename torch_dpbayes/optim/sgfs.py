@@ -287,9 +287,7 @@ class DPSGFS(PrivateOptimizer):
         # out of the units of F
         scale = self._query.scale
         matrix = congruent(None if scale is None else scale.to(torch.float64), matrix)
-        matrix.diagonal().add_(
-            over_parts(lambda part: temperature / part.group["prior_std"] ** 2)
-        )
+        matrix.diagonal().add_(over_parts(lambda part: temperature / part.group["prior_std"] ** 2))
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
         step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (
             1 - still

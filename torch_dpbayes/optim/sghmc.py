@@ -39,10 +39,10 @@ class DPSGHMC(PrivateOptimizer):
 
     Args:
         params, lr: as for :class:`DPSGLD`; lr is the one that SGD with momentum would take.
-        momentum: m in [0, 1), or ``"matched"``, which needs ``noise_multiplier``,
-            ``temperature`` and ``max_grad_norm``, all above 0. m = 0 is :class:`DPSGLD`. A number may differ between parameter
-            groups, and schedulers may change it (``OneCycleLR``): the friction 1−m, and with it
-            z_L, is that of the step.
+        momentum: m in [0, 1), or ``"matched"``, which needs ``noise_multiplier``, ``temperature``
+            and ``max_grad_norm``, all above 0. m = 0 is :class:`DPSGLD`. A number may differ
+            between parameter groups, and schedulers may change it (``OneCycleLR``): the friction
+            1−m, and with it z_L, is that of the step.
         options: as for :class:`DPSGLD`.
 
     Raises:

@@ -145,10 +145,7 @@ class DPSGNHT(PrivateOptimizer):
                     # −(v + v')/η, twice the velocity at the half step
                     doubled = gradient.add_(v, alpha=-(2 - friction) / lr)
                     kinetic += (
-                        self.num_data
-                        * lr
-                        * float(torch.dot(doubled, doubled))
-                        / (4 * temperature)
+                        self.num_data * lr * float(torch.dot(doubled, doubled)) / (4 * temperature)
                     )
                     v.neg_().add_(doubled, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)
