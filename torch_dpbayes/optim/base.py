@@ -309,9 +309,10 @@ class PrivateOptimizer(DeclaredOptimizer):
             "algorithm": type(self).__name__,
             "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
             "last_numbers": self._last_numbers,
-            "derived_noise": self._derived_noise,
             **saved_state.save(self.release),
         }
+        if self.derives_clip_norm:
+            private["derived_noise"] = self._derived_noise
         state["private_step"] = private
         return state
 
@@ -349,5 +350,5 @@ class PrivateOptimizer(DeclaredOptimizer):
                     self.state[p][name] = value.detach().clone().to(p.device)
         saved_state.resume_streams(self.release, private)
         self._last_numbers = private["last_numbers"]
-        self._resume_bound(private["derived_noise"])
+        self._resume_bound(private.get("derived_noise"))
         self._layout = None

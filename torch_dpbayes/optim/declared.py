@@ -303,20 +303,22 @@ class DeclaredOptimizer(Optimizer):
         )
 
     @property
-    def _derived_noise(self) -> list[float] | None:
+    def _derived_noise(self) -> list[float]:
         """The noise zC that a derived clip norm makes, and what it was derived from beside lr."""
-        if not self._derives_bound:
-            return None
-        constants = self._constants
-        noise = constants.noise_multiplier * constants.max_grad_norm
-        return [noise, constants.num_data, constants.expected_batch_size, self.temperature or 0.0]
+        noise = self.noise_multiplier * self.max_grad_norm
+        return [noise, self.num_data, self.expected_batch_size, self.temperature or 0.0]
 
     def _resume_bound(self, saved: list[float] | None) -> None:
         """Go on with the saved run's noise zC, where lr alone may have been another when this
         optimizer was built.
         """
         own = self._derived_noise
-        if own and saved and own[1:] == saved[1:] and not math.isclose(own[0], saved[0]):
+        if (
+            self._derives_bound
+            and saved
+            and own[1:] == saved[1:]
+            and not math.isclose(own[0], saved[0])
+        ):
             self._set_bound(saved[0] / self.noise_multiplier)
 
     # -- groups ------------------------------------------------------------------------------------
