@@ -360,7 +360,10 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun():
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "make",
-    [partial(dpb.optim.DPSGFS, lr=20.0), partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched")],
+    [
+        partial(dpb.optim.DPSGFS, lr=20.0),
+        partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0),
+    ],
 )
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_the_target_is_met_by_what_the_sampler_releases_under_the_method_of_the_budget(
@@ -481,7 +484,9 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
         and cold.effective_noise_multiplier == cold.langevin_noise_multiplier
     )
     assert (
-        cold.epsilon < 1.0 and "rest would be used with" in text and f"lr = {cold.free_lr:.4g}" in text
+        cold.epsilon < 1.0
+        and "rest would be used with" in text
+        and f"lr = {cold.free_lr:.4g}" in text
     )
     assert not hasattr(net.weight, "grad_sample")
 

@@ -82,14 +82,14 @@ class _Chain:
         those of a private model when its loader delivered the first batch, or else with those of
         the first call.
         """
+        if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
+            buffers = model.named_buffers(remove_duplicate=False)
+            self._buffers = {name: b.detach().clone() for name, b in buffers}
         number = self._num_collected - (self.burn_in or 0)
         if number < 0 or number % self.thin:
             self._num_collected += 1
             return
         parameters = _checked_parameters(model, self._shapes)
-        if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
-            buffers = model.named_buffers(remove_duplicate=False)
-            self._buffers = {name: b.detach().clone() for name, b in buffers}
         _require_same_buffers(model, self._buffers)
 
         self._shapes = {name: p.shape for name, p in parameters.items()}
@@ -496,8 +496,10 @@ class PosteriorSamples(_Chain):
         noise_std, call = self.noise_std, outputs.output_of if forward is None else forward
 
         def with_its_noise(of_model: nn.Module, batch: Any) -> Tensor:
-            assert noise_std is not None
-            return with_noise(call(of_model, batch), of_model, noise_std)
+            output = call(of_model, batch)
+            if noise_std is None or not isinstance(output, Tensor):
+                return output  # which the caller refuses
+            return with_noise(output, of_model, noise_std)
 
         def form(output: Tensor) -> Tensor:
             found[:] = [likelihood_of(self.likelihood, output.shape, noise_std)]
@@ -507,8 +509,7 @@ class PosteriorSamples(_Chain):
             first = next(groups)  # which says what the likelihood is
             return reduce(found[0], itertools.chain([first], groups))
 
-        own = call if noise_std is None else with_its_noise
-        return self._reduced(model, x, form, own, reduced, dim)
+        return self._reduced(model, x, form, with_its_noise, reduced, dim)
 
     def _reduced(
         self,
@@ -520,7 +521,9 @@ class PosteriorSamples(_Chain):
         dim: int = 0,
     ) -> Tensor:
         if not self._samples:
-            discarded = "" if self.burn_in is None else f" and {self.burn_in} of them are discarded"
+            discarded = (
+                "" if self.burn_in is None else f" and burn_in={self.burn_in} of them are discarded"
+            )
             raise StateError(
                 f"There is no posterior sample yet: collect() was called {self._num_collected}"
                 f" times{discarded}. Call samples.collect(model) after burn-in, before predicting."
