@@ -80,14 +80,18 @@ class PrivateOptimizer(DeclaredOptimizer):
         assume_independent_records: you vouch that each per-sample gradient in ``p.grad_sample``
             depends on one record alone. Needed for gradients that ``make_private`` did not record;
             the accountant's summary says so.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one;
+            ``"fan_in"`` for √(2/fan-in) of weights (parameters of two dimensions or more, whose
+            fan-in is the size of one row) and 1 of biases and norms; or a dictionary of these by
+            the name of a parameter or module, ``{"0": "fan_in", "norm": math.inf}``, of which the
+            longest that fits counts, and 1 where none does. It needs named parameters.
         prior_mean: its mean.
     """
 
     _layout: Layout | None = None
     _layout_made_for: list[Any] = []  # noqa: RUF012
     # by group, and how many steps in a row had them
-    _last_numbers: tuple[list[tuple[float, ...]], int] = ([], 0)
+    _last_numbers: tuple[list[tuple[Any, ...]], int] = ([], 0)
 
     @abstractmethod
     def _update(self, parts: list[GroupGradient]) -> None:
@@ -156,6 +160,7 @@ class PrivateOptimizer(DeclaredOptimizer):
             options = part.current_options()
             if options != part.options:  # z follows from them
                 part.noise_multiplier, part.options = self._multiplier(part.group), options
+                part.prior_stds = priors.stds(part.group, part.names, part.parameters)
         prior_gradients = priors.gradients(self._log_prior, layout)
         undo = finite_steps.Undo(self, layout, self._constants, largest, prior_gradients)
         if not self.release.take(layout, self._settings, largest):
@@ -243,8 +248,10 @@ class PrivateOptimizer(DeclaredOptimizer):
         return steps if now == numbers else 0
 
     @staticmethod
-    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[float, ...]:
-        return (group["lr"], group["prior_std"], group["prior_mean"], noise_multiplier)
+    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[Any, ...]:
+        std = group["prior_std"]
+        std = dict(std) if isinstance(std, dict) else std  # which may be written to
+        return (group["lr"], std, group["prior_mean"], noise_multiplier)
 
     # -- groups, copies, checkpoints ---------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release.query import ClippedSum
 from ..release.release import Release
-from .priors import LogPrior
+from .priors import LogPrior, PriorStd, require_prior_std, require_used
 from .settings import (
     LARGEST_LR,
     LARGEST_NOISE_MULTIPLIER,
@@ -67,7 +67,7 @@ class DeclaredOptimizer(Optimizer):
         max_grad_norm: float | None = None,
         noise_multiplier: float = 0.0,
         temperature: float | None = None,
-        prior_std: float = 1.0,
+        prior_std: PriorStd = 1.0,
         prior_mean: float = 0.0,
         log_prior: LogPrior | None = None,
         sampling: str | None = None,
@@ -86,7 +86,7 @@ class DeclaredOptimizer(Optimizer):
             self._derives_bound or settings.noise_multiplier == 0 or isinstance(lr, str)
         ):
             settings = replace(settings, temperature=1.0)
-        if log_prior is not None and not math.isinf(prior_std) and prior_std != 1.0:
+        if log_prior is not None and prior_std not in (1.0, math.inf):
             raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
         if not isinstance(assume_independent_records, bool):
             raise ArgumentTypeError(
@@ -107,6 +107,7 @@ class DeclaredOptimizer(Optimizer):
         self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
         super().__init__(params, {"lr": self._resolved(lr), **self.defaults})
         self.defaults = Defaults(self.defaults, type(self).__name__)
+        require_used(prior_std, self.param_groups)
         if self._derives_bound:
             self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
@@ -344,7 +345,7 @@ class DeclaredOptimizer(Optimizer):
         self._require_options(group)
         if not math.isfinite(group["prior_mean"]):
             raise ArgumentError(f"prior_mean = {group['prior_mean']} is not finite")
-        require_positive("prior_std", group["prior_std"], allow_infinite=True)
+        require_prior_std(group)
         require_number("lr", group["lr"])
         if not 0 <= group["lr"] < LARGEST_LR:
             raise ArgumentError(
@@ -363,7 +364,7 @@ class DeclaredOptimizer(Optimizer):
         try:
             self._require_options(group)
             require_positive("lr", group["lr"])
-            require_positive("prior_std", group["prior_std"], allow_infinite=True)
+            require_prior_std(group)
             require_number("prior_mean", group["prior_mean"])
             if not math.isfinite(group["prior_mean"]):
                 raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
-from .priors import LogPrior
+from .priors import LogPrior, PriorStd
 
 LARGEST_LR = 1e30
 LARGEST_NOISE_MULTIPLIER = 1e30
@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     noise_multiplier: float
     temperature: float | None
-    prior_std: float
+    prior_std: PriorStd
     prior_mean: float
     log_prior: LogPrior | None
     sampling: str | None

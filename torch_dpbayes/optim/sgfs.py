@@ -253,16 +253,15 @@ class DPSGFS(PrivateOptimizer):
         for part, information, scale in zip(parts, fisher.split(sizes), scales, strict=True):
             if part.group["lr"] == 0:
                 continue
-            noise, prior = (
-                self._privacy_variance(part) / weight,
-                temperature / part.group["prior_std"] ** 2 / weight,
-            )
+            noise = self._privacy_variance(part) / weight
+            priors = [temperature / std**2 / weight for std in part.prior_stds]
             if scale is None:
-                for gradient, fisher_piece in in_cache(part.gradient, information):
-                    gradient.div_(fisher_piece.clamp(min=floor).add_(noise + prior))
+                damping = _spread(part, [noise + prior for prior in priors])
+                for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
+                    gradient.div_(fisher_piece.clamp(min=floor).add_(added))
             else:  # out of the units of F
-                for gradient, fisher_piece, unit in in_cache(
-                    part.gradient, information, scale.square()
+                for gradient, fisher_piece, unit, prior in in_cache(
+                    part.gradient, information, scale.square(), _spread(part, priors)
                 ):
                     gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
             torch._foreach_add_(
@@ -287,7 +286,11 @@ class DPSGFS(PrivateOptimizer):
         # out of the units of F
         scale = self._query.scale
         matrix = congruent(None if scale is None else scale.to(torch.float64), matrix)
-        matrix.diagonal().add_(over_parts(lambda part: temperature / part.group["prior_std"] ** 2))
+        prior = [
+            _spread(part, [temperature / std**2 for std in part.prior_stds], matrix.dtype)
+            for part in parts
+        ]
+        matrix.diagonal().add_(torch.cat(prior))
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
         step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (
             1 - still
@@ -299,6 +302,14 @@ class DPSGFS(PrivateOptimizer):
             torch._foreach_add_(
                 part.parameters, part.gradients, alpha=-2 * temperature * self.num_data
             )
+
+
+def _spread(
+    part: GroupGradient, values: Sequence[float], dtype: torch.dtype | None = None
+) -> Tensor:
+    """A value of each parameter, for each of its numbers."""
+    pieces = zip(values, part.gradients, strict=True)
+    return torch.cat([p.new_full((p.numel(),), value, dtype=dtype) for value, p in pieces])
 
 
 def _at_least(fisher: Tensor, floor: float) -> Tensor:

@@ -38,8 +38,9 @@ class DPSGLD(PrivateOptimizer):
         temperature: T. 0 turns the sampler's own noise off, which is plain DP-SGD. None: 1, or
             where ``max_grad_norm`` and a floor are given what they sample,
             :attr:`effective_temperature`.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's
-            ``weight_decay`` λ is 1/√(Nλ).
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one,
+            ``"fan_in"`` for √(2/fan-in) of weights and 1 of biases and norms, or a dictionary of
+            these by the names of parameters or modules. SGD's ``weight_decay`` λ is 1/√(Nλ).
         prior_mean: its mean.
         log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
         sampling: ``"poisson"``, ``"recordwise"`` or None, see
