@@ -324,7 +324,9 @@ def chain(
     model, held = free.linear(data.dimension), accountant(epsilon)
     model, optimizer, loader = dpb.PrivacyEngine(held).make_private(
         module=model,
-        optimizer=partial(dpb.optim.DPSGHMC, lr=lr, momentum=momentum, prior_std=prior_std),
+        optimizer=partial(
+            dpb.optim.DPSGHMC, lr=lr, momentum=momentum, temperature=1.0, prior_std=prior_std
+        ),
         data_loader=DataLoader(TensorDataset(data.x, data.y), batch_size=data.size),
         max_grad_norm=clip,
         noise_multiplier=free.noise(epsilon, DELTA, 1.0, count),
