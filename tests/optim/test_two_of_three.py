@@ -106,11 +106,17 @@ def test_a_thermostat_starts_at_the_friction_of_its_momentum():
         {"params": [nn.Parameter(torch.zeros(size, dtype=torch.float64))], "lr": lr}
         for size, lr in ((3, 0.1), (5, 0.4))
     ]
-    optimizer = built(DPSGNHT, groups, momentum=0.8, max_grad_norm=0.7, thermostat_gain=1e-9)
+    optimizer = built(DPSGNHT, groups, momentum=0.8, max_grad_norm=0.7, thermostat_gain=1e-3)
     for group in groups:
         group["params"][0].grad_sample = torch.zeros(2, *group["params"][0].shape)
     optimizer.step()
-    assert optimizer.friction == pytest.approx(0.2, abs=1e-6)
+    assert optimizer.friction == pytest.approx(0.2, abs=0.1)
+    kinetic, gain = 0.0, optimizer.thermostat_gain  # of −ηĝ/2, in each group's own temperature
+    for group in groups:
+        velocity = optimizer.state[group["params"][0]]["velocity"]
+        heat = group["lr"] * N * (Z * 0.7 / B) ** 2 / (2 * 0.2)
+        kinetic += N * float((velocity / 2).square().sum()) / (8 * group["lr"] * heat)
+    assert optimizer.friction == pytest.approx(0.2 + gain * (kinetic - 1), rel=1e-12)
 
 
 @every_sampler
