@@ -230,7 +230,7 @@ class EndStep(DPSGNHT):
         kinetic = (
             self.num_data * float(velocity.square().mean()) / (part.group["lr"] * self.temperature)
         )
-        needed = self._needed_friction(part.group, part.noise_multiplier)
+        needed = self._matching_friction(part.group, part.noise_multiplier)
         part.group["friction"] = (needed if before is None else before) + self.thermostat_gain * (
             kinetic - 1
         )
