@@ -1,15 +1,17 @@
 """How good predictions and their uncertainties are: plain functions of predictions and targets,
 each returning a float.
 
-``probabilities`` is ``[n, classes]``, rows summing to one, as ``PosteriorSamples.predict`` returns
-it; ``labels`` is ``[n]``, integers from 0 to ``classes - 1``.
+``probabilities`` are what ``PosteriorSamples.predict`` returns: of classes ``[n, classes]``, rows
+summing to one, with ``labels`` ``[n]``, integers from 0 to ``classes - 1``; of targets that are 0
+or 1 the probability of 1, ``[n]`` or ``[n, targets]``, with labels of the same shape, each of which
+counts as a record. The NLL of every likelihood, normal targets included, is
+``-samples.log_likelihood(net, x, y).mean()``.
 
 **Privacy**: a metric is an exact function of the records that it is evaluated on. On private
 records it is a release with no noise and no charge; evaluate on public or held-out records whose
 disclosure is accepted, and do not tune on a metric of the training set.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,6 @@ __all__ = [
     "area_under_roc",
     "brier_score",
     "expected_calibration_error",
-    "gaussian_mixture_negative_log_likelihood",
     "interval_coverage",
     "negative_log_likelihood",
     "reliability_curve",
@@ -42,20 +43,20 @@ def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
     A probability that underflowed to zero counts as the smallest normal number of its dtype, so the
     result is finite.
     """
-    _check_classification(probabilities, labels)
+    probabilities, labels = _by_class(probabilities, labels)
     chosen = probabilities.gather(1, labels.long()[:, None])
     return float(-chosen.clamp_min(torch.finfo(chosen.dtype).tiny).double().log().mean())
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
     """Share of records whose most probable class is the label."""
-    _check_classification(probabilities, labels)
+    probabilities, labels = _by_class(probabilities, labels)
     return float((probabilities.argmax(1) == labels).double().mean())
 
 
 def brier_score(probabilities: Tensor, labels: Tensor) -> float:
     r"""Mean of :math:`\sum_c (p_{ic} - 1[y_i = c])^2`, from 0 to 2 (Brier, 1950)."""
-    _check_classification(probabilities, labels)
+    probabilities, labels = _by_class(probabilities, labels)
     errors = probabilities.double() - torch.nn.functional.one_hot(
         labels.long(), probabilities.shape[1]
     )
@@ -78,7 +79,7 @@ def reliability_curve(
     """Accuracy against confidence, the largest probability, in bins of equal width
     ((b-1)/num_bins, b/num_bins].
     """
-    _check_classification(probabilities, labels)
+    probabilities, labels = _by_class(probabilities, labels)
     if num_bins < 1:
         raise ArgumentError(f"num_bins must be at least 1, got {num_bins}.")
     confidence, predicted = probabilities.max(1)
@@ -134,30 +135,6 @@ def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
     return float((predictions - targets).double().square().mean().sqrt())
 
 
-def gaussian_mixture_negative_log_likelihood(
-    means: Tensor, targets: Tensor, noise_std: float
-) -> float:
-    r"""Mean of :math:`-\log \frac1S \sum_s N(y; \mu_s, \sigma^2)` over the targets, each predicted
-    on its own.
-
-    Args:
-        means: ``[samples, n, ...]``, as ``PosteriorSamples.outputs`` returns it.
-        targets: ``[n, ...]``.
-        noise_std: standard deviation σ of the likelihood: ``math.sqrt(0.5)`` for a model trained
-            with ``MSELoss``.
-    """
-    if means.dim() == 0 or len(means) == 0:
-        raise ArgumentError(
-            "means must have a first dimension over posterior samples, and at least one of them."
-        )
-    _check_same_shape("each sample's means", means[0], targets)
-    if not (math.isfinite(noise_std) and noise_std > 0):
-        raise ArgumentError(f"noise_std must be positive and finite, got {noise_std}.")
-    standardised = (targets.double() - means.double()) / noise_std
-    log_densities = -0.5 * standardised.square() - math.log(noise_std) - 0.5 * math.log(2 * math.pi)
-    return float(math.log(len(means)) - torch.logsumexp(log_densities, 0).mean())
-
-
 def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
     """Share of targets inside their interval, bounds included: near 0.9 for a good 90 %
     interval.
@@ -167,7 +144,13 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
     return float(((lower <= targets) & (targets <= upper)).double().mean())
 
 
-def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
+def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """``[n, classes]`` and ``[n]``, also of targets that are 0 or 1."""
+    if probabilities.dim() > 0 and probabilities.shape == labels.shape:
+        if labels.is_floating_point() and bool((labels == labels.round()).all()):
+            labels = labels.long()  # as BCEWithLogitsLoss takes them
+        probabilities = torch.stack([1 - probabilities.flatten(), probabilities.flatten()], 1)
+        labels = labels.flatten().long() if labels.dtype == torch.bool else labels.flatten()
     if probabilities.dim() != 2 or not probabilities.is_floating_point():
         raise ArgumentError(
             "probabilities must be floating point, [n, classes]; got shape"
@@ -197,6 +180,7 @@ def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
             "Rows of probabilities must be non-negative and sum to one: apply softmax to scores"
             " first."
         )
+    return probabilities, labels
 
 
 def _check_same_shape(name: str, values: Tensor, targets: Tensor) -> None:

@@ -151,6 +151,7 @@ def ours(target: Target, name: str, noise: float, steps: int) -> tuple[Tensor, f
         "num_data": NUM_DATA,
         "expected_batch_size": NUM_DATA,
         "max_grad_norm": target.max_grad_norm,
+        "temperature": 1.0,
         "prior_std": target.prior_std,
     }
     theta = nn.Parameter(target.truth.mean(0))

@@ -171,7 +171,9 @@ def trained(
     seed = number_of(name)
     loader = DataLoader(data, batch_size, generator=torch.Generator().manual_seed(seed))
     generator = torch.Generator().manual_seed(seed + 1)
-    factory = partial(SAMPLERS[sampler], generator=generator, **{"lr": 0.05, **options})
+    factory = partial(
+        SAMPLERS[sampler], generator=generator, **{"lr": 0.05, "temperature": 1.0, **options}
+    )
     loss_of = nn.CrossEntropyLoss()
     engine = dpb.PrivacyEngine(dpb.PrivacyAccountant(neighboring=neighboring))
     net, optimizer, private = engine.make_private(
@@ -260,7 +262,8 @@ def engine_numbers() -> Values:
     loader = DataLoader(data, batch_size=20)
     found: Values = {}
     for epsilon in (0.5, 3.0):
-        arguments = {"module": net, "optimizer": partial(DPSGLD, lr=0.25), "data_loader": loader}
+        sampler = partial(DPSGLD, lr=0.25, temperature=1.0)
+        arguments = {"module": net, "optimizer": sampler, "data_loader": loader}
         engine = dpb.PrivacyEngine()
         target = {"target_epsilon": epsilon, "target_delta": DELTA, "epochs": 3}
         found[f"plan {epsilon}"] = repr(engine.plan(**arguments, **target, max_grad_norm=1.0))
@@ -422,7 +425,7 @@ def hybrid(sampler: str, start_share: float | None) -> Values:
         x,
         (x[:, 0] > 0).float(),
         certificate=ops.FiniteRunLangevin(steps=50),
-        optimizer=partial(SAMPLERS[sampler], lr=0.05),
+        optimizer=partial(SAMPLERS[sampler], lr=0.05, temperature=1.0),
         epsilon=2.0,
         delta=DELTA,
         epochs=2,

@@ -115,7 +115,8 @@ def private_run(net: nn.Module, accountant: PrivacyAccountant) -> tuple[Any, Cal
     loader = DataLoader(
         TensorDataset(*records()), batch_size=4, generator=torch.Generator().manual_seed(5)
     )
-    factory = partial(dpb.optim.DPSGNHT, lr=0.1, generator=torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(7)
+    factory = partial(dpb.optim.DPSGNHT, lr=0.1, temperature=1.0, generator=generator)
     net, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
         module=net,
         optimizer=factory,

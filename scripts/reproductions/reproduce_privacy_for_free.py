@@ -355,7 +355,9 @@ def chain(
     else:
         accountant = dpb.PrivacyAccountant(epsilon, data.delta, neighboring=RELATION)
         floor = noise(epsilon, data.delta, size / data.size, count)
-    make: Any = partial(getattr(dpb.optim, sampler), lr=lr, prior_std=prior_std, **options)
+    make: Any = partial(
+        getattr(dpb.optim, sampler), lr=lr, temperature=1.0, prior_std=prior_std, **options
+    )
     if sampler == "DPSGNHT":  # a friction of ½ at most: as much hotter as ε demands
         make = partial(make, temperature=max(1.0, lr * data.size * (floor * clip / size) ** 2))
     model, samples = (
@@ -722,7 +724,7 @@ def line_chain(name: str, repeat: int, count: int, settings: str) -> dict[str, A
             dpb.optim.DPSGLD, lr=lr, temperature=0.5 if "published" in name else 1.0
         )
         if "SGNHT" in name:
-            make = partial(dpb.optim.DPSGNHT, lr=lr, momentum=LINE["momentum"])
+            make = partial(dpb.optim.DPSGNHT, lr=lr, temperature=1.0, momentum=LINE["momentum"])
         floor = published if "published" in name else noise(LINE["epsilon"], delta, 1.0, count)
         loader = DataLoader(Records(x, y), batch_size=size, collate_fn=collate)
         model, optimizer, private = dpb.PrivacyEngine(accountant).make_private(

@@ -360,7 +360,10 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun():
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "make",
-    [partial(dpb.optim.DPSGFS, lr=20.0), partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched")],
+    [
+        partial(dpb.optim.DPSGFS, lr=20.0),
+        partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0),
+    ],
 )
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_the_target_is_met_by_what_the_sampler_releases_under_the_method_of_the_budget(
@@ -472,7 +475,8 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
         "target_epsilon": 5.0,
     }
     engine = dpb.PrivacyEngine()
-    cold = engine.plan(optimizer=partial(dpb.optim.DPSGLD, lr=0.05), **arguments)
+    sampler = partial(dpb.optim.DPSGLD, lr=0.05, temperature=1.0)
+    cold = engine.plan(optimizer=sampler, **arguments)
     assert capsys.readouterr().out == ""
     text = str(cold)
     assert (
@@ -480,20 +484,20 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
         and cold.effective_noise_multiplier == cold.langevin_noise_multiplier
     )
     assert (
-        cold.epsilon < 1.0 and "would use the rest" in text and f"lr = {cold.free_lr:.4g}" in text
+        cold.epsilon < 1.0
+        and "rest would be used with" in text
+        and f"lr = {cold.free_lr:.4g}" in text
     )
     assert not hasattr(net.weight, "grad_sample")
 
     colder = cold.temperature * (cold.noise_multiplier / cold.langevin_noise_multiplier) ** 2
     # what it advises uses the rest of the target
-    for options in ({"lr": cold.free_lr}, {"lr": 0.05, "temperature": colder}):
+    for options in ({"lr": cold.free_lr}, {"lr": 0.05, "temperature": colder}, {"lr": 0.05}):
         advised = engine.plan(optimizer=partial(dpb.optim.DPSGLD, **options), **arguments)
         assert 4.8 < advised.epsilon <= 5.0
 
     engine = dpb.PrivacyEngine()
-    net, optimizer, private = engine.make_private_with_epsilon(
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.05), **arguments
-    )
+    net, optimizer, private = engine.make_private_with_epsilon(optimizer=sampler, **arguments)
     assert optimizer.effective_noise_multiplier == pytest.approx(cold.effective_noise_multiplier)
     assert optimizer.effective_temperature == pytest.approx(cold.effective_temperature)
     for _ in range(4):

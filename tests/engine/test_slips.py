@@ -194,10 +194,13 @@ SLIPS = {
         "PrivacyEngine().make_private",
     ),
     "optimizer=DPSGLD": (lambda: made(nn.Linear(4, 3), dpb.optim.DPSGLD), "partial(DPSGLD, lr=0.1"),
-    "no clip norm": (lambda: made(nn.Linear(4, 3), max_grad_norm=None), "max_grad_norm=1.0"),
+    "no clip norm": (
+        lambda: made(nn.Linear(4, 3), max_grad_norm=None, noise_multiplier=None),
+        "target_epsilon",
+    ),
     "partial(Adam)": (
         lambda: made(nn.Linear(4, 3), partial(torch.optim.Adam)),
-        'partial(torch_dpbayes.optim.DPSGLD, lr="free")',
+        "partial(torch_dpbayes.optim.DPSGLD, lr=0.25)",
     ),
     "partial(SGD, lr=)": (
         lambda: made(nn.Linear(4, 3), partial(torch.optim.SGD, lr=0.5)),
@@ -206,7 +209,7 @@ SLIPS = {
     "Adam": (lambda: made(nn.Linear(4, 3), torch.optim.Adam), "torch_dpbayes.optim.DPSGLD"),
     "a built Adam": (
         lambda: made(nn.Linear(4, 3), torch.optim.Adam(nn.Linear(4, 3).parameters(), lr=1e-3)),
-        'partial(torch_dpbayes.optim.DPSGLD, lr="free")',
+        "partial(torch_dpbayes.optim.DPSGLD, lr=0.25)",
     ),
     "SGD with momentum": (
         lambda: made(nn.Linear(4, 3), partial(torch.optim.SGD, lr=0.5, momentum=0.9)),

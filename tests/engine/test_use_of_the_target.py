@@ -19,7 +19,7 @@ def arguments(**options):
     data = TensorDataset(torch.randn(200, 4), torch.randint(3, (200,)))
     given = {
         "module": nn.Linear(4, 3),
-        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05, temperature=1.0),
         "data_loader": DataLoader(data, batch_size=20),
         "max_grad_norm": 1.0,
         "target_delta": DELTA,
@@ -53,7 +53,7 @@ def test_a_target_that_the_samplers_own_noise_does_not_use_is_said_with_the_lr_t
 @pytest.mark.parametrize(("lr", "is_said"), [(0.05, True), ("free", False), (50.0, False)])
 def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog):
     given = {k: v for k, v in arguments().items() if k not in ("target_delta", "epochs")}
-    given["optimizer"] = partial(dpb.optim.DPSGLD, lr=lr)
+    given["optimizer"] = partial(dpb.optim.DPSGLD, lr=lr, temperature=1.0)
     with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
         _, optimizer, _ = dpb.PrivacyEngine().make_private(**given, noise_multiplier=1.0)
     warnings = warnings_of(caplog)
@@ -70,7 +70,7 @@ def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog
     [
         dpb.optim.DPSGLD,
         partial(dpb.optim.DPSGHMC, momentum=0.5),
-        partial(dpb.optim.DPSGHMC, momentum="matched"),
+        partial(dpb.optim.DPSGHMC, momentum="matched", temperature=1.0),
         dpb.optim.DPSGNHT,
         dpb.optim.DPSGFS,
     ],

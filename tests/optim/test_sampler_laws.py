@@ -230,7 +230,7 @@ class EndStep(DPSGNHT):
         kinetic = (
             self.num_data * float(velocity.square().mean()) / (part.group["lr"] * self.temperature)
         )
-        needed = self._needed_friction(part.group, part.noise_multiplier)
+        needed = self._matching_friction(part.group, part.noise_multiplier)
         part.group["friction"] = (needed if before is None else before) + self.thermostat_gain * (
             kinetic - 1
         )
@@ -282,6 +282,7 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
         max_grad_norm=1.0,
         prior_std=math.inf,
         noise_multiplier=z,
+        temperature=1.0,
         momentum=0.99,
     )
     optimizer.release.source = GivenGradients(
@@ -656,6 +657,7 @@ def test_the_fisher_estimate_starts_at_its_largest():
         expected_batch_size=records,
         max_grad_norm=clip,
         noise_multiplier=0.5,
+        temperature=1.0,
         prior_std=math.inf,
     )
     optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
@@ -692,6 +694,7 @@ def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
         expected_batch_size=records,
         max_grad_norm=clip,
         noise_multiplier=0.5,
+        temperature=1.0,
         prior_std=math.inf,
         fisher=fisher,
         fisher_share=share,

@@ -28,7 +28,7 @@ from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 SAMPLERS = {
     "sgld": DPSGLD,
     "sghmc": partial(DPSGHMC, momentum=0.7),
-    "matched": partial(DPSGHMC, momentum="matched", noise_multiplier=1.0),
+    "matched": partial(DPSGHMC, momentum="matched", noise_multiplier=1.0, temperature=1.0),
     "sgnht": DPSGNHT,
     "sgfs-full": partial(DPSGFS, fisher="full"),
     "sgfs-diagonal": partial(DPSGFS, fisher="diagonal"),
@@ -43,6 +43,7 @@ def built(make, shapes=((3,), (2, 2)), dtype=torch.float64, **options):
         "num_data": 40,
         "expected_batch_size": 10,
         "max_grad_norm": 0.5,
+        "temperature": 1.0,
         "sampling": "poisson",
         **options,
     }
@@ -502,6 +503,8 @@ def test_whole_training_loop(make):
         (DPSGHMC, {"momentum": float("nan")}, r"\[0, 1\)"),
         (DPSGHMC, {"momentum": "adaptive"}, "matched"),
         (DPSGHMC, {"momentum": "matched"}, "noise_multiplier > 0"),
+        (DPSGHMC, {"momentum": "matched", "max_grad_norm": None}, "it needs both"),
+        (DPSGHMC, {"momentum": "matched", "temperature": None}, "it needs both"),
         (
             DPSGHMC,
             {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 0.0},

@@ -29,6 +29,7 @@ def private(kind=DPSGLD, lr=0.4, groups=1, **options):
         "num_data": N,
         "expected_batch_size": B,
         "max_grad_norm": C,
+        "temperature": T,
         "sampling": "poisson",
         **options,
     }
@@ -135,7 +136,7 @@ def test_samples_are_collected_in_the_sampling_phase_only():
         max_grad_norm=1.0,
     )
     schedule = Cyclical(optimizer, total_steps=12, cycles=3, exploration=0.5)
-    samples = dpb.PosteriorSamples()
+    samples = dpb.PosteriorSamples(burn_in=0)
     for _ in range(3):
         for x, y in loader:
             optimizer.zero_grad()

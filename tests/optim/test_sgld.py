@@ -75,7 +75,9 @@ def test_the_published_noise_samples_half_the_temperature():
 def test_privacy_noise_above_the_samplers_own_sets_the_temperature():
     lr, records, clip = 0.2, 4, 1e9
     wanted = records / clip * math.sqrt(2 / (lr * records))
-    sample, optimizer, mean = final_states(lr, noise_multiplier=3 * wanted, steps=100)
+    sample, optimizer, mean = final_states(
+        lr, noise_multiplier=3 * wanted, temperature=1.0, steps=100
+    )
     temperature = lr * records * (3 * wanted) ** 2 * clip**2 / (2 * records**2)
     assert temperature == pytest.approx(9.0)
     assert optimizer.langevin_noise_multiplier == pytest.approx(wanted)

@@ -31,7 +31,7 @@ class Wrapped(nn.Module):
 
 
 def collected(net, samples=5):
-    kept = dpb.PosteriorSamples()
+    kept = dpb.PosteriorSamples(burn_in=0)
     for _ in range(samples):
         with torch.no_grad():
             for p in net.parameters():
@@ -46,7 +46,7 @@ QUANTITIES = {
     "predictive_entropy": dpb.PosteriorSamples.predictive_entropy,
     "mutual_information": dpb.PosteriorSamples.mutual_information,
     "predictive_quantiles": partial(
-        dpb.PosteriorSamples.predictive_quantiles, quantiles=(0.1, 0.9), noise_std=1.0
+        dpb.PosteriorSamples.predictive_quantiles, quantiles=(0.1, 0.9)
     ),
 }
 

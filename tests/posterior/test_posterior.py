@@ -122,7 +122,7 @@ def walk(model):
 
 def collected(model, count=12, **options):
     """Samples of a random walk, and the state dict of every step."""
-    samples, states = PosteriorSamples(**options), []
+    samples, states = PosteriorSamples(**{"burn_in": 0, **options}), []
     for _ in range(count):
         walk(model)
         samples.collect(model)
@@ -143,13 +143,13 @@ def inputs(model, shape, n=7):
     return torch.randn(n, *shape, dtype=next(model.parameters()).dtype)
 
 
-def constant(values):
+def constant(values, *likelihood, **options):
     """A model without inputs to speak of: its output is its bias. Samples of chosen outputs,
     ``values[s]``.
     """
     model = nn.Linear(1, len(values[0])).double()
     nn.init.zeros_(model.weight)
-    samples = PosteriorSamples(max_samples=max(2, len(values)))
+    samples = PosteriorSamples(*likelihood, burn_in=0, max_samples=max(2, len(values)), **options)
     for value in values:
         with torch.no_grad():
             model.bias.copy_(torch.as_tensor(value, dtype=torch.float64))
@@ -163,7 +163,7 @@ def constant(values):
 @given(st.integers(0, 9), st.integers(1, 4), st.integers(2, 7), st.integers(0, 80))
 def test_kept_calls_are_evenly_spaced_and_bounded(burn_in, thin, max_samples, calls):
     model = nn.Linear(1, 1, bias=False)
-    samples = PosteriorSamples(burn_in, thin, max_samples)
+    samples = PosteriorSamples(None, burn_in, thin, max_samples)
     for call in range(calls):
         nn.init.constant_(model.weight, call)
         samples.collect(model)
@@ -203,7 +203,7 @@ def test_bad_settings(options):
 
 
 def test_collect_refuses_what_is_no_sample():
-    samples = PosteriorSamples()
+    samples = PosteriorSamples(burn_in=0)
     with pytest.raises(ValueError, match="no trainable parameter"):
         samples.collect(nn.Linear(1, 1).requires_grad_(False))
     samples.collect(nn.Linear(2, 3))
@@ -222,7 +222,7 @@ def test_collect_refuses_what_is_no_sample():
 def test_collect_refuses_buffers_that_changed_since_make_private():
     model = cnn()
     model._dpbayes_buffers = {name: b.clone() for name, b in model.named_buffers()}
-    samples = PosteriorSamples()
+    samples = PosteriorSamples(burn_in=0)
     samples.collect(model)
     model.eval()(torch.randn(5, 1, 4, 4))
     samples.collect(model)
@@ -320,7 +320,8 @@ def test_groups_and_chunks_change_nothing(name, group, chunk, monkeypatch):
     tolerance = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(samples.outputs(model, x), expected, **tolerance)
     torch.testing.assert_close(samples.predict(model, x), expected.softmax(-1).mean(0), **tolerance)
-    quantiles = samples.predictive_quantiles(model, x, (0.1, 0.9), noise_std=1.0)
+    samples.likelihood, samples.noise_std = "normal", 1.0
+    quantiles = samples.predictive_quantiles(model, x, (0.1, 0.9))
     assert quantiles.shape == (2, 7, expected.shape[-1])
     assert (quantiles[0] < quantiles[1]).all()
 
@@ -375,7 +376,8 @@ def test_dtype_and_shape_of_predictions():
             == samples.mutual_information(model, x).shape
             == (5,)
         )
-        assert samples.predictive_quantiles(model, x, [0.5], noise_std=1.0).dtype == dtype
+        samples.likelihood, samples.noise_std = "normal", 1.0
+        assert samples.predictive_quantiles(model, x, [0.5]).dtype == dtype
 
 
 def test_the_model_may_be_frozen_or_cast_after_training():
@@ -404,7 +406,7 @@ def test_bad_predictions():
     for one_value in (nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))):
         samples, _ = collected(one_value)
         with pytest.raises(
-            ValueError, match=r"transform=None for regression, or transform=torch.sigmoid"
+            ValueError, match=r'"categorical"\) for classes, "bernoulli" .*"normal" for means'
         ):
             samples.predict(one_value, torch.zeros(5, 3))
     samples, _ = collected(model)
@@ -433,7 +435,7 @@ def test_bad_predictions():
 @given(st.integers(1, 12), st.integers(2, 5), st.integers(0, 2**32 - 1))
 def test_entropies_agree_with_scipy(count, classes, seed):
     scores = np.random.default_rng(seed).normal(scale=3, size=(count, classes))
-    model, samples, x = constant(scores)
+    model, samples, x = constant(scores, "categorical")
     probabilities = np.exp(scores - np.logaddexp.reduce(scores, axis=1, keepdims=True))
     total, expected = entropy(probabilities.mean(0)), entropy(probabilities, axis=1).mean()
     assert samples.predictive_entropy(model, x).item() == pytest.approx(total)
@@ -445,7 +447,9 @@ def test_entropies_agree_with_scipy(count, classes, seed):
 
 
 def test_mutual_information_at_its_extremes():
-    model, samples, x = constant([[1000.0, 0.0], [0.0, 1000.0]])  # certain, and of opposite opinion
+    model, samples, x = constant(
+        [[1000.0, 0.0], [0.0, 1000.0]], "categorical"
+    )  # certain, and of opposite opinion
     assert samples.mutual_information(model, x).item() == pytest.approx(math.log(2))
     model, samples, x = constant([[0.3, 0.0, 1.0]] * 5)  # of one opinion
     assert samples.mutual_information(model, x).item() == pytest.approx(0, abs=1e-12)
@@ -459,9 +463,9 @@ def test_mutual_information_at_its_extremes():
     st.lists(st.floats(0.001, 0.999), min_size=1, max_size=3),
 )
 def test_quantiles_are_those_of_the_gaussian_mixture(means, noise_std, quantiles):
-    model, samples, x = constant([[m] for m in means])
-    found = samples.predictive_quantiles(model, x, quantiles, noise_std=noise_std)
-    assert found.shape == (len(quantiles), 1, 1)
+    model, samples, x = constant([[m] for m in means], "normal", noise_std=noise_std)
+    found = samples.predictive_quantiles(model, x, quantiles)
+    assert found.shape == (len(quantiles), 1)
     for q, y in zip(quantiles, found.flatten().tolist(), strict=True):
         at = brentq(lambda z, q=q: norm.cdf(z, means, noise_std).mean() - q, -300, 300, xtol=1e-12)
         # where the mixture has a gap, its CDF is flat and every point of the gap solves the
@@ -489,7 +493,7 @@ def test_quantiles_of_a_conjugate_linear_regression():
     mean = covariance @ features.T @ targets / noise_std**2
     draws = torch.distributions.MultivariateNormal(mean, covariance).sample((count,))
     model = nn.Linear(2, 1, bias=False).double()
-    samples = PosteriorSamples(max_samples=count)
+    samples = PosteriorSamples("normal", burn_in=0, max_samples=count)
     for draw in draws:
         with torch.no_grad():
             model.weight.copy_(draw)
@@ -502,7 +506,8 @@ def test_quantiles_of_a_conjugate_linear_regression():
     closed_form = torch.distributions.Normal(x @ mean, variance.sqrt())
 
     def distance(noise):
-        found = samples.predictive_quantiles(model, x, quantiles.tolist(), noise_std=noise)[..., 0]
+        samples.noise_std = noise
+        found = samples.predictive_quantiles(model, x, quantiles.tolist())
         return (closed_form.cdf(found) - quantiles[:, None]).abs().max().item()
 
     assert distance(noise_std) < band
@@ -511,16 +516,17 @@ def test_quantiles_of_a_conjugate_linear_regression():
 
 @pytest.mark.parametrize("quantiles", [[], [0.0], [0.5, 1.0], [float("nan")]])
 def test_bad_quantiles(quantiles):
-    model, samples, x = constant([[0.0]])
+    model, samples, x = constant([[0.0]], "normal", noise_std=1.0)
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
-        samples.predictive_quantiles(model, x, quantiles, noise_std=1.0)
+        samples.predictive_quantiles(model, x, quantiles)
 
 
 @pytest.mark.parametrize("noise_std", [0.0, -1.0, math.inf, math.nan])
 def test_bad_noise(noise_std):
-    model, samples, x = constant([[0.0]])
     with pytest.raises(ValueError, match="noise_std must be positive"):
-        samples.predictive_quantiles(model, x, [0.5], noise_std=noise_std)
+        PosteriorSamples("normal", noise_std=noise_std)
+    with pytest.raises(ValueError, match='likelihood="normal"'):
+        PosteriorSamples(noise_std=1.0)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -534,8 +540,8 @@ def test_a_saved_chain_goes_on_as_if_it_had_not_been_interrupted(
 ):
     model = nn.Linear(2, 1)
     whole, parts = (
-        PosteriorSamples(burn_in, thin, max_samples),
-        PosteriorSamples(burn_in, thin, max_samples),
+        PosteriorSamples(None, burn_in, thin, max_samples),
+        PosteriorSamples(None, burn_in, thin, max_samples),
     )
     for call in range(before + after):
         if call == before:
@@ -628,7 +634,7 @@ def test_wrong_files(tmp_path):
 def chain(values, dtype=torch.float64, **options):
     """Samples of one parameter vector, ``values[draw, dimension]``."""
     model = nn.Linear(1, values.shape[1], bias=False).to(dtype)
-    samples = PosteriorSamples(max_samples=max(2, len(values)), **options)
+    samples = PosteriorSamples(burn_in=0, max_samples=max(2, len(values)), **options)
     for value in values:
         with torch.no_grad():
             model.weight.copy_(torch.as_tensor(value).unsqueeze(1))
@@ -802,7 +808,7 @@ def test_each_chain_is_charged():
             max_grad_norm=1.0,
             noise_multiplier=4.0,
         )
-        samples = PosteriorSamples()
+        samples = PosteriorSamples(burn_in=0)
         for _ in range(2):
             for x, y in loader:
                 optimizer.zero_grad()

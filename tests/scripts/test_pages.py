@@ -201,15 +201,33 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_ten_lines_and_the_five(capsys):
+BEGINNER = """\
+import torch_dpbayes as dpb
+engine = dpb.PrivacyEngine()
+net, opt, loader = engine.make_private_with_epsilon(
+    module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.25), data_loader=loader,
+    target_epsilon=3, target_delta=1e-5, epochs=20)
+samples = dpb.PosteriorSamples()
+for epoch in range(20):
+    for x, y in loader:
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    samples.collect(net)
+print(engine.accountant.summary(), samples.predict(net, x_test))
+"""
+
+
+def test_the_ten_lines_and_the_six(capsys):
+    assert blocks(README, "python")[0] == BEGINNER  # public names are a contract
     names = trained()
     exec(blocks(README, "python")[1], names)
     assert len(names["samples"]) == 10
-    torch.testing.assert_close(names["probabilities"].sum(1), torch.ones(297))
+    probabilities = names["samples"].predict(names["net"], names["x_test"])
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(297))
     assert (names["entropy"] >= names["doubt"]).all()
     assert len(dpb.PosteriorSamples.load("samples.pt")) == 10
     accountant = names["engine"].accountant
-    assert len(accountant) == 200 and 0 < accountant.get_epsilon() <= 3
+    assert len(accountant) == 200 and 2.97 < accountant.get_epsilon() <= 3
+    assert names["opt"].effective_temperature == pytest.approx(1.0)
     assert accountant.summary() in capsys.readouterr().out
 
 

@@ -92,6 +92,8 @@ def made_private(
             )
     source = _attach(settings, optimizer, loader, ranks, is_alone=is_alone)
     _log.info("records are kept apart %s", source.independence)
+    if optimizer.derives_clip_norm:
+        _log.info("%s", optimizer.release.bound_from)
     warnings = []
     if _was_charged_elsewhere(module, accountant):
         accountant.note(_CHARGED_ELSEWHERE)
@@ -110,7 +112,7 @@ def made_private(
         )
     if target is not None:
         plan = plan_of(settings, optimizer, loader, accountant, target)
-        warnings += [*little_left(accountant, plan), *plan.unused_target]
+        warnings += [*little_left(accountant, plan), *plan.unused_target, *plan.too_much_noise]
     elif settings.noise_multiplier is not None:
         warnings += overridden_floor(optimizer)
     if ranks is None or ranks.rank == 0:

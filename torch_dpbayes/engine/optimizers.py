@@ -18,6 +18,8 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from .settings import Settings, is_held
 
+_USUAL_LR = 0.25  # SGD's, of a mean loss, in the examples
+
 
 def build(
     settings: Settings[Any],
@@ -123,7 +125,7 @@ def _require_private(factory: Any) -> None:
 def _not_private(kind: type, inner: type, options: Mapping[str, Any]) -> str:
     """What to write for an optimizer of torch; only SGD's lr is of the same units."""
     is_sgd = inner is SGD or getattr(inner, "__name__", "") == "DPOptimizer"
-    lr = options.get("lr", '"free"') if is_sgd else '"free"'
+    lr = options.get("lr", _USUAL_LR) if is_sgd else _USUAL_LR
     if inner is SGD and (momentum := options.get("momentum")):
         private = f"DPSGHMC, lr={lr}, momentum={momentum}"
     else:

@@ -12,8 +12,6 @@ from ..optim.base import PrivateOptimizer
 from .optimizers import event_of, limit
 from .settings import Settings, is_held
 
-_WASTE = 1.02  # times the noise that the target needs, beyond which somebody should hear of it
-
 _ALL = 0.995  # of a target, from which on it counts as used
 _MOST = 0.8  # of a target: what is left wants twice the noise
 
@@ -26,7 +24,11 @@ class Plan:
     noise_multiplier: float
     effective_noise_multiplier: float
     effective_temperature: float
-    temperature: float
+    temperature: float | None
+    max_grad_norm: float
+    derives_clip_norm: bool
+    num_parameters: int
+    num_data: int
     sample_rate: float
     steps: int
     epsilon: float
@@ -34,20 +36,27 @@ class Plan:
     target_epsilon: float | None
     lr: float
     free_lr: float
+    unused_noise: str
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook
 
     def __str__(self) -> str:
+        if self.derives_clip_norm:
+            origin = "derived: the noise is the sampler's own at this lr and temperature"
+        else:
+            origin = "as given"
+        asked = "it follows" if self.temperature is None else f"asked for: {self.temperature:.4g}"
         lines = [
+            f"clip norm             C = {self.max_grad_norm:.4g}, {origin}",
             (
                 f"noise multiplier      z_L = {self.langevin_noise_multiplier:.4g} (the sampler's"
                 f" own), z_min = {self.noise_multiplier:.4g} (the floor); in force:"
                 f" {self.effective_noise_multiplier:.4g}"
             ),
             (
-                f"temperature           {self.effective_temperature:.4g} from the Gaussian noise;"
-                f" asked for: {self.temperature:.4g}"
+                f"temperature           T = {self.effective_temperature:.4g} from the Gaussian"
+                f" noise; {asked}"
             ),
             f"steps                 {self.steps} at sampling rate {self.sample_rate:.6g}",
             (
@@ -56,24 +65,41 @@ class Plan:
             ),
             f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})",
         ]
-        return "\n".join([*lines, *self.unused_target])
+        return "\n".join([*lines, *self.unused_target, *self.too_much_noise])
 
     @property
     def unused_target(self) -> list[str]:
         """A line on what of the target will not be used, and how it could be; none where all is."""
-        if self.target_epsilon is None or not (
-            self.langevin_noise_multiplier > _WASTE * self.noise_multiplier > 0
-        ):
+        if self.target_epsilon is None or not self.unused_noise:
             return []
         if self.epsilon > self.target_epsilon * _ALL:
             return []  # a filter guarantees the whole budget, however much of it is used
-        colder = self.temperature * (self.noise_multiplier / self.langevin_noise_multiplier) ** 2
         return [
             f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature"
             f" {self.temperature:.4g} the sampler's own noise decides: {self.epsilon:.2g} at the"
-            f' end. lr = {self.free_lr:.4g} (lr="free") or temperature = {colder:.3g} would use the'
-            " rest."
+            f" end. The rest would be used with {self.unused_noise}."
         ]
+
+    @property
+    def too_much_noise(self) -> list[str]:
+        """A line where the noise leaves little to learn."""
+        hot = self.effective_temperature
+        # All gradients of a run, clipped and in one direction, move the parameters by lr·C·steps;
+        # the noise moves them by about lr·zC·√(parameters·steps)/B.
+        walk = self.effective_noise_multiplier * math.sqrt(self.num_parameters)
+        if math.inf > walk > self.sample_rate * self.num_data * math.sqrt(self.steps):
+            return [
+                "the noise of all steps is larger than all clipped gradients together: this budget"
+                " cannot train the model. More records, larger batches, fewer trained parameters or"
+                " a larger epsilon can"
+            ]
+        if self.temperature is None and hot > 1:
+            return [
+                f"the noise samples temperature {hot:.4g}, hotter than the posterior."
+                f" max_grad_norm = {self.max_grad_norm / math.sqrt(hot):.4g} would sample 1 (leave"
+                " it out), as would a smaller lr or larger batches"
+            ]
+        return []
 
 
 def plan_of(
@@ -102,6 +128,11 @@ def plan_of(
         effective_noise_multiplier=z,
         effective_temperature=optimizer.effective_temperature,
         temperature=optimizer.temperature,
+        max_grad_norm=optimizer.max_grad_norm,
+        derives_clip_norm=optimizer.derives_clip_norm,
+        num_parameters=sum(p.numel() for p in settings.module.parameters() if p.requires_grad),
+        num_data=optimizer.num_data,
+        unused_noise=optimizer.unused_noise,
         sample_rate=loader.sample_rate,
         steps=steps,
         epsilon=limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
@@ -128,13 +159,11 @@ def little_left(accountant: PrivacyAccountant, plan: Plan) -> list[str]:
 
 def overridden_floor(optimizer: PrivateOptimizer) -> list[str]:
     """A line where the sampler's own noise is larger than the one that was asked for."""
-    floor, own = optimizer.noise_multiplier, optimizer.langevin_noise_multiplier
-    if not (math.inf > own > _WASTE * floor > 0):
+    if not optimizer.unused_noise:
         return []
-    colder = optimizer.temperature * (floor / own) ** 2
     return [
-        f"noise_multiplier = {floor:.4g} is only a floor: at temperature"
-        f" {optimizer.temperature:.4g} the sampler's own noise is {own:.4g}, which is added and"
-        f' charged. lr = {optimizer.free_lr:.4g} (lr="free") or temperature = {colder:.3g} would'
-        " use the floor."
+        f"noise_multiplier = {optimizer.noise_multiplier:.4g} is only a floor: at temperature"
+        f" {optimizer.temperature:.4g} the sampler's own noise is"
+        f" {optimizer.langevin_noise_multiplier:.4g}, which is added and charged. The floor would"
+        f" be used with {optimizer.unused_noise}."
     ]

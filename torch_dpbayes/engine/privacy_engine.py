@@ -173,7 +173,9 @@ class PrivacyEngine:
                 optimizer, whose values hold.
             data_loader: a loader over a map-style data set with a fixed batch size; its order of
                 records is not used. A ``collate_fn`` of your own is called for each record alone.
-            max_grad_norm: clip norm C of one record's gradient.
+            max_grad_norm: clip norm C of one record's gradient. None: the largest at which the
+                noise that is asked for is the sampler's own, at the optimizer's lr and temperature;
+                :meth:`plan` shows it. It follows from public numbers and changes no charge.
             noise_multiplier: floor of the noise std on the clipped sum, in units of C. Where the
                 sampler's own noise is larger, that is what is added and charged, and a warning says
                 so.
@@ -258,10 +260,12 @@ class PrivacyEngine:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
         ``target_delta``) after ``epochs`` passes.
 
-        What the accountant was charged before counts. lr and temperature are never changed: where
-        the sampler's own noise exceeds the floor, less than the target is spent, which a warning
-        says (:meth:`plan` shows it beforehand). ``partial(dpb.optim.DPSGLD, lr="free")`` takes the
-        largest lr at which floor and sampler's noise meet, which uses all of it.
+        What the accountant was charged before counts. Of lr, temperature and clip norm one follows
+        from the noise that ε asks for. Without ``max_grad_norm`` it is the clip norm, at the
+        optimizer's temperature (1 if none is given). With it and without temperature it is the
+        temperature. With both, lr may be ``"free"``, the largest lr that the noise is the
+        sampler's own at; with all three the larger noise wins, and a warning says what of the
+        target is left and which values would use it.
 
         Args:
             target_epsilon, target_delta: of everything on the accountant after the last epoch.

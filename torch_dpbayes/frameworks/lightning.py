@@ -6,13 +6,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ..engine.privacy_engine import PrivacyEngine
 from ..errors import StateError
+from ..optim.base import PrivateOptimizer
 from ..per_sample.gradient_source import GradientSource
-from .stays_private import checked_engine, require_private
+from .stays_private import checked_engine, numbers, require_private
 
 
 class PrivacyCallback(Callback):
-    """Logs ``epsilon`` after every epoch, in the progress bar too, and refuses a run that is not
-    private.
+    """Logs ``epsilon``, ``clip_norm``, ``temperature`` and ``noise_multiplier`` after every epoch,
+    in the progress bar too, and refuses a run that is not private.
 
     ``make_private`` is given the network inside the ``LightningModule``, not the module itself, on
     which Lightning writes while it trains. ``configure_optimizers`` returns the private optimizer,
@@ -53,5 +54,8 @@ class PrivacyCallback(Callback):
         )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log ε of everything that was charged."""
-        pl_module.log("epsilon", self._engine.get_epsilon(self._delta), prog_bar=True)
+        """Log ε of everything that was charged, and the numbers of the last step."""
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, PrivateOptimizer):
+                shown = numbers(self._engine, optimizer, self._delta)
+                pl_module.log_dict(shown, prog_bar=True)

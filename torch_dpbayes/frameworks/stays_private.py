@@ -9,6 +9,8 @@ from ..engine.privacy_engine import PrivacyEngine
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..optim.base import PrivateOptimizer
 
+Numbers = dict[str, float]
+
 
 def checked_engine(engine: PrivacyEngine) -> PrivacyEngine:
     """The engine, or an error that says what a callback is given."""
@@ -18,6 +20,16 @@ def checked_engine(engine: PrivacyEngine) -> PrivacyEngine:
             f" {type(engine).__name__}"
         )
     return engine
+
+
+def numbers(engine: PrivacyEngine, optimizer: PrivateOptimizer, delta: float | None) -> Numbers:
+    """What is shown beside the training; all of it is public."""
+    return {
+        "epsilon": engine.get_epsilon(delta),
+        "clip_norm": optimizer.max_grad_norm,
+        "temperature": optimizer.effective_temperature,
+        "noise_multiplier": optimizer.effective_noise_multiplier,
+    }
 
 
 def require_private(

@@ -10,11 +10,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..engine.privacy_engine import PrivacyEngine
 from ..errors import StateError
-from .stays_private import checked_engine, require_private
+from ..optim.base import PrivateOptimizer
+from .stays_private import checked_engine, numbers, require_private
 
 
 class PrivacyCallback(TrainerCallback):
-    """Adds ``epsilon`` to what ``Trainer`` logs, and refuses a run that is not private.
+    """Adds ``epsilon``, ``clip_norm``, ``temperature`` and ``noise_multiplier`` to what ``Trainer``
+    logs, and refuses a run that is not private.
 
     ``Trainer`` is given the private optimizer by ``optimizers=(optimizer, None)`` and the private
     loader by a subclass whose ``get_train_dataloader`` returns it. The model's
@@ -64,8 +66,12 @@ class PrivacyCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add ε of everything that was charged."""
-        epsilon = self._engine.get_epsilon(self._delta)
+        """Add ε of everything that was charged, and the numbers of the last step."""
+        optimizer = kwargs.get("optimizer")
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(optimizer, PrivateOptimizer):
+            return
+        shown = numbers(self._engine, optimizer, self._delta)
         for log in (logs, *state.log_history[-1:]):  # the latter is a copy that was made before
             if log is not None:
-                log["epsilon"] = epsilon
+                log.update(shown)

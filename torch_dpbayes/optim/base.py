@@ -17,6 +17,7 @@ equal noise.
 from __future__ import annotations
 
 import functools
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
@@ -36,6 +37,8 @@ from ..release.release import require_public
 from . import finite_steps, priors
 from .declared import DeclaredOptimizer
 
+_log = logging.getLogger("torch_dpbayes")
+
 
 class PrivateOptimizer(DeclaredOptimizer):
     """Base of the private samplers. A subclass says how much noise it wants and what it does with
@@ -48,9 +51,15 @@ class PrivateOptimizer(DeclaredOptimizer):
         num_data: number of records N, a public constant.
         expected_batch_size: B, a public constant; under Poisson sampling B/N is the sampling rate.
         max_grad_norm: clip norm C of one record's gradient, over all parameters together; at least
-            1e-12.
+            1e-12. None: the C at which ``noise_multiplier`` is the sampler's own noise z_L at T,
+            with the lr that the optimizer is built with: C = C'·z_L(C')/z for any C'; of several
+            groups the smallest. It stays: when a schedule changes lr, z is the larger of
+            ``noise_multiplier`` and z_L, as ever. So build with the largest lr of the schedule: T
+            holds throughout, and less than the target ε is spent; above that lr T is exceeded.
         noise_multiplier: floor of the noise std on the clipped sum, in units of C.
-        temperature: T of the target ∝ exp(−U/T).
+        temperature: T of the target ∝ exp(−U/T). None: 1 where C is derived or there is no floor,
+            else what the floor samples at the lr in force: :attr:`effective_temperature`. With both
+            T and C given the larger noise wins.
         log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs
             named parameters. It must not look at data.
         sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is
@@ -71,14 +80,18 @@ class PrivateOptimizer(DeclaredOptimizer):
         assume_independent_records: you vouch that each per-sample gradient in ``p.grad_sample``
             depends on one record alone. Needed for gradients that ``make_private`` did not record;
             the accountant's summary says so.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one;
+            ``"fan_in"`` for √(2/fan-in) of weights (parameters of two dimensions or more, whose
+            fan-in is the size of one row) and 1 of biases and norms; or a dictionary of these by
+            the name of a parameter or module, ``{"0": "fan_in", "norm": math.inf}``, of which the
+            longest that fits counts, and 1 where none does. It needs named parameters.
         prior_mean: its mean.
     """
 
     _layout: Layout | None = None
     _layout_made_for: list[Any] = []  # noqa: RUF012
     # by group, and how many steps in a row had them
-    _last_numbers: tuple[list[tuple[float, ...]], int] = ([], 0)
+    _last_numbers: tuple[list[tuple[Any, ...]], int] = ([], 0)
 
     @abstractmethod
     def _update(self, parts: list[GroupGradient]) -> None:
@@ -147,6 +160,7 @@ class PrivateOptimizer(DeclaredOptimizer):
             options = part.current_options()
             if options != part.options:  # z follows from them
                 part.noise_multiplier, part.options = self._multiplier(part.group), options
+                part.prior_stds = priors.stds(part.group, part.names, part.parameters)
         prior_gradients = priors.gradients(self._log_prior, layout)
         undo = finite_steps.Undo(self, layout, self._constants, largest, prior_gradients)
         if not self.release.take(layout, self._settings, largest):
@@ -234,8 +248,10 @@ class PrivateOptimizer(DeclaredOptimizer):
         return steps if now == numbers else 0
 
     @staticmethod
-    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[float, ...]:
-        return (group["lr"], group["prior_std"], group["prior_mean"], noise_multiplier)
+    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[Any, ...]:
+        std = group["prior_std"]
+        std = dict(std) if isinstance(std, dict) else std  # which may be written to
+        return (group["lr"], std, group["prior_mean"], noise_multiplier)
 
     # -- groups, copies, checkpoints ---------------------------------------------------------------
 
@@ -254,6 +270,14 @@ class PrivateOptimizer(DeclaredOptimizer):
             for p in group["params"]
         ]
         if self._layout is None or self._layout_made_for != made_for:
+            if self._layout is None and self.release.draws is None and self.unused_noise:
+                _log.warning(
+                    "noise_multiplier = %.4g is only a floor, below the sampler's own noise %.4g,"
+                    " which is added and charged. The floor would be used with %s",
+                    self.noise_multiplier,
+                    self.langevin_noise_multiplier,
+                    self.unused_noise,
+                )
             self._layout = self.release.layout_of(self.param_groups)
             self._layout_made_for = made_for
         return self._layout
@@ -294,6 +318,8 @@ class PrivateOptimizer(DeclaredOptimizer):
             "last_numbers": self._last_numbers,
             **saved_state.save(self.release),
         }
+        if self.derives_clip_norm:
+            private["derived_noise"] = self._derived_noise
         state["private_step"] = private
         return state
 
@@ -330,6 +356,6 @@ class PrivateOptimizer(DeclaredOptimizer):
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
         saved_state.resume_streams(self.release, private)
-        # states of earlier versions do not know
-        self._last_numbers = private.get("last_numbers", ([], 0))
+        self._last_numbers = private["last_numbers"]
+        self._resume_bound(private.get("derived_noise"))
         self._layout = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,7 +17,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release.query import ClippedSum
 from ..release.release import Release
-from .priors import LogPrior
+from .priors import LogPrior, PriorStd, require_prior_std, require_used
 from .settings import (
     LARGEST_LR,
     LARGEST_NOISE_MULTIPLIER,
@@ -32,7 +33,8 @@ _ELSEWHERE = {  # arguments of other optimizers
     "momentum": "momentum=: take DPSGHMC, which has it",
     "betas": "betas=: DPSGHMC has momentum=, the first of them",
 }
-_NEEDED = ("lr", "num_data", "expected_batch_size", "max_grad_norm")
+_NEEDED = ("lr", "num_data", "expected_batch_size")
+_WASTE = 1.02  # times the floor, from which on the sampler's own noise counts as larger
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *SETTINGS))
 
 
@@ -62,10 +64,10 @@ class DeclaredOptimizer(Optimizer):
         *,
         num_data: int,
         expected_batch_size: float,
-        max_grad_norm: float,
+        max_grad_norm: float | None = None,
         noise_multiplier: float = 0.0,
-        temperature: float = 1.0,
-        prior_std: float = 1.0,
+        temperature: float | None = None,
+        prior_std: PriorStd = 1.0,
         prior_mean: float = 0.0,
         log_prior: LogPrior | None = None,
         sampling: str | None = None,
@@ -73,10 +75,18 @@ class DeclaredOptimizer(Optimizer):
         generator: torch.Generator | None = None,
         assume_independent_records: bool = False,
     ) -> None:
+        self._derives_bound = max_grad_norm is None
+        bound = 1.0 if max_grad_norm is None else max_grad_norm  # in whose units z_L is, below
         settings = Settings(
-            num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, sampling
+            num_data, expected_batch_size, bound, noise_multiplier, temperature, sampling
         )
-        if log_prior is not None and not math.isinf(prior_std) and prior_std != 1.0:
+        if self._derives_bound:
+            _require_derivable(settings)
+        if temperature is None and (
+            self._derives_bound or settings.noise_multiplier == 0 or isinstance(lr, str)
+        ):
+            settings = replace(settings, temperature=1.0)
+        if log_prior is not None and prior_std not in (1.0, math.inf):
             raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
         if not isinstance(assume_independent_records, bool):
             raise ArgumentTypeError(
@@ -97,6 +107,9 @@ class DeclaredOptimizer(Optimizer):
         self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
         super().__init__(params, {"lr": self._resolved(lr), **self.defaults})
         self.defaults = Defaults(self.defaults, type(self).__name__)
+        require_used(prior_std, self.param_groups)
+        if self._derives_bound:
+            self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
             raise ArgumentError(
                 "log_prior takes parameters by name: construct the optimizer with"
@@ -115,8 +128,8 @@ class DeclaredOptimizer(Optimizer):
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         """z_L = (B/C)·√(2aT/(ηN)) of a group whose lr η is positive."""
         scale = self.expected_batch_size / self.max_grad_norm
-        friction = self._friction(group)
-        return scale * math.sqrt(2 * friction * self.temperature / (group["lr"] * self.num_data))
+        heat = 2 * self._friction(group) * self._temperature_of(group)
+        return scale * math.sqrt(heat / (group["lr"] * self.num_data))
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/(2aB²): the temperature at which the Gaussian noise alone would sample."""
@@ -126,12 +139,13 @@ class DeclaredOptimizer(Optimizer):
     def _matching_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/(2TB²): the friction with which this noise samples the temperature T."""
         ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return group["lr"] * self.num_data * ratio**2 / (2 * self.temperature)
+        return group["lr"] * self.num_data * ratio**2 / (2 * self._temperature_of(group))
 
     def _free_lr(self) -> float:
         """The largest lr whose z_L is at least the floor, which is positive here."""
         ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
-        return 2 * self._friction(self.defaults) * self.temperature * ratio**2 / self.num_data
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return 2 * self._friction(self.defaults) * temperature * ratio**2 / self.num_data
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> ClippedSum:
         """What a step asks of the data."""
@@ -156,8 +170,13 @@ class DeclaredOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """C, the clip norm of one record's gradient."""
+        """C, the clip norm of one record's gradient, given or derived."""
         return self._constants.max_grad_norm
+
+    @property
+    def derives_clip_norm(self) -> bool:
+        """Whether C was left out, so that it follows from lr, temperature and noise."""
+        return self._derives_bound
 
     @property
     def noise_multiplier(self) -> float:
@@ -165,8 +184,10 @@ class DeclaredOptimizer(Optimizer):
         return self._constants.noise_multiplier
 
     @property
-    def temperature(self) -> float:
-        """T of the target ∝ exp(−U/T)."""
+    def temperature(self) -> float | None:
+        """T of the target ∝ exp(−U/T); None where it follows from lr, clip norm and noise, as
+        :attr:`effective_temperature`.
+        """
         return self._constants.temperature
 
     @property
@@ -251,11 +272,63 @@ class DeclaredOptimizer(Optimizer):
             group for group in self.param_groups if any(p.requires_grad for p in group["params"])
         ] or self.param_groups
 
+    @property
+    def unused_noise(self) -> str:
+        """What would bring the sampler's own noise down to the floor; empty where it is not
+        larger.
+        """
+        floor, own = self.noise_multiplier, self.langevin_noise_multiplier
+        if not (math.inf > own > _WASTE * floor > 0) or self.temperature is None:
+            return ""
+        return (
+            f"max_grad_norm = {self.max_grad_norm * own / floor:.4g} (leave it out), temperature ="
+            f" {self.temperature * (floor / own) ** 2:.3g} (leave it out), or lr ="
+            f' {self.free_lr:.4g} (lr="free")'
+        )
+
+    # -- temperature and clip norm that follow -----------------------------------------------------
+
+    def _temperature_of(self, group: dict[str, Any]) -> float:
+        """T of a group; without a stated one that at which z_L is the floor at the lr in force."""
+        if self.temperature is None:
+            return DeclaredOptimizer._group_temperature(self, group, self.noise_multiplier)
+        return self.temperature
+
+    def _set_bound(self, max_grad_norm: float) -> None:
+        """Clip to the norm that was derived, of public numbers only and before a step."""
+        self._constants = replace(self._constants, max_grad_norm=max_grad_norm)
+        self.release.query = self._make_query(max_grad_norm, self.expected_batch_size)
+        self.release.bound_from = (
+            f"clip norm {max_grad_norm:.4g}, derived from public numbers: temperature"
+            f" {self.temperature:.4g}, noise multiplier {self.noise_multiplier:.4g}, lr, batch size"
+        )
+
+    @property
+    def _derived_noise(self) -> list[float]:
+        """The noise zC that a derived clip norm makes, and what it was derived from beside lr."""
+        noise = self.noise_multiplier * self.max_grad_norm
+        return [noise, self.num_data, self.expected_batch_size, self.temperature or 0.0]
+
+    def _resume_bound(self, saved: list[float] | None) -> None:
+        """Go on with the saved run's noise zC, where lr alone may have been another when this
+        optimizer was built.
+        """
+        own = self._derived_noise
+        if (
+            self._derives_bound
+            and saved
+            and own[1:] == saved[1:]
+            and not math.isclose(own[0], saved[0])
+        ):
+            self._set_bound(saved[0] / self.noise_multiplier)
+
     # -- groups ------------------------------------------------------------------------------------
 
     def _langevin(self, group: dict[str, Any]) -> float:
         if not group["lr"] > 0:
             return math.inf
+        if self.temperature is None:
+            return self.noise_multiplier
         noise_multiplier = self._group_langevin_noise_multiplier(group)
         if not noise_multiplier < LARGEST_NOISE_MULTIPLIER:
             raise ArgumentError(
@@ -272,7 +345,7 @@ class DeclaredOptimizer(Optimizer):
         self._require_options(group)
         if not math.isfinite(group["prior_mean"]):
             raise ArgumentError(f"prior_mean = {group['prior_mean']} is not finite")
-        require_positive("prior_std", group["prior_std"], allow_infinite=True)
+        require_prior_std(group)
         require_number("lr", group["lr"])
         if not 0 <= group["lr"] < LARGEST_LR:
             raise ArgumentError(
@@ -291,7 +364,7 @@ class DeclaredOptimizer(Optimizer):
         try:
             self._require_options(group)
             require_positive("lr", group["lr"])
-            require_positive("prior_std", group["prior_std"], allow_infinite=True)
+            require_prior_std(group)
             require_number("prior_mean", group["prior_mean"])
             if not math.isfinite(group["prior_mean"]):
                 raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
@@ -310,7 +383,12 @@ class DeclaredOptimizer(Optimizer):
             return lr
         if lr != "free":
             raise ArgumentError(f'lr must be a number or "free", got {lr!r}')
-        if not (self.noise_multiplier > 0 and self.temperature > 0):
+        if self._derives_bound:
+            raise ArgumentError(
+                'lr="free" follows from a clip norm, and a clip norm that is left out from lr: pass'
+                " max_grad_norm= or a number for lr"
+            )
+        if not (self.noise_multiplier > 0 and self.temperature != 0):
             raise ArgumentError(
                 'lr="free" is where the sampler\'s own noise reaches the floor: it needs'
                 " noise_multiplier > 0 (or a target epsilon) and temperature > 0"
@@ -368,14 +446,25 @@ def _require_arguments(
         raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
     # a subclass that hands on what it is given has no names for it
     missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
-    example = f"optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0"
+    example = f"optimizer=partial({cls.__name__}, lr=0.1)"
     if "num_data" in missing or "expected_batch_size" in missing:
         raise ArgumentTypeError(
             f"{cls.__name__} also needs {', '.join(missing)}: pass {example} to"
             " PrivacyEngine().make_private, which knows the rest"
         )
     if missing:
-        raise ArgumentTypeError(
-            f"{cls.__name__} needs {' and '.join(missing)}: pass {example}, the clip norm of"
-            " one record's gradient"
+        raise ArgumentTypeError(f"{cls.__name__} needs lr: pass {example}")
+
+
+def _require_derivable(settings: Settings) -> None:
+    """Raise where no clip norm follows from lr, temperature and noise."""
+    if settings.temperature == 0:
+        raise ArgumentError(
+            "temperature=0 is plain DP-SGD: no noise is the sampler's own, so no clip norm follows"
+            " from it. Pass max_grad_norm=1.0"
+        )
+    if settings.noise_multiplier == 0:
+        raise ArgumentError(
+            "max_grad_norm is left out, and without noise none follows: pass target_epsilon to"
+            " make_private_with_epsilon, noise_multiplier=, or max_grad_norm="
         )

@@ -108,7 +108,7 @@ def _cannot_overflow(
         noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
         scale: Any = (settings.num_data + 12 * noise) * settings.max_grad_norm
         scale = scale / settings.expected_batch_size
-        pull = steepest if prior_gradients is not None else largest / part.group["prior_std"] ** 2
+        pull = steepest if prior_gradients is not None else largest / min(part.prior_stds) ** 2
         lr = part.group["lr"]
         bound = max(bound, scale, lr * scale, lr, pull, lr * pull)
     return bound < _ORDINARY and (

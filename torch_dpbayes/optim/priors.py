@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..release.layout import Layout
 from ..release.release import require_public
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
+OneStd = float | Literal["fan_in"]
+PriorStd = OneStd | Mapping[str, OneStd]
+
+
+def stds(
+    group: Mapping[str, Any], names: Sequence[str], parameters: Sequence[Tensor]
+) -> list[float]:
+    """σ of each parameter's Gaussian prior."""
+    return [_std_of(group["prior_std"], n, p) for n, p in zip(names, parameters, strict=True)]
+
+
+def require_prior_std(group: Mapping[str, Any]) -> None:
+    """Raise unless a group's ``prior_std`` is one of what the optimizers take."""
+    stated = group["prior_std"]
+    if isinstance(stated, Mapping) and "param_names" not in group:
+        raise ArgumentError(
+            "a dictionary for prior_std takes parameters by name: construct the optimizer with"
+            " model.named_parameters()"
+        )
+    for std in stated.values() if isinstance(stated, Mapping) else [stated]:
+        if std == "fan_in":
+            continue
+        if not isinstance(std, (float, int, Real, Tensor)) or isinstance(std, bool):
+            raise ArgumentTypeError(
+                'prior_std must be a number, "fan_in", or a dictionary of these by parameter name,'
+                f" got {std!r}"
+            )
+        if not float(std) > 0:
+            raise ArgumentError(f"prior_std must be positive, got {std}")
+
+
+def require_used(prior_std: PriorStd, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a name in a dictionary is no parameter's and no module's."""
+    if not isinstance(prior_std, Mapping):
+        return
+    names = [name for group in groups for name in group["param_names"]]
+    for key in prior_std:
+        if not any(_fits(key, name) for name in names):
+            raise ArgumentError(
+                f"prior_std names {key!r}, which is no parameter and no module: the parameters are"
+                f" {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            )
+
+
+def _fits(key: str, name: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
+
+
+def _std_of(stated: PriorStd, name: str, parameter: Tensor) -> float:
+    if isinstance(stated, Mapping):
+        found = [key for key in stated if _fits(key, name)]
+        stated = stated[max(found, key=len)] if found else 1.0
+    if stated != "fan_in":
+        return float(stated)
+    return math.sqrt(2 / parameter[0].numel()) if parameter.dim() > 1 else 1.0
 
 
 def gradients(log_prior: LogPrior | None, layout: Layout) -> list[Tensor] | None:
@@ -44,12 +101,18 @@ def add(found: list[Tensor] | None, layout: Layout, num_data: int) -> None:
     """S/B turns into ĝ = S/B + ∇r(θ)/N."""
     start = 0
     for part in layout.groups:
-        group, members = part.group, slice(start, start + len(part.parameters))
+        members = slice(start, start + len(part.parameters))
         start = members.stop
         if found is not None:
             torch._foreach_add_(part.gradients, found[members], alpha=1.0 / num_data)
-        elif math.isfinite(group["prior_std"]):
-            weight = 1.0 / (group["prior_std"] ** 2 * num_data)
-            torch._foreach_add_(part.gradients, part.parameters, alpha=weight)
-            if group["prior_mean"] != 0.0:
-                part.gradient.sub_(weight * group["prior_mean"])
+        elif math.isfinite(min(part.prior_stds)):
+            weights = [1.0 / (std**2 * num_data) for std in part.prior_stds]
+            if len(set(weights)) == 1:
+                torch._foreach_add_(part.gradients, part.parameters, alpha=weights[0])
+            else:
+                for gradient, p, weight in zip(
+                    part.gradients, part.parameters, weights, strict=True
+                ):
+                    gradient.add_(p, alpha=weight)
+            if (mean := part.group["prior_mean"]) != 0.0:
+                torch._foreach_sub_(part.gradients, [weight * mean for weight in weights])

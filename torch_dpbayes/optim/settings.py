@@ -13,7 +13,7 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
-from .priors import LogPrior
+from .priors import LogPrior, PriorStd
 
 LARGEST_LR = 1e30
 LARGEST_NOISE_MULTIPLIER = 1e30
@@ -26,10 +26,10 @@ class Options(TypedDict, total=False):
 
     num_data: Required[int]
     expected_batch_size: Required[float]
-    max_grad_norm: Required[float]
+    max_grad_norm: float | None
     noise_multiplier: float
-    temperature: float
-    prior_std: float
+    temperature: float | None
+    prior_std: PriorStd
     prior_mean: float
     log_prior: LogPrior | None
     sampling: str | None
@@ -44,7 +44,8 @@ class Settings:
 
     Args:
         num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, sampling: as
-            for :class:`~torch_dpbayes.optim.base.PrivateOptimizer`.
+            for :class:`~torch_dpbayes.optim.base.PrivateOptimizer`. ``temperature`` = None: that of
+            the noise.
 
     Raises:
         ValueError, TypeError: one of them is out of range.
@@ -54,7 +55,7 @@ class Settings:
     expected_batch_size: float
     max_grad_norm: float
     noise_multiplier: float
-    temperature: float
+    temperature: float | None
     sampling: str | None
 
     def __post_init__(self) -> None:
@@ -82,12 +83,14 @@ class Settings:
                 f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps would"
                 f" overflow: take one below {LARGEST_NOISE_MULTIPLIER:g}"
             )
-        require_not_negative("temperature", self.temperature)
+        if self.temperature is not None:
+            require_not_negative("temperature", self.temperature)
+            object.__setattr__(self, "temperature", float(self.temperature))
         if self.sampling not in (None, "poisson", "recordwise"):
             raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
             )
-        for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature"):
+        for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
 

@@ -71,7 +71,8 @@ class DPSGFS(PrivateOptimizer):
             the noise is zC·Fξ: less where gradients are known to be small. May be set between
             steps, from public data or from what was released before. ``fisher="diagonal"`` takes a
             vector.
-        options: as for :class:`DPSGLD`; the temperature is positive, and there is no ``log_prior``,
+        options: as for :class:`DPSGLD`; the temperature is positive (where it follows from the
+            noise, of several groups the highest), and there is no ``log_prior``,
             whose curvature is needed.
 
     Raises:
@@ -105,7 +106,7 @@ class DPSGFS(PrivateOptimizer):
             raise ArgumentError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
         if not 0 < fisher_share < math.inf:
             raise ArgumentError(f"fisher_share must be positive and finite, got {fisher_share}")
-        if not (temperature := options.get("temperature", 1.0)) > 0:
+        if (temperature := options.get("temperature")) is not None and not temperature > 0:
             raise ArgumentError(
                 "the step is proportional to the temperature, which must be positive, got"
                 f" {temperature}"
@@ -197,7 +198,7 @@ class DPSGFS(PrivateOptimizer):
         )
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        return self.temperature
+        return self._temperature_of(group)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class DPSGFS(PrivateOptimizer):
     def _curvature_weight(self) -> float:
         """T·A + K = weight·Î + T·∇²r + Σ."""
         rate = self.expected_batch_size / self.num_data
-        return self.num_data * (self.temperature + (1 - rate) / rate)
+        return self.num_data * (self.effective_temperature + (1 - rate) / rate)
 
     def _privacy_variance(self, part: GroupGradient) -> float:
         """Σ: the variance of the privacy noise in N·ĝ."""
@@ -245,28 +246,28 @@ class DPSGFS(PrivateOptimizer):
 
     def _step_diagonal(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
         weight, sizes = self._curvature_weight(), [len(part.gradient) for part in parts]
+        temperature = self.effective_temperature
         scales: Sequence[Tensor | None] = (
             [None] * len(parts) if self._query.scale is None else self._query.scale.split(sizes)
         )
         for part, information, scale in zip(parts, fisher.split(sizes), scales, strict=True):
             if part.group["lr"] == 0:
                 continue
-            noise, prior = (
-                self._privacy_variance(part) / weight,
-                self.temperature / part.group["prior_std"] ** 2 / weight,
-            )
+            noise = self._privacy_variance(part) / weight
+            priors = [temperature / std**2 / weight for std in part.prior_stds]
             if scale is None:
-                for gradient, fisher_piece in in_cache(part.gradient, information):
-                    gradient.div_(fisher_piece.clamp(min=floor).add_(noise + prior))
+                damping = _spread(part, [noise + prior for prior in priors])
+                for gradient, fisher_piece, added in in_cache(part.gradient, information, damping):
+                    gradient.div_(fisher_piece.clamp(min=floor).add_(added))
             else:  # out of the units of F
-                for gradient, fisher_piece, unit in in_cache(
-                    part.gradient, information, scale.square()
+                for gradient, fisher_piece, unit, prior in in_cache(
+                    part.gradient, information, scale.square(), _spread(part, priors)
                 ):
                     gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
             torch._foreach_add_(
                 part.parameters,
                 part.gradients,
-                alpha=-2 * self.temperature * self.num_data / weight,
+                alpha=-2 * temperature * self.num_data / weight,
             )
 
     def _step_full(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
@@ -275,6 +276,7 @@ class DPSGFS(PrivateOptimizer):
                 [matrix.new_full((len(part.gradient),), value(part)) for part in parts]
             )
 
+        temperature = self.effective_temperature
         matrix = _at_least(fisher, floor).to(torch.float64) * self._curvature_weight()
         still = over_parts(lambda part: part.group["lr"] == 0)
         noise = over_parts(self._privacy_variance)
@@ -284,9 +286,11 @@ class DPSGFS(PrivateOptimizer):
         # out of the units of F
         scale = self._query.scale
         matrix = congruent(None if scale is None else scale.to(torch.float64), matrix)
-        matrix.diagonal().add_(
-            over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2)
-        )
+        prior = [
+            _spread(part, [temperature / std**2 for std in part.prior_stds], matrix.dtype)
+            for part in parts
+        ]
+        matrix.diagonal().add_(torch.cat(prior))
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
         step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (
             1 - still
@@ -296,8 +300,16 @@ class DPSGFS(PrivateOptimizer):
         ):
             part.gradient.copy_(piece)
             torch._foreach_add_(
-                part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data
+                part.parameters, part.gradients, alpha=-2 * temperature * self.num_data
             )
+
+
+def _spread(
+    part: GroupGradient, values: Sequence[float], dtype: torch.dtype | None = None
+) -> Tensor:
+    """A value of each parameter, for each of its numbers."""
+    pieces = zip(values, part.gradients, strict=True)
+    return torch.cat([p.new_full((p.numel(),), value, dtype=dtype) for value, p in pieces])
 
 
 def _at_least(fisher: Tensor, floor: float) -> Tensor:

@@ -39,10 +39,10 @@ class DPSGHMC(PrivateOptimizer):
 
     Args:
         params, lr: as for :class:`DPSGLD`; lr is the one that SGD with momentum would take.
-        momentum: m in [0, 1), or ``"matched"``, which needs ``noise_multiplier`` and
-            ``temperature`` above 0. m = 0 is :class:`DPSGLD`. A number may differ between parameter
-            groups, and schedulers may change it (``OneCycleLR``): the friction 1−m, and with it
-            z_L, is that of the step.
+        momentum: m in [0, 1), or ``"matched"``, which needs ``noise_multiplier``, ``temperature``
+            and ``max_grad_norm``, all above 0. m = 0 is :class:`DPSGLD`. A number may differ
+            between parameter groups, and schedulers may change it (``OneCycleLR``): the friction
+            1−m, and with it z_L, is that of the step.
         options: as for :class:`DPSGLD`.
 
     Raises:
@@ -66,12 +66,17 @@ class DPSGHMC(PrivateOptimizer):
                 raise ArgumentError(
                     f'momentum must be a number in [0, 1) or "matched", got {momentum!r}'
                 )
+            if options.get("max_grad_norm") is None or options.get("temperature") is None:
+                raise ArgumentError(
+                    'momentum="matched" fits the friction to temperature and clip norm: it needs'
+                    " both, as temperature=1.0 and max_grad_norm=1.0"
+                )
             if not options.get("noise_multiplier", 0.0) > 0:
                 raise ArgumentError(
                     'momentum="matched" fits the friction to the privacy noise: it needs'
                     " noise_multiplier > 0"
                 )
-            if not options.get("temperature", 1.0) > 0:
+            if options["temperature"] == 0:
                 raise ArgumentError(
                     'momentum="matched" needs temperature > 0: no friction makes noise sample'
                     " temperature 0"
@@ -97,7 +102,7 @@ class DPSGHMC(PrivateOptimizer):
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         if self._is_matched:
-            return self.temperature
+            return self._temperature_of(group)
         return super()._group_temperature(group, noise_multiplier)
 
     def _momentum_of(self, group: dict[str, Any]) -> float:

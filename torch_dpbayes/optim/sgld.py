@@ -31,11 +31,16 @@ class DPSGLD(PrivateOptimizer):
         num_data: number of records N, a public constant.
         expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
             records that came.
-        max_grad_norm: clip norm C of one record's gradient of −log p.
+        max_grad_norm: clip norm C of one record's gradient of −log p. None: the one at which
+            ``noise_multiplier`` is the sampler's own noise, C = (B/z)·√(2T/(ηN)); ε then buys less
+            clipping in the place of less noise.
         noise_multiplier: floor z_min of the noise std on the sum, in units of C.
-        temperature: T. 0 turns the sampler's own noise off.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's
-            ``weight_decay`` λ is 1/√(Nλ).
+        temperature: T. 0 turns the sampler's own noise off, which is plain DP-SGD. None: 1, or
+            where ``max_grad_norm`` and a floor are given what they sample,
+            :attr:`effective_temperature`.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one,
+            ``"fan_in"`` for √(2/fan-in) of weights and 1 of biases and norms, or a dictionary of
+            these by the names of parameters or modules. SGD's ``weight_decay`` λ is 1/√(Nλ).
         prior_mean: its mean.
         log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
         sampling: ``"poisson"``, ``"recordwise"`` or None, see

@@ -47,6 +47,9 @@ class DPSGNHT(PrivateOptimizer):
     At the half step the discretisation errors of noise and friction cancel. Wang et al. also add
     noise of variance 2aη beside the privacy noise; here the larger of the two is drawn once.
 
+    With ``max_grad_norm`` and no ``temperature`` the thermostat holds the T at which z_L is
+    ``noise_multiplier`` at the lr in force, of each group its own: α* = a.
+
     Args:
         params, lr: as for :class:`DPSGLD`; lr is the one that SGD with momentum would take.
         momentum: 1 − a in [0, 1): the friction that z_L is made for.
@@ -72,7 +75,7 @@ class DPSGNHT(PrivateOptimizer):
     ) -> None:
         if not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
-        if not (temperature := options.get("temperature", 1.0)) > 0:
+        if (temperature := options.get("temperature")) is not None and not temperature > 0:
             raise ArgumentError(
                 f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes"
                 " temperature 0"
@@ -103,12 +106,7 @@ class DPSGNHT(PrivateOptimizer):
         return 1 - self._momentum
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        return self.temperature
-
-    def _largest_lr(self, noise_multiplier: float) -> float:
-        """The lr of α* = 1."""
-        ratio = self.expected_batch_size / (self.max_grad_norm * noise_multiplier)
-        return 2 * self.temperature * ratio**2 / self.num_data
+        return self._temperature_of(group)
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         noise_multiplier = super()._multiplier(group)
@@ -119,7 +117,7 @@ class DPSGNHT(PrivateOptimizer):
             raise ArgumentError(
                 f"lr = {group['lr']} at noise multiplier {noise_multiplier:.4g} needs a friction of"
                 f" {needed:.4g} > 1, where the thermostat is unstable. Use lr <="
-                f" {self._largest_lr(noise_multiplier):.4g}, less noise (a larger"
+                f" {group['lr'] / needed:.4g}, less noise (a larger"
                 " expected_batch_size, a smaller max_grad_norm), or a higher temperature."
             )
         return noise_multiplier
@@ -138,6 +136,7 @@ class DPSGNHT(PrivateOptimizer):
         kinetic = 0.0
         for part in parts:
             lr = float(part.group["lr"])
+            temperature = self._temperature_of(part.group)
             velocity, velocities = self._kept(part, "velocity")
             if lr == 0:
                 velocity.mul_(1 - friction)
@@ -146,10 +145,7 @@ class DPSGNHT(PrivateOptimizer):
                     # −(v + v')/η, twice the velocity at the half step
                     doubled = gradient.add_(v, alpha=-(2 - friction) / lr)
                     kinetic += (
-                        self.num_data
-                        * lr
-                        * float(torch.dot(doubled, doubled))
-                        / (4 * self.temperature)
+                        self.num_data * lr * float(torch.dot(doubled, doubled)) / (4 * temperature)
                     )
                     v.neg_().add_(doubled, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)

@@ -1,9 +1,8 @@
 """Posterior samples of a network, and what they predict."""
 
-from .outputs import softmax
 from .samples import PosteriorSamples
 
-__all__ = ["PosteriorSamples", "softmax"]
+__all__ = ["PosteriorSamples"]
 
 
 def __dir__() -> list[str]:

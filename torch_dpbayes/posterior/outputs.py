@@ -33,25 +33,6 @@ _ROWS = 256  # of a tensor, predicted at a time
 _GROUP, _LARGEST_IN_GROUP = 16, 20_000  # samples, and numbers in each of them
 
 
-def softmax(output: Tensor) -> Tensor:
-    """Class probabilities from scores: softmax over the last dimension.
-
-    Args:
-        output: floating-point tensor ``[n, ..., classes]`` with at least two classes.
-
-    Raises:
-        ValueError: the output has no class dimension, or one class only, whose softmax is 1
-            whatever the score.
-    """
-    if output.dim() < 2 or output.shape[-1] < 2:
-        raise SamplesError(
-            "softmax needs an output of shape [n, ..., classes] with at least two classes, got"
-            f" {list(output.shape)}. Pass transform=None for regression, or transform=torch.sigmoid"
-            " where one logit stands for two classes."
-        )
-    return torch.softmax(output, dim=-1)
-
-
 def evaluate(
     samples: Sequence[Sample],
     model: nn.Module,
@@ -76,7 +57,7 @@ def evaluate(
             " and frozen like it."
         )
     device = parameters[next(iter(shapes))].device
-    called = _Called(model, _output_of if forward is None else forward)
+    called = _Called(model, output_of if forward is None else forward)
 
     def on_model(name: str, sample: Tensor) -> Tensor:
         return sample.to(device=parameters[name].device, dtype=parameters[name].dtype)
@@ -140,39 +121,6 @@ def average(groups: Iterator[Tensor], size: int) -> Tensor:
     return (total / size).to(dtype)
 
 
-def entropies(groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-    """Entropy of the average of ``size`` distributions, and average of their entropies."""
-    average = entropy = torch.zeros(())
-    for group in groups:
-        group = group.to(torch.promote_types(group.dtype, torch.float32))
-        if not ((group.sum(-1) - 1).abs() < 0.01).all() or not (group >= 0).all():
-            raise SamplesError(
-                "The transformed output is not a probability distribution over its last"
-                " dimension. Pass a transform that makes it one: softmax (the default) for"
-                " scores, torch.exp for log-probabilities."
-            )
-        average = average.to(group.device) + group.sum(0) / size
-        entropy = entropy.to(group.device) + torch.special.entr(group).sum((0, -1)) / size
-    return torch.special.entr(average).sum(-1), entropy
-
-
-def mixture_quantiles(means: Tensor, quantiles: Sequence[float], noise_std: float) -> Tensor:
-    """Quantiles of Σ N(μ_s, σ²)/S by bisection, [len(quantiles), n, ...] of means [S, n, ...]."""
-    lowest, highest = means.amin(0), means.amax(0)
-    solved = []
-    for q in quantiles:
-        own = noise_std * torch.special.ndtri(
-            torch.tensor(q, dtype=means.dtype, device=means.device)
-        )
-        low, high = lowest + own, highest + own
-        for _ in range(50):  # double precision of any spread below 10⁵ noise standard deviations
-            middle = (low + high) / 2
-            below = torch.special.ndtr((middle - means) / noise_std).mean(0) < q
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        solved.append((low + high) / 2)
-    return torch.stack(solved)
-
-
 def difference_of(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> str:
     """In which parameters two models differ."""
     parts = []
@@ -214,7 +162,7 @@ def _batches(x: Inputs) -> Iterable[Any]:
     return x
 
 
-def _output_of(model: nn.Module, batch: Any) -> Any:
+def output_of(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         taken = named_inputs(model, {k: v for k, v in batch.items() if k not in TARGETS})
         if not taken:

@@ -4,10 +4,10 @@ keep them in a file.
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -16,15 +16,25 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, DivergedError, SamplesError, StateError
 from ..per_sample.fixed_tensors import same_values
 from . import files, outputs
-from .outputs import Forward, Inputs, Sample, Transform, softmax
+from .likelihoods import (
+    Likelihood,
+    NoiseStd,
+    entropies,
+    likelihood_of,
+    require_likelihood,
+    with_noise,
+)
+from .outputs import Forward, Inputs, Sample, Transform
 
 
 class _Chain:
     """The bounded set of samples, and how it is kept."""
 
-    def __init__(self, burn_in: int = 0, thin: int = 1, max_samples: int = 100) -> None:
+    _STATED: tuple[str, ...] = ()  # what else a file holds
+
+    def __init__(self, burn_in: int | None = None, thin: int = 1, max_samples: int = 100) -> None:
         for name, value, smallest in (
-            ("burn_in", burn_in, 0),
+            ("burn_in", 0 if burn_in is None else burn_in, 0),
             ("thin", thin, 1),
             ("max_samples", max_samples, 2),
         ):
@@ -58,7 +68,7 @@ class _Chain:
     @torch.no_grad()
     def collect(self, model: nn.Module) -> None:
         """Counts a call and, if it is due, keeps a copy of the model's trainable parameters (same
-        device and dtype).
+        device and dtype). It may be called after every step: a call that is not due costs nothing.
 
         Args:
             model: the network, in the state that the optimizer's last step left.
@@ -72,21 +82,28 @@ class _Chain:
         those of a private model when its loader delivered the first batch, or else with those of
         the first call.
         """
-        parameters = _checked_parameters(model, self._shapes)
         if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
             buffers = model.named_buffers(remove_duplicate=False)
             self._buffers = {name: b.detach().clone() for name, b in buffers}
+        number = self._num_collected - (self.burn_in or 0)
+        if number < 0 or number % self.thin:
+            self._num_collected += 1
+            return
+        parameters = _checked_parameters(model, self._shapes)
         _require_same_buffers(model, self._buffers)
 
         self._shapes = {name: p.shape for name, p in parameters.items()}
-        since_burn_in = self._num_collected - self.burn_in
         self._num_collected += 1
-        if since_burn_in < 0 or since_burn_in % self.thin:
-            return
+        # the calls that were due have the places 0, 1, ..., of which the last are kept
+        place = number // self.thin
+        if self.burn_in is None:
+            half = (place + 1) // 2
+            del self._samples[: max(0, len(self._samples) - (place - half))]
         if len(self._samples) == self.max_samples:
-            self._samples = self._samples[::2]
+            oldest = place - self.max_samples
+            self._samples = self._samples[oldest % 2 :: 2]
             self.thin *= 2
-            if since_burn_in % self.thin:
+            if number % self.thin:
                 return
         self._samples.append({name: p.detach().clone() for name, p in parameters.items()})
 
@@ -141,8 +158,13 @@ class _Chain:
             "max_samples": self.max_samples,
             "num_collected": self._num_collected,
             "samples": self._samples,
+            **self._stated(),
         }
         files.save(content, path)
+
+    def _stated(self) -> dict[str, Any]:
+        """What else is kept in the file."""
+        return {}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -156,7 +178,8 @@ class _Chain:
         **Privacy**: none is spent.
         """
         content = files.load(path)
-        loaded = cls(content["burn_in"], content["thin"], content["max_samples"])
+        names = ("burn_in", "thin", "max_samples", *cls._STATED)
+        loaded = cls(**{name: content[name] for name in names})
         loaded._num_collected = content["num_collected"]
         loaded._samples = content["samples"]
         if loaded._samples:
@@ -175,15 +198,35 @@ class PosteriorSamples(_Chain):
     A sample is a copy of every trainable parameter. Frozen parameters and buffers are not part of
     it: they are taken from the model that is passed to :meth:`predict`.
 
-    Calls of :meth:`collect` are counted. The first ``burn_in`` are discarded, then every
-    ``thin``-th is kept, beginning with the first. When ``max_samples`` are kept and another one is
-    due, every second of them is dropped and ``thin`` doubles, so the samples stay evenly spaced
-    over the whole chain however long it runs, whatever the data.
+    Shapes, for n records; a column of one number, ``[n, 1]``, counts as ``[n]``:
+
+    =============  ===============================  ==================  ==========================
+    likelihood     the model's output               y                   ``predict``
+    =============  ===============================  ==================  ==========================
+    "categorical"  ``[n, ..., classes]``, scores    ``[n, ...]``        ``[n, ..., classes]``
+    "bernoulli"    ``[n]``, ``[n, targets]``,       as the output, 0    the probability of 1, as
+                   logits                           or 1                the output
+    "normal"       ``[n, 2]``, mean and log         ``[n]``             the mean, ``[n]``
+                   variance
+    "normal",      ``[n]``, ``[n, targets]``,       as the output       the mean, as the output
+    ``noise_std``  means
+    =============  ===============================  ==================  ==========================
+
+    Calls of :meth:`collect` are counted, and every ``thin``-th is kept: without ``burn_in`` those
+    of the second half of all calls so far, with it those after the first ``burn_in``. When
+    ``max_samples`` are kept and another one is due, every second of them is dropped and ``thin``
+    doubles, so the samples stay evenly spaced however long the chain runs, whatever the data.
 
     Args:
-        burn_in: number of ``collect`` calls discarded at the beginning.
+        likelihood: "categorical", "bernoulli" or "normal". None: outputs of three columns or more
+            are categorical; others are not guessed, and predictions ask for it.
+        burn_in: number of ``collect`` calls discarded at the beginning; None: the first half.
         thin: keep every ``thin``-th call after that. The attribute shows the value in force.
         max_samples: the most samples kept in memory, at least 2.
+        noise_std: the standard deviation of a normal target, in its units, where the model's
+            output are means: ``math.sqrt(0.5)`` after ``MSELoss`` as −log p per record, s after
+            ``MSELoss() / (2 * s**2)``; or of a scale that the model learns, ``lambda net:
+            net.log_std.exp()``. A file keeps a number; set the attribute again for a function.
 
     Raises:
         ValueError: an argument is out of range.
@@ -196,15 +239,34 @@ class PosteriorSamples(_Chain):
     private test inputs reveal those inputs: they are covered by no guarantee of the training.
     """
 
+    _STATED = ("likelihood", "noise_std")
+
+    def __init__(
+        self,
+        likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
+        burn_in: int | None = None,
+        thin: int = 1,
+        max_samples: int = 100,
+        *,
+        noise_std: NoiseStd | None = None,
+    ) -> None:
+        super().__init__(burn_in, thin, max_samples)
+        require_likelihood(likelihood, noise_std)
+        self.likelihood, self.noise_std = likelihood, noise_std
+
+    def _stated(self) -> dict[str, Any]:
+        noise_std = None if callable(self.noise_std) else self.noise_std
+        return {"likelihood": self.likelihood, "noise_std": noise_std}
+
     def predict(
         self,
         model: nn.Module,
         x: Inputs,
-        transform: Transform | None = softmax,
+        transform: Transform | Literal["likelihood"] | None = "likelihood",
         *,
         forward: Forward | None = None,
     ) -> Tensor:
-        r"""The posterior average :math:`\frac1S\sum_s \mathrm{transform}(f(x; \theta_s))`.
+        r"""The posterior average: probabilities of classes, the probability of 1, or the mean.
 
         The model is evaluated in eval mode without gradients, then put back as it was; its
         parameters are not touched.
@@ -217,9 +279,10 @@ class PosteriorSamples(_Chain):
                 model gets by name what it takes. Predicted chunk by chunk, a batch at a time, which
                 is all that is moved to the model's device: the model must not mix rows, and the
                 first dimension must be the record. A bar shows progress where it takes long.
-            transform: applied to one sample's output ``[rows, ...]`` before averaging, keeping the
-                first dimension: softmax over the last dimension by default; ``torch.exp`` for
-                log-probabilities; ``None`` for regression.
+            transform: what of the output is averaged, :math:`\frac1S\sum_s
+                \mathrm{transform}(f(x; \theta_s))`: by default what the likelihood says;
+                ``torch.exp`` for log-probabilities; ``None`` for the output itself. It keeps the
+                first dimension, and needs no likelihood.
             forward: ``(model, batch) -> output`` where the model returns no tensor or takes its
                 inputs in another way, as ``lambda model, batch: model(**batch).logits``.
 
@@ -230,14 +293,16 @@ class PosteriorSamples(_Chain):
         Raises:
             RuntimeError: no sample is kept yet.
             ValueError: the model has other parameters than the samples; the output does not have
-                one row a record.
+                one row a record, or fits several likelihoods and none was named.
             TypeError: ``x`` or the model's output is not a tensor.
 
         **Privacy**: post-processing; see the class about private test inputs.
         """
-
-        return self._reduced(
-            model, x, transform, forward, lambda groups: outputs.average(groups, len(self))
+        size = len(self)
+        if transform != "likelihood":
+            return self._reduced(model, x, transform, forward, lambda g: outputs.average(g, size))
+        return self._by_likelihood(
+            model, x, forward, lambda of, g: outputs.average(map(of.point, g), size)
         )
 
     def outputs(
@@ -257,31 +322,63 @@ class PosteriorSamples(_Chain):
             model, x, transform, forward, lambda groups: torch.cat(list(groups)), dim=1
         )
 
+    def log_likelihood(
+        self, model: nn.Module, x: Inputs, y: Tensor, *, forward: Forward | None = None
+    ) -> Tensor:
+        r"""Log density of the targets under the posterior predictive distribution, :math:`\log
+        \frac1S\sum_s p(y \mid x, \theta_s)`, ``[n]``, in nats, over all targets of a record
+        together. ``-samples.log_likelihood(net, x, y).mean()`` is the NLL, of every likelihood.
+
+        Args:
+            model, x, forward: as in :meth:`predict`.
+            y: the targets of all of ``x``, in its order, in the shape that the class states.
+
+        Raises:
+            ValueError: ``y`` has another shape, or a label outside the classes; else as
+                :meth:`predict`.
+
+        **Privacy**: post-processing of the samples. Of private targets it is a release without
+        noise, which nothing charges.
+        """
+        done = 0
+
+        def densities(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+            nonlocal done
+            found = list(groups)
+            rows = found[0].shape[1]
+            done += rows
+            own = y[done - rows : done].to(found[0].device)
+            return of.log_likelihood(iter(found), own, len(self))
+
+        result = self._by_likelihood(model, x, forward, densities)
+        if done != len(y):
+            raise SamplesError(f"x has {done} records and y has {len(y)} targets: pass as many")
+        return result
+
     def predictive_entropy(
         self,
         model: nn.Module,
         x: Inputs,
-        transform: Transform | None = softmax,
+        transform: Transform | Literal["likelihood"] = "likelihood",
         *,
         forward: Forward | None = None,
     ) -> Tensor:
         r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid
-        x,\theta_s)]`, in nats: noise in the label as well as doubt about the parameters.
+        x,\theta_s)]`, in nats: noise in the label as well as doubt about the parameters. One number
+        a target, ``[n, ...]``; of a normal target the differential entropy, by quadrature.
 
-        Arguments and errors of :meth:`predict`; ``transform`` has to make probabilities over the
-        last dimension, which the result, ``[n, ...]``, has not.
+        Arguments and errors of :meth:`predict`; a ``transform`` of your own has to make
+        probabilities over the last dimension.
 
         **Privacy**: post-processing.
         """
-        return self._reduced(
-            model, x, transform, forward, lambda groups: outputs.entropies(groups, len(self))[0]
-        )
+        return self._entropies(model, x, transform, forward, lambda total, expected: total)
 
     def mutual_information(
         self,
         model: nn.Module,
         x: Inputs,
-        transform: Transform | None = softmax,
+        transform: Transform | Literal["likelihood"] = "likelihood",
         *,
         forward: Forward | None = None,
     ) -> Tensor:
@@ -294,12 +391,9 @@ class PosteriorSamples(_Chain):
 
         **Privacy**: post-processing.
         """
-
-        def difference(groups: Iterator[Tensor]) -> Tensor:
-            total, expected = outputs.entropies(groups, len(self))
-            return (total - expected).clamp_min(0)  # rounding alone can make it negative
-
-        return self._reduced(model, x, transform, forward, difference)
+        return self._entropies(  # rounding alone can make it negative
+            model, x, transform, forward, lambda total, expected: (total - expected).clamp_min(0)
+        )
 
     def predictive_quantiles(
         self,
@@ -307,29 +401,26 @@ class PosteriorSamples(_Chain):
         x: Inputs,
         quantiles: Sequence[float],
         *,
-        noise_std: float,
         forward: Forward | None = None,
     ) -> Tensor:
-        r"""Quantiles of the posterior predictive distribution of a regression with Gaussian noise.
+        r"""Quantiles of the posterior predictive distribution of a normal target, of the
+        probabilities under the posterior where the target is discrete.
 
-        With outputs :math:`\mu_s = f(x;\theta_s)` the predictive distribution is the mixture
-        :math:`\frac1S\sum_s N(\mu_s, \sigma^2)`; a quantile solves
-        :math:`\frac1S\sum_s \Phi((y-\mu_s)/\sigma) = q`, by bisection between the components' own
-        quantiles.
+        The predictive distribution is the mixture :math:`\frac1S\sum_s N(\mu_s, \sigma_s^2)`; a
+        quantile solves :math:`\frac1S\sum_s \Phi((y-\mu_s)/\sigma_s) = q`, by bisection between the
+        components' own quantiles.
 
         Args:
-            model, x, forward: as in :meth:`predict`. The output is the mean of the target.
+            model, x, forward: as in :meth:`predict`.
             quantiles: probabilities strictly between 0 and 1; ``(0.05, 0.95)`` bounds a 90 %
                 interval.
-            noise_std: standard deviation σ of the likelihood, in the units of the target, which the
-                training loss states: ``MSELoss`` as −log p per record means
-                ``noise_std=math.sqrt(0.5)``; ``MSELoss() / (2 * s**2)`` means ``noise_std=s``.
 
         Returns:
             ``[len(quantiles), n, ...]`` in the order given.
 
         Raises:
-            ValueError: a quantile or ``noise_std`` is out of range; else as :meth:`predict`.
+            ValueError: a quantile is out of range, or ``noise_std`` is missing; else as
+                :meth:`predict`.
 
         **Privacy**: post-processing.
         """
@@ -337,18 +428,88 @@ class PosteriorSamples(_Chain):
             raise ArgumentError(
                 f"quantiles must be probabilities strictly between 0 and 1, got {list(quantiles)}."
             )
-        if not (math.isfinite(noise_std) and noise_std > 0):
-            raise ArgumentError(
-                f"noise_std must be positive and finite, got {noise_std}. It is the standard"
-                " deviation of the likelihood: math.sqrt(0.5) for a model trained with MSELoss."
+        return self._by_likelihood(
+            model, x, forward, lambda of, g: of.quantiles(torch.cat(list(g)), quantiles), dim=1
+        )
+
+    def r_hat(self, model: nn.Module, x: Inputs, *, forward: Forward | None = None) -> Tensor:
+        r"""How much the two halves of the samples disagree about each prediction: near 1 for a
+        chain that has settled, above 1.1 collect later or longer.
+
+        With the halves' means :math:`\bar p_1, \bar p_2`, their variances' average W and m samples
+        in each, :math:`\hat R^2 = (m-1)/m + (\bar p_1 - \bar p_2)^2/(2W)` (Gelman et al., 2013,
+        section 11.4, for the halves of one chain).
+
+        Args:
+            model, forward: as in :meth:`predict`.
+            x: as in :meth:`predict`: public inputs, if the result decides anything.
+
+        Returns:
+            One number for each number that :meth:`predict` returns.
+
+        Raises:
+            RuntimeError: there are fewer than four samples.
+
+        **Privacy**: post-processing of the samples. Whether to train on, decided by it, is an
+        adaptive choice in the sense of :class:`~torch_dpbayes.PrivacyAccountant`.
+        """
+        if len(self) < 4:
+            raise StateError(f"r_hat compares two halves of two samples or more, got {len(self)}")
+
+        def compared(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+            points = of.point(torch.cat(list(groups)).double())
+            half = len(points) // 2
+            first, second = points[:half], points[-half:]
+            within = (first.var(0) + second.var(0)) / 2
+            between = (first.mean(0) - second.mean(0)).square() / 2
+            ratio = torch.where(between == 0, 0.0, between / within)
+            return ((half - 1) / half + ratio).sqrt()
+
+        return self._by_likelihood(model, x, forward, compared)
+
+    def _entropies(
+        self,
+        model: nn.Module,
+        x: Inputs,
+        transform: Transform | Literal["likelihood"],
+        forward: Forward | None,
+        wanted: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Of total entropy and the samples' average one, what is wanted."""
+        size = len(self)
+        if transform == "likelihood":
+            return self._by_likelihood(
+                model, x, forward, lambda of, g: wanted(*of.entropies(g, size))
             )
+        return self._reduced(model, x, transform, forward, lambda g: wanted(*entropies(g, size)))
 
-        def solve(groups: Iterator[Tensor]) -> Tensor:
-            means = torch.cat(list(groups))
-            found = outputs.mixture_quantiles(means.double(), quantiles, noise_std)
-            return found.to(means.dtype)
+    def _by_likelihood(
+        self,
+        model: nn.Module,
+        x: Inputs,
+        forward: Forward | None,
+        reduce: Callable[[Likelihood, Iterator[Tensor]], Tensor],
+        dim: int = 0,
+    ) -> Tensor:
+        """``reduce`` of the likelihood that the outputs have, and of their form."""
+        found: list[Likelihood] = []
+        noise_std, call = self.noise_std, outputs.output_of if forward is None else forward
 
-        return self._reduced(model, x, None, forward, solve, dim=1)
+        def with_its_noise(of_model: nn.Module, batch: Any) -> Tensor:
+            output = call(of_model, batch)
+            if noise_std is None or not isinstance(output, Tensor):
+                return output  # which the caller refuses
+            return with_noise(output, of_model, noise_std)
+
+        def form(output: Tensor) -> Tensor:
+            found[:] = [likelihood_of(self.likelihood, output.shape, noise_std)]
+            return found[0].form(output)
+
+        def reduced(groups: Iterator[Tensor]) -> Tensor:
+            first = next(groups)  # which says what the likelihood is
+            return reduce(found[0], itertools.chain([first], groups))
+
+        return self._reduced(model, x, form, with_its_noise, reduced, dim)
 
     def _reduced(
         self,
@@ -360,10 +521,12 @@ class PosteriorSamples(_Chain):
         dim: int = 0,
     ) -> Tensor:
         if not self._samples:
+            discarded = (
+                "" if self.burn_in is None else f" and burn_in={self.burn_in} of them are discarded"
+            )
             raise StateError(
                 f"There is no posterior sample yet: collect() was called {self._num_collected}"
-                f" times and burn_in={self.burn_in} of them are discarded. Call collect(model)"
-                " after burn-in, before predicting."
+                f" times{discarded}. Call samples.collect(model) after burn-in, before predicting."
             )
         return torch.cat(
             outputs.evaluate(self._samples, model, x, transform, forward, reduce), dim=dim

@@ -44,15 +44,18 @@ class GroupGradient:
 
     Attributes:
         group: torch's parameter group with its options.
-        parameters: its trainable parameters.
+        names, parameters: of its trainable parameters.
         gradient: ĝ over all of them, one flat vector; a step's update may use it up.
         gradients: the same memory, shaped like the parameters.
         noise_multiplier: z of this step; infinite where lr = 0 and nothing was taken from the data.
+        prior_stds: of the Gaussian prior, one for each parameter.
         kept: vectors that an algorithm keeps between steps, flat and by views.
     """
 
-    def __init__(self, group: dict[str, Any], parameters: list[Tensor], gradient: Tensor) -> None:
-        self.group, self.parameters, self.gradient = group, parameters, gradient
+    def __init__(self, member: Member, gradient: Tensor) -> None:
+        self.group, self.names, self.parameters = member
+        self.gradient = gradient
+        self.prior_stds: list[float] = []
         self.gradients = self.views(gradient)
         self.noise_multiplier = math.inf
         self.options: list[Any] = []  # with which it was computed
@@ -61,7 +64,11 @@ class GroupGradient:
     def current_options(self) -> list[Any]:
         """The group's options, numbers in place of tensors, which may be changed in place."""
         return [
-            value.tolist() if isinstance(value, Tensor) else value
+            value.tolist()
+            if isinstance(value, Tensor)
+            else dict(value)
+            if isinstance(value, dict)
+            else value
             for name, value in self.group.items()
             if name != "params"
         ]
@@ -107,10 +114,8 @@ class Layout:
         self.pieces = list(self.gradient.split(sizes))
         totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]
         self.groups = [
-            GroupGradient(group, parameters, flat)
-            for (group, _, parameters), flat in zip(
-                members, self.gradient.split(totals), strict=True
-            )
+            GroupGradient(member, flat)
+            for member, flat in zip(members, self.gradient.split(totals), strict=True)
         ]
 
     @property

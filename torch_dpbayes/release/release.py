@@ -53,6 +53,7 @@ class Release(Charged):
         lock: held from before :meth:`take` until its result was used. Between these the layout of a
             second thread's step would hold a sum without noise.
         watch: is told of every release, with the layout that holds it.
+        bound_from: what a derived clip norm was derived from.
 
     **Privacy.** A release is charged before its noise is drawn. A refused charge raises, and
     nothing is released.
@@ -79,6 +80,7 @@ class Release(Charged):
         self.ranks: Ranks | None = None
         self._fixed: FixedTensors | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
+        self.bound_from = ""
         self.watch: Callable[[Layout], None] = lambda layout: None
         self.start_afresh()
 
@@ -238,6 +240,8 @@ class Release(Charged):
             self.draws.mark_used()
         if (independence := self.independence) != self._stated:
             self._state(self.label, independence)
+            if self.bound_from:
+                self.accountant.note(f"{self.label}: {self.bound_from}")
             self._stated = independence
 
     def _state(self, label: str, independence: str) -> None:

@@ -1,0 +1,260 @@
+"""What each likelihood predicts, against closed forms, scipy and quadrature."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.special import expit, logsumexp
+from scipy.stats import bernoulli, entropy, norm
+from torch import nn
+
+from torch_dpbayes import PosteriorSamples, metrics
+
+
+class Constant(nn.Module):
+    """A model that ignores its input: its output is a parameter, one row a record."""
+
+    def __init__(self, output, **scales):
+        super().__init__()
+        self.output = nn.Parameter(torch.as_tensor(output, dtype=torch.float64))
+        for name, value in scales.items():
+            setattr(self, name, nn.Parameter(torch.as_tensor(value, dtype=torch.float64)))
+
+    def forward(self, x):
+        return self.output[: len(x)] + 0 * x.sum()
+
+
+def sampled(outputs, *arguments, scales=None, **options):
+    """Samples whose outputs are ``outputs[s]``, the model, and inputs."""
+    samples = PosteriorSamples(*arguments, burn_in=0, **options)
+    for s, output in enumerate(outputs):
+        model = Constant(output, **({} if scales is None else {"log_std": scales[s]}))
+        samples.collect(model)
+    return samples, model, torch.zeros(len(outputs[0]), 1, dtype=torch.float64)
+
+
+draws = st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32 - 1))
+
+
+@given(draws, st.sampled_from([(2,), (3,), (4, 3)]))
+def test_categorical(numbers, shape):
+    size, n, seed = numbers
+    generator = np.random.default_rng(seed)
+    scores = generator.normal(scale=2, size=(size, n, *shape))
+    y = generator.integers(shape[-1], size=(n, *shape[:-1]))
+    samples, model, x = sampled(scores, *(["categorical"] if shape == (2,) else []))
+    log_p = scores - logsumexp(scores, -1, keepdims=True)
+    p = np.exp(log_p)
+    assert samples.predict(model, x).numpy() == pytest.approx(p.mean(0))
+    chosen = np.take_along_axis(log_p, np.broadcast_to(y, log_p.shape[:-1])[..., None], -1)
+    wanted = logsumexp(chosen.reshape(size, n, -1).sum(2), 0) - math.log(size)
+    found = samples.log_likelihood(model, x, torch.tensor(y))
+    assert found.numpy() == pytest.approx(wanted)
+    total, own = entropy(p.mean(0), axis=-1), entropy(p, axis=-1).mean(0)
+    assert samples.predictive_entropy(model, x).numpy() == pytest.approx(total)
+    information = samples.mutual_information(model, x).numpy()
+    assert information == pytest.approx(total - own, abs=1e-12)
+    quantiles = samples.predictive_quantiles(model, x, (0.1, 0.8)).numpy()
+    assert quantiles == pytest.approx(np.quantile(p, (0.1, 0.8), axis=0))
+
+
+@given(draws, st.sampled_from([(), (1,), (3,)]))
+def test_bernoulli(numbers, shape):
+    size, n, seed = numbers
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(scale=2, size=(size, n, *shape))
+    samples, model, x = sampled(logits, "bernoulli")
+    logits = logits.reshape(size, n, *(shape if shape != (1,) else ()))
+    p = expit(logits)
+    y = generator.integers(2, size=logits.shape[1:])
+    predicted = samples.predict(model, x)
+    assert predicted.numpy() == pytest.approx(p.mean(0))
+    wanted = bernoulli.logpmf(y, p).reshape(size, n, -1).sum(2)
+    for targets in (torch.tensor(y), torch.tensor(y).double()):
+        found = samples.log_likelihood(model, x, targets.reshape(n, *shape))
+        assert found.numpy() == pytest.approx(logsumexp(wanted, 0) - math.log(size))
+    if shape != (3,):
+        nll = metrics.negative_log_likelihood(predicted, torch.tensor(y))
+        assert nll == pytest.approx(-float(found.mean()))
+    total, own = bernoulli.entropy(p.mean(0)), bernoulli.entropy(p).mean(0)
+    assert samples.predictive_entropy(model, x).numpy() == pytest.approx(total)
+    information = samples.mutual_information(model, x).numpy()
+    assert information == pytest.approx(total - own, abs=1e-12)
+    quantiles = samples.predictive_quantiles(model, x, (0.1, 0.8)).numpy()
+    assert quantiles == pytest.approx(np.quantile(p, (0.1, 0.8), axis=0))
+
+
+FORMS = ["mean and log variance", "[n]", "[n, 1]", "[n, targets]", "learned"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(draws)
+def test_normal(form, numbers):
+    size, n, seed = numbers
+    generator = np.random.default_rng(seed)
+    shape = (n, 2) if form == "[n, targets]" else (n,)
+    means, stds = generator.normal(scale=2, size=(size, *shape)), np.full((size, *shape), 0.7)
+    outputs, options = means, {"noise_std": 0.7}
+    if form == "mean and log variance":
+        stds = np.exp(generator.normal(size=(size, n)))
+        outputs, options = np.stack([means, 2 * np.log(stds)], -1), {}
+    elif form == "[n, 1]":
+        outputs = means[..., None]
+    elif form == "learned":
+        scales = generator.normal(size=size)
+        stds = np.exp(np.broadcast_to(scales[:, None], means.shape))
+        options = {"noise_std": lambda net: net.log_std.exp(), "scales": scales}
+    samples, model, x = sampled(outputs, "normal", **options)
+    assert samples.predict(model, x).numpy() == pytest.approx(means.mean(0))
+    y = generator.normal(scale=2, size=shape)
+    each = norm.logpdf(y, means, stds).reshape(size, n, -1).sum(2)
+    found = samples.log_likelihood(model, x, torch.tensor(y))
+    assert found.numpy() == pytest.approx(logsumexp(each, 0) - math.log(size))
+    quantiles = samples.predictive_quantiles(model, x, (0.1, 0.8)).numpy()
+    assert quantiles.shape == (2, *shape)
+    for q, at in zip((0.1, 0.8), quantiles, strict=True):
+        assert norm.cdf(at, means, stds).mean(0) == pytest.approx(np.full(shape, q), abs=1e-9)
+
+    m, s = means.reshape(size, -1)[:, 0], stds.reshape(size, -1)[:, 0]
+
+    def surprise(z):
+        log_p = logsumexp(norm.logpdf(z, m, s)) - math.log(size)
+        return -math.exp(log_p) * log_p
+
+    ends = sorted({*(m - 12 * s), *m, *(m + 12 * s)})
+    total = sum(quad(surprise, a, b, limit=200)[0] for a, b in itertools.pairwise(ends))
+    own = norm.entropy(m, s).mean()
+    assert samples.predictive_entropy(model, x).flatten()[0].item() == pytest.approx(
+        total, abs=0.01
+    )
+    assert samples.mutual_information(model, x).flatten()[0].item() == pytest.approx(
+        max(total - own, 0), abs=0.01
+    )
+
+
+def test_nothing_is_guessed_of_one_or_two_columns():
+    for shape in ((4,), (4, 1), (4, 2)):
+        samples, model, x = sampled(np.zeros((3, *shape)))
+        for call in (samples.predict, samples.mutual_information, samples.predictive_entropy):
+            with pytest.raises(
+                ValueError, match=r'"categorical"\) for classes.*"normal" for means'
+            ):
+                call(model, x)
+        assert samples.predict(model, x, transform=None).shape == shape
+    samples, model, x = sampled(np.zeros((3, 4, 3)))
+    assert samples.predict(model, x).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "shape", "y", "message"),
+    [
+        (
+            "categorical",
+            (4, 1),
+            torch.zeros(4),
+            'for one logit write PosteriorSamples\\("bernoulli"',
+        ),
+        ("categorical", (4, 3), torch.full((4,), 3), "whole numbers from 0 to 2"),
+        ("categorical", (4, 3), torch.full((4,), -1), "whole numbers from 0 to 2"),
+        ("categorical", (4, 3), torch.zeros(4, 1), "pass one target for each"),
+        ("categorical", (4, 3), torch.zeros(5), "x has 4 records and y has 5 targets"),
+        ("bernoulli", (4,), torch.full((4,), 2.0), "whole numbers from 0 to 1"),
+        ("bernoulli", (4,), torch.full((4,), 0.5), "whole numbers from 0 to 1"),
+        ("bernoulli", (4, 2), torch.zeros(4), "pass one target for each"),
+        ("normal", (4, 3), torch.zeros(4, 3), "several targets pass noise_std="),
+        ("normal", (4,), torch.zeros(4), "noise_std=..."),
+        ("normal", (4, 2), torch.zeros(4, 2), "pass one target for each"),
+    ],
+)
+def test_outputs_and_targets_that_do_not_fit(likelihood, shape, y, message):
+    samples, model, x = sampled(np.zeros((3, *shape)), likelihood)
+    with pytest.raises(ValueError, match=message):
+        samples.log_likelihood(model, x, y)
+
+
+def test_bad_likelihoods():
+    with pytest.raises(ValueError, match=r"likelihood=.poisson.: write PosteriorSamples"):
+        PosteriorSamples("poisson")
+    samples, model, x = sampled(np.zeros((3, 4)), "normal")
+    for call in (samples.predictive_entropy, lambda *a: samples.predictive_quantiles(*a, [0.5])):
+        with pytest.raises(ValueError, match="this needs the noise too"):
+            call(model, x)
+    assert samples.predict(model, x).shape == (4,)
+
+
+def test_a_likelihood_is_kept_in_the_file(tmp_path):
+    samples, model, x = sampled(np.random.normal(size=(3, 4)), "normal", noise_std=0.3)
+    samples.save(tmp_path / "samples.pt")
+    loaded = PosteriorSamples.load(tmp_path / "samples.pt")
+    assert (loaded.likelihood, loaded.noise_std, loaded.burn_in) == ("normal", 0.3, 0)
+    entropies = loaded.predictive_entropy(model, x)
+    torch.testing.assert_close(entropies, samples.predictive_entropy(model, x))
+
+
+# -- the second half -------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(2, 9), st.integers(1, 200))
+def test_without_burn_in_the_second_half_is_kept(thin, max_samples, calls):
+    """Evenly spaced, over the last half of the calls to within two spacings, and as many as fit."""
+    model, samples = Constant([0.0]), PosteriorSamples("normal", None, thin, max_samples)
+    x = torch.zeros(1, 1, dtype=torch.float64)
+    for call in range(calls):
+        nn.init.constant_(model.output, call)
+        samples.collect(model)
+        assert 1 <= len(samples) <= max_samples
+    kept = [int(s) for s in samples.outputs(model, x).flatten()]
+    assert samples.num_collected == calls
+    doublings = math.log2(samples.thin / thin)
+    assert doublings == int(doublings)
+    assert kept == list(range(kept[0], calls, samples.thin)) and kept[0] % samples.thin == 0
+    due = len(range(0, calls, samples.thin))
+    assert len(kept) == due - due // 2
+    if doublings:  # half as many would have left room
+        assert len(kept) >= max_samples // 2
+
+
+def test_half_of_twenty_calls_are_ten():
+    model, samples = Constant([0.0]), PosteriorSamples()
+    for _ in range(20):
+        samples.collect(model)
+    assert len(samples) == 10
+
+
+def test_a_call_that_is_not_due_copies_nothing(monkeypatch):
+    model, samples = Constant([0.0]), PosteriorSamples(thin=5)
+    samples.collect(model)
+    monkeypatch.setattr(model, "named_parameters", None)
+    for _ in range(4):
+        samples.collect(model)
+    with pytest.raises(TypeError):
+        samples.collect(model)
+
+
+# -- the halves compared ---------------------------------------------------------------------------
+
+
+def test_r_hat_of_predictions():
+    generator = np.random.default_rng()
+    settled = generator.normal(size=(1000, 3))
+    moving = settled + np.linspace(-3, 3, 1000)[:, None]
+    samples, model, x = sampled(settled, "normal", max_samples=1000)
+    # of independent draws (p̄₁ − p̄₂)²/2W is χ²₁/m: beyond 31/500 once in 4·10⁷
+    assert float(samples.r_hat(model, x).max()) < math.sqrt(1 + 31 / 500)
+    samples, model, x = sampled(moving, "normal", max_samples=1000)
+    found = samples.r_hat(model, x).numpy()
+    first, second = moving[:500], moving[500:]
+    within = (first.var(0, ddof=1) + second.var(0, ddof=1)) / 2
+    between = 500 * np.stack([first.mean(0), second.mean(0)]).var(0, ddof=1)
+    assert found == pytest.approx(np.sqrt(499 / 500 + between / 500 / within))
+    assert found.min() > 1.5
+    still, model, x = sampled(np.zeros((8, 3)), "normal")
+    assert float(still.r_hat(model, x).max()) <= 1
+    few, model, x = sampled(np.zeros((3, 3)), "normal")
+    with pytest.raises(RuntimeError, match="two halves of two samples"):
+        few.r_hat(model, x)

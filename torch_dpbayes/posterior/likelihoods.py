@@ -1,0 +1,252 @@
+"""What a network's output says about the target: the likelihoods that predictions are made by.
+
+Each has one *form*, to which the output of every sample is brought: log probabilities, logits, or
+means and log variances.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, SamplesError
+
+NoiseStd = float | Callable[[nn.Module], Tensor]
+
+# Of a normal component's grid: standard deviations to each side, and points. Entropies of mixtures
+# are right to 0.01 nats, however different the components' scales are.
+_REACH, _NODES = 7.0, 97
+_THREE = (
+    'write PosteriorSamples("categorical") for classes, "bernoulli" for logits of targets that are'
+    ' 0 or 1, or "normal" for means, or means and log variances'
+)
+
+
+class Likelihood(ABC):
+    """One likelihood; tensors with a dimension of samples have it first."""
+
+    @abstractmethod
+    def form(self, output: Tensor) -> Tensor:
+        """One sample's output ``[n, ...]``, with a row a record, as what the others take."""
+
+    @abstractmethod
+    def point(self, form: Tensor) -> Tensor:
+        """What is averaged for a prediction."""
+
+    @abstractmethod
+    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
+        """log p(y | x, θ_s) of each target."""
+
+    @abstractmethod
+    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+        """Entropy of the average over ``size`` samples, and average of their entropies."""
+
+    def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
+        """Of the predictive distribution; of the probabilities where the target is discrete."""
+        points = self.point(forms)
+        at = torch.tensor(quantiles, dtype=points.dtype, device=points.device)
+        return torch.quantile(points, at, dim=0)
+
+    def log_likelihood(self, groups: Iterator[Tensor], y: Tensor, size: int) -> Tensor:
+        """log (1/S) Σ_s p(y | x, θ_s) of each record, over all of its targets together."""
+        found = [self.log_density(group.double(), y).flatten(2).sum(2) for group in groups]
+        return torch.cat(found).logsumexp(0) - math.log(size)
+
+
+class Categorical(Likelihood):
+    """Scores of classes in the last dimension."""
+
+    def form(self, output: Tensor) -> Tensor:
+        if output.dim() < 2 or output.shape[-1] < 2:
+            raise SamplesError(
+                "categorical outputs have a score for each of two or more classes, got shape"
+                f' {list(output.shape)}: for one logit write PosteriorSamples("bernoulli"), for'
+                ' regression PosteriorSamples("normal")'
+            )
+        return torch.log_softmax(output, -1)
+
+    def point(self, form: Tensor) -> Tensor:
+        return form.exp()
+
+    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
+        _require_shape(y, form.shape[1:-1])
+        _require_between(y, form.shape[-1] - 1)
+        labels = y.long().expand(form.shape[:-1])[..., None]
+        return form.gather(-1, labels)[..., 0].reshape(*form.shape[:2], -1)
+
+    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+        return entropies((group.exp() for group in groups), size)
+
+
+class Bernoulli(Likelihood):
+    """One logit for each target that is 0 or 1."""
+
+    def form(self, output: Tensor) -> Tensor:
+        return _without_column(output)
+
+    def point(self, form: Tensor) -> Tensor:
+        return form.sigmoid()
+
+    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
+        y = _without_column(y)
+        _require_shape(y, form.shape[1:])
+        _require_between(y, 1)
+        return nn.functional.logsigmoid(torch.where(y.bool(), form, -form))[..., None]
+
+    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+        both = (torch.stack([group.sigmoid(), (-group).sigmoid()], -1) for group in groups)
+        return entropies(both, size)
+
+
+class Normal(Likelihood):
+    """Means of targets with Gaussian noise; the form has mean and log variance last."""
+
+    def __init__(self, *, has_noise_std: bool) -> None:
+        self.has_noise_std = has_noise_std
+
+    def form(self, output: Tensor) -> Tensor:
+        if self.has_noise_std:  # :func:`with_noise` has brought it to this
+            return output
+        if output.dim() < 2 or output.shape[-1] == 1:
+            mean = _without_column(output)  # predictions need no more
+            return torch.stack([mean, torch.full_like(mean, math.nan)], -1)
+        if output.shape[-1] != 2:
+            raise SamplesError(
+                "normal outputs are a mean, or a mean and a log variance, got shape"
+                f" {list(output.shape)}: for means of several targets pass noise_std= to"
+                " PosteriorSamples"
+            )
+        return output
+
+    def point(self, form: Tensor) -> Tensor:
+        return form[..., 0]
+
+    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = _moments(form)
+        y = _without_column(y)
+        _require_shape(y, mean.shape[1:])
+        squared = (y.to(mean) - mean).square() * (-log_variance).exp()
+        return -0.5 * (squared + log_variance + math.log(2 * math.pi))[..., None]
+
+    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+        """−∫ p log p of the mixture by the trapezoid rule, on the components' grids together."""
+        mean, log_variance = _moments(torch.cat(list(groups)).double())
+        std, grid = (log_variance / 2).exp(), torch.linspace(-_REACH, _REACH, _NODES).double()
+        nodes = grid.to(mean.device).view(-1, 1, *[1] * (mean.dim() - 1))
+        at = (mean + std * nodes).flatten(0, 1).sort(0).values
+
+        def log_density(points: Tensor) -> Tensor:
+            squared = ((points[:, None] - mean) / std).square()
+            each = -0.5 * (squared + log_variance + math.log(2 * math.pi))
+            return each.logsumexp(1) - math.log(size)
+
+        found = torch.cat([log_density(points) for points in at.split(_NODES)])
+        total = -torch.trapezoid(found.exp() * found, at, dim=0)
+        own = 0.5 * (log_variance + math.log(2 * math.pi * math.e)).mean(0)
+        return total, own
+
+    def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
+        mean, log_variance = _moments(forms.double())
+        return _mixture_quantiles(mean, (log_variance / 2).exp(), quantiles).to(forms.dtype)
+
+
+def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | None) -> Likelihood:
+    """The likelihood of outputs of a shape; three columns or more are classes if nothing is said.
+
+    Raises:
+        SamplesError: the outputs fit several, and none is named.
+    """
+    if name is None and len(shape) > 1 and shape[-1] > 2:
+        name = "categorical"
+    if name is None:
+        raise SamplesError(f"outputs of shape {list(shape)} fit several likelihoods: {_THREE}")
+    if name == "normal":
+        return Normal(has_noise_std=noise_std is not None)
+    return Categorical() if name == "categorical" else Bernoulli()
+
+
+def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
+    """Raise unless the arguments of PosteriorSamples are right."""
+    if name not in (None, "categorical", "bernoulli", "normal"):
+        raise ArgumentError(f"likelihood={name!r}: {_THREE}")
+    if noise_std is None:
+        return
+    if name != "normal":
+        raise ArgumentError('noise_std= is that of likelihood="normal": write both, or none')
+    if not callable(noise_std) and not (math.isfinite(noise_std) and noise_std > 0):
+        raise ArgumentError(
+            f"noise_std must be positive and finite, got {noise_std}. It is the standard deviation"
+            " of the likelihood: math.sqrt(0.5) for a model trained with MSELoss"
+        )
+
+
+def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
+    """Means and log variances, of means in every column and a scale that may be the model's."""
+    mean = _without_column(output)
+    std = noise_std(model) if callable(noise_std) else noise_std
+    log_variance = 2 * torch.as_tensor(std, dtype=mean.dtype, device=mean.device).log()
+    return torch.stack([mean, log_variance.expand_as(mean)], -1)
+
+
+def entropies(groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+    """Entropy of the average of ``size`` distributions, and average of their entropies."""
+    average = entropy = torch.zeros(())
+    for group in groups:
+        group = group.to(torch.promote_types(group.dtype, torch.float32))
+        if not ((group.sum(-1) - 1).abs() < 0.01).all() or not (group >= 0).all():
+            raise SamplesError(
+                "The transformed output is not a probability distribution over its last"
+                " dimension. Pass a transform that makes it one: softmax (the default) for"
+                " scores, torch.exp for log-probabilities."
+            )
+        average = average.to(group.device) + group.sum(0) / size
+        entropy = entropy.to(group.device) + torch.special.entr(group).sum((0, -1)) / size
+    return torch.special.entr(average).sum(-1), entropy
+
+
+def _mixture_quantiles(mean: Tensor, std: Tensor, quantiles: Sequence[float]) -> Tensor:
+    """Quantiles of Σ N(μ_s, σ_s²)/S by bisection between the components' own."""
+    solved = []
+    for q in quantiles:
+        at = torch.tensor(q, dtype=mean.dtype, device=mean.device)
+        own = mean + std * torch.special.ndtri(at)
+        low, high = own.amin(0), own.amax(0)
+        for _ in range(50):  # double precision of any spread below 10⁵ noise standard deviations
+            middle = (low + high) / 2
+            below = torch.special.ndtr((middle - mean) / std).mean(0) < q
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        solved.append((low + high) / 2)
+    return torch.stack(solved)
+
+
+def _moments(form: Tensor) -> tuple[Tensor, Tensor]:
+    mean, log_variance = form.unbind(-1)
+    if bool(log_variance.isnan().any()) and not bool(mean.isnan().any()):
+        raise SamplesError(
+            "the model's output is a mean, and this needs the noise too: write"
+            ' PosteriorSamples("normal", noise_std=...), math.sqrt(0.5) after MSELoss, or let the'
+            " model return mean and log variance"
+        )
+    return mean, log_variance
+
+
+def _without_column(values: Tensor) -> Tensor:
+    """``[n, 1]`` as ``[n]``: one number a target."""
+    return values[..., 0] if values.dim() > 1 and values.shape[-1] == 1 else values
+
+
+def _require_shape(y: Tensor, wanted: Sequence[int]) -> None:
+    if tuple(y.shape) != tuple(wanted):
+        raise SamplesError(
+            f"y has the shape {list(y.shape)} for a batch of predictions of {list(wanted)}: pass"
+            " one target for each, in the order of x"
+        )
+
+
+def _require_between(y: Tensor, largest: int) -> None:
+    if y.numel() and not bool(((y >= 0) & (y <= largest) & (y == y.round())).all()):
+        raise SamplesError(f"targets must be whole numbers from 0 to {largest}")
