@@ -299,6 +299,44 @@ def test_a_model_that_cannot_run_says_what_to_write(name):
     run(advice(net), loop)
 
 
+def test_make_private_leaves_a_model_that_writes_its_parameters_as_it_was():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.gain = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            self.net.weight.data.mul_(0.5)
+            with torch.no_grad():
+                self.gain.add_(1.0)
+            return self.net(x) * self.gain
+
+    net = Writes()
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    with pytest.raises(ModelError):
+        private(net, X, Y)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+
+def test_batches_that_require_grad_are_refused():
+    def collate(records):
+        x, y = torch.utils.data.default_collate(records)
+        return x.requires_grad_(), y
+
+    data = torch.utils.data.TensorDataset(X, Y)
+    for options in ({}, WHOLE):
+        with pytest.raises(DPBayesError) as error:
+            dpb.PrivacyEngine().make_private(
+                module=mlp(),
+                optimizer=lambda params, **given: dpb.optim.DPSGLD(params, 0.1, **given),
+                data_loader=torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate),
+                max_grad_norm=1.0,
+                noise_multiplier=1.0,
+                **{k: v for k, v in options.items() if k != "grad_sample_mode"},
+            )
+        assert error.value.code == "loader-collate"
+
+
 @pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
 def test_outputs_of_dataclasses_and_dictionaries(mode):
     def loop(net, x, y):

@@ -405,6 +405,7 @@ REFUSED = {
     "operator packet": lambda h: torch.ops.torch_dpbayes_tests.with_a_rule(h),
     "memory beside it": lambda h: h + h.detach().clone().resize_(1, 12)[:, 6:],
     "hook on a tensor": hooked,
+    "hook on a tensor that requires grad": lambda h: hooked(h) if h.requires_grad else h,
     "hook on a node": hooked_node,
     "index_fill": lambda h: h.index_fill(1, (h[0, :1] > 0).long(), 3.0),
     "caught error": catching,

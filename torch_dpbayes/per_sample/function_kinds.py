@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .derived import LOOKS
 from .followed import PRIME, Followed, flatten, unflatten
 
 
@@ -30,10 +31,7 @@ METADATA = names(
     "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
     "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
 )
-NUMBERS = names(
-    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__",
-    "is_nonzero equal allclose __contains__ __iter__ __format__",
-)
+NUMBERS = frozenset(f.__name__ for f in LOOKS) | {"__iter__"}
 # One to one on records, whatever the shape: they run on all rows at once.
 TO_ELSEWHERE = names(
     "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",

@@ -127,26 +127,28 @@ def check_model(
 
     def at_first_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = (*args, Keywords(kwargs)) if kwargs else args
-        _Comparison(module, source, tuple(map_tensors(arguments, shape_of))).run()
+        with _left_as_found(module):
+            _Comparison(module, source, tuple(map_tensors(arguments, shape_of))).run()
 
     generator = torch.Generator().manual_seed(0)
-    for way in ways:
-        try:
-            with torch.no_grad(), source.paused(), uncompiled(module), _left_as_found(module):
-                output_of(module, synthetic(way, _RECORDS, generator))
-        except Exception:  # of the model: it takes its inputs in another way
-            continue
-        _Comparison(module, source, way).run()
-        return
+    with _left_as_found(module):
+        for way in ways:
+            try:
+                with torch.no_grad(), source.paused(), uncompiled(module):
+                    output_of(module, synthetic(way, _RECORDS, generator))
+            except Exception:  # of the model: it takes its inputs in another way
+                continue
+            _Comparison(module, source, way).run()
+            return
     source.mapped.pending = at_first_pass
 
 
 @contextmanager
 def _left_as_found(module: nn.Module) -> Iterator[None]:
-    """Generators, gradients and buffers of the caller's."""
+    """Generators, gradients, parameters and buffers of the caller's."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     grads = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    values = [(t, t.detach().clone()) for t in (*module.parameters(), *module.buffers())]
     for p, _ in grads:
         p.grad = None
     try:
@@ -155,9 +157,9 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads:
             p.grad = grad
-        for b, before in buffers:
-            if not torch.equal(b, before):
-                b.data.copy_(before)
+        for t, before in values:
+            if not torch.equal(t, before):
+                t.data.copy_(before)
 
 
 class _Run(NamedTuple):
@@ -188,20 +190,19 @@ class _Comparison:
         """Compare; parameters that are used outside of their layers move into the map."""
         self.source.mapped.is_checking = True
         try:
-            with _left_as_found(self.module):
-                while True:
-                    try:
-                        self._require_equal()
-                        return
-                    except UsedElsewhere as found:
-                        if not self.source.take_into_map(found.parameters):
-                            outside = set(found.parameters)
-                            names = [n for n, p in self.module.named_parameters() if p in outside]
-                            raise ModelError(
-                                f"parameters {names} get no gradient from the model's forward pass:"
-                                " freeze with requires_grad_(False) what the model does not use",
-                                code="model-unused",
-                            ) from None
+            while True:
+                try:
+                    self._require_equal()
+                    return
+                except UsedElsewhere as found:
+                    if not self.source.take_into_map(found.parameters):
+                        outside = set(found.parameters)
+                        names = [n for n, p in self.module.named_parameters() if p in outside]
+                        raise ModelError(
+                            f"parameters {names} get no gradient from the model's forward pass:"
+                            " freeze with requires_grad_(False) what the model does not use",
+                            code="model-unused",
+                        ) from None
         finally:
             self.source.mapped.is_checking = False
 
