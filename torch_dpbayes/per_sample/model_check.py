@@ -75,34 +75,28 @@ def check_layers(module: nn.Module) -> None:
         )
 
 
+_DRAWS = frozenset("rand randn randint rand_like randn_like randint_like bernoulli".split())
+_DRAWS_IN_PLACE = frozenset("bernoulli_ normal_ uniform_ exponential_".split())
+# where the probability of dropout stands among the arguments
+_DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+
+
 class _WithoutRandomness(TorchFunctionMode):
     """Random numbers are constants, and dropout drops nothing."""
 
-    _DROPOUT = frozenset(
-        f"{name}dropout{suffix}"
-        for name in ("", "alpha_", "feature_alpha_", "feature_")
-        for suffix in ("", "1d", "2d", "3d")
-    )
-    _DRAWS = frozenset(
-        ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli")
-    )
-    _DRAWS_IN_PLACE = frozenset(("bernoulli_", "normal_", "uniform_", "exponential_"))
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in self._DROPOUT:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        if name in self._DRAWS_IN_PLACE:
+        if name in _DRAWS_IN_PLACE:
             return args[0].fill_(0.5)
+        place = _DROPOUT_AT.get(func, len(args))
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
-        elif func is F.scaled_dot_product_attention and len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        elif func is F.multi_head_attention_forward and len(args) > 10:
-            args = (*args[:10], 0.0, *args[11:])
+        elif place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
         found = func(*args, **kwargs)
-        if name in self._DRAWS and isinstance(found, Tensor):
+        if name in _DRAWS and isinstance(found, Tensor):
             return torch.full_like(found, 0.5) if found.is_floating_point() else found.zero_()
         return found
 
