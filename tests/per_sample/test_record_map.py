@@ -495,12 +495,12 @@ def test_a_layer_that_gets_code_of_its_own_later_is_refused(name):
 
 @pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear")])
 def test_a_function_that_is_exchanged_for_all_layers(place, name, monkeypatch):
-    """Before make_private the layers stay in the map; later nothing runs."""
-    before, _ = getattr(place, name), BookkeepingGradientSource(net := Call())
+    """Before make_private the layers stay in the map; later nothing is released."""
+    before, source = getattr(place, name), BookkeepingGradientSource(Call())
     monkeypatch.setattr(place, name, lambda *given: before(*given))
     assert not BookkeepingGradientSource(Call())._layers
     with pytest.raises(DPBayesError) as error:
-        net(*delivered(torch.randn(5, 6)))
+        source.require_unchanged()
     assert error.value.code == "step-changed"
 
 

@@ -183,8 +183,6 @@ class BookkeepingGradientSource(GradientSource):
             )
 
     def require_unchanged(self) -> None:
-        if self.is_copy:
-            raise StepError(COPIED, code="model-copied")
         for home, name, value, code in self._code:
             if home.get(name) is not value or getattr(value, "__code__", None) is not code:
                 raise StepError(_CHANGED.format(name), code="step-changed")
@@ -208,7 +206,8 @@ class BookkeepingGradientSource(GradientSource):
         Returns:
             The results, with records in dimension 0, and the leaves of their autograd graph.
         """
-        self.require_unchanged()
+        if self.is_copy:
+            raise StepError(COPIED, code="model-copied")
         self._versions = [(p, p._version) for p in self._parameters]
         anchors = [layer.anchor for layer in self._layers]
         try:

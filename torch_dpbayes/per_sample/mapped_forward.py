@@ -210,15 +210,16 @@ class MappedForward(ReplacedForward):
                 " tensor with a row for each"
             )
         batch, rows, n = self._rows(given.tensors)
-        places = [t.dim() > 0 for t in given.tensors]
+        # of a followed tensor dim() is slow
+        are_scalars = [not isinstance(t, Followed) and t.dim() == 0 for t in given.tensors]
         direct = self._trainable() if self._direct else []
         result: Nested | None = None
 
         def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(slices)
-            tensors = zip(given.tensors, places, strict=True)
-            one = given.rebuilt([next(mapped) if is_row else t for t, is_row in tensors])
+            tensors = zip(given.tensors, are_scalars, strict=True)
+            one = given.rebuilt([t if is_scalar else next(mapped) for t, is_scalar in tensors])
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
             with around():
                 own = dict(zip(direct, parameters, strict=True))

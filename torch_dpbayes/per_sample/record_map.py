@@ -54,6 +54,10 @@ _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
         "a mask selects records, whose number depends on them: write (losses * mask).mean()"
     ),
+    "dynamic shape": (
+        "it selects entries whose number depends on the record (a mask, nonzero, unique): multiply"
+        " by the mask; for DeBERTa's own loss set config.problem_type"
+    ),
     "calling .item() on a Tensor": (
         "it reads a number of the records (item(), one_hot without num_classes): compute with"
         " tensors, pass num_classes"
