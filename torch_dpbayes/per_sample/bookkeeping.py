@@ -31,12 +31,7 @@ from .arithmetic import full_precision
 from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import (
-    SAVED_TENSORS,
-    InnerTransform,
-    RecordMap,
-    require_no_modes,
-)
+from .record_map import SAVED_TENSORS, InnerTransform, RecordMap, require_no_modes
 
 
 class UsedElsewhere(RuntimeError):

@@ -9,7 +9,9 @@ written; privacy does not rest on the comparison. Equal arguments are looked at 
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -69,6 +71,18 @@ _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 
 _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
+
+
+@lru_cache(2048)
+def is_torchs(function: Any) -> bool:
+    """Whether a function that torch hands to followed tensors is torch's own: of C++, or defined in
+    one of its modules.
+    """
+    if isinstance(function, FunctionType):
+        home = str(function.__globals__.get("__name__"))
+        module = sys.modules.get(home)
+        return home.partition(".")[0] == "torch" and function.__globals__ is vars(module)
+    return type(function).__module__ == "builtins"
 
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:

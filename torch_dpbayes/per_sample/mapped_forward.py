@@ -227,7 +227,7 @@ class MappedForward(ReplacedForward):
                 if one_targets is not None:
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_targets))
-            result = Nested(output, stands_in=_Withheld)
+            result = Nested(output, keeps_strangers=False)
             _require_rows(output, result.tensors, may_be_several=batch is not None)
             found, result.tensors, result.strangers = result.tensors, [], []
             return found
@@ -383,24 +383,6 @@ def _as_written(
         yield
     for module, name, value in before:
         vars(module)[name] = value
-
-
-class _Withheld:
-    """In the place of what a model returned beside its tensors, which may hold what it made of
-    one record.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.__dict__["_kind"] = kind
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise LossError(
-            f"the model returned a {self._kind}, which cannot leave the map over records: return"
-            " tensors (for a distribution its parameters), and make of them what you need outside",
-            code="model-output",
-        )
 
 
 def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: bool) -> None:
