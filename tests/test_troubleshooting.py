@@ -39,7 +39,6 @@ OF_PYTHON = {
     ("mcmc/kernel.py", "AttributeError"),
     ("mcmc/many_owners.py", "ValueError"),
     ("ops/__init__.py", "AttributeError"),
-    ("per_sample/mapped_forward.py", "AttributeError"),
     ("posterior/files.py", "ModuleNotFoundError"),
 }
 

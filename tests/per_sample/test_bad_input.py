@@ -1,6 +1,5 @@
 """What cannot run says so in one sentence, with a code; and the line that it gives works."""
 
-import copy
 import pickle
 from dataclasses import dataclass
 
@@ -452,36 +451,12 @@ def test_a_vouched_run_is_that_of_records_alone(mode):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_the_sources_of_opacus_are_copied_padded_and_emptied():
-    """Padding has no gradient; an empty batch adds none."""
-    net = nn.Sequential(nn.Embedding(5, 4, padding_idx=2), nn.Flatten(), nn.Linear(12, 3))
-    source = HooksGradientSource(net)
-    x, y = torch.randint(5, (6, 3)), torch.randint(3, (6,))
-    expected = clipped_rows(
-        gradients_of_records(_paused_copy(net), lambda n, a, b: entropy(n(a), b), (x, y)), 0.5
-    )
-    loss = entropy(net(x), y)
-    loss.backward(retain_graph=True)
-    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
-    for code, work in (
-        ("loss-twice", loss.backward),
-        ("model-copied", lambda: copy.deepcopy(net)(x)),
-    ):
-        with pytest.raises(StepError) as error:
-            work()
-        assert error.value.code == code
-    entropy(net(x[:0]), y[:0], reduction="sum").backward()
-    assert not sum_of(source, net, 0.5).any()
-    norm = nn.InstanceNorm1d(3, affine=True)  # fails on no records
-    source = HooksGradientSource(norm)
-    norm(torch.zeros(0, 3, 4)).sum().backward()
-    assert not sum_of(source, norm, 0.5).any()
-
-
-def _paused_copy(net):
-    other = nn.Sequential(nn.Embedding(5, 4, padding_idx=2), nn.Flatten(), nn.Linear(12, 3))
-    other.load_state_dict(net.state_dict())
-    return other
+def test_hooks_take_empty_batches():
+    """An empty batch adds none, also where a layer fails on no records."""
+    for net, x in ((mlp(), X[:0]), (nn.InstanceNorm1d(3, affine=True), torch.zeros(0, 3, 4))):
+        source = HooksGradientSource(net)
+        net(x).sum().backward()
+        assert not sum_of(source, net, 0.5).any()
 
 
 def test_packed_sequences_are_refused_by_hooks():

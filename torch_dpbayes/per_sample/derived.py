@@ -48,8 +48,7 @@ LOOKS = frozenset(
 )
 _READ = (
     "torch reads a value of a batch as a number (torch.tensor([t]), torch.full(size, t), alpha=t),"
-    " and the result would not be known to be made of records. Write torch.stack([t, t]), or"
-    " t.item(), which you keep out of later steps"
+    " which hides where it comes from. Write torch.stack([t, t]), or t.item() for your eyes only"
 )
 
 
