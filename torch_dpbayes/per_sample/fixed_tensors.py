@@ -42,6 +42,7 @@ class FixedTensors:
         self.values: dict[str, Tensor] = {}
         self._module = module
         self._is_training = False
+        self._counted: list[tuple[int, int]] | None = None
         self._record()
 
     def begin(self) -> None:

@@ -291,12 +291,6 @@ class MappedForward(ReplacedForward):
         followed = [t for t in tensors if isinstance(t, Followed)]
         batch = next((t._batch for t in followed if t._batch.is_open), None)
         if not self.source.follows:
-            if batch is not None:
-                raise LossError(
-                    "the model was made private with assume_independent_records=True, and takes"
-                    " ordinary tensors: take the loader of the same make_private call",
-                    code="model-input",
-                )
             return None, *self._vouched_rows(tensors)
         if batch is None:
             raise LossError(

@@ -104,34 +104,23 @@ def _recurrent(cell: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
 def embedding_bag(
     indices: Tensor,
     weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
+    *more: Any,
+    **options: Any,
 ) -> Tensor | None:
-    """As ``F.embedding_bag``; None where torch refuses these options, or they mix records."""
-    is_refused = offsets is not None or (per_sample_weights is not None and mode != "sum")
-    is_refused |= max_norm is not None or scale_grad_by_freq or indices.numel() == 0
-    if is_refused or mode not in ("sum", "mean", "max"):
+    """As ``F.embedding_bag`` of bags with equally many places; None for anything else."""
+    others = (offsets, max_norm, scale_grad_by_freq, *more, *options.values())
+    if any(v is not None and v is not False for v in others) or not indices.numel():
         return None
     found = F.embedding(indices, weight)  # (bags, places, numbers)
-    if per_sample_weights is not None:
-        found = found * per_sample_weights.unsqueeze(-1)
-    is_there = torch.ones_like(indices, dtype=torch.bool)
-    if padding_idx is not None:
-        is_there = indices != padding_idx % len(weight)
-    there = is_there.unsqueeze(-1)
-    count = there.sum(1)
-    if mode == "max":
-        largest = torch.where(there, found, -math.inf).max(1).values
-        return torch.where(count > 0, largest, 0.0)
-    total = torch.where(there, found, 0.0).sum(1)
-    return total / count.clamp(min=1) if mode == "mean" else total
+    return (
+        found.max(1).values if mode == "max" else found.sum(1) if mode == "sum" else found.mean(1)
+    )
 
 
 def rms_norm(
