@@ -69,6 +69,9 @@ OF_ENTRIES = names(
 
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 
+# what is known, by function and shapes of arguments, and of how many functions
+_found: dict[Any, tuple[list[Tensor | None], bool]] = {}
+_MOST_KEPT = 4096
 _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
 
@@ -100,28 +103,19 @@ def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor 
     """Meta tensors of the results for a prime number of records, and whether the function of a
     batch is that of its records.
     """
-    return _looked_at(_Signature(function, spec, leaves))
+    key = function, spec, tuple(map(_described, leaves))
+    if key not in _found:
+        if len(_found) == _MOST_KEPT:
+            _found.clear()
+        results = flatten(_on_meta_tensors(function, spec, leaves))[0]
+        metas = [t if isinstance(t, Tensor) else None for t in results]
+        _found[key] = metas, _is_row_by_row(function, spec, leaves, metas)
+    return _found[key]
 
 
 def nesting_of(function: Any, spec: Any, leaves: list[Any]) -> Any:
     """How the results of a function are nested."""
     return flatten(_on_meta_tensors(function, spec, leaves))[1]
-
-
-class _Signature:
-    """A function and the shapes of its arguments."""
-
-    __slots__ = ("_key", "function", "leaves", "spec")
-
-    def __init__(self, function: Any, spec: Any, leaves: list[Any]) -> None:
-        self.function, self.spec, self.leaves = function, spec, leaves
-        self._key = (function, spec, tuple(map(_described, leaves)))
-
-    def __hash__(self) -> int:
-        return hash((self.function, self._key[2]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Signature) and self._key == other._key
 
 
 def _described(leaf: Any) -> Any:
@@ -130,15 +124,6 @@ def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), repr(leaf)
-
-
-@lru_cache(4096)
-def _looked_at(signature: _Signature) -> tuple[list[Tensor | None], bool]:
-    function, spec, leaves = signature.function, signature.spec, signature.leaves
-    found = flatten(_on_meta_tensors(function, spec, leaves))[0]
-    metas = [t if isinstance(t, Tensor) else None for t in found]
-    signature.leaves = []  # the cache keeps no records
-    return metas, _is_row_by_row(function, spec, leaves, metas)
 
 
 def _on_meta_tensors(function: Any, spec: Any, leaves: list[Any]) -> Any:

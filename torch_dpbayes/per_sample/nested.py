@@ -99,15 +99,8 @@ class Nested:
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value with ``tensors`` in place of its own."""
-        return self._put(self._shell, iter(tensors))
-
-    def _put(self, value: Any, remaining: Iterator[Tensor]) -> Any:
-        if value is _PLACE:
-            return next(remaining)
-        children = _children(value)
-        if children is None:
-            return value
-        return _with_children(value, [self._put(child, remaining) for child in children])
+        remaining = iter(tensors)
+        return map_tensors(self._shell, lambda _: next(remaining))
 
 
 def _holds_items_only(value: Any) -> bool:
@@ -116,7 +109,7 @@ def _holds_items_only(value: Any) -> bool:
     return getattr(value, "__dict__", {}).keys() <= known
 
 
-_PLACE = object()
+_PLACE = torch.empty(0)  # of a tensor
 
 
 def holds_plain_sequence(value: Any) -> bool:
