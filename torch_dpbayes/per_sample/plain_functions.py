@@ -104,23 +104,40 @@ def _recurrent(cell: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
 def embedding_bag(
     indices: Tensor,
     weight: Tensor,
-    offsets: Any = None,
-    max_norm: Any = None,
-    norm_type: float = 2.0,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
-    *more: Any,
-    **options: Any,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
 ) -> Tensor | None:
-    """As ``F.embedding_bag`` of bags with equally many places; None for anything else."""
-    others = (offsets, max_norm, scale_grad_by_freq, *more, *options.values())
-    if any(v is not None and v is not False for v in others) or not indices.numel():
+    """As ``F.embedding_bag``; None where torch refuses these options, or they mix records."""
+    is_refused = per_sample_weights is not None and mode != "sum"
+    is_refused |= max_norm is not None or scale_grad_by_freq or indices.numel() == 0
+    if is_refused or mode not in ("sum", "mean", "max"):
         return None
     found = F.embedding(indices, weight)  # (bags, places, numbers)
-    return (
-        found.max(1).values if mode == "max" else found.sum(1) if mode == "sum" else found.mean(1)
-    )
+    if per_sample_weights is not None:
+        found = found * per_sample_weights.unsqueeze(-1)
+    is_there = torch.ones_like(indices, dtype=torch.bool)
+    if padding_idx is not None:
+        is_there = indices != padding_idx % len(weight)
+    if offsets is not None:  # one list of places, cut at these
+        ends = torch.cat([offsets[1:], torch.full_like(offsets[:1], len(indices))])
+        starts, ends = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, ends)
+        place = torch.arange(len(indices), device=indices.device)
+        is_there = (place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1)) & is_there
+        found = found.unsqueeze(0)
+    there = is_there.unsqueeze(-1)
+    count = there.sum(1)
+    if mode == "max":
+        largest = torch.where(there, found, -math.inf).max(1).values
+        return torch.where(count > 0, largest, 0.0)
+    total = torch.where(there, found, 0.0).sum(1)
+    return total / count.clamp(min=1) if mode == "mean" else total
 
 
 def rms_norm(
