@@ -61,7 +61,7 @@ class Derived(Tensor):
         for t in {*types, *map(type, args)} - _ORDINARY:  # of operators, torch names the first type
             if issubclass(t, Tensor) and not issubclass(t, Derived):
                 return t.__torch_function__(func, types, args, kwargs)  # as of followed tensors
-        if func in LOOKS or func is Tensor.__repr__:
+        if func in LOOKS:
             if _dispatch_tls_is_dispatch_key_excluded("Python"):  # by torch.tensor([t])
                 raise LossError(_READ, code="loss-mixes")
             args = [as_plain(v) if isinstance(v, Derived) else v for v in args]
@@ -94,6 +94,12 @@ class Derived(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return as_plain(self).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return format(as_plain(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return as_plain(self).__repr__(**options)
 
 
 class _DerivedParameter(nn.Parameter, Derived):
