@@ -61,7 +61,7 @@ class Derived(Tensor):
         for t in {*types, *map(type, args)} - _ORDINARY:  # of operators, torch names the first type
             if issubclass(t, Tensor) and not issubclass(t, Derived):
                 return t.__torch_function__(func, types, args, kwargs)  # as of followed tensors
-        if func in LOOKS:
+        if func in LOOKS or func is Tensor.__repr__:
             if _dispatch_tls_is_dispatch_key_excluded("Python"):  # by torch.tensor([t])
                 raise LossError(_READ, code="loss-mixes")
             args = [as_plain(v) if isinstance(v, Derived) else v for v in args]
