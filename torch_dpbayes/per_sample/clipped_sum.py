@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arithmetic import joined
-from .contributions import Contribution, PerRecord, Product, merged, set_norms
+from . import arithmetic
+from .arithmetic import is_split, joined, split
+from .contributions import Contribution, Outer, PerRecord, Product, merged, set_norms
 
 # A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about
 # κ·2⁻²⁴·‖g_i‖ of rounding in float32. Below this κ that is 6e-5 of the clip norm; a record above it
@@ -47,8 +49,7 @@ def add_clipped(
         factor = torch.where(kept, factor, 0.0)
         for part in parts:
             part.keep_only(kept)
-    for part in parts:
-        part.add_sum(factor, out)
+    _add_sums(parts, factor, out)
     if second_moment is not None and is_full:
         rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
         clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)
@@ -58,6 +59,33 @@ def add_clipped(
         for part in parts:
             part.add_squares(factor, squares)
     return len(norm)
+
+
+def _add_sums(parts: Sequence[Contribution], factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    """out[p] += Σ_i factor_i·g_i; on a GPU with few launches and few casts."""
+    machine = arithmetic.machine_of(factor.device)
+    if not machine.is_accelerator or next(iter(out.values())).dtype != torch.float32:
+        for part in parts:
+            part.add_sum(factor, out)
+        return
+    groups: dict[Any, list[Outer]] = {}
+    terms: Tensor | None = None
+    for part in parts:
+        if isinstance(part, Outer) and part.is_with_others(out):
+            groups.setdefault((part.key, part.is_transposed), []).append(part)
+        elif isinstance(part, PerRecord) and all(map(is_split, part.gradients.values())):
+            if terms is None:
+                terms = torch.stack(split(factor.float(), 3))  # all of a float32
+            part.add_in_terms(terms, out)
+        else:
+            part.add_sum(factor, out)
+    for alike in groups.values():
+        numbers = alike[0].inputs.numel() + 2 * alike[0].backprops.numel()
+        assert alike[0].weight is not None
+        step = max(1, machine.piece // (2 * max(numbers, alike[0].weight.numel())))
+        for start in range(0, len(alike), step):
+            some = alike[start : start + step]
+            some[0].add_sums(some, factor, out)
 
 
 def joint_norm(parts: Sequence[Contribution], floor: float = 0.0) -> Tensor:

@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001 - of products, whose norms are taken together
 """What a layer adds to every record's gradient."""
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_SPLIT, chunks, is_split, joined, product, split, wide
+from .arithmetic import LOST_IN_SPLIT, chunks, gram, is_split, joined, product, split, wide
 
 
 class Contribution(ABC):
@@ -72,6 +71,12 @@ class PerRecord(Contribution):
         for p, g in self.gradients.items():
             if p in out:
                 out[p].addmv_(g.to(out[p].dtype).T, factor.to(out[p].dtype))
+
+    def add_in_terms(self, terms: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        """The same of gradients in bfloat16, as they are: the factors are the sums of ``terms``."""
+        for p, g in self.gradients.items():
+            if p in out:
+                out[p].add_(product(terms, g).sum(0))
 
     def per_record(self) -> dict[Tensor, Tensor]:
         return self.gradients
@@ -147,12 +152,30 @@ class Product(Contribution):
 
     def norm(self) -> Tensor:
         if self._norm is None:
-            found = self._norms_and_sizes()
-            self._norm, self.size = (t.to(wide(self.backprops)) for t in found)
+            set_norms([self])
+        assert self._norm is not None
         return self._norm
 
+    @property
+    def has_norms(self) -> bool:
+        """Whether they were found already."""
+        return self._norm is not None
+
+    @property
     @abstractmethod
-    def _norms_and_sizes(self) -> tuple[Tensor, Tensor]: ...
+    def key(self) -> tuple[Any, ...]:
+        """Of layers whose norms can be taken together it is equal."""
+
+    @abstractmethod
+    def set_norms(self, alike: Sequence[Any]) -> None:
+        """Norms, and sizes, of layers with the key of this one."""
+
+    def note_norms(self, alike: Sequence[Product], norms: Tensor, sizes: Tensor) -> None:
+        """Of all records of the first layer, then of the second and so on."""
+        n, dtype = len(self.backprops), wide(self.backprops)
+        rows = (t.to(dtype).view(len(alike), n).unbind() for t in (norms, sizes))
+        for layer, norm, size in zip(alike, *rows, strict=True):
+            layer._norm, layer.size = norm, size  # noqa: SLF001 - of its own class
 
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
@@ -220,15 +243,24 @@ class Outer(Product):
             norm = self._vector_norm()
             self._norm = norm.mul_(1 + LOST_IN_SPLIT) if is_split(backprops) else norm
 
-    def _norms_and_sizes(self) -> tuple[Tensor, Tensor]:
-        return self._norms_of(self.inputs, self.backprops)
+    @property
+    def key(self) -> tuple[Any, ...]:
+        kept = self.weight is None, self.bias is None
+        return self.backprops.shape, self.inputs.shape, self.backprops.dtype, kept
 
-    def _norms_of(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        each = g.shape[1] * 2 * (2 * g.shape[1] + g.shape[2] + a.shape[2])
-        parts = chunks(len(g), each, g.device)
-        has = {"has_weight": self.weight is not None, "has_bias": self.bias is not None}
-        norms, sizes = beside([gram_norms(a[part], g[part], **has) for part in parts])
-        return (norms + LOST_IN_SPLIT * sizes if is_split(g) else norms), sizes
+    def set_norms(self, alike: Sequence[Outer]) -> None:
+        n, positions, width = self.backprops.shape
+        each = positions * 2 * (2 * positions + width + self.inputs.shape[2])
+        together = max(1, arithmetic.machine_of(self.backprops.device).piece // (each * n))
+        for start in range(0, len(alike), together):
+            some = alike[start : start + together]
+            g, a = (beside(t) for t in ([x.backprops for x in some], [x.inputs for x in some]))
+            parts = chunks(len(g), each, g.device)
+            found = [_gram_norms(self, g[part], a[part]) for part in parts]
+            norms, sizes = (f[0] if len(f) == 1 else torch.cat(f) for f in zip(*found, strict=True))
+            if is_split(self.backprops):
+                norms = norms + LOST_IN_SPLIT * sizes
+            self.note_norms(some, norms, sizes)
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -239,6 +271,30 @@ class Outer(Product):
         # inputs whose squares underflow are nothing beside the bias' 1
         a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
         return a.mul_(g).hypot_(g)
+
+    def is_with_others(self, out: Mapping[Tensor, Tensor]) -> bool:
+        """Whether the sums of several such layers may be taken by one product."""
+        is_whole = self.backprops.dim() == 3 and self._apart is None and self.weight is not None
+        return is_whole and all(p in out for p in self.parameters)
+
+    def add_sums(
+        self, alike: Sequence[Outer], factor: Tensor, out: Mapping[Tensor, Tensor]
+    ) -> None:
+        """:meth:`add_sum` of layers with the key of this one."""
+        if len(alike) == 1:
+            self.add_sum(factor, out)
+            return
+        g, a = (beside(t) for t in ([x.backprops for x in alike], [x.inputs for x in alike]))
+        g = g.view(len(alike), *self.backprops.shape) * factor.view(-1, 1, 1)
+        g, a = g.flatten(1, 2), a.view(len(alike), -1, a.shape[-1])
+        a = a if is_split(a) else a.to(g.dtype)
+        weights = [out[p].view(p.shape) for x in alike if (p := x.weight) is not None]
+        for term in split(g, 2) if is_split(a) else [g]:
+            left, right = (a, term) if self.is_transposed else (term, a)
+            torch._foreach_add_(weights, list(product(left.transpose(1, 2), right).unbind()))
+        if self.bias is not None:
+            biases = [out[p] for x in alike if (p := x.bias) is not None]
+            torch._foreach_add_(biases, list(g.sum(1).unbind()))
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         parts = [_ALL]
@@ -275,58 +331,69 @@ class Outer(Product):
 
 
 def set_norms(parts: Sequence[Contribution]) -> None:
-    """Norms of linear layers with equal shapes are taken together: to launch an operation on a GPU
-    takes longer than to run a small one.
+    """Norms of products, of which those with equal shapes are taken together: to launch an
+    operation on a GPU takes longer than to run a small one.
     """
-    groups: dict[Any, list[Outer]] = {}
+    groups: dict[Any, list[Product]] = {}
     for part in parts:
-        if type(part) is Outer and part._norm is None:
-            a, g = part.inputs, part.backprops
-            key = a.shape, g.shape, g.dtype, part.weight is None, part.bias is None
-            groups.setdefault(key, []).append(part)
+        if isinstance(part, Product) and not part.has_norms:
+            groups.setdefault((type(part), part.key), []).append(part)
     for alike in groups.values():
-        n, numbers = len(alike[0].inputs), alike[0].inputs.numel() + alike[0].backprops.numel()
-        step = max(1, arithmetic.machine_of(alike[0].inputs.device).piece // numbers)
-        for some in (alike[k : k + step] for k in range(0, len(alike), step) if step > 1):
-            a, g = (
-                torch.cat(t) for t in zip(*((x.inputs, x.backprops) for x in some), strict=True)
-            )
-            rows = (t.to(wide(g)).view(-1, n) for t in some[0]._norms_of(a, g))
-            for layer, norm, size in zip(some, *rows, strict=True):
-                layer._norm, layer.size = norm, size
+        alike[0].set_norms(alike)
 
 
-def beside(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Norms and sizes of some records after those of others."""
-    if len(pairs) == 1:
-        return pairs[0]
-    norms, sizes = zip(*pairs, strict=True)
-    return torch.cat(norms), torch.cat(sizes)
+def beside(tensors: Sequence[Tensor]) -> Tensor:
+    """One after another, without a copy if there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def gram_norms(
-    a: Tensor, g: Tensor, *, has_weight: bool = True, has_bias: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖, in float64: where positions cancel, the squared norm is
-    small beside its terms. To norms of float32 2⁻¹²⁶ is added: they are normal numbers then, whose
-    rounding is relative.
+def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: where positions cancel, the squared norm is small
+    beside its terms.
+
+    In float32, entry (s, t) of the products G and A lies off by at most e_G·‖g_s‖·‖g_t‖ and
+    e_A·‖a_s‖·‖a_t‖ (:func:`~torch_dpbayes.per_sample.arithmetic.gram`), their product by one
+    rounding more, so that Σ_st G_st·A_st, added up in float64, lies off by at most
+    (e_G + e_A + e_G·e_A + 2⁻²⁴)·size². Records are divided by their largest number first (2⁻²⁴
+    each), so that nothing overflows; squares that underflow then are below 2⁻¹²⁶ each. Both are
+    added to the squared norm: clipping is never too weak. To norms 2⁻¹²⁶ is added: of float32, they
+    are normal numbers, whose rounding is relative; that of smaller ones would be absolute.
     """
-    is_wider, g, a = g.dtype != torch.float64, g.double(), a.double()
-    products = torch.bmm(g, g.transpose(1, 2))
-    size = products.diagonal(dim1=1, dim2=2).clone()
-    lost: Tensor | float = _TINY if is_wider else 0.0
-    if has_weight:
-        others = torch.bmm(a, a.transpose(1, 2))
-        if has_bias:
-            others.add_(1.0)
-        of_inputs = others.diagonal(dim1=1, dim2=2)
-        if not is_wider:  # where squares underflow and the other factor is huge
+    machine, dtype = arithmetic.machine_of(g.device), g.dtype
+    is_double = machine.has_double or dtype == torch.float64
+    unit: Tensor | float = 1.0  # of the results
+    one: Tensor | float = 1.0  # what goes into the bias
+    if is_double:
+        g, a = g.double(), a.double()
+    else:
+        g, unit = _of_size_one(g, 0.0)
+        if like.weight is not None:
+            a, of_a = _of_size_one(a, 0.0 if like.bias is None else 1.0)
+            one, unit = of_a.float().square().reciprocal().view(-1, 1, 1), unit * of_a
+    products, error = gram(g, machine)
+    size = products.diagonal(dim1=1, dim2=2).double()
+    # where squares of float64 underflow and the other factor is huge; or see above
+    lost: Tensor | float = 0.0 if dtype == torch.float64 else _TINY
+    if like.weight is not None:
+        others, other_error = gram(a, machine)
+        if like.bias is not None:
+            others.add_(one)
+        of_inputs = others.diagonal(dim1=1, dim2=2).double()
+        if dtype == torch.float64:
             lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
             lost += _lost_in_squares(a) * size.sqrt().sum(1)
-        size.mul_(of_inputs)
+        error += other_error
+        size = size * of_inputs
         products.mul_(others)
-    norm = products.sum((1, 2)).clamp_(min=0.0).sqrt_().add_(lost)
-    return norm, size.sqrt_().sum(1)
+    size = size.clamp(min=0.0).sqrt().sum(1)
+    squared = products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+    if is_double:
+        return squared.sqrt_().add_(lost), size
+    # a twentieth more for products of errors and for the size's own
+    squared += 1.05 * (error + 6 * _ULP) * size.square()
+    widths = 4.0 * (g.shape[2] + 1) * (a.shape[2] + 1)  # of numbers up to 1: no product is more
+    norm = squared.sqrt_().add_(g.shape[1] * math.sqrt(widths * _TINY))
+    return norm * unit + _TINY, size * unit
 
 
 class Tokens(Contribution):
@@ -394,14 +461,18 @@ class Tied(Product):
         self.linear, self.tokens, self.parameters = linear, tokens, tokens.parameters
         self.held = (*linear.held, *tokens.held)
 
-    def _norms_and_sizes(self) -> tuple[Tensor, Tensor]:
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self),)
+
+    def set_norms(self, alike: Sequence[Any]) -> None:
         n, rows, places = len(self.inputs), self.tokens.rows, self.tokens.tokens
         a, g, e = (t.view(n, -1, t.shape[-1]) for t in (self.inputs, self.backprops, rows))
         places, positions = places.view(n, 1, -1), g.shape[1]
         widths = 2 * positions + a.shape[2] + g.shape[2] + 2 * e.shape[1]
         found = []
         for part in chunks(n, 2 * (positions * widths + e[0].numel()), g.device):
-            norm, size = gram_norms(a[part], g[part])
+            norm, size = _gram_norms(self.linear, g[part], a[part])
             of_tokens = e[part].double()
             other = torch.linalg.vector_norm(of_tokens, dim=(1, 2))
             if rows.dtype == torch.float64:  # the inner product loses less than both norms
@@ -412,7 +483,8 @@ class Tied(Product):
             if is_split(g):  # the linear layer's product
                 norm += LOST_IN_SPLIT * size
             found.append((norm, size + other))
-        return beside(found)
+        norms, sizes = (beside(f) for f in zip(*found, strict=True))
+        self.note_norms([self], norms, sizes)
 
     def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
         return _added([self.linear.per_record_of(which), self.tokens.per_record(which)])
@@ -434,7 +506,8 @@ def together(parts: Sequence[Contribution]) -> Contribution:
     linear = next((p for p in parts if isinstance(p, Outer) and not p.is_transposed), None)
     tokens = next((p for p in parts if isinstance(p, Tokens)), None)
     if len(parts) == 2 and linear is not None and tokens is not None:
-        if [*map(id, linear.parameters)] == [*map(id, tokens.parameters)]:
+        has_double = arithmetic.machine_of(linear.backprops.device).has_double
+        if [*map(id, linear.parameters)] == [*map(id, tokens.parameters)] and has_double:
             return Tied(linear, tokens)
     return PerRecord(_added([part.per_record() for part in parts]))
 
@@ -481,7 +554,14 @@ def _norm_above(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(t, dim=1, dtype=wide(t)).add_(_lost_in_squares(t))
 
 
-_TINY = 2.0**-126  # the least normal number of float32
+_ULP, _TINY = 2.0**-24, 2.0**-126  # of float32: a rounding, and the least normal number
+
+
+def _of_size_one(t: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Records divided by their largest number, or by ``least`` if that is larger; and by what."""
+    t = t.float()
+    size = t.abs().amax((1, 2)).clamp(min=max(least, _TINY))
+    return t / size.view(-1, 1, 1), size.double()
 
 
 def _first_places(tokens: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from . import arithmetic
 from .arithmetic import chunks, wide
-from .contributions import PerRecord, Product, beside, gram_norms, trainable, weighted
+from .contributions import Outer, PerRecord, Product, beside, trainable, weighted
 
 
 class Geometry:
@@ -111,10 +112,21 @@ class Geometry:
                 torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide(t))
                 for t in (inputs, backprops)
             )
-            return torch.cat(norms), of_inputs * of_outputs * math.sqrt(self.overlap)
-        found = [gram_norms(u, g) for u, g in self._as_linear(inputs, backprops)]
-        norm, size = (t.view(-1, self.groups) for t in beside(found))
+            return beside(norms), of_inputs * of_outputs * math.sqrt(self.overlap)
+        assert self.weight is not None
+        found = [Outer(self.weight, None, u, g) for u, g in self._as_linear(inputs, backprops)]
+        norm, size = (
+            beside(t).view(-1, self.groups)
+            for t in ([part.norm() for part in found], [_size_of(part) for part in found])
+        )
+        if self.groups == 1:
+            return norm[:, 0], size[:, 0]
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
+
+
+def _size_of(part: Outer) -> Tensor:
+    assert part.size is not None
+    return part.size
 
 
 class Convolution(Product):
@@ -130,16 +142,35 @@ class Convolution(Product):
         self.geometry, self.parameters, self.way = geometry, geometry.parameters, way
         self.is_reduced = is_reduced(backprops)
 
-    def _norms_and_sizes(self) -> tuple[Tensor, Tensor]:
-        if self.is_reduced and self.way != "gram" and self.backprops.dtype == torch.float32:
-            self.inputs, self.backprops = map(arithmetic.cut, (self.inputs, self.backprops))
-        a, g = self.wide_of(slice(None))
+    @property
+    def key(self) -> tuple[Any, ...]:
+        of, dtype = self.geometry, self.backprops.dtype
+        kind = of.shape, of.stride, of.padding, of.dilation, of.groups, of.bias is None, self.way
+        return self.inputs.shape, self.backprops.shape, dtype, repr(kind), self.is_reduced
+
+    def set_norms(self, alike: Sequence[Convolution]) -> None:
+        machine = arithmetic.machine_of(self.backprops.device)
+        numbers = self.inputs.numel() + self.backprops.numel()
+        step = max(1, machine.piece // numbers) if machine.is_accelerator else 1
+        for start in range(0, len(alike), step):
+            self._set_norms(alike[start : start + step])
+
+    def _set_norms(self, alike: Sequence[Convolution]) -> None:
+        a, g = (beside(t) for t in ([x.inputs for x in alike], [x.backprops for x in alike]))
+        if self.is_reduced and self.way != "gram" and g.dtype == torch.float32:
+            a, g = arithmetic.cut(a), arithmetic.cut(g)
+            for layer, mine, theirs in zip(
+                alike, a.chunk(len(alike)), g.chunk(len(alike)), strict=True
+            ):
+                layer.inputs, layer.backprops = mine, theirs
+        a, g = a.to(wide(a)), g.to(wide(g))
+        # Gram matrices have a bound that only float32 keeps
         is_coarse = self.is_reduced and self.way != "gram"
         with arithmetic.tf32(g.device) if is_coarse else nullcontext():
             norms, sizes = self.geometry.norms(a, g, self.way)
         if self.geometry.bias is not None:
             norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
-        return norms, sizes
+        self.note_norms(alike, norms, sizes)
 
     def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
         return PerRecord(self.geometry.per_record(*self.wide_of(which), "unfold")).gradients

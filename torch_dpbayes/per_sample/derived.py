@@ -34,7 +34,6 @@ WRITTEN = (
 )
 # marks of a storage
 _MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
-_TO_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - its name
 _ORDINARY = {Tensor, nn.Parameter}
 _DENSE = (torch.strided, torch.jagged)
 # Numbers of a tensor, for Python.
@@ -78,7 +77,7 @@ class Derived(Tensor):
         if not all(issubclass(t, Derived) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func is _TO_NUMBER and _is_torch_function_enabled():
+        if func is torch.ops.aten._local_scalar_dense.default and _is_torch_function_enabled():
             raise LossError(_READ, code="loss-mixes")  # by no function that was given a tensor
         with _DisableTorchDispatch():
             if names := _names_written(func):

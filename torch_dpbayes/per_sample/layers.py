@@ -223,8 +223,7 @@ def choose_linear(
     """``"gram"`` or ``"instantiate"`` for a linear layer, by the estimated time of either."""
     weights = width_in * width_out
     if machine.is_accelerator:
-        # Gram matrices are made in float64
-        is_kept = weights <= _KEPT * positions * (width_in + width_out) or not machine.has_double
+        is_kept = weights <= _KEPT * positions * (width_in + width_out)
         return "instantiate" if is_kept else "gram"
     gram = positions**2 * (width_in + width_out) * _GRAM + positions * weights * _MATMUL
     instantiate = positions * weights * _MATMUL + weights * _WRITE
@@ -249,8 +248,8 @@ def choose_convolution(
             if columns >= 16 * 9:
                 times["grouped"] = products * _GPU_GROUPED + weights * _GPU_GROUP
         is_kept = weights <= _KEPT * held
-        if not is_kept and machine.has_double:
-            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram
+        if not is_kept:
+            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram  # in float64, or by blocks
         return min(times, key=lambda w: times[w]), is_kept
     is_onednn = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
     times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
