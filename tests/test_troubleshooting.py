@@ -38,7 +38,6 @@ OF_PYTHON = {
     ("mcmc/many_owners.py", "ValueError"),
     ("noise_aware/result.py", "ModuleNotFoundError"),
     ("ops/__init__.py", "AttributeError"),
-    ("per_sample/mapped_forward.py", "AttributeError"),
     ("posterior/files.py", "ModuleNotFoundError"),
 }
 

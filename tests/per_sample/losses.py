@@ -187,14 +187,6 @@ add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(
 
 add("mse", lambda out, t: mse(out, t), K, REALS_K)
 add("mse, sum over numel", lambda out, t: mse(out, t, reduction="sum") / t.numel(), K, REALS_K)
-add(
-    "triplet with a distance",
-    lambda out, t: nn.TripletMarginWithDistanceLoss(
-        distance_function=lambda a, b: (a - b).abs().sum(1), swap=True
-    )(out, t, t.flip(1)),
-    K,
-    REALS_K,
-)
 add("mse by hand", lambda out, t: ((out - t) ** 2).mean(), K, REALS_K)
 add("gaussian nll", lambda out, t: nll(out[:, 0], t, F.softplus(out[:, 1])), 2, REALS)
 add("gaussian nll, one variance", lambda out, t: nll(out, t, 0.7), K, REALS_K)

@@ -267,8 +267,7 @@ def test_linear_layers_of_every_shape(positions, widths, rows, way, frozen):
 
 @pytest.mark.first_cases(19)
 @pytest.mark.parametrize(
-    "name",
-    "linear|sequence|long sequence, Gram|cnn|embedding|group norm|tied embedding".split("|"),
+    "name", "linear|sequence|long sequence, Gram|cnn|embedding|group norm|tied embedding".split("|")
 )
 @pytest.mark.parametrize("options", ["diagonal", "full", "scaled", "scaled by a matrix"])
 def test_second_moments_and_scales(name, options):

@@ -210,6 +210,29 @@ def test_what_was_computed_from_earlier_records_is_refused(use):
                 use(net, x, y, old).backward()
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: torch.tensor([t, t]),
+        lambda t: torch.as_tensor([t]),
+        lambda t: torch.zeros(2).new_tensor([t, t]),
+        lambda t: torch.full((3,), t),
+        lambda t: torch.zeros(3).add_(torch.ones(3), alpha=t),
+        lambda t: torch.zeros(3).addcmul_(torch.ones(3), torch.ones(3), value=t),
+        lambda t: torch._foreach_add([torch.zeros(3)], [torch.ones(3)], alpha=t),
+        lambda t: torch.arange(1, t),
+    ],
+)
+def test_torch_makes_no_unmarked_tensor_of_values(read):
+    net, _, _, _, a, b = batch()
+    loss, count = F.cross_entropy(net(a), b), b.sum()
+    loss.backward()
+    for t in (loss.detach(), count.detach() + 2):
+        refused("loss-mixes", lambda t=t: read(t))
+        assert float(t) == t.item() and int(t) == int(t.item()) and (t > 0) is not False
+        assert not torch.equal(t, t + 1) and torch.allclose(t, t) and t in torch.stack([t, t])
+
+
 def test_one_backward_pass_for_each_batch():
     net, source, x, y, a, b = batch()
     loss = F.cross_entropy(net(a), b)

@@ -17,6 +17,7 @@ from torch import nn
 
 from torch_dpbayes.errors import LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
+from torch_dpbayes.per_sample.plain_functions import FUNCTIONS
 
 pytestmark = [
     pytest.mark.first_cases(1000),
@@ -333,3 +334,22 @@ def test_empty_batches_add_nothing(mode, is_vouched):
         assert source.add_clipped_sum(named, 1.0, out) == 0
         assert not torch.cat(out).any()
         source.remove()
+
+
+def test_functions_in_place_of_torchs_give_its_results():
+    scores, labels, weight = torch.randn(5, 4), torch.tensor([0, 3, -100, 2, 1]), torch.rand(4)
+    for name in ("cross_entropy", "nll_loss"):
+        torchs = getattr(F, name)
+        for more in ((), (weight,)):  # by position, too
+            for how in ("mean", "sum", "none"):
+                found = FUNCTIONS[torchs](scores, labels, *more, reduction=how)
+                torch.testing.assert_close(found, torchs(scores, labels, *more, reduction=how))
+    smooth = {"label_smoothing": 0.1, "reduction": "none"}
+    found = FUNCTIONS[F.cross_entropy](scores, labels, **smooth)
+    torch.testing.assert_close(found, F.cross_entropy(scores, labels, **smooth))
+    tokens, table = torch.randint(6, (3, 4)), torch.randn(6, 2)
+    for mode in ("sum", "mean", "max"):
+        found = FUNCTIONS[F.embedding_bag](tokens, table, mode=mode)
+        torch.testing.assert_close(found, F.embedding_bag(tokens, table, mode=mode))
+    x, gain = torch.randn(3, 6), torch.rand(6)
+    torch.testing.assert_close(FUNCTIONS[F.rms_norm](x, (6,), gain), F.rms_norm(x, (6,), gain))

@@ -54,6 +54,16 @@ class RecordwiseCollate:
         self.is_vouched = collate_fn is default_collate
 
     def __call__(self, records: Any) -> Any:
+        batch = self._batch_of(records)
+        if any(t.requires_grad for t in tensors_in(batch)):
+            raise ArgumentError(
+                "the data set or collate_fn makes tensors that require grad, which would be trained"
+                " without clipping and noise: leave it to the model, or detach() them",
+                code="loader-collate",
+            )
+        return batch
+
+    def _batch_of(self, records: Any) -> Any:
         if self.is_vouched:
             return self.wrapped_collator_fn(records)
         if isinstance(records, list):

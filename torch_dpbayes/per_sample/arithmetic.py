@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +160,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     is_autocast = torch.is_autocast_enabled(kind)
     if not is_autocast and _FULL.issuperset(before.values()):
         return _AS_IT_IS
-    return _Precision(before, "ieee", kind if is_autocast else None)
+    return _precision(before, "ieee", kind if is_autocast else None)
 
 
 def allows_tf32(device: torch.device) -> bool:
@@ -175,40 +175,33 @@ def tf32(device: torch.device) -> AbstractContextManager[Any]:
     """Products and convolutions of float32 in TensorFloat-32, where the device has it."""
     if device.type != "cuda":
         return _AS_IT_IS
-    return _Precision({of: _precision_of(*of) for of in _PRODUCTS["cuda"]}, "tf32", None)
+    return _precision({of: _precision_of(*of) for of in _PRODUCTS["cuda"]}, "tf32")
 
 
-class _Precision:
-    """Another precision of products, until the end of a block; a step enters hundreds of them.
+@contextmanager
+def _precision(
+    before: dict[tuple[str, str], Any], precision: str, autocast: str | None = None
+) -> Iterator[None]:
+    """Another precision of products, and no autocast on this kind of device, until the end.
 
     Args:
         before: by product, what to go back to.
         precision: of all of them.
-        autocast: a kind of device on which autocast is off inside.
+        autocast: the kind of device, where autocast is on.
     """
-
-    def __init__(
-        self, before: dict[tuple[str, str], Any], precision: str, autocast: str | None
-    ) -> None:
-        self._before, self._precision = before, precision
-        self._autocast = None if autocast is None else torch.autocast(autocast, enabled=False)
-
-    def __enter__(self) -> None:
-        if self._precision == "ieee":
-            _found.append(self._before)
-        for of, value in self._before.items():
-            if value != self._precision:
-                _set_precision_of(*of, self._precision)
-        if self._autocast is not None:
-            self._autocast.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._autocast is not None:
-            self._autocast.__exit__(*error)
-        for of, value in self._before.items():
-            if value != self._precision:
-                _set_precision_of(*of, value)
-        if self._precision == "ieee":
+    others = [(of, value) for of, value in before.items() if value != precision]
+    is_full = precision == "ieee"
+    if is_full:
+        _found.append(before)
+    for of, _ in others:
+        _set_precision_of(*of, precision)
+    try:
+        with _AS_IT_IS if autocast is None else torch.autocast(autocast, enabled=False):
+            yield
+    finally:
+        for of, value in others:
+            _set_precision_of(*of, value)
+        if is_full:
             _found.pop()
 
 

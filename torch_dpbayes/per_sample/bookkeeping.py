@@ -31,12 +31,7 @@ from .arithmetic import full_precision
 from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import (
-    SAVED_TENSORS,
-    InnerTransform,
-    RecordMap,
-    require_no_modes,
-)
+from .record_map import SAVED_TENSORS, InnerTransform, RecordMap, require_no_modes
 
 
 class UsedElsewhere(RuntimeError):
@@ -183,8 +178,6 @@ class BookkeepingGradientSource(GradientSource):
             )
 
     def require_unchanged(self) -> None:
-        if self.is_copy:
-            raise StepError(COPIED, code="model-copied")
         for home, name, value, code in self._code:
             if home.get(name) is not value or getattr(value, "__code__", None) is not code:
                 raise StepError(_CHANGED.format(name), code="step-changed")
@@ -208,7 +201,8 @@ class BookkeepingGradientSource(GradientSource):
         Returns:
             The results, with records in dimension 0, and the leaves of their autograd graph.
         """
-        self.require_unchanged()
+        if self.is_copy:
+            raise StepError(COPIED, code="model-copied")
         self._versions = [(p, p._version) for p in self._parameters]
         anchors = [layer.anchor for layer in self._layers]
         try:

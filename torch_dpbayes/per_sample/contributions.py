@@ -297,27 +297,12 @@ class Outer(Product):
             torch._foreach_add_(biases, list(g.sum(1).unbind()))
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        if is_split(self.backprops) and next(iter(out.values())).dtype == torch.float32:
-            each = self.backprops[0].numel()
-            for part in chunks(len(factor), each, factor.device):
-                self._add_in_terms(part, factor[part], out)
-            return
-        g, a = weighted(self.backprops, factor, out), self.inputs
-        if g.dim() > 2:
-            g, a = g.flatten(0, -2), a.flatten(0, -2)
-        self._add(g, a.to(g.dtype), out)
-
-    def _add_in_terms(self, part: slice, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        """Of some records, whose weighted gradients are split: their factors stay exact."""
-        g, a = weighted(self.backprops[part], factor, out), self.inputs[part]
-        g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
-        if self.weight is not None and self.weight in out:
-            weight = out[self.weight].view(self.weight.shape)
-            for term in split(g, 2):
-                found = product(a.t(), term) if self.is_transposed else product(term.t(), a)
-                weight.add_(found)
-        if self.bias is not None and self.bias in out:
-            out[self.bias].add_(g.sum(0))
+        parts = [_ALL]
+        if is_split(self.backprops):
+            parts = list(chunks(len(factor), self.backprops[0].numel(), factor.device))
+        for part in parts:
+            g, a = weighted(self.backprops[part], factor[part], out), self.inputs[part]
+            self._add(g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1]), out)
 
     def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.backprops.dim() > 2:
@@ -329,7 +314,13 @@ class Outer(Product):
     def _add(self, g: Tensor, a: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight is not None and self.weight in out:
             weight = out[self.weight].view(self.weight.shape)
-            weight.addmm_(a.t(), g) if self.is_transposed else weight.addmm_(g.t(), a)
+            if not is_split(a) or g.dtype != torch.float32:
+                left, right = (a.to(g.dtype), g) if self.is_transposed else (g, a.to(g.dtype))
+                weight.addmm_(left.t(), right)
+            else:  # the factors in g stay exact
+                for term in split(g, 2):
+                    left, right = (a, term) if self.is_transposed else (term, a)
+                    weight.add_(product(left.t(), right))
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 

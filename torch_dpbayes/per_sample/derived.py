@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch, _storage_Use_Count
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _DisableTorchDispatch,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _is_torch_function_enabled,
+    _storage_Use_Count,
+)
 from torch._tensor import _convert
 from torch.overrides import get_default_nowrap_functions
 
@@ -30,8 +36,19 @@ WRITTEN = (
 _MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
 _ORDINARY = {Tensor, nn.Parameter}
 _DENSE = (torch.strided, torch.jagged)
-# torch has these for its own tensors only
-_FROM_MEMORY = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
+# Numbers of a tensor, for Python.
+LOOKS = frozenset(
+    (
+        *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__contains__),
+        *(Tensor.__format__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal),
+        *(Tensor.allclose, torch.allclose),
+    )
+)
+_READ = (
+    "torch reads a value of a batch as a number (torch.tensor([t]), torch.full(size, t), alpha=t),"
+    " which hides where it comes from. Write torch.stack([t, t]), or t.item() for your eyes only"
+)
 
 
 class Derived(Tensor):
@@ -43,8 +60,11 @@ class Derived(Tensor):
         for t in {*types, *map(type, args)} - _ORDINARY:  # of operators, torch names the first type
             if issubclass(t, Tensor) and not issubclass(t, Derived):
                 return t.__torch_function__(func, types, args, kwargs)  # as of followed tensors
-        if func in _FROM_MEMORY:
-            return func(as_plain(args[0]), *args[1:], **(kwargs or {}))
+        if func in LOOKS or func is Tensor.__repr__:
+            if _dispatch_tls_is_dispatch_key_excluded("Python"):  # by torch.tensor([t])
+                raise LossError(_READ, code="loss-mixes")
+            args = [as_plain(v) if isinstance(v, Derived) else v for v in args]
+            return func(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             _require_dense(found)
@@ -57,6 +77,8 @@ class Derived(Tensor):
         if not all(issubclass(t, Derived) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and _is_torch_function_enabled():
+            raise LossError(_READ, code="loss-mixes")  # by no function that was given a tensor
         with _DisableTorchDispatch():
             if names := _names_written(func):
                 given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
@@ -68,9 +90,6 @@ class Derived(Tensor):
 
     def __copy__(self) -> Tensor:
         return self.detach()
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return as_plain(self).__reduce_ex__(protocol)

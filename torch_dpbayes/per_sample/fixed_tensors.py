@@ -6,6 +6,8 @@ steers later gradients and is saved with the model's state. Clipping does not se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +42,7 @@ class FixedTensors:
         self.values: dict[str, Tensor] = {}
         self._module = module
         self._is_training = False
+        self._counted: list[tuple[int, int]] | None = None
         self._record()
 
     def begin(self) -> None:
@@ -50,12 +53,11 @@ class FixedTensors:
 
     def look_closely(self) -> None:
         """Compare values next time: parameters were frozen or unfrozen, or the model was moved."""
-        self._is_known = False
+        self._counted = None
 
     def require_unchanged(self) -> None:
         """Raise if a tensor is not what it was, or a parameter holds values of a batch."""
-        tensors = (t for home in self._homes for t in home.values() if t is not None)
-        if any(map(holds_records, tensors)):
+        if any(map(holds_records, self._tensors())):
             raise StepError(WRITTEN, code="model-written")
         if (changed := self._changed()) is not None:
             raise StepError(_CHANGED.format(changed), code="model-buffer")
@@ -64,7 +66,7 @@ class FixedTensors:
         """Name of a tensor that is not what it was."""
         self._looks += 1
         is_due = not self._looks % _LONGEST_WAIT or not self._looks & (self._looks - 1)
-        if self._is_known and not is_due and self._is_as_counted():
+        if not is_due and self._counted is not None and self._counted == self._counts():
             return None
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         now = _fixed(self._module)
@@ -83,14 +85,19 @@ class FixedTensors:
         self._watch()
         return None
 
-    def _is_as_counted(self) -> bool:
-        """Whether the same tensors stand in the same places, with the same version counters."""
-        if sum(map(len, self._homes)) != self._places:
-            return False
-        return all(
-            home.get(name) is t and (t is None or t._version == version)
-            for home, name, t, version in self._cells
-        )
+    def _tensors(self) -> Iterator[Tensor]:
+        return (t for home in self._homes for t in home.values() if t is not None)
+
+    def _counts(self) -> list[tuple[int, int]] | None:
+        """Which tensors stand where, and how often they were written to; of inference mode torch
+        does not count.
+        """
+        fixed = [
+            t for t in self._tensors() if not (isinstance(t, nn.Parameter) and t.requires_grad)
+        ]
+        if any(t.is_inference() for t in fixed):
+            return None
+        return [(id(t), t._version) for t in fixed]
 
     def _record(self) -> None:
         self.values.clear()
@@ -100,26 +107,12 @@ class FixedTensors:
         self._watch()
 
     def _watch(self) -> None:
-        fixed = {id(t) for t in _fixed(self._module).values()}
-        self._homes = [
-            home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)
-        ]
-        for t in (t for home in self._homes for t in home.values() if t is not None):
+        layers = self._module.modules()
+        self._homes = [home for layer in layers for home in (layer._buffers, layer._parameters)]
+        self._alive = list(self._tensors())  # an id is of one tensor
+        for t in self._alive:
             guard(t)
-        self._places = sum(map(len, self._homes))
-        cells = [
-            (home, name, t)
-            for home in self._homes
-            for name, t in home.items()
-            if t is None or id(t) in fixed
-        ]
-        # tensors of inference mode have no version
-        self._is_known = not any(t is not None and t.is_inference() for _, _, t in cells)
-        self._cells = [
-            (home, name, t, 0 if t is None else t._version)
-            for home, name, t in cells
-            if self._is_known
-        ]
+        self._counted = self._counts()
 
 
 def same_values(before: Tensor, now: Tensor) -> bool:

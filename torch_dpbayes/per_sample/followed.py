@@ -166,8 +166,6 @@ class Followed(Tensor):
                     code="loss-twice",
                 )
             free = [v.free() if isinstance(v, Followed) else v for v in leaves]
-            if name in ("__format__", "__repr__", "__str__"):
-                free = [as_plain(v) if isinstance(v, Derived) else v for v in free]
         args, kwargs = unflatten(free, spec)
         return func(*args, **kwargs)
 

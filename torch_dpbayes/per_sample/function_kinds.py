@@ -9,7 +9,9 @@ written; privacy does not rest on the comparison. Equal arguments are looked at 
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .derived import LOOKS
 from .followed import PRIME, Followed, flatten, unflatten
 
 
@@ -30,10 +33,7 @@ METADATA = names(
     "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
     "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
 )
-NUMBERS = names(
-    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__",
-    "is_nonzero equal allclose __contains__ __iter__ __format__",
-)
+NUMBERS = frozenset(f.__name__ for f in LOOKS) | {"__iter__"}
 # One to one on records, whatever the shape: they run on all rows at once.
 TO_ELSEWHERE = names(
     "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",
@@ -69,8 +69,23 @@ OF_ENTRIES = names(
 
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 
+# what is known, by function and shapes of arguments, and of how many functions
+_found: dict[Any, tuple[list[Tensor | None], bool]] = {}
+_MOST_KEPT = 4096
 _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
+
+
+@lru_cache(2048)
+def is_torchs(function: Any) -> bool:
+    """Whether a function that torch hands to followed tensors is torch's own: of C++, or defined in
+    one of its modules.
+    """
+    if isinstance(function, FunctionType):
+        home = str(function.__globals__.get("__name__"))
+        module = sys.modules.get(home)
+        return home.partition(".")[0] == "torch" and function.__globals__ is vars(module)
+    return type(function).__module__ == "builtins"
 
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
@@ -88,28 +103,19 @@ def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor 
     """Meta tensors of the results for a prime number of records, and whether the function of a
     batch is that of its records.
     """
-    return _looked_at(_Signature(function, spec, leaves))
+    key = function, spec, tuple(map(_described, leaves))
+    if key not in _found:
+        if len(_found) == _MOST_KEPT:
+            _found.clear()
+        results = flatten(_on_meta_tensors(function, spec, leaves))[0]
+        metas = [t if isinstance(t, Tensor) else None for t in results]
+        _found[key] = metas, _is_row_by_row(function, spec, leaves, metas)
+    return _found[key]
 
 
 def nesting_of(function: Any, spec: Any, leaves: list[Any]) -> Any:
     """How the results of a function are nested."""
     return flatten(_on_meta_tensors(function, spec, leaves))[1]
-
-
-class _Signature:
-    """A function and the shapes of its arguments."""
-
-    __slots__ = ("_key", "function", "leaves", "spec")
-
-    def __init__(self, function: Any, spec: Any, leaves: list[Any]) -> None:
-        self.function, self.spec, self.leaves = function, spec, leaves
-        self._key = (function, spec, tuple(map(_described, leaves)))
-
-    def __hash__(self) -> int:
-        return hash((self.function, self._key[2]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Signature) and self._key == other._key
 
 
 def _described(leaf: Any) -> Any:
@@ -118,15 +124,6 @@ def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), repr(leaf)
-
-
-@lru_cache(4096)
-def _looked_at(signature: _Signature) -> tuple[list[Tensor | None], bool]:
-    function, spec, leaves = signature.function, signature.spec, signature.leaves
-    found = flatten(_on_meta_tensors(function, spec, leaves))[0]
-    metas = [t if isinstance(t, Tensor) else None for t in found]
-    signature.leaves = []  # the cache keeps no records
-    return metas, _is_row_by_row(function, spec, leaves, metas)
 
 
 def _on_meta_tensors(function: Any, spec: Any, leaves: list[Any]) -> Any:

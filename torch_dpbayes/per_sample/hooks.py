@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, StepError
 from .contributions import Contribution, PerRecord
-from .gradient_source import COPIED, GradientSource, require_first_backward
+from .gradient_source import GradientSource
 from .nested import map_tensors, tensors_in
 
 
@@ -90,9 +90,7 @@ class HooksGradientSource(GradientSource):
 
 
 class _Hooks(GradSampleHooks):
-    """Opacus' hooks, which count forward passes and handle what Opacus stumbles over: copied
-    models, empty batches, padding.
-    """
+    """Opacus' hooks, which count forward passes and take empty batches."""
 
     def __init__(self, module: nn.Module, source: HooksGradientSource) -> None:
         super().__init__(module, loss_reduction=source.loss_reduction, strict=False)
@@ -150,32 +148,15 @@ class _Hooks(GradSampleHooks):
     def capture_activations_hook(
         self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor
     ) -> None:
-        if self.hooks_enabled and module.training and torch.is_grad_enabled():
-            if any(
-                p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()
-            ):
-                raise StepError(COPIED, code="model-copied")
+        if isinstance(module, RNNLinear):
             rows = len(forward_input[0])
-            if isinstance(module, RNNLinear) and rows != getattr(module, "max_batch_len", rows):
+            if rows != getattr(module, "max_batch_len", rows):
                 raise StepError(
                     "a recurrent layer was given a packed sequence, which sorts records by length:"
                     " pad the sequences and pass a tensor.",
                     code="model-packed",
                 )
         super().capture_activations_hook(module, forward_input, _forward_output)
-
-    def capture_backprops_hook(
-        self, module: Any, _forward_input: Any, forward_output: Any, **options: Any
-    ) -> None:
-        if not self.hooks_enabled:
-            return
-        require_first_backward(not getattr(module, "activations", None))
-        super().capture_backprops_hook(module, _forward_input, forward_output, **options)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            # torch gives the padding row no gradient, Opacus does
-            records: Any = getattr(module.weight, "grad_sample", None)
-            if records is not None:
-                (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
 
 def _records_of(name: str, parameter: Tensor) -> Tensor | None:

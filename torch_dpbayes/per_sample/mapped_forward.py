@@ -210,15 +210,16 @@ class MappedForward(ReplacedForward):
                 " tensor with a row for each"
             )
         batch, rows, n = self._rows(given.tensors)
-        places = [t.dim() > 0 for t in given.tensors]
+        # of a followed tensor dim() is slow
+        are_scalars = [not isinstance(t, Followed) and t.dim() == 0 for t in given.tensors]
         direct = self._trainable() if self._direct else []
         result: Nested | None = None
 
         def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(slices)
-            tensors = zip(given.tensors, places, strict=True)
-            one = given.rebuilt([next(mapped) if is_row else t for t, is_row in tensors])
+            tensors = zip(given.tensors, are_scalars, strict=True)
+            one = given.rebuilt([t if is_scalar else next(mapped) for t, is_scalar in tensors])
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
             with around():
                 own = dict(zip(direct, parameters, strict=True))
@@ -226,7 +227,7 @@ class MappedForward(ReplacedForward):
                 if one_targets is not None:
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_targets))
-            result = Nested(output, stands_in=_Withheld)
+            result = Nested(output, keeps_strangers=False)
             _require_rows(output, result.tensors, may_be_several=batch is not None)
             found, result.tensors, result.strangers = result.tensors, [], []
             return found
@@ -290,12 +291,6 @@ class MappedForward(ReplacedForward):
         followed = [t for t in tensors if isinstance(t, Followed)]
         batch = next((t._batch for t in followed if t._batch.is_open), None)
         if not self.source.follows:
-            if batch is not None:
-                raise LossError(
-                    "the model was made private with assume_independent_records=True, and takes"
-                    " ordinary tensors: take the loader of the same make_private call",
-                    code="model-input",
-                )
             return None, *self._vouched_rows(tensors)
         if batch is None:
             raise LossError(
@@ -382,24 +377,6 @@ def _as_written(
         yield
     for module, name, value in before:
         vars(module)[name] = value
-
-
-class _Withheld:
-    """In the place of what a model returned beside its tensors, which may hold what it made of
-    one record.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.__dict__["_kind"] = kind
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise LossError(
-            f"the model returned a {self._kind}, which cannot leave the map over records: return"
-            " tensors (for a distribution its parameters), and make of them what you need outside",
-            code="model-output",
-        )
 
 
 def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: bool) -> None:

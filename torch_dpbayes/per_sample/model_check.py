@@ -75,34 +75,28 @@ def check_layers(module: nn.Module) -> None:
         )
 
 
+_DRAWS = frozenset("rand randn randint rand_like randn_like randint_like bernoulli".split())
+_DRAWS_IN_PLACE = frozenset("bernoulli_ normal_ uniform_ exponential_".split())
+# where the probability of dropout stands among the arguments
+_DROPOUT_AT = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+
+
 class _WithoutRandomness(TorchFunctionMode):
     """Random numbers are constants, and dropout drops nothing."""
 
-    _DROPOUT = frozenset(
-        f"{name}dropout{suffix}"
-        for name in ("", "alpha_", "feature_alpha_", "feature_")
-        for suffix in ("", "1d", "2d", "3d")
-    )
-    _DRAWS = frozenset(
-        ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli")
-    )
-    _DRAWS_IN_PLACE = frozenset(("bernoulli_", "normal_", "uniform_", "exponential_"))
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in self._DROPOUT:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        if name in self._DRAWS_IN_PLACE:
+        if name in _DRAWS_IN_PLACE:
             return args[0].fill_(0.5)
+        place = _DROPOUT_AT.get(func, len(args))
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
-        elif func is F.scaled_dot_product_attention and len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        elif func is F.multi_head_attention_forward and len(args) > 10:
-            args = (*args[:10], 0.0, *args[11:])
+        elif place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
         found = func(*args, **kwargs)
-        if name in self._DRAWS and isinstance(found, Tensor):
+        if name in _DRAWS and isinstance(found, Tensor):
             return torch.full_like(found, 0.5) if found.is_floating_point() else found.zero_()
         return found
 
@@ -127,26 +121,28 @@ def check_model(
 
     def at_first_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = (*args, Keywords(kwargs)) if kwargs else args
-        _Comparison(module, source, tuple(map_tensors(arguments, shape_of))).run()
+        with _left_as_found(module):
+            _Comparison(module, source, tuple(map_tensors(arguments, shape_of))).run()
 
     generator = torch.Generator().manual_seed(0)
-    for way in ways:
-        try:
-            with torch.no_grad(), source.paused(), uncompiled(module), _left_as_found(module):
-                output_of(module, synthetic(way, _RECORDS, generator))
-        except Exception:  # of the model: it takes its inputs in another way
-            continue
-        _Comparison(module, source, way).run()
-        return
+    with _left_as_found(module):
+        for way in ways:
+            try:
+                with torch.no_grad(), source.paused(), uncompiled(module):
+                    output_of(module, synthetic(way, _RECORDS, generator))
+            except Exception:  # of the model: it takes its inputs in another way
+                continue
+            _Comparison(module, source, way).run()
+            return
     source.mapped.pending = at_first_pass
 
 
 @contextmanager
 def _left_as_found(module: nn.Module) -> Iterator[None]:
-    """Generators, gradients and buffers of the caller's."""
+    """Generators, gradients, parameters and buffers of the caller's."""
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     grads = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    values = [(t, t.detach().clone()) for t in (*module.parameters(), *module.buffers())]
     for p, _ in grads:
         p.grad = None
     try:
@@ -155,9 +151,9 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads:
             p.grad = grad
-        for b, before in buffers:
-            if not torch.equal(b, before):
-                b.data.copy_(before)
+        for t, before in values:
+            if not torch.equal(t, before):
+                t.data.copy_(before)
 
 
 class _Run(NamedTuple):
@@ -188,20 +184,19 @@ class _Comparison:
         """Compare; parameters that are used outside of their layers move into the map."""
         self.source.mapped.is_checking = True
         try:
-            with _left_as_found(self.module):
-                while True:
-                    try:
-                        self._require_equal()
-                        return
-                    except UsedElsewhere as found:
-                        if not self.source.take_into_map(found.parameters):
-                            outside = set(found.parameters)
-                            names = [n for n, p in self.module.named_parameters() if p in outside]
-                            raise ModelError(
-                                f"parameters {names} get no gradient from the model's forward pass:"
-                                " freeze with requires_grad_(False) what the model does not use",
-                                code="model-unused",
-                            ) from None
+            while True:
+                try:
+                    self._require_equal()
+                    return
+                except UsedElsewhere as found:
+                    if not self.source.take_into_map(found.parameters):
+                        outside = set(found.parameters)
+                        names = [n for n, p in self.module.named_parameters() if p in outside]
+                        raise ModelError(
+                            f"parameters {names} get no gradient from the model's forward pass:"
+                            " freeze with requires_grad_(False) what the model does not use",
+                            code="model-unused",
+                        ) from None
         finally:
             self.source.mapped.is_checking = False
 

@@ -72,18 +72,17 @@ class Nested:
 
     Args:
         value: the arguments or the result of a model.
-        stands_in: what is put back in a stranger's place, given the name of its type; None:
-            itself.
+        keeps_strangers: whether strangers are put back; else None is in their place.
 
     Attributes:
         tensors: those found, in order.
         strangers: what is neither a tensor nor a plain value, and may hold tensors unseen.
     """
 
-    def __init__(self, value: Any, *, stands_in: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, value: Any, *, keeps_strangers: bool = True) -> None:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
-        self._stands_in = stands_in
+        self._keeps_strangers = keeps_strangers
         self._shell = self._taken(value)
 
     def _taken(self, value: Any) -> Any:
@@ -96,19 +95,12 @@ class Nested:
         if children is not None:
             return _with_children(value, [self._taken(child) for child in children])
         self.strangers.append(value)
-        return value if self._stands_in is None else self._stands_in(type(value).__name__)
+        return value if self._keeps_strangers else None
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value with ``tensors`` in place of its own."""
-        return self._put(self._shell, iter(tensors))
-
-    def _put(self, value: Any, remaining: Iterator[Tensor]) -> Any:
-        if value is _PLACE:
-            return next(remaining)
-        children = _children(value)
-        if children is None:
-            return value
-        return _with_children(value, [self._put(child, remaining) for child in children])
+        remaining = iter(tensors)
+        return map_tensors(self._shell, lambda _: next(remaining))
 
 
 def _holds_items_only(value: Any) -> bool:
@@ -117,7 +109,7 @@ def _holds_items_only(value: Any) -> bool:
     return getattr(value, "__dict__", {}).keys() <= known
 
 
-_PLACE = object()
+_PLACE = torch.empty(0)  # of a tensor
 
 
 def holds_plain_sequence(value: Any) -> bool:

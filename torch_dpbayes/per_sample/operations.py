@@ -10,10 +10,8 @@ row, run on all rows at once, for speed.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -23,16 +21,9 @@ from torch import Tensor
 from ..errors import DPBayesError, LossError
 from . import function_kinds as kinds
 from .derived import as_plain, derived, holds_records
-from .followed import (
-    PRIME,
-    Batch,
-    Followed,
-    flatten,
-    is_constant,
-    unflatten,
-)
+from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
-from .plain_functions import LOSSES_OF_BATCHES
+from .plain_functions import FUNCTIONS, LOSSES_OF_BATCHES
 from .record_map import (
     SAVED_TENSORS,
     CannotBeMapped,
@@ -103,18 +94,6 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     raise operation.batch.refuse(f"{name}: {what}")
 
 
-@lru_cache(2048)
-def _is_torchs(function: Any) -> bool:
-    """Whether a function that torch hands to followed tensors is torch's own: of C++, or defined in
-    one of its modules.
-    """
-    if isinstance(function, FunctionType):
-        home = str(function.__globals__.get("__name__"))
-        module = sys.modules.get(home)
-        return home.partition(".")[0] == "torch" and function.__globals__ is vars(module)
-    return type(function).__module__ == "builtins"
-
-
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
 
@@ -137,7 +116,7 @@ class _Operation:
 
     def run(self) -> Any:
         name, first, batch = self.name, self.followed[0], self.batch
-        if not _is_torchs(self.function):
+        if not kinds.is_torchs(self.function):
             raise batch.refuse(f"{name} is not a function of torch")
         if name in kinds.METADATA:
             return self.function(*self.args, **self.kwargs)
@@ -214,11 +193,7 @@ class _Operation:
                 " depend",
                 "loss-number",
             )
-        raise batch.refuse(
-            f"torch.autograd.{name} of the batch",
-            "loss-backward",
-            _OF_INPUTS,
-        )
+        raise batch.refuse(f"torch.autograd.{name} of the batch", "loss-backward", _OF_INPUTS)
 
     def _called(self, values: Iterable[Tensor]) -> Any:
         """The function with tensors in place of the followed ones."""
@@ -379,10 +354,9 @@ class _Operation:
             with suppress(IndexError):
                 each = self._called([outputs, labels])
                 return each
-        is_used = labels != self.kwargs.get("ignore_index", -100)
-        wrong = ((labels < 0) | (labels >= outputs.shape[1])) & is_used
-        each = self._called([outputs, labels.masked_fill(wrong, 0)])
-        return each.masked_fill(wrong, math.nan)
+        self.function = FUNCTIONS[self.function]
+        each = self._called([outputs, labels])
+        return each
 
     def _reduced(self, rows: Tensor, how: str) -> Followed:
         if rows.dim() > 1:
@@ -584,8 +558,7 @@ class _Operation:
             raise batch.refuse("backward() has arguments", "loss-backward")
         if loss._how not in ("mean", "sum") or loss.dim() > 0:
             raise batch.refuse(
-                "backward() of a tensor that is not one mean or sum over the records",
-                "loss-vector",
+                "backward() of a tensor that is not one mean or sum over the records", "loss-vector"
             )
         if torch.is_anomaly_enabled():
             raise batch.refuse(
@@ -595,8 +568,7 @@ class _Operation:
             )
         if not loss._rows.requires_grad or batch.loss_reduction is None:
             raise batch.refuse(
-                "the loss does not depend on the parameters of the private model",
-                "loss-constant",
+                "the loss does not depend on the parameters of the private model", "loss-constant"
             )
         if loss._how != batch.loss_reduction:
             raise batch.refuse(

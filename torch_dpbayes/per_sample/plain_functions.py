@@ -177,7 +177,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduce: Any = None,
     reduction: str = "mean",
-    label_smoothing: float | None = None,
+    label_smoothing: float | None = 0.0,
 ) -> Tensor | None:
     """As ``F.cross_entropy``; NaN for a label that is no class, where torch raises an error."""
     if target.is_floating_point() or size_average is not None or reduce is not None:
@@ -195,17 +195,11 @@ def cross_entropy(
     return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
 
 
-def _smoothed(
-    input: Tensor, target: Tensor, *, label_smoothing: float = 0.0, **options: Any
-) -> Tensor | None:
-    return cross_entropy(input, target, label_smoothing=label_smoothing, **options)
-
-
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.one_hot: one_hot,
-    F.nll_loss: cross_entropy,
-    F.cross_entropy: _smoothed,
+    F.nll_loss: partial(cross_entropy, label_smoothing=None),
+    F.cross_entropy: cross_entropy,
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.rrelu: rrelu,
@@ -234,29 +228,8 @@ def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: fl
         return loss + 0.5 * math.log(2 * math.pi) if full else loss
 
 
-def _triplet(
-    anchor: Any,
-    positive: Any,
-    negative: Any,
-    *,
-    distance_function: Any = None,
-    margin: float = 1.0,
-    swap: bool = False,
-) -> Any:
-    """Inside of torch's own, nothing would be seen of what ``distance_function`` does."""
-    distance = distance_function or F.pairwise_distance
-    with torch._C._EnableTorchFunction():  # noqa: SLF001
-        apart = distance(anchor, negative)
-        if swap:
-            apart = torch.minimum(apart, distance(positive, negative))
-        return F.relu(margin + distance(anchor, positive) - apart)
-
-
 # on followed tensors
-LOSSES_OF_BATCHES: dict[str, Callable[..., Any]] = {
-    "gaussian_nll_loss": _gaussian_nll,
-    "triplet_margin_with_distance_loss": _triplet,
-}
+LOSSES_OF_BATCHES: dict[str, Callable[..., Any]] = {"gaussian_nll_loss": _gaussian_nll}
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import DPBayesError
 from . import plain_functions
-from .derived import holds_records
+from .derived import LOOKS, holds_records
 
 SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
@@ -53,6 +53,10 @@ SAVED_TENSORS = (
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
         "a mask selects records, whose number depends on them: write (losses * mask).mean()"
+    ),
+    "dynamic shape": (
+        "it selects entries whose number depends on the record (a mask, nonzero, unique): multiply"
+        " by the mask; for DeBERTa's own loss set config.problem_type"
     ),
     "calling .item() on a Tensor": (
         "it reads a number of the records (item(), one_hot without num_classes): compute with"
@@ -260,14 +264,7 @@ def _load_rules() -> None:
 
 # -- torch functions inside a map -----------------------------------------------------------------
 
-_LOOKS = frozenset(
-    (
-        *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
-        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__contains__),
-        *(Tensor.__format__, Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal),
-        *(Tensor.allclose, torch.allclose),
-    )
-)
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
@@ -293,7 +290,7 @@ class _OfOneRecord(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._require_nothing_hidden(func, args, kwargs)
-        if func in _LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
+        if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
             raise CannotBeMapped(
                 f"it reads a number of the records ({func.__name__}): compute with tensors"
                 " (torch.where)"
@@ -308,6 +305,8 @@ class _OfOneRecord(TorchFunctionMode):
         # asked for by gradient checkpointing; gradients are taken anyway
         if func == _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
             return None
+        if func == _REQUIRES_GRAD and is_batchedtensor(args[0]):
+            return get_unwrapped(args[0]).requires_grad  # then its hook is refused, not left out
         if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
             return args[0]
         if func is Tensor.__repr__ and is_of_records(args[0]):
