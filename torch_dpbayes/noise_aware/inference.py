@@ -180,7 +180,9 @@ def posterior_for_module(
     with torch.no_grad():
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
-    return posterior(layer, features, targets, **options)
+    found = posterior(layer, features, targets, **options)
+    found.likelihood = likelihood
+    return found
 
 
 class Setup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from torch.func import vmap
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
-from ..posterior.outputs import average, evaluate, softmax
+from ..posterior.outputs import Transform
+from ..posterior.samples import PosteriorSamples
 from .drawing import Draws
 from .latents import Latents
 from .likelihood import LARGEST_ERROR, Likelihood
@@ -31,6 +32,7 @@ class NoiseAwarePosterior:
         pareto_k: k̂ of the importance weights; above .7 they are not to be relied on.
         transcript: everything that was released.
         checks: p values of each release given the others, and of the prior; None without.
+        likelihood: of a network's output, after ``posterior_for_module``.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class NoiseAwarePosterior:
         self.method, self._far = draws.method, draws.far
         self.transcript = transcript
         self.checks = checks
+        self.likelihood: Literal["categorical", "bernoulli", "normal"] | None = None
         self._statement = [*statement, *self._drawn()]
         self._values: dict[str, Tensor] | None = None
 
@@ -70,8 +73,9 @@ class NoiseAwarePosterior:
         self,
         model: nn.Module | GLM | Softmax,
         x: Any,
-        transform: Callable[[Tensor], Tensor] | None = softmax,
+        transform: Transform | Literal["likelihood"] | None = "likelihood",
         *,
+        likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
         num_samples: int = 100,
     ) -> Tensor:
         """The average prediction over draws, as :meth:`.PosteriorSamples.predict` gives it.
@@ -80,8 +84,9 @@ class NoiseAwarePosterior:
             model: a network whose trainable parameters are the posterior's sites, as after
                 ``posterior_for_module``; or the GLM or Softmax of the run.
             x: rows ``[n, ...]``, or a ``DataLoader`` for a network.
-            transform: of a network's output: None for a mean, ``torch.sigmoid`` for one logit. A
-                GLM or Softmax brings its own.
+            transform, likelihood: of a network's output, as of :class:`.PosteriorSamples`; the
+                likelihood is by default that of ``posterior_for_module``. A GLM or Softmax brings
+                its own.
             num_samples: how many draws.
 
         Returns:
@@ -93,16 +98,16 @@ class NoiseAwarePosterior:
         **Privacy.** Post-processing; a prediction also tells of its private input.
         """
         draws = self.sample(num_samples)
-        each = [{name: value[k] for name, value in draws.items()} for k in range(num_samples)]
         if isinstance(model, GLM | Softmax):
+            each = [{name: value[k] for name, value in draws.items()} for k in range(num_samples)]
             return torch.stack([model.predict(draw, x) for draw in each]).mean(0)
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(
                 "model must be a torch.nn.Module, ops.GLM or ops.Softmax; of a Pyro model give"
                 " sample() to pyro.infer.Predictive."
             )
-        found = evaluate(each, model, x, transform, None, lambda each: average(each, num_samples))
-        return torch.cat(found)
+        samples = PosteriorSamples.from_draws(draws, likelihood or self.likelihood)
+        return samples.predict(model, x, transform)
 
     @property
     def mean(self) -> dict[str, Tensor]:

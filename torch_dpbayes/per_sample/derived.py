@@ -77,7 +77,8 @@ class Derived(Tensor):
         if not all(issubclass(t, Derived) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and _is_torch_function_enabled():
+        reads = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+        if func is reads and _is_torch_function_enabled():
             raise LossError(_READ, code="loss-mixes")  # by no function that was given a tensor
         with _DisableTorchDispatch():
             if names := _names_written(func):

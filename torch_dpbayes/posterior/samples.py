@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -253,6 +253,38 @@ class PosteriorSamples(_Chain):
         super().__init__(burn_in, thin, max_samples)
         require_likelihood(likelihood, noise_std)
         self.likelihood, self.noise_std = likelihood, noise_std
+
+    @classmethod
+    def from_draws(
+        cls,
+        draws: Mapping[str, Tensor],
+        likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
+        *,
+        noise_std: NoiseStd | None = None,
+    ) -> Self:
+        """Samples that another method drew, for predictions.
+
+        Args:
+            draws: by parameter name, ``[draws, ...]``, at least two.
+            likelihood, noise_std: of the class.
+
+        Raises:
+            ValueError: the numbers of draws differ, or there are fewer than two.
+
+        **Privacy**: post-processing of the draws.
+        """
+        counts = {len(value) for value in draws.values()}
+        if len(counts) != 1 or min(counts) < 2:
+            raise ArgumentError(
+                "draws must hold the same number of draws, two or more, of every parameter along"
+                " dimension 0."
+            )
+        (count,) = counts
+        found = cls(likelihood, burn_in=0, max_samples=count, noise_std=noise_std)
+        found._samples = [{name: v[k] for name, v in draws.items()} for k in range(count)]
+        found._shapes = {name: v.shape[1:] for name, v in draws.items()}
+        found._num_collected = count
+        return found
 
     def _stated(self) -> dict[str, Any]:
         noise_std = None if callable(self.noise_std) else self.noise_std
