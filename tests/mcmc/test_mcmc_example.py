@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -27,17 +26,6 @@ def example():
 
 def spent(out):
     return [float(number) for number in re.findall(r"spent +epsilon <= ([\d.]+)", out)][-1]
-
-
-@pytest.mark.thorough
-def test_a_chain_spends_what_a_noise_aware_posterior_left(capsys):
-    after = load(ROOT / "examples" / "chain_after_noise_aware.py")
-    with warnings.catch_warnings():  # so few records and iterations cannot do it
-        warnings.simplefilter("ignore")
-        after.main(["--records", "400", "--iterations", "30"])
-    out = capsys.readouterr().out
-    assert 7.9 < spent(out) <= 8.0
-    assert "noise_aware.laplace" in out and "DPPenalty" in out
 
 
 @pytest.mark.thorough
