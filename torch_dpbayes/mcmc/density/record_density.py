@@ -118,6 +118,19 @@ class RecordDensity:
         """The model's arguments with made-up rows in place of the data."""
         return self._arguments.with_rows(self.made_up.few())
 
+    @property
+    def row_dims(self) -> dict[int, int]:
+        """By number of a data argument the dimension of its records."""
+        return self._arguments.row_dims
+
+    def call(self, rows: Sequence[Tensor]) -> Call:
+        """The model's arguments with these rows in place of the data."""
+        return self._arguments.with_rows(rows)
+
+    def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
+        """Rows of the shapes and types of the data's that take no value from them."""
+        return self._arguments.made_up_rows(count, flavour)
+
     def rows(self) -> list[Tensor]:
         """The data arguments. Private data."""
         return self._arguments.rows(0, self.num_records)
