@@ -1,5 +1,5 @@
-"""Five groups of Bernoulli records at epsilon 8: the posterior standard deviations of DPPenalty over
-those of Pyro's No-U-Turn without privacy.
+"""Five groups of Bernoulli records at epsilon 8: the posterior standard deviations of DPPenalty
+over those of Pyro's No-U-Turn without privacy.
 
     hierarchical_kernel.py [--records 50000] [--iterations 1500] [--seed 0]
 """
