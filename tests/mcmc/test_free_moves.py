@@ -12,7 +12,7 @@ import torch
 from pyro.infer import MCMC
 from pyro.ops.stats import effective_sample_size
 from scipy.stats import kstest, norm
-from support.conjugate_chains import LEVEL, WithoutPenalty
+from support.conjugate_chains import LEVEL
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, proposals
@@ -179,19 +179,14 @@ def test_a_free_move_that_forgets_the_others_is_seen(monkeypatch):
     assert stationary_p_value(penalty()) < LEVEL
 
 
-def test_a_paid_move_on_a_stale_prior_is_seen(monkeypatch):
-    """The log prior after a free move is another one."""
-
-    def stale(log_density, theta, value, unread, uniform):
-        return proposals.free_move(log_density, theta, value, unread, uniform)[0], value
-
-    monkeypatch.setattr("torch_dpbayes.mcmc.kernel.free_move", stale)
-    assert stationary_p_value(penalty(), 600) < LEVEL
-
-
-def test_a_lost_penalty_is_seen():
-    kernel = type("Kernel", (WithoutPenalty, DPPenalty), {})
-    assert stationary_p_value(penalty(kernel, noise_multiplier=0.2), 600) < LEVEL
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_paid_moves_start_from_the_prior_after_the_free_one(make):
+    kernel = make()
+    kernel.setup(0, GROUP, ROWS)
+    params = kernel.initial_params
+    for _ in range(10):
+        params = kernel.sample(params)
+        assert kernel._log_prior == pytest.approx(kernel._prior.log_density(kernel._theta))
 
 
 # -- the move by itself ----------------------------------------------------------------------------
@@ -232,19 +227,28 @@ def test_slices_keep_a_law_with_two_modes(scale):
     assert holds(p_value)
 
 
-def test_slices_that_do_not_ask_for_the_way_back_are_seen(monkeypatch):
-    monkeypatch.setattr(proposals, "_could_come_back", lambda *_: True)
-    monkeypatch.setattr(proposals, "_WIDTH", 1.5)
+def test_a_point_is_taken_only_if_doubling_from_there_leads_to_the_same_interval():
+    """It stops early where an interval inside has both ends outside of the slice."""
 
-    def log_density(theta):  # two narrow modes, of weights 1 and 3
-        x = theta[0]
-        return float(torch.logaddexp(-((x / 0.3) ** 2) / 2, math.log(3) - ((x - 3) / 0.3) ** 2 / 2))
+    def at(x):
+        return math.sin(3 * x) + math.sin(7.1 * x)
 
-    def draw():
-        return 0.3 * torch.randn(1) + (3.0 if torch.rand(()) < 0.75 else 0.0)
-
-    x = moves(log_density, draw, 3000)[:, 0]
-    assert smallest([norm.cdf(x / 0.3) / 4 + 3 * norm.cdf((x - 3) / 0.3) / 4]) < LEVEL
+    found = []
+    for _ in range(2000):
+        here, level = 10 * float(torch.rand(())), -1.5 * float(torch.rand(()))
+        if at(here) <= level:
+            continue
+        numbers = iter(torch.rand(100).tolist())
+        low, high = proposals._doubled(at, here, level, numbers)
+        there = low + float(torch.rand(())) * (high - low)
+        left, right, stops = low, high, False
+        while right - left > 1.1 * proposals._WIDTH:
+            middle = (left + right) / 2
+            left, right = (left, middle) if there < middle else (middle, right)
+            stops |= at(left) <= level and at(right) <= level
+        assert proposals._could_come_back(at, here, there, level, low, high) == (not stops)
+        found.append(stops)
+    assert 20 < sum(found) < len(found)
 
 
 # -- what is planned, hidden and charged -----------------------------------------------------------

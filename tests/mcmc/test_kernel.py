@@ -406,7 +406,7 @@ def test_nothing_exact_leaves_a_kernel(make):
     assert set(kernel.logging()) == {"step size", "acc. rate", "epsilon"}
     assert set(kernel.diagnostics()) == {
         *("acceptance rate", "divergences", "noisy log ratios"),
-        *("R-hat", "effective sample size", "path over spread"),
+        *("R-hat", "effective sample size"),
     }
     state = kernel.__getstate__()
     assert all(state[name] is None for name in ("_density", "_terms", "_theta", "_prior"))
@@ -463,7 +463,7 @@ def test_arguments_out_of_range_are_refused(make, options, message):
 def test_what_has_another_dimension_than_the_model_is_refused(make, options):
     target = Gaussian()
     kernel = make(target, **options)
-    with pytest.raises(ValueError, match="is for 3 coordinates, the model has 1"):
+    with pytest.raises(ValueError, match="is for 3 coordinates, records read 1"):
         MCMC(kernel, num_samples=1, disable_progbar=True).run(*target.args)
     assert counts(kernel.accountant) == {}
 

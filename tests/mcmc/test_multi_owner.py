@@ -734,7 +734,7 @@ def test_owners_that_differ_find_out_at_set_up(owners):
         "kernel": ["kernel is 'DPPenalty' on rank 0 and 'DPHMC' on rank 1"],
         "columns": ["latents is ", "data is "],
         "dtype": ["data is "],
-        "start": ["rank 1 got other initial_params"],
+        "start": ["initial_params is 'tensor"],
         "no start": ["initial_params given is False on rank 0 and True on rank 1"],
     }
     for result in results:

@@ -206,9 +206,9 @@ class DPHMC(PrivateKernel):
 
     def _noisy_sum(self, theta: Tensor) -> Tensor:
         """The records' part of −∇U, clipped and noised, in the coordinates that records read."""
-        return self._owners.gradient_sum(partial(self._own_noisy_sum, theta), self._read)
+        return self._owners.gradient_sum(partial(self._noisy_gradient_sum, theta), self._read)
 
-    def _own_noisy_sum(self, theta: Tensor) -> Tensor:
+    def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
         assert self._density is not None
         total = self._density.clipped_gradient_sum(theta, self._max_norm)[self._read]
         return (

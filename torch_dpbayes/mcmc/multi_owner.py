@@ -26,18 +26,16 @@ more, when the group's timeout is over.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import ArgumentError
 from .density import Model
 from .hmc import DPHMC
 from .kernel import PrivateKernel
-from .many_owners import ManyOwners
+from .many_owners import ManyOwners, comparable
 from .penalty import DPPenalty
 
 _NOISE = ("noise_multiplier", "ratio_noise_multiplier", "grad_noise_multiplier")
@@ -60,9 +58,8 @@ class MultiOwnerPenalty(DPPenalty):
 
     Source: Yıldırım and Ermiş (2019), Algorithm 2, there with equal noise for all owners.
 
-    Every owner makes this kernel in its own process, with the same settings, and runs
-    ``MCMC(kernel, ...).run(own data)``; all get the same draws. Owners may hold different numbers
-    of records, also none, and have different budgets, relations and noise.
+    Every owner makes this kernel in its own process, and runs ``MCMC(kernel, ...).run(own data)``;
+    all get the same draws.
 
     Args:
         model: as for ``DPPenalty``; the same for all owners, as are all settings but
@@ -140,13 +137,5 @@ def _owners(
     given.apply_defaults()
     arguments = given.arguments
     noise = {name: float(arguments[name]) for name in _NOISE if name in arguments}
-    settings = {n: _comparable(v) for n, v in arguments.items() if n not in _NOT_COMPARED}
+    settings = {n: comparable(v) for n, v in arguments.items() if n not in _NOT_COMPARED}
     return ManyOwners(group, noise, {"kernel": kernel.__name__, **settings})
-
-
-def _comparable(value: Any) -> Any:
-    """A setting in a form in which owners can compare it."""
-    if isinstance(value, Tensor):
-        numbers = value.detach().cpu().double().contiguous().numpy().tobytes()
-        return f"tensor {tuple(value.shape)}, {hashlib.sha256(numbers).hexdigest()[:16]}"
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
