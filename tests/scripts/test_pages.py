@@ -100,8 +100,6 @@ WITH_COMMITS = {
     "docs/noise_aware.md",
     "docs/pyro_kernels.md",
     "docs/how_to/choose_settings.md",
-    "docs/benchmarks/noise_aware_calibration.md",
-    "docs/benchmarks/noise_aware_real_data.md",
 }
 
 
