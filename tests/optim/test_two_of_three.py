@@ -327,3 +327,15 @@ def test_fisher_scoring_stays_where_it_is_at_lr_0_on_full_batches(fisher):
         optimizer.step()
         assert torch.equal(p, torch.ones_like(p)) == (float(lr) == 0)
     assert isinstance(optimizer.effective_temperature, float)
+
+
+def test_a_clip_norm_that_is_no_number_says_so():
+    data = TensorDataset(torch.randn(40, 2), torch.randn(40, 1))
+    with pytest.raises(ValueError, match="max_grad_norm must be positive and finite, got nan"):
+        dpb.PrivacyEngine().make_private(
+            module=nn.Linear(2, 1),
+            optimizer=partial(DPSGLD, lr=0.1),
+            data_loader=DataLoader(data, batch_size=20),
+            noise_multiplier=1.0,
+            max_grad_norm=math.nan,
+        )
