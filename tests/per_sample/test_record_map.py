@@ -505,7 +505,16 @@ def test_a_function_that_is_exchanged_for_all_layers(place, name, monkeypatch):
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["around the model", "in the model"])
-@pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear"), (None, "class")])
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        (nn.Linear, "forward"),
+        (F, "linear"),
+        (None, "class"),
+        (F, "layer_norm"),
+        (torch, "layer_norm"),
+    ],
+)
 def test_code_that_is_exchanged_during_one_pass(place, name, is_inside, monkeypatch):
     """It would see the whole batch, and be gone when step() looks."""
 
@@ -525,11 +534,11 @@ def test_code_that_is_exchanged_during_one_pass(place, name, is_inside, monkeypa
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = nn.Linear(6, 3)
+            self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 3)
 
         def forward(self, x):
             with exchanged() if is_inside else contextlib.nullcontext():
-                return self.layer(x).tanh()
+                return self.layer(self.norm(x)).tanh()
 
     BookkeepingGradientSource(net := Net())
     x, _ = delivered(torch.randn(7, 6), torch.randint(3, (7,)))

@@ -430,6 +430,10 @@ def _code_of(kinds: set[type]) -> list[tuple[dict[str, Any], str, Any, Any]]:
     ]
     functions = {name for kind in kinds for name in layers.KINDS[kind].functions}
     homes += [(vars(F), name, vars(F)[name]) for name in functions]
+    # and what these call: F.layer_norm is a Python function around torch.layer_norm
+    codes = (vars(F)[name].__code__ for name in functions if hasattr(vars(F)[name], "__code__"))
+    called = {name for code in codes for name in code.co_names if callable(vars(torch).get(name))}
+    homes += [(vars(torch), name, vars(torch)[name]) for name in called]
     return [(home, name, f, getattr(f, "__code__", None)) for home, name, f in homes]
 
 
@@ -459,7 +463,6 @@ def _is_exchanged(kind: type) -> bool:
     """
     return any(
         isinstance(f, FunctionType)
-        and f.__globals__
-        is not vars(sys.modules[home["__name__"] if home is vars(F) else home["__module__"]])
+        and f.__globals__ is not vars(sys.modules[home.get("__module__", home.get("__name__"))])
         for home, _, f, _ in _code_of({kind})
     )
