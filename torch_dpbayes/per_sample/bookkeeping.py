@@ -463,6 +463,7 @@ def _is_exchanged(kind: type) -> bool:
     """
     return any(
         isinstance(f, FunctionType)
-        and f.__globals__ is not vars(sys.modules[home.get("__module__", home.get("__name__"))])
+        and f.__globals__
+        is not vars(sys.modules[home["__module__" if "__module__" in home else "__name__"]])
         for home, _, f, _ in _code_of({kind})
     )
