@@ -287,3 +287,55 @@ def test_make_private_needs_a_noise_or_a_clip_norm():
         dpb.PrivacyEngine().make_private(**given)
     _, optimizer, _ = dpb.PrivacyEngine().make_private(**given, noise_multiplier=1.5)
     assert optimizer.derives_clip_norm and optimizer.effective_temperature == pytest.approx(1.0)
+
+
+def records():
+    """A number that was computed from records of a private loader."""
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.randn(40, 2), torch.randn(40, 1))
+    model, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=model,
+        optimizer=partial(DPSGLD, lr=0.1),
+        data_loader=DataLoader(data, batch_size=20),
+        noise_multiplier=1.0,
+    )
+    x, y = next(iter(loader))
+    nn.functional.mse_loss(model(x), y).backward()
+    return x.norm(), optimizer
+
+
+def test_no_setting_is_computed_from_records():
+    number, optimizer = records()
+    for options in ({"max_grad_norm": number}, {"lr": number}, {"prior_std": {"0": number}}):
+        with pytest.raises(RuntimeError, match="computed from records"):
+            built(DPSGLD, **options)
+    with pytest.raises(RuntimeError, match="computed from records"):
+        built(DPSGLD, [{"params": [nn.Parameter(torch.zeros(4))], "lr": number}])
+    optimizer.param_groups[0]["prior_std"] = {"weight": number}
+    with pytest.raises(RuntimeError, match="computed from records"):
+        optimizer.step()
+    assert len(optimizer.accountant) == 0
+
+
+@pytest.mark.parametrize("fisher", ["full", "diagonal"])
+def test_fisher_scoring_stays_where_it_is_at_lr_0_on_full_batches(fisher):
+    p = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    optimizer = built(partial(DPSGFS, fisher=fisher), [p], expected_batch_size=N)
+    for lr in (0.0, torch.tensor(0.3)):
+        optimizer.param_groups[0]["lr"] = lr
+        p.grad_sample = torch.zeros(N, 4, dtype=torch.float64)
+        optimizer.step()
+        assert torch.equal(p, torch.ones_like(p)) == (float(lr) == 0)
+    assert isinstance(optimizer.effective_temperature, float)
+
+
+def test_a_clip_norm_that_is_no_number_says_so():
+    data = TensorDataset(torch.randn(40, 2), torch.randn(40, 1))
+    with pytest.raises(ValueError, match="max_grad_norm must be positive and finite, got nan"):
+        dpb.PrivacyEngine().make_private(
+            module=nn.Linear(2, 1),
+            optimizer=partial(DPSGLD, lr=0.1),
+            data_loader=DataLoader(data, batch_size=20),
+            noise_multiplier=1.0,
+            max_grad_norm=math.nan,
+        )

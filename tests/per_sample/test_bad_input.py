@@ -459,6 +459,28 @@ def test_hooks_take_empty_batches():
         assert not sum_of(source, net, 0.5).any()
 
 
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_hooks_give_padding_no_gradient(is_twice):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.out = nn.Embedding(5, 4, padding_idx=2), nn.Linear(12, 3)
+
+        def forward(self, x):
+            h = self.tokens(x)
+            return self.out((h + self.tokens(x.flip(1)) if is_twice else h).flatten(1))
+
+    x, y = torch.randint(5, (6, 3)), torch.randint(3, (6,))
+    plain, net = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    source = HooksGradientSource(net)
+    expected = clipped_rows(
+        gradients_of_records(plain, lambda n, a, b: entropy(n(a), b), (x, y)), 0.5
+    )
+    entropy(net(x), y).backward()
+    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_packed_sequences_are_refused_by_hooks():
     class Packed(nn.Module):
         def __init__(self):

@@ -504,6 +504,52 @@ def test_a_function_that_is_exchanged_for_all_layers(place, name, monkeypatch):
     assert error.value.code == "step-changed"
 
 
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around the model", "in the model"])
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        (nn.Linear, "forward"),
+        (F, "linear"),
+        (None, "class"),
+        (F, "layer_norm"),
+        (torch, "layer_norm"),
+    ],
+)
+def test_code_that_is_exchanged_during_one_pass(place, name, is_inside, monkeypatch):
+    """It would see the whole batch, and be gone when step() looks."""
+
+    class Other(nn.Linear):
+        pass
+
+    @contextlib.contextmanager
+    def exchanged():
+        with monkeypatch.context() as patch:
+            if place is None:
+                patch.setattr(net.layer, "__class__", Other)
+            else:
+                before = getattr(place, name)
+                patch.setattr(place, name, lambda *given: before(*given))
+            yield
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            with exchanged() if is_inside else contextlib.nullcontext():
+                return self.layer(self.norm(x)).tanh()
+
+    BookkeepingGradientSource(net := Net())
+    x, _ = delivered(torch.randn(7, 6), torch.randint(3, (7,)))
+    with (
+        pytest.raises(DPBayesError) as error,
+        contextlib.nullcontext() if is_inside else exchanged(),
+    ):
+        net(x)
+    assert error.value.code == "step-changed"
+
+
 # -- passes that end early, and threads ------------------------------------------------------------
 
 

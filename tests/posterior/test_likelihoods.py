@@ -258,3 +258,40 @@ def test_r_hat_of_predictions():
     few, model, x = sampled(np.zeros((3, 3)), "normal")
     with pytest.raises(RuntimeError, match="two halves of two samples"):
         few.r_hat(model, x)
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "categorical"])
+@pytest.mark.parametrize("of", [torch.bool, torch.uint8, torch.int32, torch.float32])
+def test_labels_of_every_type_and_in_a_column(kind, of):
+    scores = torch.randn(4, 6, 2, dtype=torch.float64)
+    outputs = scores if kind == "categorical" else scores[..., 1] - scores[..., 0]
+    samples, model, x = sampled(outputs, kind)
+    y = torch.tensor([0, 1, 1, 0, 1, 0])
+    wanted = scores.softmax(-1).mean(0)[torch.arange(6), y].log()
+    for labels in (y.to(of), y.to(of)[:, None]):
+        assert torch.allclose(samples.log_likelihood(model, x, labels), wanted)
+
+
+def test_a_function_for_the_noise_is_missed_after_loading(tmp_path):
+    """Means of two targets would pass for a mean and a log variance."""
+    outputs, path = torch.randn(3, 5, 2, dtype=torch.float64), tmp_path / "samples.pt"
+    scales = [0.1, 0.2, 0.3]
+    samples, model, x = sampled(
+        outputs, "normal", noise_std=lambda net: net.log_std.exp(), scales=scales
+    )
+    samples.save(path)
+    loaded = PosteriorSamples.load(path)
+    loaded.save(path)  # which changes nothing
+    loaded = PosteriorSamples.load(path)
+    with pytest.raises(ValueError, match="was a function"):
+        loaded.predict(model, x)
+    assert torch.equal(loaded.outputs(model, x), outputs)
+    loaded.noise_std = samples.noise_std
+    assert torch.equal(loaded.predict(model, x), outputs.mean(0))
+
+
+@pytest.mark.parametrize("noise_std", [np.float64(0.5), torch.tensor(0.5), 0.5])
+def test_any_number_for_the_noise_is_kept(noise_std, tmp_path):
+    samples, _, _ = sampled(torch.zeros(2, 3), "normal", noise_std=noise_std)
+    samples.save(tmp_path / "samples.pt")
+    assert PosteriorSamples.load(tmp_path / "samples.pt").noise_std == 0.5

@@ -57,7 +57,7 @@ def build(
         _require_private(optimizer)
         if isinstance(optimizer, partial):
             for name, value in {**stated, **declared, "accountant": accountant}.items():
-                if optimizer.keywords.get(name, value) != value:
+                if name in optimizer.keywords and optimizer.keywords[name] != value:
                     raise ArgumentError(
                         f"{name} = {optimizer.keywords[name]} in the optimizer factory, but here it"
                         f" is {value}",

@@ -16,7 +16,7 @@ from .. import words
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
 from ..release.query import ClippedSum
-from ..release.release import Release
+from ..release.release import Release, require_public
 from .priors import LogPrior, PriorStd, require_prior_std, require_used
 from .settings import (
     LARGEST_LR,
@@ -55,6 +55,7 @@ class DeclaredOptimizer(Optimizer):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         _require_arguments(cls, args, options)
+        require_public(f"an argument of {cls.__name__}", [*args, *options.values()])
         return super().__new__(cls)
 
     def __init__(
@@ -222,7 +223,7 @@ class DeclaredOptimizer(Optimizer):
         the samples.
         """
         return max(
-            self._group_temperature(g, self._multiplier(g)) if g["lr"] > 0 else 0.0
+            float(self._group_temperature(g, self._multiplier(g))) if g["lr"] > 0 else 0.0
             for g in self._trained_groups()
         )
 
@@ -359,6 +360,7 @@ class DeclaredOptimizer(Optimizer):
         """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
         if isinstance(param_group.get("lr"), str):
             param_group = {**param_group, "lr": self._resolved(param_group["lr"])}
+        require_public("a parameter group", param_group.values())
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

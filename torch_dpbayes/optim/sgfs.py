@@ -276,7 +276,8 @@ class DPSGFS(PrivateOptimizer):
                 [matrix.new_full((len(part.gradient),), value(part)) for part in parts]
             )
 
-        temperature = self.effective_temperature
+        if (temperature := self.effective_temperature) == 0:
+            return  # every lr is 0
         matrix = _at_least(fisher, floor).to(torch.float64) * self._curvature_weight()
         still = over_parts(lambda part: part.group["lr"] == 0)
         noise = over_parts(self._privacy_variance)

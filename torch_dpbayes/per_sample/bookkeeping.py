@@ -75,7 +75,7 @@ class BookkeepingGradientSource(GradientSource):
         self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
         self._versions: list[tuple[Tensor, int]] = []  # of parameters, in the last forward pass
         self._layers = [_Layer(self, *found) for found in self._recorded_layers(module)]
-        self._code = _code_of({layer.kind for layer in self._layers})
+        self.code = {kind: _code_of({kind}) for kind in {layer.kind for layer in self._layers}}
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         recorded = {p for layer in self._layers for _, p in layer.known}
@@ -178,12 +178,10 @@ class BookkeepingGradientSource(GradientSource):
             )
 
     def require_unchanged(self) -> None:
-        for home, name, value, code in self._code:
-            if home.get(name) is not value or getattr(value, "__code__", None) is not code:
-                raise StepError(_CHANGED.format(name), code="step-changed")
+        for code in self.code.values():
+            _require_same(code)
         for layer in self._layers:
-            if layer.has_other_code():
-                raise StepError(_CHANGED.format(layer.name), code="step-changed")
+            layer.require_own_code()
 
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
@@ -236,8 +234,8 @@ class BookkeepingGradientSource(GradientSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and no data."""
-        empty: dict[str, Any] = {k: [] for k in ("_handles", "_noted", "_copies", "_held", "_code")}
-        return {**self.__dict__, **empty, "is_copy": True}
+        empty: dict[str, Any] = {k: [] for k in ("_handles", "_noted", "_copies", "_held")}
+        return {**self.__dict__, **empty, "code": {}, "is_copy": True}
 
 
 class VmapGradientSource(BookkeepingGradientSource):
@@ -277,11 +275,12 @@ class _Layer(ReplacedForward):
         super().__init__(module, [module])
         self._attributes = set(vars(module))
 
-    def has_other_code(self) -> bool:
-        """Whether the layer has another class than it had, or code of its own."""
+    def require_own_code(self) -> None:
+        """Raise if the layer has another class than it had, or code of its own."""
         new = vars(self.module).keys() - self._attributes
+        if type(self.module) is not self.kind or _has_code_of_its_own(self.module, new):
+            raise StepError(_CHANGED.format(self.name), code="step-changed")
         self._attributes |= new
-        return type(self.module) is not self.kind or _has_code_of_its_own(self.module, new)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,6 +303,9 @@ class _Layer(ReplacedForward):
         self, record_map: RecordMap | _WholeBatch, inputs: Sequence[Tensor]
     ) -> Tensor:
         """The whole batch at once; several rows of one record are several calls."""
+        # code that stands there during this call alone would see the whole batch too
+        _require_same(self.source.code[self.kind])
+        self.require_own_code()
         shape = inputs[0].shape[isinstance(record_map, _WholeBatch) :]
         is_one, is_several = layers.rows_of(self.module, shape)
 
@@ -408,6 +410,13 @@ _CHANGED = (
 )
 
 
+def _require_same(code: Iterable[tuple[dict[str, Any], str, Any, Any]]) -> None:
+    """Raise if a function is another one than when :func:`_code_of` noted it."""
+    for home, name, value, its_code in code:
+        if home.get(name) is not value or getattr(value, "__code__", None) is not its_code:
+            raise StepError(_CHANGED.format(name), code="step-changed")
+
+
 def _code_of(kinds: set[type]) -> list[tuple[dict[str, Any], str, Any, Any]]:
     """The functions that layers on whole batches run: where each stands, its name, itself, its
     code.
@@ -421,6 +430,10 @@ def _code_of(kinds: set[type]) -> list[tuple[dict[str, Any], str, Any, Any]]:
     ]
     functions = {name for kind in kinds for name in layers.KINDS[kind].functions}
     homes += [(vars(F), name, vars(F)[name]) for name in functions]
+    # and what these call: F.layer_norm is a Python function around torch.layer_norm
+    codes = (vars(F)[name].__code__ for name in functions if hasattr(vars(F)[name], "__code__"))
+    called = {name for code in codes for name in code.co_names if callable(vars(torch).get(name))}
+    homes += [(vars(torch), name, vars(torch)[name]) for name in called]
     return [(home, name, f, getattr(f, "__code__", None)) for home, name, f in homes]
 
 
@@ -451,6 +464,6 @@ def _is_exchanged(kind: type) -> bool:
     return any(
         isinstance(f, FunctionType)
         and f.__globals__
-        is not vars(sys.modules[home["__name__"] if home is vars(F) else home["__module__"]])
+        is not vars(sys.modules[home["__module__" if "__module__" in home else "__name__"]])
         for home, _, f, _ in _code_of({kind})
     )

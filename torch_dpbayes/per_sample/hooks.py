@@ -90,7 +90,7 @@ class HooksGradientSource(GradientSource):
 
 
 class _Hooks(GradSampleHooks):
-    """Opacus' hooks, which count forward passes and take empty batches."""
+    """Opacus' hooks, which count forward passes, take empty batches, and leave padding alone."""
 
     def __init__(self, module: nn.Module, source: HooksGradientSource) -> None:
         super().__init__(module, loss_reduction=source.loss_reduction, strict=False)
@@ -157,6 +157,14 @@ class _Hooks(GradSampleHooks):
                     code="model-packed",
                 )
         super().capture_activations_hook(module, forward_input, _forward_output)
+
+    def capture_backprops_hook(self, module: Any, *given: Any, **options: Any) -> None:
+        super().capture_backprops_hook(module, *given, **options)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            # torch gives the padding row no gradient, Opacus does
+            records: Any = getattr(module.weight, "grad_sample", None)
+            if records is not None:
+                (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
 
 def _records_of(name: str, parameter: Tensor) -> Tensor | None:

@@ -73,6 +73,7 @@ class Categorical(Likelihood):
         return form.exp()
 
     def log_density(self, form: Tensor, y: Tensor) -> Tensor:
+        y = _without_column(y) if form.dim() == 3 else y
         _require_shape(y, form.shape[1:-1])
         _require_between(y, form.shape[-1] - 1)
         labels = y.long().expand(form.shape[:-1])[..., None]
@@ -184,6 +185,16 @@ def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
         )
 
 
+def forgotten_noise_std(model: nn.Module) -> Tensor:
+    """In the place of a function that a file does not keep; means of two targets would pass for a
+    mean and a log variance without it.
+    """
+    raise SamplesError(
+        "noise_std was a function when these samples were saved, which a file does not keep: set"
+        " samples.noise_std to it again"
+    )
+
+
 def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
     """Means and log variances, of means in every column and a scale that may be the model's."""
     mean = _without_column(output)
@@ -248,5 +259,5 @@ def _require_shape(y: Tensor, wanted: Sequence[int]) -> None:
 
 
 def _require_between(y: Tensor, largest: int) -> None:
-    if y.numel() and not bool(((y >= 0) & (y <= largest) & (y == y.round())).all()):
+    if not bool(((y >= 0) & (y <= largest) & (y == y.long())).all()):
         raise SamplesError(f"targets must be whole numbers from 0 to {largest}")

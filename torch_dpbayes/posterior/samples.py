@@ -20,11 +20,14 @@ from .likelihoods import (
     Likelihood,
     NoiseStd,
     entropies,
+    forgotten_noise_std,
     likelihood_of,
     require_likelihood,
     with_noise,
 )
 from .outputs import Forward, Inputs, Sample, Transform
+
+_FUNCTION = "function"  # in a file, for a noise_std that it cannot keep
 
 
 class _Chain:
@@ -179,7 +182,10 @@ class _Chain:
         """
         content = files.load(path)
         names = ("burn_in", "thin", "max_samples", *cls._STATED)
-        loaded = cls(**{name: content[name] for name in names})
+        stated = {name: content[name] for name in names}
+        if stated.get("noise_std") == _FUNCTION:
+            stated["noise_std"] = forgotten_noise_std
+        loaded = cls(**stated)
         loaded._num_collected = content["num_collected"]
         loaded._samples = content["samples"]
         if loaded._samples:
@@ -226,7 +232,8 @@ class PosteriorSamples(_Chain):
         noise_std: the standard deviation of a normal target, in its units, where the model's
             output are means: ``math.sqrt(0.5)`` after ``MSELoss`` as −log p per record, s after
             ``MSELoss() / (2 * s**2)``; or of a scale that the model learns, ``lambda net:
-            net.log_std.exp()``. A file keeps a number; set the attribute again for a function.
+            net.log_std.exp()``. A file keeps a number; a function has to be set again, as
+            ``samples.noise_std = ...``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -252,6 +259,8 @@ class PosteriorSamples(_Chain):
     ) -> None:
         super().__init__(burn_in, thin, max_samples)
         require_likelihood(likelihood, noise_std)
+        if noise_std is not None and not callable(noise_std):
+            noise_std = float(noise_std)
         self.likelihood, self.noise_std = likelihood, noise_std
 
     @classmethod
@@ -287,7 +296,7 @@ class PosteriorSamples(_Chain):
         return found
 
     def _stated(self) -> dict[str, Any]:
-        noise_std = None if callable(self.noise_std) else self.noise_std
+        noise_std = _FUNCTION if callable(self.noise_std) else self.noise_std
         return {"likelihood": self.likelihood, "noise_std": noise_std}
 
     def predict(

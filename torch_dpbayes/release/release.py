@@ -359,9 +359,12 @@ def _bits_of(value: Tensor | str) -> int:
 
 def require_public(what: str, values: Iterable[Any]) -> None:
     """Refuse values of a batch among those that a step uses beside the noisy gradient."""
-    if any(isinstance(value, torch.Tensor) and holds_records(value) for value in values):
-        raise StepError(
-            f"{what} holds values that were computed from records: they would enter the step"
-            " without clipping and noise. Use public values, or what opt.step() released",
-            code="model-written",
-        )
+    for value in values:
+        if isinstance(value, Mapping):
+            require_public(what, value.values())
+        elif isinstance(value, torch.Tensor) and holds_records(value):
+            raise StepError(
+                f"{what} holds values that were computed from records: they would enter the step"
+                " without clipping and noise. Use public values, or what opt.step() released",
+                code="model-written",
+            )
