@@ -441,12 +441,12 @@ class WithoutPrior(DPSGFS):
     """The prior's precision left out of the preconditioner."""
 
     def _update(self, parts):
-        stds = [part.group["prior_std"] for part in parts]
+        stds = [part.prior_stds for part in parts]
         for part in parts:
-            part.group["prior_std"] = math.inf
+            part.prior_stds = [math.inf for _ in part.prior_stds]
         super()._update(parts)
-        for part, std in zip(parts, stds):
-            part.group["prior_std"] = std
+        for part, own in zip(parts, stds):
+            part.prior_stds = own
 
 
 @pytest.mark.first_cases(2)

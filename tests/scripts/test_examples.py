@@ -34,7 +34,7 @@ def _in_a_folder_of_its_own(tmp_path_factory, monkeypatch):
 
 def rows(out):
     """The numbers of the two rows of the final table."""
-    names = ("posterior average", "average of the run", "last iterate")
+    names = ("posterior average, ", "average of the run", "last iterate")
     found = [line for line in out.splitlines() if line.startswith(names)]
     assert len(found) == 2, out
     return [[float(number) for number in re.findall(r"-?\d+\.\d+", line)] for line in found]

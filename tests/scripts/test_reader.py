@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 
 pytestmark = pytest.mark.thorough
+# one run in a hundred is told that the releases contradict the model; longer rows are shortened
+MAY_WARN = pytest.mark.filterwarnings("ignore:the releases contradict")
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +72,8 @@ def test_a_run_is_resumed():
     engine.load_checkpoint("checkpoint.pt", module=net, optimizer=opt)
     assert engine.accountant.get_epsilon() == spent
     train(net, opt, loader, 2, samples)
-    assert len(samples) == 4 and spent < engine.accountant.get_epsilon() <= 3
+    assert samples.num_collected == 4 and len(samples) == 2  # the second half
+    assert spent < engine.accountant.get_epsilon() <= 3
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         train(net, opt, loader, 2)
 
@@ -102,6 +105,7 @@ with dpb.PrivacyAccountant(path="budget.db") as accountant:
     assert "filter" in later.stdout
 
 
+@MAY_WARN
 def test_logistic_regression_in_pyro_with_honest_intervals():
     """coming_from/pyro.md and choosing_a_method.md"""
     truth = torch.tensor([1.0, -1.0])

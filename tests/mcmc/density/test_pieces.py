@@ -85,7 +85,7 @@ MODELS = {  # the term of a record, θ being the sites sorted by name; and wheth
 
 
 def expected(term, theta, data, bound):
-    """Sums of clipped gradients and of their outer products."""
+    """The sum of clipped gradients."""
     rows = vmap(grad(term), in_dims=(None, 0, 0, 0))(theta, *data)
     rows = rows * (bound / rows.norm(dim=1, keepdim=True)).clamp(max=1.0)
     return rows.sum(0)
@@ -121,7 +121,7 @@ def test_indices_may_count_from_the_end_and_records_without_an_entry_count_as_ze
     model, make, term, _ = MODELS["picking"]
     group, x, y = make()
     theta = torch.randn(GROUPS + 1)
-    total, _ = expected(term, theta, (group, x, y), 0.7)
+    total = expected(term, theta, (group, x, y), 0.7)
     from_the_end = torch.where(torch.rand(COUNT) < 0.5, group, group - GROUPS)
     density = RecordDensity(model, (from_the_end, x, y))
     torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)

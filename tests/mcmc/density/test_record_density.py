@@ -287,7 +287,7 @@ def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records():
 
 
 @pytest.mark.first_cases(1)
-@pytest.mark.parametrize("what", ["clipped_gradient_sum", "clipped_outer_sum", "gradient_sum"])
+@pytest.mark.parametrize("what", ["clipped_gradient_sum", "gradient_sum"])
 def test_no_record_decides_whether_there_are_gradients(what):
     theta = torch.tensor([-30.0])
     for data in with_and_without_a_record_that_fails():
