@@ -364,9 +364,8 @@ class Composition:
         mass, delta = self._profile(tilted)
         error = 1 + 8 * self._size * float(np.finfo(float).eps)
         rest = self.transform.infinity + self.above
-        slopes = (1 - np.minimum(delta * error + rest, 1.0)) * np.exp(
-            -np.maximum(self.losses, -700)
-        )
+        ends = np.minimum(delta * error + rest, 1.0)
+        slopes = (1 - ends) * np.exp(-np.maximum(self.losses, -700))
         best = int(np.argmax(slopes))
 
         def at(epsilons: Array) -> Array:
@@ -375,7 +374,9 @@ class Composition:
             nearer = np.minimum(epsilons - self.losses[inside], 0.0)
             found = -np.expm1(nearer) * mass[inside] + np.exp(nearer) * delta[inside]
             found = np.where(cell == len(mass), 0.0, found * error) + rest
-            chord = 1 - slopes[best] * np.exp(np.minimum(epsilons, self.losses[best]))
+            # 1 - (1 - delta) exp(fall) as a sum of positive terms: small ones keep their digits
+            fall = np.minimum(epsilons - self.losses[best], 0.0)
+            chord = (ends[best] * np.exp(fall) - np.expm1(fall)) * error
             found = np.where(cell == 0, 1.0, np.minimum(found, 1.0))
             return np.where(epsilons <= self.losses[best], np.minimum(chord, found), found)
 

@@ -76,10 +76,12 @@ def epsilon_by_cut(
 
 def _cut_at(levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool) -> float:
     tail, cut, three = tail_of(delta, sum(levels.values())), _CUT * epsilon, math.inf
+    # a reverse is all in the core; a pair that is its own reverse has the same large losses
+    cuttable = {p: n for p, n in levels.items() if not (reverse and has_two_directions(p))}
     while three > _THREE * delta:
         if cut > _LARGEST_CUT * epsilon:
             return epsilon
-        most, above = cut, [] if reverse else _above(levels, cut, tail)
+        most, above = cut, _above(cuttable, cut, tail)
         mass, cut = math.fsum(mass for *_, mass, _ in above), 1.5 * cut
         three = mass**3 / 6 * math.exp(min(mass, 1.0))
     core: dict[Pair, int] = {}
