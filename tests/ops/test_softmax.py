@@ -149,7 +149,7 @@ def test_bad_data():
     # not how many records there are, which may be private
     with pytest.raises(ValueError, match=r"targets must be .* got a tensor of shape \[n, 4\]"):
         dpb.ops.Softmax(4).prepare((x, F.one_hot(y, 4)))
-    with pytest.raises(ValueError, match=r"differ in their number of records\.$"):
+    with pytest.raises(ValueError, match=r"differ in their number of records\.\n"):
         dpb.ops.Softmax(4).prepare((x, y[1:]))
     with pytest.raises(TypeError, match="features and targets"):
         dpb.noise_aware.posterior(dpb.ops.Softmax(4), x, epsilon=1, delta=1e-5)
