@@ -249,6 +249,38 @@ def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path)
     )
 
 
+def wide(x):
+    w = pyro.sample("w", dist.Normal(torch.zeros(40_000), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(w.mean(), 1.0), obs=x)
+
+
+@pytest.mark.thorough
+def test_draws_that_are_larger_than_a_pipe_arrive(tmp_path):
+    """A pipe holds 64 kB: a chain that waits for its draw to be taken must not be waited for."""
+    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
+    kernel = DPPenalty(
+        wide,
+        proposal_scale=1e-3,
+        log_ratio_slope=1.0,
+        noise_multiplier=50.0,
+        accountant=accountant,
+    )
+
+    def too_long(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(120)
+    try:
+        parallel(kernel, 2, num_samples=3, warmup_steps=1).run(DATA)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert kernel.get_samples()["w"].shape == (6, 40_000)
+    assert counts(accountant) == {50.0: 8}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_an_accountant_in_memory_refuses_parallel_chains(context):

@@ -22,6 +22,7 @@ from torch_dpbayes.noise_aware import (
     posterior_for_module,
     sufficient_statistics,
 )
+from torch_dpbayes.noise_aware.models import LastLayer
 
 DOUBLE = torch.float64
 ZERO, ONE = torch.zeros((), dtype=DOUBLE), torch.ones((), dtype=DOUBLE)
@@ -336,6 +337,15 @@ def test_under_add_or_remove_no_number_of_records_raises(count):
             logistic, *data(count), accountant=accountant, num_data=50, num_simulated=500
         )
     assert bool(found.mean["w"].isfinite().all()) and len(accountant)
+
+
+def test_a_network_takes_no_records():
+    """A convolution cannot be mapped over none of them."""
+    body = [torch.nn.Conv1d(1, 2, 3), torch.nn.Flatten()]
+    net = torch.nn.Sequential(*body, torch.nn.Linear(4, 2))
+    net[0].requires_grad_(False)
+    found = LastLayer(net, "categorical", 1.0).features(torch.empty(0, 1, 4))
+    assert found.shape == (0, 4)
 
 
 def test_no_records_are_refused_where_their_number_is_public():

@@ -120,7 +120,7 @@ def test_a_budget_stops_it():
     ("options", "kind"),
     [
         ({"x": torch.randn(5)}, ArgumentError),
-        ({"x": torch.empty(0, 3)}, ArgumentError),
+        ({"x": torch.empty(3, 0)}, ArgumentError),
         ({"x": torch.ones(5, 3, dtype=torch.long)}, ArgumentTypeError),
         ({"noise_multiplier": 0.0}, ArgumentError),
         ({"noise_multiplier": math.nan}, ArgumentError),
@@ -135,3 +135,11 @@ def test_what_is_out_of_range_is_refused_and_nothing_is_charged(options, kind):
     with pytest.raises(kind):
         dpb.noise_aware.covariance(**{"x": torch.randn(5, 3), "accountant": accountant} | options)
     assert len(accountant) == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 2, 3)])
+def test_no_records_are_no_error(shape):
+    """Under add-or-remove-one an error would tell them from one record."""
+    accountant = dpb.PrivacyAccountant(8.0, 1e-5)
+    found = dpb.noise_aware.covariance(torch.empty(shape), accountant=accountant)
+    assert found.matrix.shape == (3, 3) and len(accountant) == 1

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -183,3 +184,14 @@ def test_plan_reads_no_records():
     assert bool((found.stddev < 1.2 * found.prior_stddev).all())
     more = plan(grouped, x, g, y, accountant=accountant, num_data=50_000)
     assert float(more.stddev.mean()) < 0.3 * float(found.stddev.mean())
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_a_posterior_holds_no_records(neighboring):
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring=neighboring)
+    x, g, y = data()
+    found = posterior(
+        grouped, x, g, y, accountant=accountant, num_data=500, num_releases=2, num_simulated=500
+    )
+    kept = pickle.dumps(found)
+    assert not any(row.numpy().tobytes() in kept for row in (x[:3], g[:50], y[:50]))

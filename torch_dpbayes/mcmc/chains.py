@@ -26,7 +26,7 @@ from .kernel import Draw, PrivateKernel
 from .mixing import complaint_of
 
 _SECONDS_TO_STOP, _SECONDS_TO_CHARGE, _SECONDS_TO_SEND = 40.0, 30.0, 1.0
-_SECONDS_TO_NOTICE = 0.2
+_SECONDS_TO_NOTICE, _SECONDS_TO_LOOK = 0.2, 0.02
 
 
 class MCMC(pyro.infer.MCMC):
@@ -115,6 +115,7 @@ class _ParallelChains(_MultiSampler):
         self._sent: SimpleQueue[tuple[int, dict[str, Any]]] = self._context.SimpleQueue()
         # one pipe a chain: an event would be a lock of all, which one that ends may hold
         self._stops: list[tuple[Any, Any]] = []
+        self._receiving = threading.Lock()
 
     def init_workers(self, *args: Any, **kwargs: Any) -> None:
         self.workers, starts = [], self.initial_params
@@ -139,11 +140,18 @@ class _ParallelChains(_MultiSampler):
             )
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        self._chains = self.kernel.begin_chains(self.num_chains)
-        for value, number in super().run(*args, **kwargs):
+        self._chains, ended = self.kernel.begin_chains(self.num_chains), threading.Event()
+        threading.Thread(target=self._keep_receiving, args=(ended,), daemon=True).start()
+        try:
+            yield from super().run(*args, **kwargs)
+        finally:
+            ended.set()
             self._receive()
-            yield value, number
-        self._receive()
+
+    def _keep_receiving(self, ended: threading.Event) -> None:
+        """A chain whose draw is larger than a pipe waits until it is taken."""
+        while not ended.wait(_SECONDS_TO_LOOK):
+            self._receive()
 
     def terminate(self, terminate_workers: bool = False) -> None:
         if terminate_workers:
@@ -159,9 +167,11 @@ class _ParallelChains(_MultiSampler):
 
     def _receive(self) -> None:
         """Keep the draws that have arrived."""
-        while not self._sent.empty():
-            number, draw = self._sent.get()
-            self._chains[number].append({n: torch.as_tensor(value) for n, value in draw.items()})
+        with self._receiving:
+            while not self._sent.empty():
+                number, draw = self._sent.get()
+                own = {name: torch.as_tensor(value) for name, value in draw.items()}
+                self._chains[number].append(own)
 
 
 @dataclass

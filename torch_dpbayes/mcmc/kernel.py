@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,7 +38,7 @@ _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
 _SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
 # not pickled: it stems from the data without a charge, or belongs to this process
-_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_chain")
+_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior")
 _UNIFORMS = 64  # drawn at a time
 
 Draw = dict[str, Tensor]  # values by site
@@ -423,7 +424,10 @@ class PrivateKernel(MCMCKernel):
 
     def __getstate__(self) -> dict[str, Any]:
         # what stems from the data without a charge, or belongs to this process, stays here
-        return {**self.__dict__, **dict.fromkeys((*_OF_THIS_PROCESS, *self._private_state()))}
+        left = (*_OF_THIS_PROCESS, *self._private_state())
+        if get_spawning_popen() is None:  # else it is on its way to the chain's process
+            left = (*left, "_chain")
+        return {**self.__dict__, **dict.fromkeys(left)}
 
     def _private_state(self) -> tuple[str, ...]:
         return ()

@@ -101,8 +101,8 @@ def covariance(
     """
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
         raise ArgumentTypeError("x must be a dense floating-point tensor.")
-    if x.dim() not in (2, 3) or 0 in x.shape:
-        raise ArgumentError(f"x must be [n, d] or [n, positions, d], got {list(x.shape)}.")
+    if x.dim() not in (2, 3) or 0 in x.shape[1:]:  # the number of records may be private
+        raise ArgumentError(f"x must be [n, d] or [n, positions, d], got {['n', *x.shape[1:]]}.")
     if not isinstance(accountant, PrivacyAccountant):
         raise ArgumentTypeError(
             f"accountant must be a dpb.PrivacyAccountant, got {type(accountant).__name__}."
@@ -139,10 +139,10 @@ def covariance(
 
 def _second_moments(x: Tensor, max_norm: float) -> Tensor:
     """Their sum over records that are shortened, in units of ``max_norm``². Private data."""
-    size = x.shape[-1]
+    size, positions = x.shape[-1], math.prod(x.shape[1:-1])
     total = torch.zeros(size, size, dtype=torch.float64, device=x.device)
     for rows in x.split(_ROWS):
-        records = rows.double().reshape(len(rows), -1, size) / max_norm
+        records = rows.double().reshape(len(rows), positions, size) / max_norm
         is_usable = (records.abs() <= _LARGEST).flatten(1).all(1)
         records = torch.where(is_usable[:, None, None], records, 0.0)
         norms = records.flatten(1).norm(dim=1)[:, None, None]

@@ -271,7 +271,9 @@ def noisy_moments(
         multipliers: z of the mean and of the products.
         normal: from a size to that many standard normal numbers of fresh noise.
     """
-    own = (rows[:, shape.free] / shape.bound).to(torch.float64)
+    own = rows[:, shape.free].to(torch.float64) / shape.bound
+    # once more: rows of few digits, as of bfloat16, are longer than the bound by their rounding
+    own = own * shorten(own.square().sum(1), 1 - _ROUNDING)[:, None]
     size = own.shape[1]
     total = own.sum(0) + multipliers[0] * normal(size)
     draws = normal(size * size).reshape(size, size)

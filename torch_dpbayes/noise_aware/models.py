@@ -185,6 +185,8 @@ class LastLayer:
 
     def _of_private(self, inputs: Tensor) -> Tensor:
         """Zeros where the computation fails, which no record may make known."""
+        if not len(inputs):
+            return inputs.new_zeros(0, self.num_features)
         try:
             return self._map(inputs)
         except torch.OutOfMemoryError:

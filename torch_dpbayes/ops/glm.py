@@ -208,11 +208,13 @@ class GLM:
             )
         if features.shape[1] == 0:
             raise ArgumentError("the features have no column: there is no weight to sample")
-        if not _is_dense(targets) or targets.shape != features.shape[:1]:
+        if not _is_dense(targets) or targets.dim() != 1:
             raise ArgumentError(
-                f"targets must be a real dense tensor [{len(features)}], one number a record, got"
+                "targets must be a real dense tensor [n], one number a record, got"
                 f" {_shape(targets)}. One-hot or multi-output targets belong to other models."
             )
+        if len(targets) != len(features):
+            raise ArgumentError("features and targets differ in their number of records.")
         return features, targets
 
     def target(
@@ -455,5 +457,7 @@ def _require_matrix(features: Any) -> None:
 
 
 def _shape(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else kind
+    """For errors, without the number of records, which may be private."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a tensor of shape [{', '.join(['n', *map(str, value.shape[1:])][: value.dim()])}]"

@@ -148,6 +148,15 @@ class Arguments:
         """One row that has lost the dimension of the records, with it."""
         return [r.unsqueeze(dim) for r, dim in zip(row, self.row_dims.values(), strict=True)]
 
+    def without_rows(self) -> Arguments:
+        """Shapes, types and public arguments alone, for what outlives the data."""
+        leaves = list(self._leaves)
+        for k in self.row_dims:
+            leaves[k] = leaves[k].new_empty(self._shape(k, [0]))
+        other = copy(self)
+        other.__dict__.update(_leaves=leaves)
+        return other
+
     def overwrite(self, number: int, rows: Sequence[Tensor], source: int) -> None:
         """Replace record ``number`` by row ``source`` of ``rows``, in a copy of the data."""
         if not self._are_own:

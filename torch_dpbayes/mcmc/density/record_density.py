@@ -80,7 +80,7 @@ class RecordDensity:
         seen = self._arguments if count_is_public else self._arguments.standing_in()
         with torch.no_grad(), without_value_checks():
             structure = find_structure(model, seen, data_plate)
-            self.made_up = MadeUpRecords(model, seen, structure)
+            self.made_up = MadeUpRecords(model, seen.without_rows(), structure)
             self.made_up.require_local(data_plate)
         if not count_is_public:
             self._arguments.take_data_of(seen)
