@@ -351,6 +351,7 @@ def test_a_hybrid_run_of_a_module():
         loss=cross_entropy,
         prior_std=1.0,
         epochs=1,
+        samples=dpb.PosteriorSamples("categorical"),
     )
     assert run.module is net and set(run.start) == set(dict(net.named_parameters()))
     assert run.accountant.get_epsilon() <= 2.0 and run.samples.predict(net, x).shape == (100, 2)

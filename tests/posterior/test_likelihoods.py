@@ -161,7 +161,6 @@ def test_nothing_is_guessed_of_one_or_two_columns():
         ),
         ("categorical", (4, 3), torch.full((4,), 3), "whole numbers from 0 to 2"),
         ("categorical", (4, 3), torch.full((4,), -1), "whole numbers from 0 to 2"),
-        ("categorical", (4, 3), torch.zeros(4, 1), "pass one target for each"),
         ("categorical", (4, 3), torch.zeros(5), "x has 4 records and y has 5 targets"),
         ("bernoulli", (4,), torch.full((4,), 2.0), "whole numbers from 0 to 1"),
         ("bernoulli", (4,), torch.full((4,), 0.5), "whole numbers from 0 to 1"),

@@ -70,7 +70,7 @@ def test_demo_trains_on_digits_and_draws_the_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
     lines = [line for line in re.split(r"[\r\n]+", run.stderr) if line]
-    said = [line for line in lines if "step/s]" not in line]
+    said = [line for line in lines if "step/s" not in line]
     assert len(said) == 1 and "now draws Poisson batches" in said[0], run.stderr
     assert re.search(r"epoch 2/2, epsilon [23]\.\d+ spent, 0\.\d+ left: 100%", lines[-1]), lines[-1]
 

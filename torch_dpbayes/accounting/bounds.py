@@ -43,6 +43,7 @@ from .gdp import (
     sampled_epsilon,
 )
 from .privacy_loss import (
+    RandomizedResponses,
     apart,
     beside_failures,
     failing,
@@ -132,6 +133,8 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
+    if (exact := RandomizedResponses.of(counts)) is not None:
+        return exact.epsilon(delta)
     if advantage_sum(counts) <= delta:  # (0, delta)-privacy adds up
         return 0.0
     if sum(counts.values()) == 1:
@@ -160,6 +163,8 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    if (exact := RandomizedResponses.of(counts)) is not None:
+        return exact.delta(epsilon)
     if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), BoundedRange):
         return bounded_range_delta(only, epsilon)
     counts, largest = without_extremes(counts)

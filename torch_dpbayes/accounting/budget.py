@@ -36,6 +36,7 @@ from .dominating_pairs import (
     Gaussian,
     NonPrivate,
     Pair,
+    Pure,
     Sampled,
     added,
     covers,
@@ -383,7 +384,7 @@ class Budget:
         if NonPrivate() in wanted or self._filter is not None:
             return False
         joint = added(counts, wanted)
-        if self._method == "pld" and any(not isinstance(pair, Gaussian) for pair in joint):
+        if self._method == "pld" and not _is_closed_form(joint):
             for composed in self._compositions(counts, wanted):
                 if self._excess(composed, {}) <= 0:
                     self._hold(wanted, need, partial(self._excess, composed))
@@ -478,6 +479,12 @@ class Budget:
                 self._held, self._last = added(wanted, more), {}
                 return
             share /= 4
+
+
+def _is_closed_form(counts: Counts) -> bool:
+    return len({type(pair) for pair in counts}) == 1 and isinstance(
+        next(iter(counts)), Gaussian | Pure
+    )
 
 
 def _alike(counts: Counts) -> dict[Pair, int]:

@@ -40,9 +40,10 @@ class MCMC(pyro.infer.MCMC):
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.
-        num_samples, warmup_steps, initial_params, num_chains, hook_fn, mp_context, disable_progbar,
-            disable_validation, save_params: as for ``pyro.infer.MCMC``. There is no
-            ``transforms=``: the kernel's own are those of the sites' supports.
+        num_samples, warmup_steps, initial_params, num_chains, hook_fn, mp_context: as for
+            ``pyro.infer.MCMC``.
+        disable_progbar, disable_validation, save_params: likewise. ``transforms=`` is not taken,
+            for the kernel's own are those of the sites' supports.
 
     Raises:
         TypeError: ``kernel`` is not a private kernel.

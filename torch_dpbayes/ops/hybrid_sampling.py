@@ -39,7 +39,8 @@ class Hybrid(NamedTuple):
     module: nn.Module
     """With the chain's last state; a GLM's returns linear predictors of clipped features."""
     samples: PosteriorSamples
-    """States of the chain: ``samples.predict(module, x, transform=torch.sigmoid)``."""
+    """States of the chain: ``samples.predict(module, x)``; of a module, the likelihood is that of
+    ``samples=``, or give ``transform=``."""
     start: dict[str, Tensor]
     """The posterior sample that the chain began with."""
     accountant: PrivacyAccountant
@@ -149,6 +150,8 @@ def hybrid(
     def of_noise(multiplier: float) -> PoissonSampledDpEvent:
         return PoissonSampledDpEvent(batch_size / size, GaussianDpEvent(multiplier))
 
+    is_stated = "temperature" in getattr(optimizer, "keywords", {})
+    cold = {} if is_stated else {"temperature": 1.0}  # else a given clip norm would decide it
     noise = None
     if start_share is not None:
         first = make(start_share * epsilon, delta, accountant, num_data=num_data)
@@ -157,7 +160,7 @@ def hybrid(
         noise = calibrated(of_noise, epsilon, delta, steps, relation, history, method)
     module, chain, private = PrivacyEngine(accountant).make_private(
         module=module,
-        optimizer=partial(optimizer, **prior),
+        optimizer=partial(optimizer, **prior, **cold),
         data_loader=loader,
         max_grad_norm=max_grad_norm,
         noise_multiplier=noise,
@@ -180,7 +183,10 @@ def hybrid(
                 p.copy_(start["weights" if isinstance(model, GLM) else name].reshape(p.shape))
     if samples is None:
         thin = max(1, math.ceil(steps / 400))
-        samples = PosteriorSamples(burn_in=steps // 2, thin=thin, max_samples=200)
+        is_binary = isinstance(model, GLM) and model.family == "bernoulli"
+        samples = PosteriorSamples(
+            "bernoulli" if is_binary else None, steps // 2, thin, max_samples=200
+        )
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()

@@ -129,7 +129,7 @@ def test_indices_may_count_from_the_end_and_records_without_an_entry_count_as_ze
         odd = group.clone()
         odd[3] = wrong
         others = torch.arange(COUNT) != 3
-        total, _ = expected(term, theta, [v[others] for v in (group, x, y)], 0.7)
+        total = expected(term, theta, [v[others] for v in (group, x, y)], 0.7)
         density = RecordDensity(model, (odd, x, y))
         torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)
 

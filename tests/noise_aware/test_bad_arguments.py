@@ -143,7 +143,7 @@ REFUSED = {
     "columns": (posterior, (logistic, X[:, :1], Y), {}, UnfitModel, "size mismatch"),
     "arrays": (posterior, (logistic, X.numpy(), Y.numpy()), {}, ArgumentTypeError, "tensors"),
     "no model": (posterior, (3, X, Y), {}, UnfitModel, "not callable"),
-    "GLM rows": (posterior, (dpb.ops.GLM(), X, Y[:5]), {}, ArgumentError, "targets must be"),
+    "GLM rows": (posterior, (dpb.ops.GLM(), X, Y[:5]), {}, ArgumentError, "targets differ"),
     "GLM alone": (posterior, (dpb.ops.GLM(), X), {}, ArgumentTypeError, "two arguments"),
     "Softmax labels": (posterior, (dpb.ops.Softmax(3), X, Y), {}, ArgumentError, "integers"),
     "num_data": (posterior, (logistic, X, Y), {"num_data": 7}, ArgumentError, "60 records"),
