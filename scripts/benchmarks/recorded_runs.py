@@ -243,6 +243,7 @@ def bare(name: str, sampler: str, sampling: str | None, neighboring: str) -> Val
         num_data=40,
         expected_batch_size=10,
         max_grad_norm=0.5,
+        temperature=1.0,
         noise_multiplier=1.3,
         sampling=sampling,
         accountant=accountant,
