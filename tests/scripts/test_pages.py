@@ -94,15 +94,6 @@ def has_figures(section):
     return "examples/pictures/" in section or sum(any(row) for row in cells) >= 3
 
 
-# pages that are being rewritten; then this set goes
-WITH_COMMITS = {
-    "README.md",
-    "docs/noise_aware.md",
-    "docs/pyro_kernels.md",
-    "docs/how_to/choose_settings.md",
-}
-
-
 @pytest.mark.first_cases(200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_figures_carry_their_command_and_date_and_no_commit(page):
@@ -111,8 +102,7 @@ def test_figures_carry_their_command_and_date_and_no_commit(page):
             title = section.strip().splitlines()[0]
             assert COMMAND.search(read), f"{title}: by which command was it measured?"
             assert DATE.search(read), f"{title}: when was it measured?"
-    if page.relative_to(ROOT).as_posix() not in WITH_COMMITS:
-        assert not COMMIT.search(page.read_text()), "a page is of a version, not of a commit"
+    assert not COMMIT.search(page.read_text()), "a page is of a version, not of a commit"
 
 
 def test_all_examples_and_notebooks_are_in_the_index():
@@ -124,7 +114,7 @@ def test_all_examples_and_notebooks_are_in_the_index():
 
 
 def test_the_readme_is_read_in_one_go():
-    assert 6000 <= len(README.read_text().encode()) <= 8000
+    assert len(README.read_text().encode()) <= 6000
 
 
 def digits():
