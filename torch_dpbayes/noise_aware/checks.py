@@ -26,6 +26,7 @@ from .likelihood import Fit, Release
 
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
 _PRIOR_DRAWS = 2000
+_LEVEL = 5  # warn, note, infer, posterior, the caller
 
 
 def release_p_values(
@@ -104,14 +105,8 @@ def note(p_values: Sequence[float], prior: float) -> list[str]:
 
 
 def warn(message: str) -> None:
-    """A warning at the line that called this package."""
-    import inspect
-
-    package = __name__.partition(".")[0]
-    frame, depth = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, stacklevel=depth)
+    """A warning at the line that called :func:`.posterior`."""
+    warnings.warn(message, stacklevel=_LEVEL)
 
 
 def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
