@@ -115,7 +115,7 @@ def test_a_bounded_range_in_closed_form(neighboring, power, share, log_delta):
     found = bounds.upper_epsilon({pair: 1}, delta)
     assert exact(found) <= delta
     least = found - 4e-12 * pair.epsilon
-    assert least <= 0 or exact(least) >= delta
+    assert least <= 0 or exact(least) >= delta * (1 - 1e-11)  # as delta is told from epsilon
 
 
 def test_what_no_attack_sees_at_delta_costs_nothing():
