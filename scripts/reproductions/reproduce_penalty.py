@@ -20,8 +20,6 @@ full-batch Gaussians are one. "statistics" is ExponentialFamilyPenalty on x − 
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -318,26 +316,9 @@ def run_chain(kernel: str, records: int, power: float, chains: int) -> Row:
     return row | {"epsilon": accountant.get_epsilon(DELTA)}
 
 
-def run_seconds(kernel: str, records: int, length: int) -> Row:
-    """Median of the processor's time, which does not count what else the machine does."""
-    center, spread = posterior_moments(records)
-    accountant = dpb.PrivacyAccountant(neighboring="replace_one")
-    chain = kernel_for(kernel, multiplier(kernel, BEST, spread), spread, accountant)
-    params = {"chance": torch.tensor(center, dtype=torch.float64)}
-    chain.initial_params = params
-    chain.setup(0, data(records))
-    times = []
-    for _ in range(length):
-        start = time.thread_time()
-        params = chain.sample(params)
-        times.append(time.thread_time() - start)
-    return {"seconds an iteration": statistics.median(times)}
-
-
 RUNS: dict[str, Callable[..., Row]] = {
     "affordable": run_affordable,
     "owners": run_owners,
-    "seconds": run_seconds,
     "acceptance": run_acceptance,
     "chain": run_chain,
 }
@@ -357,9 +338,6 @@ def jobs(quick: bool) -> list[Row]:
         for power, step in product(POWERS, range(9))
     ]
     found += [{"what": "owners", "owners": owners, "records": 100_000} for owners in OWNERS]
-    sizes, length = ((1_000, 1_000_000), 50) if quick else ((1_000, 10_000, 100_000, 10**6), 200)
-    for kernel, records in product(KERNELS, sizes):
-        found.append({"what": "seconds", "kernel": kernel, "records": records, "length": length})
     sigmas = (0.6, 2.4, 4.8) if quick else (0.3, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.8)
     for kernel, scale, sigma in product(KERNELS, SCALES, sigmas):
         job = {"what": "acceptance", "kernel": kernel, "scale": scale}
@@ -409,7 +387,6 @@ def tuning() -> list[Row]:
 TABLES = {
     "affordable": f"Iterations at ε = {EPSILON:g}, δ = {DELTA:g}, σ = {BEST}; how far they go",
     "owners": f"Iterations at ε = {EPSILON:g} of each owner, σ = {BEST} together",
-    "seconds": "Processor time",
     "acceptance": "Acceptance, and by quadrature",
     "chain": f"All that ε = {EPSILON:g} affords, σ = {BEST}: errors in posterior variances",
 }
@@ -450,9 +427,6 @@ def panels(rows: list[Row]) -> list[Panel]:
         Panel("acceptance", "σ", "", acceptance, "x"),
         Panel("iterations of J owners", "owners", "", owners),
         Panel("squared error, posterior variances", "records", "", error),
-        Panel(
-            "an iteration", "records", "seconds", by("seconds", "records", "seconds an iteration")
-        ),
     ]
 
 

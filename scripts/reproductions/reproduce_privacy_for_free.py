@@ -91,35 +91,7 @@ GAUSSIANS, SPREADS = 5000, torch.from_numpy(np.geomspace(1.0, 0.1, 20)).float()
 # units of 200 mm and 200 g: lowest and highest by round numbers around the ranges in abalone.names,
 # in which two heights are misprints
 ABALONE = ((0.0, 1.0), (0.0, 0.8), (0.0, 0.4), (0.0, 3.0), (0.0, 1.5), (0.0, 0.8), (0.0, 1.0))
-CODES = {  # of adult.names, by column
-    1: (
-        "Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay"
-        " Never-worked"
-    ),
-    3: (
-        "Bachelors Some-college 11th HS-grad Prof-school Assoc-acdm Assoc-voc 9th 7th-8th 12th"
-        " Masters 1st-4th 10th Doctorate 5th-6th Preschool"
-    ),
-    5: (
-        "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent"
-        " Married-AF-spouse"
-    ),
-    6: (
-        "Tech-support Craft-repair Other-service Sales Exec-managerial Prof-specialty"
-        " Handlers-cleaners Machine-op-inspct Adm-clerical Farming-fishing Transport-moving"
-        " Priv-house-serv Protective-serv Armed-Forces"
-    ),
-    7: "Wife Own-child Husband Not-in-family Other-relative Unmarried",
-    8: "White Asian-Pac-Islander Amer-Indian-Eskimo Other Black",
-    9: "Female Male",
-    13: (
-        "United-States Cambodia England Puerto-Rico Canada Germany Outlying-US(Guam-USVI-etc) India"
-        " Japan Greece South China Cuba Iran Honduras Philippines Italy Poland Jamaica Vietnam"
-        " Mexico Portugal Ireland France Dominican-Republic Laos Ecuador Taiwan Haiti Columbia"
-        " Hungary Guatemala Nicaragua Scotland Thailand Yugoslavia El-Salvador Trinadad&Tobago Peru"
-        " Hong Holand-Netherlands"
-    ),
-}
+LEVELS = (1, 3, 5, 6, 7, 8, 9, 13)  # columns of codes in adult.names, all of which occur
 NUMBERS: dict[int, Callable[[float], float]] = {  # of adult.names
     0: lambda age: age / 100,
     4: lambda years: years / 16,
@@ -161,17 +133,17 @@ def abalone(rows: Sequence[Sequence[str]], repeat: int) -> Data:
 
 
 def adult(rows: Sequence[Sequence[str]]) -> Data:
-    """The published division. A level that is not in the code book has no column."""
+    """The published division. What is missing has no column."""
     columns = [
         torch.tensor([scale(float(row[column])) for row in rows]).clamp(0, 1)
         for column, scale in NUMBERS.items()
     ]
     columns += [
         torch.tensor([float(row[column] == code) for row in rows])
-        for column, codes in CODES.items()
-        for code in codes.split()
+        for column in LEVELS
+        for code in sorted({row[column] for row in rows} - {"?"})
     ]
-    x = bounded(torch.stack(columns, 1), math.sqrt(len(NUMBERS) / 3 + len(CODES) + 1))
+    x = bounded(torch.stack(columns, 1), math.sqrt(len(NUMBERS) / 3 + len(LEVELS) + 1))
     y = torch.tensor([float(row[14].startswith(">50K")) for row in rows])
     return Data(x[:ADULT_TRAINING], y[:ADULT_TRAINING], x[ADULT_TRAINING:], y[ADULT_TRAINING:])
 

@@ -255,50 +255,11 @@ def run_certificate(step_size: float, steps: int) -> Row:
     return {"stated / exact": (stated / most) ** 2, "of the least record": (stated / least) ** 2}
 
 
-def run_simulation(sampler: str, step_size: float, steps: int, copies: int, repeats: int) -> Row:
-    """Draws of the library, ``repeats`` of ``copies`` times the ten coordinates, against the law:
-    (draw − mean)/sd has mean 0 and variance 1.
-
-    The records pull in the first ten coordinates, ten in each, and the mean is that of these.
-    """
-    precision = np.tile(PRECISIONS, copies)
-    glm = ops.GLM("gaussian", prior_std=torch.from_numpy(precision**-0.5), noise_std=NOISE_STD)
-    certificate: ops.Certificate = ops.FiniteRunLangevin(
-        steps=steps, step_size=step_size, max_grad_norm=CLIP
-    )
-    if sampler == "underdamped":
-        chain = ops.Underdamped(steps, step_size, FRICTION, INVERSE_MASS)
-        certificate = ops.RenyiClose(
-            ops.StronglyLogConcave(CLIP), chain, divergence=1.0, order=2.0, delta=DELTA
-        )
-    features = torch.eye(DIMENSION, len(precision), dtype=torch.float64).repeat(
-        NUM_DATA // DIMENSION, 1
-    )
-    sample = ops.OnePosteriorSample(glm, certificate, num_data=NUM_DATA)
-    draws = torch.stack(
-        [
-            sample.sample(features, torch.full((NUM_DATA,), FAR, dtype=torch.float64))["weights"]
-            for _ in range(repeats)
-        ]
-    ).numpy()
-    found = law(sampler, step_size, steps, precision)
-    mean = features.sum(0).numpy() * CLIP / precision * (1 - found.forgotten)
-    standard = (draws - mean) * np.sqrt(precision / (1 + found.excess))
-    pulled, squares = standard[:, :DIMENSION], float((standard**2).mean())
-    return {
-        "mean, in standard errors": float(pulled.mean() * math.sqrt(pulled.size)),
-        "variance / law": squares,
-        "variance, in standard errors": (squares - 1) * math.sqrt(standard.size / 2),
-        "variance / target": float(((draws - mean) ** 2 * precision).mean()),
-    }
-
-
 RUNS: dict[str, Callable[..., Row]] = {
     "privacy": run_privacy,
     "certificate": run_certificate,
     "bias": run_bias,
     "needed": run_needed,
-    "simulation": run_simulation,
 }
 
 
@@ -311,7 +272,6 @@ ORDER = 8.0
 BIAS_ORDERS = (2.0, 32.0)
 PRIVACY_STEPS = {"overdamped": (2e-4, 2e-3, 1e-2, 5e-2), "underdamped": (2e-3, 2e-2, 1e-1, 5e-1)}
 SHOWN = 1  # of these four
-SIMULATED = {"overdamped": ((0.15, 40), (0.03, 40)), "underdamped": ((1.0, 60), (0.2, 60))}
 LONG = 1_000_000  # steps after which nothing changes any more
 # beyond it the certificate's contraction is not that of the flattest direction
 EDGE = 2 / (STRENGTH + SMOOTHNESS)
@@ -320,9 +280,6 @@ EDGE = 2 / (STRENGTH + SMOOTHNESS)
 def jobs(quick: bool) -> list[Row]:
     fine, found = 1 if quick else 3, []
     for sampler in SAMPLERS:
-        for step_size, steps in SIMULATED[sampler]:
-            job = {"what": "simulation", "sampler": sampler, "step_size": step_size}
-            found.append(job | {"steps": steps, "copies": 200, "repeats": 30 if quick else 300})
         for order, share in product(BIAS_ORDERS, np.geomspace(1e-4, 0.99, 20 * fine).tolist()):
             step_size = share * largest_step(sampler)
             job = {"what": "bias", "sampler": sampler, "step_size": step_size}
@@ -384,11 +341,8 @@ def summary(rows: list[Row]) -> list[Row]:
 
 def tables(rows: list[Row]) -> Mapping[str, Sequence[Row]]:
     def shown(what: str, **values: Any) -> list[Row]:
-        hidden = ("what", "settings", "copies", "repeats")
-        return [
-            {name: value for name, value in row.items() if name not in hidden}
-            for row in having(rows, what=what, **values)
-        ]
+        some = having(rows, what=what, **values)
+        return [{k: v for k, v in row.items() if k not in ("what", "settings")} for row in some]
 
     exact = epsilon_of(2 * CLIP / math.sqrt(STRENGTH))
     return {
@@ -399,7 +353,6 @@ def tables(rows: list[Row]) -> Mapping[str, Sequence[Row]]:
         f"Divergence that FiniteRunLangevin states over the exact one; 2/(λ+M) = {EDGE:.4g}": (
             shown("certificate")
         ),
-        "Draws of the library": shown("simulation"),
     }
 
 
