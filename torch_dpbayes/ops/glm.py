@@ -284,23 +284,7 @@ class Records:
             u.mul_(self.weight)
         if self.bounds is not None:
             torch.clamp(u, -self.bounds, self.bounds, out=u)
-        return self.weighted_sum(u)
-
-    def gram(self) -> Tensor:
-        """Σ_i x_i x_iᵀ, ``[d, d]`` in float64; a row adds at most R_x² in Frobenius norm."""
-        return self.outer_sum(torch.ones_like(self.y))
-
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Σ_i factor_i x_i, ``[d]`` in float64."""
-        return chunked_sum(lambda x, f: x.T @ f, self.x, factors)
-
-    def outer_sum(self, factors: Tensor) -> Tensor:
-        """Σ_i factor_i x_i x_iᵀ, ``[d, d]`` in float64."""
-        return chunked_sum(lambda x, f: x.T @ (f[:, None] * x), self.x, factors)
-
-    def square_sum(self, factors: Tensor) -> Tensor:
-        """Σ_i factor_i x_i∘x_i, ``[d]`` in float64."""
-        return chunked_sum(lambda x, f: x.square().T @ f, self.x, factors)
+        return chunked_sum(lambda x, slopes: x.T @ slopes, self.x, u)
 
     def losses(self, weights: Tensor) -> Tensor:
         """ℓ_i up to a constant where its slope is within bounds, straight lines beyond, ``[n]``;
@@ -395,13 +379,9 @@ class LinearTarget:
         """U, differentiable."""
         return self._prior(theta) + self._tempering * self._records.losses(theta).sum()
 
-    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """The same with log likelihoods clipped into [low, high] instead of gradients;
-        ``relative``: their difference to those at the start.
-        """
+    def clipped_potential(self, theta: Tensor, low: float, high: float) -> Tensor:
+        """The same with log likelihoods clipped into [low, high] instead of gradients."""
         values = self._records.log_likelihoods(theta)
-        if relative:
-            values = values - self._records.log_likelihoods(self.start)
         return self._prior(theta) - self._tempering * values.clamp(low, high).sum()
 
     def gradient(self, theta: Tensor) -> Tensor:
