@@ -419,7 +419,7 @@ def logistic_without_offset(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
 
 
-def hybrid(sampler: str, start_share: float | None) -> Values:
+def hybrid(sampler: str) -> Values:
     x = torch.randn(60, 3)
     result = ops.hybrid(
         ops.GLM(prior_std=0.5),
@@ -431,7 +431,6 @@ def hybrid(sampler: str, start_share: float | None) -> Values:
         delta=DELTA,
         epochs=2,
         batch_size=10,
-        start_share=start_share,
     )
     found: Values = {k: p.detach().clone() for k, p in result.module.named_parameters()}
     found |= {f"start {k}": v for k, v in result.start.items()}
@@ -640,8 +639,8 @@ def _cases() -> dict[str, Case]:
         name = f"one posterior sample: tempered, {relation}"
         add(name, posterior_sample, "finite run", relation, 1.0, "bernoulli")
     add("one posterior sample: Pyro model", pyro_sample)
-    add("hybrid: DPSGLD", hybrid, "DPSGLD", 0.5)
-    add("hybrid: DPSGNHT, best split", hybrid, "DPSGNHT", None)
+    for sampler in ("DPSGLD", "DPSGNHT"):
+        add(f"hybrid: {sampler}", hybrid, sampler)
 
     for number in range(4):
         add(f"budget: {number}", admitted, number)

@@ -11,7 +11,7 @@ from support.profiles import stated
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.events import GaussianDpEvent, MuGaussianDpEvent
+from torch_dpbayes.accounting.events import MuGaussianDpEvent
 from torch_dpbayes.ops.tempering import largest_tempering
 
 COSTS = {
@@ -83,13 +83,3 @@ def test_a_draw_makes_few_calls_besides_its_sampler(certificate, most, monkeypat
     finally:
         sys.setprofile(None)
     assert calls <= most
-
-
-def test_what_is_reserved_is_left():
-    accountant = PrivacyAccountant(neighboring="replace_one")
-    chain = GaussianDpEvent(20.0)
-    sampler = ops.OnePosteriorSample(
-        ops.GLM(prior_std=3.0), ops.StronglyLogConcave(), 1.0, 1e-5, accountant, reserve=chain
-    )
-    accountant.compose(sampler.event).compose(chain)
-    assert 1 - 1e-6 < accountant.get_epsilon(1e-5) <= 1.0
