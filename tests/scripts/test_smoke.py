@@ -70,11 +70,11 @@ def test_a_run_of_the_penalty_reproduction(what):
     assert script.run(**next(job for job in script.jobs(quick=True) if job["what"] == what))
 
 
-@pytest.mark.parametrize("algorithm", ["DP-penalty", "DP-SGLD as published"])
-def test_a_run_of_the_dp_hmc_reproduction(algorithm):
+@pytest.mark.parametrize(("algorithm", "epsilon"), [("DP-HMC", 1.5), ("DP-SGLD as published", 0.3)])
+def test_a_run_of_the_dp_hmc_reproduction(algorithm, epsilon):
     script = import_module("reproduce_dp_hmc")
-    rows = script.figure_1("Gaussian", algorithm, "prior", [0.5], 0, 2000)["rows"]
-    assert rows[0]["iterations"] == script.iterations("Gaussian", algorithm, 0.5)
+    rows = script.figure_1("Gaussian", algorithm, "prior", [epsilon], 0, 2000)["rows"]
+    assert rows[0]["iterations"] == script.iterations("Gaussian", algorithm, epsilon)
 
 
 def test_a_trick_spends_the_budget(tmp_path, monkeypatch):

@@ -1,23 +1,12 @@
 """Data and models for one posterior sample, and accountants that others charge too."""
 
-from functools import partial
-
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import GaussianDpEvent
 
 RELATIONS = ("replace_one", "add_or_remove_one")
-
-
-def network():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
 def problem(n=50, d=3):
