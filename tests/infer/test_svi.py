@@ -103,10 +103,11 @@ def test_latents_in_other_supports_and_in_sorted_order():
         svi.run(300, y)
         found = svi.guide.median()
         # The noise of a step is that of θ ~ N(m, Σ), so an average of T iterates with weights t³
-        # strays by Σ/(7T/16) (Polyak and Juditsky 1992): standard deviations .0045 and .0032. The
-        # prior moves the location by .003. Each is exceeded in less than one of a million runs.
-        assert float(found["z_location"]) == pytest.approx(float(y.mean()), abs=0.003 + 0.0226)
-        assert float(found["a_scale"]) == pytest.approx(float(y.std()), abs=0.002 + 0.016)
+        # strays by Σ/(7T/16) (Polyak and Juditsky 1992): standard deviations .0045 and .0032, and
+        # half as much again was measured with Adam, whose steps of .05 move the scale up by .005.
+        # The prior moves the location by .003. Six or more of these: once in a billion.
+        assert float(found["z_location"]) == pytest.approx(float(y.mean()), abs=0.003 + 0.042)
+        assert float(found["a_scale"]) == pytest.approx(float(y.std()), abs=0.006 + 0.034)
         pyro.clear_param_store()
 
 
@@ -359,14 +360,15 @@ def test_discrete_latents_of_records_are_summed_out():
         noise_multiplier=1e-3,
     )
     svi.run(150, y)
-    # the mean of the log odds by quadrature; the guide's strays from it by sd/√(7T/16), here .013
+    # the mean of the log odds by quadrature; the guide's strays from it by sd/√(7T/16), here .014,
+    # and by half as much again with Adam
     odds = torch.linspace(-4, 4, 2001, dtype=DOUBLE)[:, None]
     heavy, light = (dist.Normal(m, 1.0).log_prob(y) for m in (4.0, 0.0))
     ones, zeros = (torch.nn.functional.logsigmoid(o) for o in (odds, -odds))
     logs = torch.logaddexp(ones + heavy, zeros + light).sum(1) + 2 * (ones + zeros)[:, 0]
     expected = float((logs - logs.max()).exp() @ odds[:, 0] / (logs - logs.max()).exp().sum())
     found = float(svi.guide.median()["share"].logit())
-    assert found == pytest.approx(expected, abs=5 * 0.015)
+    assert found == pytest.approx(expected, abs=6 * 0.021)
 
 
 @pytest.mark.first_cases(1)

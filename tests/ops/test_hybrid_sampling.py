@@ -277,16 +277,15 @@ def test_a_hybrid_run_in_a_file_leaves_its_charges_there(tmp_path):
         assert 0 < later.get_epsilon() <= 3.0
 
 
-def test_a_chain_whose_steps_cost_more_than_planned_stops_at_the_target():
+def test_a_chain_whose_own_noise_falls_keeps_the_calibrated_one():
     class Cooling(dpb.optim.DPSGLD):
         def _update(self, parts):
             super()._update(parts)
             self.param_groups[0]["lr"] *= 20  # less noise of its own
 
     accountant = PrivacyAccountant(2.0, 1e-5, neighboring="replace_one")
-    with pytest.raises(PrivacyBudgetExceeded):
-        run_hybrid(accountant=accountant, optimizer=partial(Cooling, lr=0.05))
-    assert accountant.get_epsilon() <= 2.0
+    run_hybrid(accountant=accountant, optimizer=partial(Cooling, lr=0.05))
+    assert 1.99 < accountant.get_epsilon() <= 2.0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -152,8 +152,10 @@ def hybrid(
         for p in module.parameters():
             p.copy_(start["weights"].reshape(p.shape))
     if samples is None:
-        likelihood, thin = "bernoulli" if model.family == "bernoulli" else None, steps / 400
-        samples = PosteriorSamples(likelihood, steps // 2, max(1, math.ceil(thin)), max_samples=200)
+        thin = max(1, math.ceil(steps / 400))
+        binary: Literal["bernoulli"] = "bernoulli"
+        likelihood = binary if model.family == binary else None
+        samples = PosteriorSamples(likelihood, steps // 2, thin, max_samples=200)
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()
