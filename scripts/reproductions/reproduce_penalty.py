@@ -370,7 +370,7 @@ def tuning() -> list[Row]:
     length; how far at the kernels' default acceptance.
     """
     lines, top, default = [], 0.0, 0.23
-    for dimension in (None, 1, 2, 3, 5, 10, 30):
+    for dimension in (None, 1, 2, 5, 10):
         best = minimize_scalar(
             lambda sigma, d=dimension: -small_steps(sigma, d)[1], bounds=(0.5, 8), method="bounded"
         ).x

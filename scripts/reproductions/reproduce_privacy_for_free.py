@@ -26,7 +26,6 @@ import csv
 import logging
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from itertools import product
@@ -247,12 +246,7 @@ def objective_noise(epsilon: float, delta: float, strength: float) -> float:
 # -- methods ---------------------------------------------------------------------------------------
 
 
-class Fit(NamedTuple):
-    """Scores (logits) of test records, and what was spent."""
-
-    scores: Tensor
-    epsilon: float
-    settings: Row
+Fit = tuple[Tensor, float]  # scores (logits) of test records, and the ε that was spent
 
 
 def linear(dimension: int) -> nn.Linear:
@@ -286,81 +280,65 @@ def chain(
     epsilon: float,
     sampler: str,
     *,
-    published: bool,
     lr: float,
     clip: float,
     reach: float,
     most: int,
     work: float,
-    prior_std: float,
+    published: bool = False,
+    averaged: bool = True,
+    temperature: float = 1.0,
     **options: Any,
 ) -> Fit:
-    """Scores averaged over the second half of a private chain, which is post-processing.
-    ``published``: with the noise of the paper's Theorem 4.
+    """Scores averaged over the second half of a private chain, which is post-processing, or those
+    of its last state. ``published``: with the noise of the paper's Theorem 4.
 
     Noise beyond what temperature 1 needs makes the chain hotter: it is then an optimizer, whose
     average is near the mode.
     """
-    epochs = (
-        steps(data, epsilon, clip, lr / (1.0 if sampler == "DPSGLD" else 0.5), reach, most, work)
-        // BATCHES
-    )
+    full = 2 * lr if sampler == "DPSGNHT" else lr
+    epochs = steps(data, epsilon, clip, full, reach, most, work) // BATCHES
     size = data.size // BATCHES
     count, accountant = epochs * BATCHES, dpb.PrivacyAccountant(neighboring=RELATION)
     if published:
         fewest = epsilon**2 * data.size / (32 * size * math.log(2 / data.delta))
         epochs = max(epochs, math.ceil(fewest))
         count = epochs * BATCHES
-        floor = published_noise(
-            epsilon, data.delta, data.size, size, passes=count * size / data.size
-        )
+        passes = count * size / data.size
+        floor = published_noise(epsilon, data.delta, data.size, size, passes)
     else:
         accountant = dpb.PrivacyAccountant(epsilon, data.delta, neighboring=RELATION)
         floor = noise(epsilon, data.delta, size / data.size, count)
-    make: Any = partial(
-        getattr(dpb.optim, sampler), lr=lr, temperature=1.0, prior_std=prior_std, **options
-    )
     if sampler == "DPSGNHT":  # a friction of ½ at most: as much hotter as ε demands
-        make = partial(make, temperature=max(1.0, lr * data.size * (floor * clip / size) ** 2))
-    model, samples = (
-        linear(data.dimension),
-        dpb.PosteriorSamples(burn_in=count // 2, max_samples=count + 1),
-    )
-    loader = DataLoader(TensorDataset(data.x, data.y), batch_size=size)
+        temperature = max(1.0, lr * data.size * (floor * clip / size) ** 2)
     model, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
-        module=model, optimizer=make, data_loader=loader, max_grad_norm=clip, noise_multiplier=floor
+        module=linear(data.dimension),
+        optimizer=partial(getattr(dpb.optim, sampler), lr=lr, temperature=temperature, **options),
+        data_loader=DataLoader(TensorDataset(data.x, data.y), batch_size=size),
+        max_grad_norm=clip,
+        noise_multiplier=floor,
     )
+    burn_in = count // 2 if averaged else count - 1
+    samples = dpb.PosteriorSamples(burn_in=burn_in, max_samples=count + 1)
     for _ in range(epochs):
         for x, y in private:
             optimizer.zero_grad()
             loss(model(x), y).backward()
             optimizer.step()
             samples.collect(model)
-    told = {
-        "steps": count,
-        "noise_multiplier": optimizer.effective_noise_multiplier,
-        "temperature": optimizer.effective_temperature,
-    }
-    return Fit(
-        samples.predict(model, data.x_test, transform=None).squeeze(-1),
-        accountant.get_epsilon(data.delta),
-        told,
-    )
+    scores = samples.predict(model, data.x_test, transform=None).squeeze(-1)
+    return scores, accountant.get_epsilon(data.delta)
 
 
 def posterior_sample(
-    data: Data, epsilon: float, certificate: ops.Certificate, *, prior_std: float
+    data: Data, epsilon: float, certificate: ops.Certificate, prior_std: float
 ) -> Fit:
     model = ops.GLM("bernoulli", prior_std=prior_std, max_feature_norm=1.0)
     release = ops.OnePosteriorSample(
         model, certificate, epsilon=epsilon, delta=data.delta, num_data=data.size
     )
     draw = release.sample(data.x, data.y)["weights"].float()
-    return Fit(
-        data.x_test @ draw,
-        release.accountant.get_epsilon(data.delta),
-        {"tempering": release.tempering},
-    )
+    return data.x_test @ draw, release.accountant.get_epsilon(data.delta)
 
 
 def finite_run(
@@ -374,17 +352,15 @@ def finite_run(
     prior_std: float,
 ) -> Fit:
     count = steps(data, epsilon, clip, 1 / CURVATURE, reach, most, work)
-    return posterior_sample(
-        data, epsilon, ops.FiniteRunLangevin(steps=count, max_grad_norm=clip), prior_std=prior_std
-    )
+    certificate = ops.FiniteRunLangevin(steps=count, max_grad_norm=clip)
+    return posterior_sample(data, epsilon, certificate, prior_std)
 
 
 def bounded_likelihood(
     data: Data, epsilon: float, *, warmup_steps: int, width: float, prior_std: float
 ) -> Fit:
-    return posterior_sample(
-        data, epsilon, ops.Bounded(width, warmup_steps=warmup_steps), prior_std=prior_std
-    )
+    certificate = ops.Bounded(width, warmup_steps=warmup_steps)
+    return posterior_sample(data, epsilon, certificate, prior_std)
 
 
 def hybrid(
@@ -426,9 +402,7 @@ def hybrid(
         samples=dpb.PosteriorSamples(max_samples=count + 1),
     )
     scores = run.samples.predict(run.module, data.x_test, transform=None)
-    return Fit(
-        scores, run.accountant.get_epsilon(data.delta), {"steps": count, "temperature": temperature}
-    )
+    return scores, run.accountant.get_epsilon(data.delta)
 
 
 # -- baselines -------------------------------------------------------------------------------------
@@ -472,13 +446,9 @@ def minimiser(
     raise RuntimeError("the privacy of these baselines rests on the exact minimiser: not found")
 
 
-def linear_fit(data: Data, w: Tensor, epsilon: float, **settings: Any) -> Fit:
-    return Fit(data.x_test @ w.float(), epsilon, settings)
-
-
 def non_private(data: Data, epsilon: float, *, prior_std: float) -> Fit:
     """The posterior's mode."""
-    return linear_fit(data, minimiser(data, prior_std**-2), math.inf)
+    return data.x_test @ minimiser(data, prior_std**-2).float(), math.inf
 
 
 def objective_perturbation(
@@ -490,62 +460,15 @@ def objective_perturbation(
     strength = max(prior_std**-2, CURVATURE / math.expm1(share * epsilon))
     sigma = clip * objective_noise(epsilon, data.delta, strength)
     noise = sigma * torch.randn(data.dimension, dtype=torch.float64)
-    fitted = minimiser(data, strength, noise, clip)
-    return linear_fit(data, fitted, epsilon, strength=strength, sigma=sigma)
-
-
-def output_perturbation(data: Data, epsilon: float, *, clip: float, spread: float) -> Fit:
-    """The minimiser moves by 2C/Λ at most (Chaudhuri, Monteleoni, Sarwate 2011); a Gaussian
-    hides it. Λ = spread·2C√d/μ.
-    """
-    mu = gaussian_mu(epsilon, data.delta)
-    strength = spread * 2 * clip * math.sqrt(data.dimension) / mu
-    sigma = 2 * clip / strength / mu
-    hiding = sigma * torch.randn(data.dimension, dtype=torch.float64)
-    return linear_fit(data, minimiser(data, strength, None, clip) + hiding, epsilon)
-
-
-def opacus_sgd(
-    data: Data, epsilon: float, *, lr: float, clip: float, reach: float, most: int, work: float
-) -> Fit:
-    """DP-SGD by Opacus, last iterate; its noise is calibrated here, for Opacus accounts for
-    adding and removing a record only.
-    """
-    import opacus
-
-    epochs = steps(data, epsilon, clip, lr, reach, most, work) // BATCHES
-    model = linear(data.dimension)
-    loader = DataLoader(TensorDataset(data.x, data.y), batch_size=-(-data.size // BATCHES))
-    engine: Any = opacus.PrivacyEngine()
-    engine.accountant = accountant = dpb.PrivacyAccountant(
-        epsilon, data.delta, neighboring=RELATION
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        model, optimizer, private = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=lr),
-            data_loader=loader,
-            noise_multiplier=noise(epsilon, data.delta, 1 / len(loader), epochs * len(loader)),
-            max_grad_norm=clip,
-        )
-        for _ in range(epochs):
-            for x, y in private:
-                optimizer.zero_grad()
-                loss(model(x), y).backward()
-                optimizer.step()
-    with torch.no_grad():
-        return Fit(
-            model(data.x_test).squeeze(-1),
-            accountant.get_epsilon(data.delta),
-            {"steps": epochs * len(loader)},
-        )
+    return data.x_test @ minimiser(data, strength, noise, clip).float(), epsilon
 
 
 # lr: below 2/κ, where a step is stable whatever the records are
 CLIP, PRIOR_STD, LR = 0.5, 10.0, 0.9 * 2 / CURVATURE
 SGD: dict[str, Any] = {"lr": LR, "clip": CLIP, "reach": 10.0, "most": 1000, "work": 1e7}
 SGLD = {**SGD, "sampler": "DPSGLD", "prior_std": PRIOR_STD}
+PLAIN: dict[str, Any] = {"sampler": "DPSGHMC", "momentum": 0.0, "temperature": 0.0}
+PLAIN |= {"prior_std": math.inf, "averaged": False}
 FRICTION = {"momentum": 0.9, "thermostat_gain": 0.001}
 SGNHT = {**SGD, **FRICTION, "sampler": "DPSGNHT", "prior_std": PRIOR_STD}
 DRAW: dict[str, Any] = {"clip": CLIP, "prior_std": 3.0}
@@ -561,12 +484,11 @@ METHODS: dict[str, tuple[Callable[..., Fit], dict[str, Any]]] = {
         hybrid,
         {**HYBRID, "start_share": 0.5, "start_most": 10_000, "start_work": 3e7},
     ),
-    "DP-SGLD": (chain, {**SGLD, "published": False}),
-    "DP-SGNHT": (chain, {**SGNHT, "published": False}),
+    "DP-SGLD": (chain, SGLD),
+    "DP-SGNHT": (chain, SGNHT),
     "DP-SGLD, paper's constants": (chain, {**SGLD, "published": True}),
     OBJECTIVE: (objective_perturbation, {"share": 0.2, "clip": CLIP, "prior_std": PRIOR_STD}),
-    "output perturbation": (output_perturbation, {"clip": 0.25, "spread": 0.6}),
-    "DP-SGD (Opacus)": (opacus_sgd, SGD),
+    "DP-SGD": (chain, {**SGD, **PLAIN}),
 }
 SLOWEST = "OPS, Bounded"  # the No-U-Turn sampler
 
@@ -638,13 +560,10 @@ def accuracy(root: str, data: str, method: str, epsilon: float, repeat: int, set
     """Of a fit on test records, in percent, and the average negative log likelihood there."""
     records = load(data, 0 if data == "Adult" else repeat, root)
     function, options = METHODS[method]
-    fit = function(records, epsilon, **options)
-    right = ((fit.scores > 0).float() == records.y_test).double().mean()
-    likelihood = nn.functional.binary_cross_entropy_with_logits(
-        fit.scores.double(), records.y_test.double()
-    )
-    found = {"accuracy": 100 * float(right), "nll": float(likelihood), "spent": fit.epsilon}
-    return found | fit.settings
+    scores, spent = function(records, epsilon, **options)
+    right = ((scores > 0).float() == records.y_test).double().mean()
+    nll = nn.functional.binary_cross_entropy_with_logits(scores.double(), records.y_test.double())
+    return {"accuracy": 100 * float(right), "nll": float(nll), "spent": spent}
 
 
 def jobs(data: Sequence[str], repeats: int, epsilons: Sequence[float], count: int) -> list[Row]:
