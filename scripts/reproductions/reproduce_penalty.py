@@ -40,9 +40,8 @@ from reproduction import (
     mean_and_error,
     parser_of,
 )
-from scipy.optimize import brentq, minimize_scalar
-from scipy.special import log_ndtr, ndtr
-from scipy.stats import beta, chi
+from scipy.special import log_ndtr
+from scipy.stats import beta
 from torch import Tensor
 
 import torch_dpbayes as dpb
@@ -353,37 +352,6 @@ def jobs(quick: bool) -> list[Row]:
 # -- tables and picture ----------------------------------------------------------------------------
 
 
-def small_steps(sigma: float, dimension: int | None) -> tuple[float, float]:
-    """Acceptance of small Gaussian steps in so many dimensions (None: steps of one length), and how
-    far they go for their cost, which is 1/z²: σ²·E[length²·2Φ(−σ·length/2)], the root mean square
-    length 1.
-    """
-    length = np.ones(1)
-    if dimension is not None:
-        length = chi.ppf((np.arange(20_000) + 0.5) / 20_000, dimension) / math.sqrt(dimension)
-    rate = 2 * ndtr(-sigma * length / 2)
-    return float(rate.mean()), sigma**2 * float((length**2 * rate).mean())
-
-
-def tuning() -> list[Row]:
-    """By dimension: the best σ, its acceptance, and how far its steps go against those of one
-    length; how far at the kernels' default acceptance.
-    """
-    lines, top, default = [], 0.0, 0.23
-    for dimension in (None, 1, 2, 5, 10):
-        best = minimize_scalar(
-            lambda sigma, d=dimension: -small_steps(sigma, d)[1], bounds=(0.5, 8), method="bounded"
-        ).x
-        rate, distance = small_steps(best, dimension)
-        top = top or distance
-        adapted = brentq(lambda sigma, d=dimension: small_steps(sigma, d)[0] - default, 0.5, 20)
-        steps = "of one length" if dimension is None else f"Gaussian, d = {dimension}"
-        line: Row = {"steps": steps, "best σ": best, "acceptance": rate}
-        line["squared distance"] = distance / top
-        lines.append(line | {"at acceptance .23": small_steps(adapted, dimension)[1] / top})
-    return lines
-
-
 TABLES = {
     "affordable": f"Iterations at ε = {EPSILON:g}, δ = {DELTA:g}, σ = {BEST}; how far they go",
     "owners": f"Iterations at ε = {EPSILON:g} of each owner, σ = {BEST} together",
@@ -401,7 +369,7 @@ def tables(rows: list[Row]) -> Mapping[str, Sequence[Row]]:
             {name: value for name, value in row.items() if name not in shown}
             for row in having(rows, what=what)
         ]
-    return found | {"Small steps: where they go farthest for the same ε": tuning()}
+    return found
 
 
 def panels(rows: list[Row]) -> list[Panel]:
