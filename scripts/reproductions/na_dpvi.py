@@ -1,6 +1,6 @@
 """Noise-aware posteriors in the setting of NA-DPVI, beside the authors' own program.
 
-    python na_dpvi.py [--repeats 40] [--theirs CHECKOUT --python PYTHON] [--stored]
+    python na_dpvi.py [--repeats 40] [--theirs CHECKOUT --python PYTHON]
 
 NA-DPVI (Alrawajfeh, Jälkö and Honkela 2025, arXiv 2410.19371) runs DP-SGD on the parameters of a
 diagonal Gaussian guide for 10,000 steps and explains its transcript by a quadratic objective.
@@ -36,7 +36,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.distributions.transforms import PowerTransform
-from reproduction import Row, finish, grouped, mean_and_error, parser_of, positive
+from reproduction import Row, finish, grouped, mean_and_error, parser_of
 from torch import Tensor
 
 import torch_dpbayes as dpb
@@ -198,7 +198,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "na_dpvi")
-    parser.add_argument("--repeats", type=positive, default=40)
+    parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--theirs", default="", help="a clone of their repository")
     parser.add_argument("--python", default="python", help="an interpreter with what it requires")
     options = parser.parse_args(arguments)

@@ -170,32 +170,6 @@ def expected(num_data: int, sigma: float, scale: float) -> tuple[float, float]:
     return float(by_step.sum()), float((by_step * move**2).sum())
 
 
-def error_of_mean(num_data: int, sigma: float, scale: float, length: int) -> float:
-    """Variance of the average log odds of a stationary chain, in posterior variances.
-
-    From the chain's eigenvalues on a grid: those of a reversible kernel are real, and Cov(f_0, f_t)
-    = Σ_j c_j² λ_j^t.
-    """
-    odds, density = on_grid(num_data)
-    mean, spread = posterior_moments(num_data)
-    distance = np.abs(odds[:, None] - odds)
-    proposed = np.exp(-((distance / scale) ** 2) / 2) * (odds[1] - odds[0])
-    proposed /= scale * math.sqrt(2 * math.pi)
-    np.fill_diagonal(distance, scale)  # any: a move of no length is always accepted
-    log_target = log_posterior(odds, num_data)
-    kernel = proposed * accepted(log_target - log_target[:, None], sigma * distance / scale)
-    np.fill_diagonal(kernel, np.diag(proposed))
-    kernel += np.diag(1 - kernel.sum(axis=1))
-    root = np.sqrt(density)
-    symmetric = root[:, None] * kernel / root
-    values, vectors = np.linalg.eigh((symmetric + symmetric.T) / 2)
-    values, vectors = values[:-1], vectors[:, :-1]  # the last is the stationary law
-    slow = 1 - values
-    later = 2 * (length * slow - 1 + values**length) / slow**2  # 2 Σ_t (length − t) λ^(t−1)
-    shares = ((root * (odds - mean) / spread) @ vectors) ** 2
-    return float(shares @ (length + values * later)) / length**2
-
-
 def multiplier(name: str, sigma: float, scale: float) -> float:
     """Noise multiplier at which σ is the noise's standard deviation at distance ``scale``."""
     return sigma / (KERNELS[name] * scale)
@@ -311,7 +285,6 @@ def run_chain(kernel: str, records: int, power: float, chains: int) -> Row:
         accountant = dpb.PrivacyAccountant(EPSILON, DELTA, neighboring="replace_one")
         found += paths(kernel_for(kernel, noise, scale, accountant), data(records), 1, length)
     row = measured(found, mean, spread) | {"iterations": length}
-    row["expected squared error"] = error_of_mean(records, BEST, scale, length)
     return row | {"epsilon": accountant.get_epsilon(DELTA)}
 
 
@@ -387,8 +360,6 @@ def panels(rows: list[Row]) -> list[Panel]:
     for label, line in by("acceptance", "sigma", "expected acceptance", kernel="ratios").items():
         acceptance[f"{label}: theory"] = line
     error = by("chain", "records", "squared error of the mean", "squared error of the mean, error")
-    for label, line in by("chain", "records", "expected squared error").items():
-        error[f"{label}: theory"] = line
     owners = {"": columns(having(rows, what="owners"), "owners", "iterations")}
     return [
         Panel(f"iterations at ε = {EPSILON:g}, σ = {BEST}", "records", "", affords),

@@ -44,7 +44,6 @@ from reproduction import (
     having,
     mean_and_error,
     parser_of,
-    positive,
 )
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
@@ -651,7 +650,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         default="",
         help="folder with abalone/abalone.data, adult/adult.data and adult/adult.test",
     )
-    parser.add_argument("--repeats", type=positive, help="default: 20, or 4 with --quick")
+    parser.add_argument("--repeats", type=int, help="default: 20, or 4 with --quick")
     options = parser.parse_args(arguments)
     # that loaders now draw Poisson batches
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)

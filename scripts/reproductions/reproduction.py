@@ -1,5 +1,5 @@
 """What the scripts of this folder share: finished runs are stored, and tables say which command
-made them, when, and at which commit.
+made them, and when.
 
 A run is a function of JSON-able keyword arguments that returns a JSON-able dict. Its arguments are
 its key: whatever changes the result belongs among them, constants of the script as their
@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +35,6 @@ class Run(NamedTuple):
     result: Row
     seconds: float
     date: str
-    commit: str
 
 
 class Panel(NamedTuple):
@@ -66,7 +64,7 @@ def run_jobs(
     Returns:
         the runs in the order of ``jobs``.
     """
-    done, head = stored_runs(results), commit()
+    done = stored_runs(results)
     torch.set_num_threads(1)
     results.parent.mkdir(parents=True, exist_ok=True)
     for job in tqdm(jobs, unit="run"):
@@ -74,7 +72,7 @@ def run_jobs(
             continue
         start = time.perf_counter()
         result, date = function(**job), datetime.now(UTC).strftime("%Y-%m-%d")
-        run = Run(dict(job), result, round(time.perf_counter() - start, 2), date, head)
+        run = Run(dict(job), result, round(time.perf_counter() - start, 2), date)
         with results.open("a") as file:
             # the first line end closes a line that was cut short when a process was killed
             file.write("\n" + json.dumps(run._asdict()) + "\n")
@@ -101,16 +99,6 @@ def key(job: Mapping[str, Any]) -> str:
 def digest(**settings: Any) -> str:
     """So that runs with other settings are other runs."""
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
-
-
-def commit() -> str:
-    """Of this checkout, with "-dirty" where files differ from it; "unknown" outside of one."""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        return found.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -174,15 +162,12 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def origin(runs: Sequence[Run]) -> str:
-    """One sentence: the command, and the dates and commits of the runs."""
+    """One sentence: the command, and the dates of the runs."""
     command = " ".join(["python", f"scripts/reproductions/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     dates = sorted({run.date for run in runs})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    commits = " and ".join(dict.fromkeys(run.commit for run in runs))
     hours = sum(run.seconds for run in runs) / 3600
-    return (
-        f"`{command}`: {len(runs)} runs, {hours:.1f} hours of one core, {when}, commit {commits}."
-    )
+    return f"`{command}`: {len(runs)} runs, {hours:.1f} hours of one core, {when}."
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
@@ -215,14 +200,6 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 # -- a script --------------------------------------------------------------------------------------
 
 
-def positive(text: str) -> int:
-    """For argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of repeats: at least 1")
-    return value
-
-
 def parser_of(description: str | None, script: str) -> argparse.ArgumentParser:
     """Of a script whose runs are in ``runs/<script>.jsonl``."""
     parser = argparse.ArgumentParser(
@@ -231,7 +208,6 @@ def parser_of(description: str | None, script: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
-    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
     results = ROOT / "runs" / f"{script}.jsonl"
     parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
     parser.add_argument("--csv", type=Path, help="write all rows here")
@@ -257,11 +233,7 @@ def finish(
         tables: from captions to tables.
         panels: of the picture.
     """
-    if options.stored:
-        found = stored_runs(options.results)
-        runs = [found[name] for name in map(key, jobs) if name in found]
-    else:
-        runs = run_jobs(function, jobs, options.results)
+    runs = run_jobs(function, jobs, options.results)
     rows = rows_of(runs)
     if options.csv:
         write_csv(rows, options.csv)

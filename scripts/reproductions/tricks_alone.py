@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reproduction import Row, finish, grouped, mean_and_error, parser_of, positive
+from reproduction import Row, finish, grouped, mean_and_error, parser_of
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -266,7 +266,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__, "tricks_alone")
     parser.add_argument("--data-root", required=True, help="folder with FashionMNIST/raw")
-    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--choose", action="store_true", help="the base over a grid of lr")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
