@@ -9,17 +9,11 @@ import torch
 from hypothesis import strategies as st
 from scipy import stats
 from support.examples import examples
-from support.one_draw import (
-    COLUMNS,
-    conjugate,
-)
+from support.one_draw import COLUMNS, RELATIONS, conjugate, glm_of, tensors
 from support.profiles import stated
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent
-
-RELATIONS = ("replace_one", "add_or_remove_one")
-
 
 EPSILONS = (0.0, 0.1, 0.3, 0.7, 1.5, 3.0)
 
@@ -28,11 +22,6 @@ SIGNIFICANCE = 1e-6 / 6  # one in a million runs of this file fails by chance
 
 
 GRID = np.linspace(-14, 14, 20001)
-
-
-def tensors(records):
-    x, y = zip(*records) if records else ((), ())
-    return torch.tensor(x, dtype=torch.float64).reshape(-1, 1), torch.tensor(y, dtype=torch.float64)
 
 
 def density(potential):
@@ -73,11 +62,6 @@ def worst_excess(glm, neighbours, certificate, setting, **options):
     return max(e - s for e, s in zip(exact, claimed)), max(
         e / s for e, s in zip(exact, claimed) if s > 1e-3
     )
-
-
-def glm_of(family, **options):
-    extra = {"gaussian": {"noise_std": 0.5}, "poisson": {"max_count": 3.0}}.get(family, {})
-    return ops.GLM(family, **{**extra, **options})
 
 
 @pytest.mark.first_cases(8)

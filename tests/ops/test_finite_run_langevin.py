@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 from scipy.interpolate import CubicSpline
 from support.examples import examples
+from support.one_draw import RELATIONS, glm_of, tensors
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -19,15 +20,8 @@ from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.ops.langevin import mu_of_last_state
 
-RELATIONS = ("replace_one", "add_or_remove_one")
 EPSILONS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
 SIGNIFICANCE = 1e-6 / 8  # one in a million runs of this file fails by chance
-
-
-def tensors(records):
-    """Features [n, 1] and targets [n] of a list of pairs."""
-    x, y = zip(*records) if records else ((), ())
-    return torch.tensor(x, dtype=torch.float64).reshape(-1, 1), torch.tensor(y, dtype=torch.float64)
 
 
 def output_density(glm, records, certificate, setting, h, *, grid, max_grad_norm=None):
@@ -79,11 +73,6 @@ def worst_excess(glm, neighbours, certificate, setting, claimed=None, **options)
     return excess, share
 
 
-def glm_of(family, **options):
-    extra = {"gaussian": {"noise_std": 1.0}, "poisson": {"max_count": 3.0}}.get(family, {})
-    return ops.GLM(family, **{**extra, **options})
-
-
 @pytest.mark.parametrize(
     ("steps", "lam", "mu"), [(10**3, 4.0, 0.491), (10**4, 4.0, 0.993), (10**7, 4.0, 1.000)]
 )
@@ -98,15 +87,6 @@ def test_reference_values(steps, lam, mu):
         assert ops.OnePosteriorSample(
             ops.GLM(prior_std=0.5), faster, num_data=32561
         ).event.mu == pytest.approx(0.675, abs=6e-4)
-
-
-def test_epsilon_of_the_reference_case():
-    sample = ops.OnePosteriorSample(
-        ops.GLM(prior_std=0.5), ops.FiniteRunLangevin(steps=10_000), num_data=32561
-    )
-    assert PrivacyAccountant(neighboring="replace_one").compose(sample.event).get_epsilon(
-        1e-5
-    ) == pytest.approx(4.34, abs=5e-3)
 
 
 @pytest.mark.parametrize("neighboring", RELATIONS)

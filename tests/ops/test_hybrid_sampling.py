@@ -261,33 +261,6 @@ def test_where_records_are_added_or_removed_their_number_changes_nothing_that_is
         run_hybrid(accountant=PrivacyAccountant())
 
 
-@pytest.mark.thorough
-def test_a_hybrid_run_in_a_file_leaves_its_charges_there(tmp_path):
-    path = tmp_path / "budget.db"
-    with PrivacyAccountant(5.0, 1e-5, neighboring="replace_one", path=path) as accountant:
-        run_hybrid(accountant=accountant)
-        pair = ops.TotalVariationClose(
-            ops.Bounded(0.2), xi=1e-9, delta=1e-6, sampler=ops.Overdamped(5, 0.01)
-        )
-        ops.OnePosteriorSample(ops.GLM(), pair, accountant=accountant).sample(*problem())
-    with PrivacyAccountant(neighboring="replace_one", path=path) as later:
-        assert later.history == accountant.history and [
-            charge.count for charge in later.history
-        ] == [1, 10, 1, 1]
-        assert 0 < later.get_epsilon() <= 3.0
-
-
-def test_a_chain_whose_own_noise_falls_keeps_the_calibrated_one():
-    class Cooling(dpb.optim.DPSGLD):
-        def _update(self, parts):
-            super()._update(parts)
-            self.param_groups[0]["lr"] *= 20  # less noise of its own
-
-    accountant = PrivacyAccountant(2.0, 1e-5, neighboring="replace_one")
-    run_hybrid(accountant=accountant, optimizer=partial(Cooling, lr=0.05))
-    assert 1.0 < accountant.get_epsilon() <= 2.0
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -67,15 +67,6 @@ def test_a_target_above_the_cost_leaves_the_likelihood_alone():
     assert "rho = 1" in sampler.guarantee() and "epsilon = 4.3395" in sampler.guarantee()
 
 
-def test_the_budget_of_a_draw_is_for_one():
-    sampler = ops.OnePosteriorSample(ops.GLM(), finite(), 1.0, 1e-5)
-    data = problem()
-    sampler.sample(*data)
-    with pytest.raises(PrivacyBudgetExceeded):
-        sampler.sample(*data)
-    assert len(sampler.accountant) == 1
-
-
 class Recording(ops.Certificate):
     """Wraps a certificate and notes whether anything was drawn."""
 
@@ -145,14 +136,6 @@ def test_the_number_of_records_under_both_relations():
     with pytest.raises(ValueError, match="upper bound") as error:
         bounded.sample(torch.cat([x, x]), torch.cat([y, y]))
     assert "100" not in str(error.value)
-
-
-def test_the_bound_on_the_records_decides_step_and_cost():
-    small, large = (
-        ops.OnePosteriorSample(ops.GLM(), finite(), accountant=PrivacyAccountant(), num_data=n)
-        for n in (100, 10_000)
-    )
-    assert small.event.mu > large.event.mu  # a larger M means smaller steps
 
 
 def test_nothing_but_the_draw_is_kept_printed_or_logged(capsys, caplog):

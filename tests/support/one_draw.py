@@ -14,6 +14,17 @@ def problem(n=50, d=3):
     return x, (torch.rand(n) < x[:, 0].sigmoid()).float()
 
 
+def glm_of(family, **options):
+    extra = {"gaussian": {"noise_std": 1.0}, "poisson": {"max_count": 3.0}}.get(family, {})
+    return ops.GLM(family, **{**extra, **options})
+
+
+def tensors(records):
+    """Features [n, 1] and targets [n] of a list of pairs."""
+    x, y = zip(*records) if records else ((), ())
+    return torch.tensor(x, dtype=torch.float64).reshape(-1, 1), torch.tensor(y, dtype=torch.float64)
+
+
 def finite(steps=20, **options):
     return ops.FiniteRunLangevin(steps=steps, **options)
 
