@@ -198,7 +198,7 @@ def run(
     net, optimizer, loader = private(net, loader, clip)
     moving = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     tail = AveragedModel(net)
-    samples = dpb.PosteriorSamples(steps // 2, max(1, steps // 40), 20)
+    samples = dpb.PosteriorSamples(None, steps // 2, max(1, steps // 40), 20)
     steps_of_lr = scheduler(schedule, optimizer, steps) if schedule else None
     for epoch in range(epochs):
         for inputs, labels in loader:

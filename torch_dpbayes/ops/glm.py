@@ -15,9 +15,18 @@ from torch import Tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from .models import Constants
 
+_Elementwise = Callable[[Tensor], Tensor]
 # the mean as a function of the linear predictor, and its inverse
-_MEANS = {"bernoulli": torch.sigmoid, "gaussian": torch.clone, "poisson": torch.exp}
-_LINKS = {"bernoulli": torch.logit, "gaussian": torch.clone, "poisson": torch.log}
+_MEANS: dict[str, _Elementwise] = {
+    "bernoulli": torch.sigmoid,
+    "gaussian": torch.clone,
+    "poisson": torch.exp,
+}
+_LINKS: dict[str, _Elementwise] = {
+    "bernoulli": torch.logit,
+    "gaussian": torch.clone,
+    "poisson": torch.log,
+}
 FAMILIES = tuple(_MEANS)
 
 _ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
