@@ -259,19 +259,18 @@ def loss(scores: Tensor, y: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(scores.squeeze(-1), y)
 
 
-def steps(
-    data: Data, epsilon: float, clip: float, lr: float, reach: float, most: int, work: float
-) -> int:
-    """So that lr·steps = reach·Nμ/(2C√d): a direction is followed for as long as what it gains is
-    more than the noise on it.
+Limits = tuple[float, int, float]  # of the distance to go, of steps, and of records seen
 
-    ``most`` steps, and ``work``/N, where computing time ends that. The result is a multiple of
+
+def steps(data: Data, epsilon: float, clip: float, lr: float, limits: Limits) -> int:
+    """So that lr·steps = reach·Nμ/(2C√d): a direction is followed for as long as what it gains is
+    more than the noise on it. The other limits are of computing time. The result is a multiple of
     ``BATCHES``, whole passes.
     """
+    reach, most, work = limits
     signal = data.size * gaussian_mu(epsilon, data.delta) / (2 * clip * math.sqrt(data.dimension))
-    return BATCHES * max(
-        1, min(round(reach * signal / (lr * BATCHES)), int(min(most, work / data.size) / BATCHES))
-    )
+    affordable = int(min(most, work / data.size) / BATCHES)
+    return BATCHES * max(1, min(round(reach * signal / (lr * BATCHES)), affordable))
 
 
 def chain(
@@ -281,9 +280,7 @@ def chain(
     *,
     lr: float,
     clip: float,
-    reach: float,
-    most: int,
-    work: float,
+    limits: Limits,
     published: bool = False,
     averaged: bool = True,
     temperature: float = 1.0,
@@ -296,7 +293,7 @@ def chain(
     average is near the mode.
     """
     full = 2 * lr if sampler == "DPSGNHT" else lr
-    epochs = steps(data, epsilon, clip, full, reach, most, work) // BATCHES
+    epochs = steps(data, epsilon, clip, full, limits) // BATCHES
     size = data.size // BATCHES
     count, accountant = epochs * BATCHES, dpb.PrivacyAccountant(neighboring=RELATION)
     if published:
@@ -340,17 +337,8 @@ def posterior_sample(
     return data.x_test @ draw, release.accountant.get_epsilon(data.delta)
 
 
-def finite_run(
-    data: Data,
-    epsilon: float,
-    *,
-    reach: float,
-    most: int,
-    work: float,
-    clip: float,
-    prior_std: float,
-) -> Fit:
-    count = steps(data, epsilon, clip, 1 / CURVATURE, reach, most, work)
+def finite_run(data: Data, epsilon: float, *, limits: Limits, clip: float, prior_std: float) -> Fit:
+    count = steps(data, epsilon, clip, 1 / CURVATURE, limits)
     certificate = ops.FiniteRunLangevin(steps=count, max_grad_norm=clip)
     return posterior_sample(data, epsilon, certificate, prior_std)
 
@@ -367,21 +355,18 @@ def hybrid(
     epsilon: float,
     *,
     start_share: float,
-    start_most: int,
-    start_work: float,
+    start_limits: Limits,
     lr: float,
     clip: float,
-    reach: float,
-    most: int,
-    work: float,
+    limits: Limits,
     prior_std: float,
     **options: Any,
 ) -> Fit:
     """Algorithm 3: a posterior sample, by the rules of :func:`finite_run`, then DP-SGNHT, by
     those of :func:`chain`.
     """
-    start = steps(data, start_share * epsilon, clip, 1 / CURVATURE, reach, start_most, start_work)
-    count = steps(data, epsilon, clip, 2 * lr, reach, most, work)
+    start = steps(data, start_share * epsilon, clip, 1 / CURVATURE, start_limits)
+    count = steps(data, epsilon, clip, 2 * lr, limits)
     size = data.size // BATCHES
     # at least what the library will choose
     floor = noise(epsilon * (1 - start_share), data.delta, size / data.size, count)
@@ -464,24 +449,24 @@ def objective_perturbation(
 
 # lr: below 2/κ, where a step is stable whatever the records are
 CLIP, PRIOR_STD, LR = 0.5, 10.0, 0.9 * 2 / CURVATURE
-SGD: dict[str, Any] = {"lr": LR, "clip": CLIP, "reach": 10.0, "most": 1000, "work": 1e7}
+SGD: dict[str, Any] = {"lr": LR, "clip": CLIP, "limits": (10.0, 1000, 1e7)}
 SGLD = {**SGD, "sampler": "DPSGLD", "prior_std": PRIOR_STD}
 PLAIN: dict[str, Any] = {"sampler": "DPSGHMC", "momentum": 0.0, "temperature": 0.0}
 PLAIN |= {"prior_std": math.inf, "averaged": False}
 FRICTION = {"momentum": 0.9, "thermostat_gain": 0.001}
 SGNHT = {**SGD, **FRICTION, "sampler": "DPSGNHT", "prior_std": PRIOR_STD}
 DRAW: dict[str, Any] = {"clip": CLIP, "prior_std": 3.0}
-HYBRID = {**SGD, **FRICTION, "most": 300, "work": 3.3e6, "prior_std": 3.0}
+HYBRID = {**SGD, **FRICTION, "limits": (10.0, 300, 3.3e6), "prior_std": 3.0}
 NON_PRIVATE, OBJECTIVE = "non-private", "objective perturbation"
 # What is fixed here was chosen on the two Gaussians, by draws that the figure does not use, among
-# two to four values each; "most" and "work" by computing time
+# two to four values each; the numbers of steps and of records by computing time
 METHODS: dict[str, tuple[Callable[..., Fit], dict[str, Any]]] = {
     NON_PRIVATE: (non_private, {"prior_std": PRIOR_STD}),
-    "OPS, FiniteRunLangevin": (finite_run, {**DRAW, "reach": 10.0, "most": 20_000, "work": 5e8}),
+    "OPS, FiniteRunLangevin": (finite_run, {**DRAW, "limits": (10.0, 20_000, 5e8)}),
     "OPS, Bounded": (bounded_likelihood, {"width": 2.0, "prior_std": 3.0, "warmup_steps": 50}),
     "hybrid DP-SGNHT": (
         hybrid,
-        {**HYBRID, "start_share": 0.5, "start_most": 10_000, "start_work": 3e7},
+        {**HYBRID, "start_share": 0.5, "start_limits": (10.0, 10_000, 3e7)},
     ),
     "DP-SGLD": (chain, SGLD),
     "DP-SGNHT": (chain, SGNHT),
