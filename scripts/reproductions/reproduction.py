@@ -67,6 +67,10 @@ def run_jobs(
     done = stored_runs(results)
     torch.set_num_threads(1)
     results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a+") as file:
+        file.seek(0)
+        if not ("\n" + file.read()).endswith("\n"):  # cut short when a process was killed
+            file.write("\n")
     for job in tqdm(jobs, unit="run"):
         if key(job) in done:
             continue
@@ -74,8 +78,7 @@ def run_jobs(
         result, date = function(**job), datetime.now(UTC).strftime("%Y-%m-%d")
         run = Run(dict(job), result, round(time.perf_counter() - start, 2), date)
         with results.open("a") as file:
-            # the first line end closes a line that was cut short when a process was killed
-            file.write("\n" + json.dumps(run._asdict()) + "\n")
+            file.write(json.dumps(run._asdict()) + "\n")
         done[key(job)] = run
     return [done[key(job)] for job in jobs]
 
