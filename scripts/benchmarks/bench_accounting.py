@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Epsilon, seconds and memory of this library's accountant beside other people's.
 
-    python bench_accounting.py [--plot cost.png] [--others] [--scattered] [--limit SECONDS]
+    python bench_accounting.py [--others] [--scattered] [--limit SECONDS]
 
 Everything runs on one core. ``--scattered`` measures only schedules in which noise and rate
 scatter, against the integral over their cumulant (``random_compositions.py``). ``--others`` also
@@ -286,41 +286,6 @@ def schedule(levels: int, steps: int = 10_000) -> list[float]:
     return [math.sqrt(1 + t * steps / levels / 1000) for t in range(levels)]
 
 
-def plot(path: str, limit: float) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    levels = [10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000]
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    print("\ndifferent multipliers   seconds")
-    for function, name, style in (
-        (ours, "this library", "o-"),
-        (dp_accounting_pld, "dp-accounting, PLD", "s--"),
-    ):
-        costs: list[float] = []
-        for count in levels:
-            outcome = measured(
-                function,
-                (schedule(count), 0.01, max(1, 10_000 // count), "add_or_remove_one"),
-                limit,
-            )
-            if isinstance(outcome, str):
-                print(f"  {name:20}{count:>8}   {outcome}")
-                break
-            costs.append(outcome[1])
-            print(f"  {name:20}{count:>8}   {costs[-1]:.3f}")
-        axes.loglog(levels[: len(costs)], costs, style, label=name)
-    axes.set_xlabel("different noise multipliers")
-    axes.set_ylabel("seconds, one core")
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    print(f"picture: {path}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -331,9 +296,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--limit", type=float, default=180.0, help="seconds after which one run is stopped"
-    )
-    parser.add_argument(
-        "--plot", metavar="PATH", help="draw cost against the number of different multipliers"
     )
     arguments = parser.parse_args()
     if arguments.scattered:
@@ -352,8 +314,6 @@ def main() -> None:
         arguments.limit,
     )
     calibration(arguments.others, arguments.limit)
-    if arguments.plot:
-        plot(arguments.plot, arguments.limit)
 
 
 if __name__ == "__main__":

@@ -672,34 +672,21 @@ def composition(rng: np.random.Generator, wanted: str | None = None) -> dict[str
 def report(rows: list[dict[str, Any]]) -> None:
     known = [row for row in rows if not math.isnan(row["error"])]
     rough = [row["error"] for row in known if row["error"] > SETTLED]
-    print(
-        f"{len(rows)} compositions, {len(rows) - len(known)} of which the integral did not settle"
-    )
-    print(
-        f"{len(rough)} references are known to {max(rough, default=0):.1e} only, the others to 2e-8"
-    )
+    print(f"{len(rows)} compositions, {len(rows) - len(known)} whose integral did not settle")
+    print(f"{len(rough)} references are known to {max(rough, default=0):.1e} only")
     print(f"violations: {sum(row['violated'] for row in known)}")
-    used = sorted({kind for row in known for kind in row["kinds"]})
-    print("of each kind: " + ", ".join(f"{k} {sum(k in r['kinds'] for r in known)}" for k in used))
-    groups = {
-        "pld, all attained": lambda r: r["method"] == "pld" and not r["is_bound"],
-        "pld, with a selection": lambda r: r["method"] == "pld" and r["is_bound"],
-        "rdp": lambda r: r["method"] == "rdp",
-    }
-    for name, belongs in groups.items():
-        of_all = [row for row in known if belongs(row)]
-        some = [row for row in of_all if "excess" in row]
-        if not some:
-            continue
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in known:
+        name = (
+            f"{row['method']}{', with a selection' * (row['is_bound'] and row['method'] == 'pld')}"
+        )
+        if "excess" in row:
+            groups.setdefault(name, []).append(row)
+    for name, some in groups.items():
         for what, key in (("epsilon", "excess"), ("get_delta", "excess_of_back")):
             excess = np.array([row[key] for row in some])
             found = " ".join(f"{x:9.3%}" for x in np.quantile(excess, [0, 0.5, 0.9, 0.99, 1]))
-            print(f"{name:24}{what:10} n {len(of_all):4}  least, 50, 90, 99, 100 %: {found}")
-    worst = sorted((r for r in known if r.get("excess", 0) > 1e-3), key=lambda r: -r["excess"])
-    for row in [row for row in known if row["violated"]] + [
-        row for row in worst if row["method"] == "pld" and not row["is_bound"]
-    ][:10]:
-        print(json.dumps(row))
+            print(f"{name:24}{what:10} n {len(some):4}  least, 50, 90, 99, 100 %: {found}")
 
 
 def main() -> None:

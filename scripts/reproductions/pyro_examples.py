@@ -1,9 +1,7 @@
-#!/usr/bin/env python3
 """Twelve models of Pyro's examples and tests at N = 5,000: Pyro's NUTS without privacy, DP-HMC
 without noise (ε = ∞), and ``noise_aware.posterior`` at ε = 8.
 
-    python pyro_examples.py [--records 5000] [--only "eight schools" …] [--stored]
-        [--csv rows.csv] [--picture picture.png]
+    python pyro_examples.py [--only "eight schools" …]
 
 Records are simulated from fixed parameters, which NUTS starts from; the others do not know them.
 DP-HMC without noise takes its start and its mass matrix from the draws of NUTS, as nothing is
@@ -23,17 +21,17 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
-import reproduction
 import torch
+from pyro import poutine
 from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.ops.stats import effective_sample_size
+from reproduction import Panel, Row, Run, columns, finish, having, parser_of
 from torch import Tensor
 
 import torch_dpbayes as dpb
@@ -52,14 +50,24 @@ class Example(NamedTuple):
     Attributes:
         model: of the records, in one plate.
         truth: by site.
-        records: that many.
+        covariates: of that many records.
         options: of ``noise_aware.posterior``: which covariates are public, or how long they are.
     """
 
     model: Callable[..., None]
-    truth: dict[str, Any]
-    records: Callable[[int], tuple[Tensor, ...]]
+    truth: Row
+    covariates: Callable[[int], Tensor] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+
+    def records(self, count: int) -> tuple[Tensor, ...]:
+        """Simulated from the model at the truth."""
+        if self.model is survival:  # a factor cannot be simulated
+            return times(count)
+        truth = {name: torch.as_tensor(value) for name, value in self.truth.items()}
+        covariates = () if self.covariates is None else (self.covariates(count),)
+        simulated = pyro.condition(poutine.uncondition(self.model), data=truth)
+        nodes = poutine.trace(simulated).get_trace(*covariates, torch.zeros(count)).nodes
+        return (*covariates, nodes["obs"]["value"].to(torch.get_default_dtype()))
 
 
 def eight_schools(sigma: Tensor, y: Tensor) -> None:
@@ -72,20 +80,10 @@ def eight_schools(sigma: Tensor, y: Tensor) -> None:
         pyro.sample("obs", dist.Normal(mu, (tau**2 + sigma**2).sqrt()), obs=y)
 
 
-def schools(count: int) -> tuple[Tensor, ...]:
-    sigma = 1.0 + torch.rand(count)
-    return sigma, 3.0 + (4.0 + sigma**2).sqrt() * torch.randn(count)
-
-
 def baseball_pooled(at_bats: Tensor, hits: Tensor) -> None:
     phi = pyro.sample("phi", dist.Uniform(0.0, 1.0))
     with pyro.plate("data", len(hits)):
         pyro.sample("obs", dist.Binomial(at_bats, phi), obs=hits)
-
-
-def pooled(count: int) -> tuple[Tensor, ...]:
-    at_bats = torch.randint(5, 15, (count,)).float()
-    return at_bats, dist.Binomial(at_bats, 0.27).sample()
 
 
 def baseball_partially_pooled(at_bats: Tensor, hits: Tensor) -> None:
@@ -96,20 +94,10 @@ def baseball_partially_pooled(at_bats: Tensor, hits: Tensor) -> None:
         pyro.sample("obs", dist.BetaBinomial(m * kappa, (1 - m) * kappa, at_bats), obs=hits)
 
 
-def partially_pooled(count: int) -> tuple[Tensor, ...]:
-    at_bats = torch.randint(5, 15, (count,)).float()
-    return at_bats, dist.BetaBinomial(0.27 * 6.0, 0.73 * 6.0, at_bats).sample()
-
-
 def logistic_regression(x: Tensor, y: Tensor) -> None:
     beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
-
-def regression(count: int) -> tuple[Tensor, ...]:
-    x = 2 * torch.rand(count, 3) - 1
-    return x, torch.bernoulli((x @ torch.tensor([1.0, 2.0, -1.0])).sigmoid())
+        pyro.sample("obs", dist.Bernoulli(logits=x @ beta), obs=y)
 
 
 def beta_bernoulli(y: Tensor) -> None:
@@ -140,22 +128,12 @@ def gaussian_mixture(y: Tensor) -> None:
         pyro.sample("obs", dist.Normal(means[z], 1.0), obs=y)
 
 
-def mixture(count: int) -> tuple[Tensor, ...]:
-    first = torch.rand(count) < 0.4
-    return (torch.where(first, -1.5, 2.5) + torch.randn(count),)
-
-
 def hidden_coins(y: Tensor) -> None:
     p = pyro.sample("p", dist.Beta(1.1, 1.1))
     with pyro.plate("data", len(y)):
         first = pyro.sample("first", dist.Bernoulli(p))
         second = pyro.sample("second", dist.Bernoulli(0.65 * first + 0.1))
         pyro.sample("obs", dist.Normal(2.0 * second, 1.0), obs=y)
-
-
-def coins(count: int) -> tuple[Tensor, ...]:
-    first = torch.bernoulli(torch.full((count,), 0.6))
-    return (2.0 * torch.bernoulli(0.65 * first + 0.1) + torch.randn(count),)
 
 
 def lkj(y: Tensor) -> None:
@@ -166,27 +144,13 @@ def lkj(y: Tensor) -> None:
         pyro.sample("obs", dist.MultivariateNormal(torch.zeros(3), scale_tril=scale), obs=y)
 
 
-SIGMA, AT_BATS = {"public": ("sigma",)}, {"public": ("at_bats",)}
-CORRELATIONS = torch.tensor([[1.0, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 1.0]])
-
-
-def correlated(count: int) -> tuple[Tensor, ...]:
-    factor = torch.linalg.cholesky(CORRELATIONS)
-    return (torch.randn(count, 3) @ factor.T,)
-
-
 def ordinal(x: Tensor, y: Tensor) -> None:
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with pyro.plate("cuts", 2):
         gaps = pyro.sample("gaps", dist.Gamma(2.0, 1.0))
     cuts = gaps.cumsum(-1) - 2.0
     with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.OrderedLogistic(slope * x, cuts), obs=y)
-
-
-def ordered(count: int) -> tuple[Tensor, ...]:
-    x = 2 * torch.rand(count) - 1
-    return x, dist.OrderedLogistic(1.2 * x, torch.tensor([-0.8, 0.7])).sample().float()
+        pyro.sample("obs", dist.OrderedLogistic(slope * x, cuts), obs=y)
 
 
 def survival(x: Tensor, time: Tensor, died: Tensor) -> None:
@@ -204,54 +168,51 @@ def times(count: int) -> tuple[Tensor, ...]:
     return x, time.clamp(max=2.0), (time < 2.0).float()
 
 
-def both_coins(count: int) -> tuple[Tensor, ...]:
-    return (torch.bernoulli(torch.tensor([0.3, 0.6]).expand(count, 2)),)
-
-
-def spreads(count: int) -> tuple[Tensor, ...]:
-    return (1.0 + torch.randn(count, 2) * torch.tensor([0.8, 1.3]),)
-
-
-def categories(count: int) -> tuple[Tensor, ...]:
-    return (torch.multinomial(torch.tensor([0.2, 0.3, 0.5]), count, replacement=True),)
-
-
 def examples() -> dict[str, Example]:
     """By name."""
-    two, three = torch.tensor([0.3, 0.6]), torch.tensor([0.2, 0.3, 0.5])
     spread = {"precision": torch.tensor([0.8, 1.3]) ** -2}
     parts = {"weights": torch.tensor([0.4, 0.6]), "means": torch.tensor([-1.5, 2.5])}
-    factor = torch.linalg.cholesky(CORRELATIONS)
-    gaps = torch.tensor([1.2, 1.5])
+    correlations = torch.tensor([[1.0, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 1.0]])
+    shape = {"theta": torch.ones(3), "omega": torch.linalg.cholesky(correlations)}
+    sigma, at_bats = {"public": ("sigma",)}, {"public": ("at_bats",)}
+    rows = {"max_feature_norm": math.sqrt(3)}
+    players = {"m": 0.27, "kappa": 6.0}
+
+    def bats(count: int) -> Tensor:
+        return torch.randint(5, 15, (count,)).float()
+
+    def uniform(count: int) -> Tensor:
+        return 2 * torch.rand(count) - 1
+
     return {
         "eight schools": Example(
-            eight_schools, {"quarter of mu": 0.75, "tau": 2.0}, schools, SIGMA
+            eight_schools, {"quarter of mu": 0.75, "tau": 2.0}, lambda n: 1 + torch.rand(n), sigma
         ),
-        "baseball, pooled": Example(baseball_pooled, {"phi": 0.27}, pooled, AT_BATS),
-        "baseball, partially pooled": Example(
-            baseball_partially_pooled, {"m": 0.27, "kappa": 6.0}, partially_pooled, AT_BATS
-        ),
+        "baseball, pooled": Example(baseball_pooled, {"phi": 0.27}, bats, at_bats),
+        "baseball, partially pooled": Example(baseball_partially_pooled, players, bats, at_bats),
         "logistic regression": Example(
             logistic_regression,
             {"beta": torch.tensor([1.0, 2.0, -1.0])},
-            regression,
-            {"max_feature_norm": math.sqrt(3)},
+            lambda n: 2 * torch.rand(n, 3) - 1,
+            rows,
         ),
-        "beta and Bernoulli": Example(beta_bernoulli, {"p": two}, both_coins),
-        "gamma and normal": Example(gamma_normal, spread, spreads),
-        "Dirichlet and categorical": Example(dirichlet_categorical, {"p": three}, categories),
-        "Gaussian mixture": Example(gaussian_mixture, parts, mixture),
-        "hidden coins": Example(hidden_coins, {"p": 0.6}, coins),
-        "LKJ": Example(lkj, {"theta": torch.ones(3), "omega": factor}, correlated),
-        "ordinal": Example(ordinal, {"slope": 1.2, "gaps": gaps}, ordered),
-        "survival": Example(survival, {"beta": 0.5, "shape": 1.3}, times),
+        "beta and Bernoulli": Example(beta_bernoulli, {"p": torch.tensor([0.3, 0.6])}),
+        "gamma and normal": Example(gamma_normal, spread),
+        "Dirichlet and categorical": Example(
+            dirichlet_categorical, {"p": torch.tensor([0.2, 0.3, 0.5])}
+        ),
+        "Gaussian mixture": Example(gaussian_mixture, parts),
+        "hidden coins": Example(hidden_coins, {"p": 0.6}),
+        "LKJ": Example(lkj, shape),
+        "ordinal": Example(ordinal, {"slope": 1.2, "gaps": torch.tensor([1.2, 1.5])}, uniform),
+        "survival": Example(survival, {"beta": 0.5, "shape": 1.3}),
     }
 
 
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def run(model: str, what: str, records: int, draws: list[int]) -> dict[str, Any]:
+def run(model: str, what: str, records: int, draws: list[int]) -> Row:
     """Figures of one or two methods. ``draws`` are this script's, so that other numbers are other
     runs.
     """
@@ -281,7 +242,7 @@ def run(model: str, what: str, records: int, draws: list[int]) -> dict[str, Any]
     return {"NUTS": found, "no noise": figures(no_noise, data, HMC_DRAWS, start=start)[1]}
 
 
-def with_privacy(example: Example, data: tuple[Tensor, ...]) -> dict[str, Any]:
+def with_privacy(example: Example, data: tuple[Tensor, ...]) -> Row:
     """The noise-aware posterior, in the form of a chain's figures."""
     accountant, start = dpb.PrivacyAccountant(EPSILON, DELTA), time.process_time()
     with warnings.catch_warnings(record=True) as caught:
@@ -315,7 +276,7 @@ def figures(
     draws: int,
     warmup: int = 0,
     start: Values | None = None,
-) -> tuple[MCMC, dict[str, Any]]:
+) -> tuple[MCMC, Row]:
     """Of one chain: moments, whether it was warned of, and seconds of the processor."""
     begin = time.process_time()
     runner = MCMC(
@@ -345,13 +306,13 @@ def unconstrained(runner: MCMC) -> Tensor:
     return torch.cat([moved.reshape(len(moved), -1) for moved in by_site(runner).values()], 1)
 
 
-def moments(runner: MCMC) -> dict[str, Any]:
+def moments(runner: MCMC) -> Row:
     draws = unconstrained(runner).double()
     sizes = effective_sample_size(draws[None], 0, 1).clamp(max=len(draws))
     return {"mean": draws.mean(0).tolist(), "sd": draws.std(0).tolist(), "size": sizes.tolist()}
 
 
-def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
+def summary(runs: Sequence[Run]) -> list[Row]:
     """A row for each model and method."""
     found = {
         (run.job["model"], method): result for run in runs for method, result in run.result.items()
@@ -360,9 +321,8 @@ def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
     for (model, method), result in found.items():
         if "refused" in result:
             continue
-        row: dict[str, Any] = {"model": model, "method": method, "latents": len(result["mean"])}
-        row["size"] = min(result["size"])
-        row["warned"] = "yes" if result["warned"] else ""
+        row: Row = {"model": model, "method": method, "latents": len(result["mean"])}
+        row |= {"size": min(result["size"]), "warned": "yes" if result["warned"] else ""}
         row["seconds"] = result["seconds"]
         reference = found.get((model, "NUTS"))
         if method != "NUTS" and reference is not None:
@@ -385,62 +345,31 @@ def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def panels(rows: list[Row]) -> list[Panel]:
     """Differences of means to NUTS, and widths over those of NUTS."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(9, 4.2), sharey=True, layout="constrained"
-    )
-    for shift, (method, colour) in enumerate(
-        zip(METHODS[1:], ("tab:blue", "tab:orange"), strict=True)
-    ):
-        chosen = [row for row in rows if row["method"] == method]
-        at = [names.index(row["model"]) + 0.2 * (shift - 0.5) for row in chosen]
-        left.plot([row["in sds"] for row in chosen], at, "o", color=colour, label=method)
-        low, high = ([row[name] for row in chosen] for name in ("narrowest", "widest"))
-        right.hlines(at, low, high, color=colour)
-        right.plot(low, at, "|", color=colour)
-        right.plot(high, at, "|", color=colour)
-    right.axvline(1, color="0.7", ls=":")
-    left.set(xlabel="largest difference of means to NUTS, in posterior sds", xlim=(0, None))
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    right.set(xlabel="standard deviations over those of NUTS")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    differences, widths = {}, {}
+    for method in METHODS[1:]:
+        some = having(rows, method=method)
+        differences[method] = columns(some, "in sds", "model")
+        for end in ("narrowest", "widest"):
+            widths[f"{method}: {end}"] = columns(some, end, "model")
+    return [
+        Panel("largest difference of means to NUTS", "posterior sds", "", differences, ""),
+        Panel("standard deviations over those of NUTS", "", "", widths, ""),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = reproduction.parser_of(__doc__, "pyro_examples")
-    parser.add_argument("--records", type=reproduction.positive, default=5_000)
+    parser = parser_of(__doc__, "pyro_examples")
     parser.add_argument("--only", nargs="*", choices=list(examples()), default=list(examples()))
-    parser.add_argument("--picture", type=Path, help="draw the picture here")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     jobs = [
-        {"model": model, "what": what, "records": options.records, "draws": DRAWS}
+        {"model": model, "what": what, "records": 500 if options.quick else 5000, "draws": DRAWS}
         for model in options.only
         for what in RUNS
     ]
-    runs = reproduction.runs_of(run, jobs, options.results, stored=options.stored)
-    rows = summary(runs)
-    if options.csv:
-        reproduction.write_csv(rows, options.csv)
-    if options.picture:
-        draw(rows, options.picture)
-    columns = {"model": "", "method": "", "latents": "d", "error": ".2f", "in sds": ".2f"}
-    columns |= {"narrowest": ".2f", "widest": ".2f", "size": ".0f"}
-    columns |= {"warned": "", "seconds": ".0f"}
-    print(f"\n{reproduction.markdown(rows, columns)}\n\n{reproduction.origin(runs)}")
+    finish(options, run, jobs, rows_of=summary, panels=panels)
 
 
 if __name__ == "__main__":

@@ -51,14 +51,6 @@ def underdamped_variance(kappa, h, gamma, u):
     return linalg.solve_discrete_lyapunov(step, covariance)[0, 0]
 
 
-def thermostat_variance(kappa, h, friction):
-    """At the friction at which the half-step kinetic energy is 1: that for which the noise
-    was made.
-    """
-    step = np.array([[1 - h * kappa, 1 - friction], [-h * kappa, 1 - friction]])
-    return linalg.solve_discrete_lyapunov(step, 2 * friction * h * np.ones((2, 2)))[0, 0]
-
-
 SAMPLERS = [
     (ops.Overdamped(60, 0.3), lambda k: overdamped_variance(k, 0.3)),
     (

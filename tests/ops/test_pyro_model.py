@@ -1,4 +1,4 @@
-"""One posterior sample of Pyro models and torch modules."""
+"""One posterior sample of Pyro models."""
 
 import math
 import threading
@@ -9,19 +9,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import stats
-from support.one_draw import (
-    RELATIONS,
-    cross_entropy,
-    network,
-)
+from support.one_draw import RELATIONS
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
-from torch import nn
-from torch.nn import functional as F
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.ops.certificates import Setting
-from torch_dpbayes.ops.pyro_model import PyroModel, model_of_module
+from torch_dpbayes.ops.pyro_model import PyroModel
 
 SIGNIFICANCE = 1e-6 / 20  # one in a million runs of this file fails by chance
 
@@ -73,18 +67,12 @@ def test_potential_and_gradient_of_a_pyro_model():
             assert torch.allclose(
                 torch.autograd.grad(target.potential(w), w)[0], expected, rtol=1e-5, atol=1e-5
             )
-        for relative in (False, True):
-            target = model.target(data, tempering=rho, max_grad_norm=math.inf)
-            base = terms(target.start) if relative else 0.0
-            exact = -prior(w) - rho * (terms(w) - base).clamp(-2.0, -0.1).sum()
-            value = target.clipped_potential(w, -2.0, -0.1, relative)
-            assert float(value.detach()) == pytest.approx(float(exact.detach()), rel=1e-6)
-            assert torch.allclose(
-                torch.autograd.grad(value, w)[0],
-                torch.autograd.grad(exact, w)[0],
-                rtol=1e-5,
-                atol=1e-5,
-            )
+        target = model.target(data, tempering=rho, max_grad_norm=math.inf)
+        exact = -prior(w) - rho * terms(w).clamp(-2.0, -0.1).sum()
+        value = target.clipped_potential(w, -2.0, -0.1)
+        assert float(value.detach()) == pytest.approx(float(exact.detach()), rel=1e-6)
+        (slope,), (expected,) = (torch.autograd.grad(u, w) for u in (value, exact))
+        assert torch.allclose(slope, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_no_record_decides_whether_the_gradients_of_the_others_count():
@@ -114,41 +102,17 @@ def test_under_add_or_remove_any_number_of_records_gives_a_draw(count):
     assert sampler.sample(x, y)["w"].isfinite().all()
 
 
-def test_a_module_and_a_glm_of_the_same_model_agree():
-    x, y = torch.randn(12, 3), torch.randint(0, 2, (12,)).float()
-    net = nn.Linear(3, 1, bias=False)
-    loss = lambda out, y: F.binary_cross_entropy_with_logits(out.squeeze(-1), y, reduction="none")  # noqa: E731
-    module = target_of(model_of_module(net, loss, 0.7), x, y, tempering=0.4, max_grad_norm=math.inf)
-    glm = ops.GLM(prior_std=0.7, max_feature_norm=100.0).target(
-        (x, y), tempering=0.4, max_grad_norm=math.inf
-    )
-    zero = torch.zeros(3, dtype=torch.float64)
-    for _ in range(3):
-        w = torch.randn(3, dtype=torch.float64)
-        assert float(module.potential(w) - module.potential(zero)) == pytest.approx(
-            float(glm.potential(w) - glm.potential(zero)), abs=1e-3
-        )
-        assert torch.allclose(module.gradient(w), glm.gradient(w), atol=1e-3)
-
-
 # --- what is stated, against exact densities ------------------------------------------------------
 
 
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", RELATIONS)
-@pytest.mark.parametrize(
-    "certificate",
-    [ops.Bounded((-3.0, 0.5)), ops.Bounded((-2.0, 0.0), temper="posterior")],
-    ids=["likelihood", "posterior"],
-)
-def test_exact_densities_of_a_constrained_model_never_exceed_the_stated_delta(
-    certificate, neighboring
-):
+def test_exact_densities_of_a_constrained_model_never_exceed_the_stated_delta(neighboring):
     """The scale of a Gaussian lives in (0, ∞); densities are compared in the space that the
     chain moves in.
     """
     grid = torch.linspace(-5, 5, 61, dtype=torch.float64)[:, None]
-    setting = Setting(0.7, None, neighboring)
+    certificate, setting = ops.Bounded((-3.0, 0.5)), Setting(0.7, None, neighboring)
     span = certificate.event(PyroModel(scale), setting).epsilon
     common = [0.3, -1.0, 2.0]
     reached = 0.0
@@ -235,72 +199,9 @@ def test_a_draw_is_in_the_users_space_and_charged_once():
 @pytest.mark.slow
 def test_other_samplers_take_pyro_models_too():
     y = torch.randn(20, dtype=torch.float64)
-    targets = ops.Bounded(3.0), ops.Bounded.from_lipschitz(1.0, 2.0), ops.Bounded(3.0)
-    for chain, target in zip(
-        (ops.Overdamped(3, 0.01), ops.Underdamped(3, 0.1), ops.Overdamped(3, 0.01)), targets
-    ):
-        draw = ops.OnePosteriorSample(scale, ops.RenyiClose(target, chain, divergence=0.1)).sample(
-            y
-        )["s"]
-        assert torch.isfinite(draw)
-
-
-@pytest.mark.thorough
-def test_a_draw_of_a_module_goes_back_into_the_module():
-    net = network()
-    before = {name: p.clone() for name, p in net.named_parameters()}
-    sampler = ops.OnePosteriorSample.for_module(
-        net, ops.Bounded(3.0, warmup_steps=2), 1.0, 1e-5, loss=cross_entropy, prior_std=1.0
-    )
-    draw = sampler.sample(torch.randn(30, 3), torch.randint(0, 2, (30,)))
-    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
-    missing = net.load_state_dict(draw, strict=False)
-    assert not missing.missing_keys and not missing.unexpected_keys
-    assert "clipped into [-3, 0]" in sampler.guarantee()
-
-
-@pytest.mark.thorough
-def test_no_label_raises():
-    """cross_entropy fails at a label outside its classes: such a record has to count as one
-    at the end of the range.
-    """
-    x = torch.randn(10, 3)
-    y = torch.randint(0, 2, (10,))
-    y[4] = 7
-    sampler = ops.OnePosteriorSample.for_module(
-        network(), ops.Bounded(3.0, warmup_steps=2), loss=cross_entropy, prior_std=1.0
-    )
-    assert all(torch.isfinite(value).all() for value in sampler.sample(x, y).values())
-
-
-@pytest.mark.parametrize(
-    ("net", "loss", "message"),
-    [
-        (
-            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-            cross_entropy,
-            "BatchNorm",
-        ),
-        (network(), F.cross_entropy, "one number a record"),
-        (nn.Linear(3, 2).requires_grad_(False), cross_entropy, "frozen"),
-    ],
-)
-def test_unfit_modules_are_refused_before_the_charge(net, loss, message):
-    accountant = PrivacyAccountant(neighboring="replace_one")
-    with pytest.raises(ValueError, match=message):
-        ops.OnePosteriorSample.for_module(
-            net, ops.Bounded(3.0, warmup_steps=2), accountant=accountant, loss=loss, prior_std=1.0
-        ).sample(torch.randn(30, 3), torch.randint(0, 2, (30,)))
-    assert len(accountant) == 0
-
-
-def test_a_module_needs_its_own_front_door_and_proper_numbers():
-    with pytest.raises(TypeError, match="for_module"):
-        ops.OnePosteriorSample(network(), ops.Bounded(1.0))
-    with pytest.raises(ValueError, match="prior_std"):
-        ops.OnePosteriorSample.for_module(
-            network(), ops.Bounded(1.0), loss=cross_entropy, prior_std=math.inf
-        )
+    for chain in (ops.Overdamped(3, 0.01), ops.Underdamped(3, 0.1)):
+        close = ops.RenyiClose(ops.Bounded(3.0), chain, divergence=0.1)
+        assert torch.isfinite(ops.OnePosteriorSample(scale, close).sample(y)["s"])
 
 
 def test_constants_of_pyro_models_are_labelled_and_wanted():

@@ -11,7 +11,7 @@ from support.profiles import stated
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.events import GaussianDpEvent, MuGaussianDpEvent
+from torch_dpbayes.accounting.events import MuGaussianDpEvent
 from torch_dpbayes.ops.tempering import largest_tempering
 
 COSTS = {
@@ -51,15 +51,15 @@ def test_the_tempering_of_a_gaussian_guarantee_is_that_of_the_closed_form(neighb
 
 
 FEW_CALLS = {
-    "finite run": (ops.FiniteRunLangevin(steps=400), 3000),
-    "log-concave": (ops.StronglyLogConcave(), 3000),
-    "bounded": (ops.Bounded(3.0), 4000),  # whose profile the accountant puts on a grid
-    "variation": (ops.TotalVariationClose(ops.StronglyLogConcave(), 1e-9, 1e-6), 3000),
+    "finite run": ops.FiniteRunLangevin(steps=400),
+    "log-concave": ops.StronglyLogConcave(),
+    "bounded": ops.Bounded(3.0),
+    "variation": ops.TotalVariationClose(ops.StronglyLogConcave(), 1e-9, 1e-6),
 }
 
 
-@pytest.mark.parametrize(("certificate", "most"), FEW_CALLS.values(), ids=FEW_CALLS)
-def test_a_draw_makes_few_calls_besides_its_sampler(certificate, most, monkeypatch):
+@pytest.mark.parametrize("certificate", FEW_CALLS.values(), ids=FEW_CALLS)
+def test_a_draw_makes_few_calls_besides_its_sampler(certificate, monkeypatch):
     """10,000 and more where each trial of the search built an accountant."""
     kind = type(certificate)
     monkeypatch.setattr(kind, "draw", lambda self, m, d, s, n: torch.zeros(3, dtype=torch.float64))
@@ -82,14 +82,4 @@ def test_a_draw_makes_few_calls_besides_its_sampler(certificate, most, monkeypat
         draw(1.0)
     finally:
         sys.setprofile(None)
-    assert calls <= most
-
-
-def test_what_is_reserved_is_left():
-    accountant = PrivacyAccountant(neighboring="replace_one")
-    chain = GaussianDpEvent(20.0)
-    sampler = ops.OnePosteriorSample(
-        ops.GLM(prior_std=3.0), ops.StronglyLogConcave(), 1.0, 1e-5, accountant, reserve=chain
-    )
-    accountant.compose(sampler.event).compose(chain)
-    assert 1 - 1e-6 < accountant.get_epsilon(1e-5) <= 1.0
+    assert calls <= 3000

@@ -1,10 +1,6 @@
 """Data and models for one posterior sample, and accountants that others charge too."""
 
-from functools import partial
-
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -13,16 +9,20 @@ from torch_dpbayes.accounting.events import GaussianDpEvent
 RELATIONS = ("replace_one", "add_or_remove_one")
 
 
-def network():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-cross_entropy = partial(F.cross_entropy, reduction="none")
-
-
 def problem(n=50, d=3):
     x = torch.randn(n, d)
     return x, (torch.rand(n) < x[:, 0].sigmoid()).float()
+
+
+def glm_of(family, **options):
+    extra = {"gaussian": {"noise_std": 1.0}, "poisson": {"max_count": 3.0}}.get(family, {})
+    return ops.GLM(family, **{**extra, **options})
+
+
+def tensors(records):
+    """Features [n, 1] and targets [n] of a list of pairs."""
+    x, y = zip(*records) if records else ((), ())
+    return torch.tensor(x, dtype=torch.float64).reshape(-1, 1), torch.tensor(y, dtype=torch.float64)
 
 
 def finite(steps=20, **options):

@@ -12,7 +12,7 @@ import torch
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuide
 from pyro.optim import PyroOptim
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
@@ -24,11 +24,12 @@ from ..mcmc.density import Model, RecordDensity
 from ..mcmc.density.refusals import frozen_ones_kept
 from ..noise_aware.budget import public_num_data
 from ..optim.settings import Settings
+from ..per_sample.gradient_source import GradientSource
 from ..release import saved_state
 from ..release.layout import Layout
+from ..release.query import ClippedSum
 from ..release.release import Release
 from .guides import GaussianGuide
-from .records import DrawnGradients
 
 _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
@@ -50,6 +51,41 @@ class GradientRelease(NamedTuple):
     value: Tensor
     noise_std: float
     sample_rate: float
+
+
+class DrawnGradients(ClippedSum):
+    """Σ clip(−∇ log p(x_i | θ)) over a Poisson draw of a Pyro model's records.
+
+    **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C, at a θ
+    where ``density.has_gradients(theta)``: elsewhere one record could end the sum of all.
+    """
+
+    def __init__(
+        self,
+        density: RecordDensity,
+        draws: PoissonSampler,
+        max_grad_norm: float,
+        expected_batch_size: float,
+    ) -> None:
+        super().__init__(max_grad_norm, expected_batch_size)
+        self._density, self._draws = density, draws
+
+    def independence(self, source: GradientSource) -> str:
+        """Each record runs through a graph of its own."""
+        return "by torch.func.vmap over a graph recorded on synthetic records"
+
+    def collect(self, source: GradientSource, layout: Layout) -> int:
+        """Add the sum over the draw delivered last to ``layout``, at the θ that stands there."""
+        records = self._records
+        (theta,), (piece,) = layout.parameters, layout.pieces
+        own = theta.detach().to(self._density.prior.device, self._density.prior.dtype)
+        piece.sub_(self._density.of(records).clipped_gradient_sum(own, self.max_grad_norm))
+        return len(records)
+
+    def draw(self) -> None:
+        """Take the next batch, or the one that no release was made of yet."""
+        self._records = torch.tensor(next(iter(self._draws)), dtype=torch.long)
+        self._draws.delivered()
 
 
 class DPSVI:
@@ -79,8 +115,7 @@ class DPSVI:
         guide: an ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or
             ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from
             synthetic records; an ``init_loc_fn`` of the caller's must not know the data.
-        optim: one of Pyro's optimizers, with a dict of arguments. It is tried on synthetic
-            gradients before the first charge.
+        optim: one of Pyro's optimizers, with a dict of arguments.
         loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
         max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Choose one
             that less than 1 % exceed near the truth: nothing released says how many do.
@@ -274,7 +309,7 @@ class DPSVI:
         release.draws = draws
         with frozen_ones_kept(self.model):  # the guide runs the model
             self._gaussian.set_up(call, density.prior)
-        _require_that_it_steps(self.optim, self._gaussian.parameters)
+        _build(self.optim, self._gaussian.parameters)
         prior = density.prior
         theta = torch.zeros(prior.dimension, dtype=torch.float64, device=prior.device)
         theta.requires_grad_()
@@ -299,7 +334,6 @@ class DPSVI:
         self._transcript = [GradientRelease(*parts) for parts in saved["transcript"]]
         # empty where the saved run has made no step
         for p, states in zip(parameters.values(), saved["optim"], strict=False):
-            self.optim([p])  # makes its optimizer; without a gradient it moves nothing
             for part, state in zip(_parts(self.optim.optim_objs[p]), states, strict=True):
                 part.load_state_dict(copy.deepcopy(state))
 
@@ -402,16 +436,13 @@ def _check_optim(optim: Any) -> None:
         )
 
 
-def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse what would fail after the first charge, by a step on parameters like these."""
-    tried = copy.copy(optim)
-    tried.optim_objs, tried.grad_clip = {}, {}
-    tried.pt_optim_args = copy.deepcopy(optim.pt_optim_args)  # a scheduler may write to tensors
+def _build(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
+    """Make the optimizer of each parameter before the first charge: without a gradient it moves
+    nothing, and arguments that it does not take are refused.
+    """
     for name, parameter in parameters.items():
-        made_up = nn.Parameter(torch.ones_like(parameter))
-        made_up.grad = torch.ones_like(made_up)
         try:
-            tried([made_up])
+            optim([parameter])
         except Exception as error:
             kind = getattr(optim.pt_optim_constructor, "__name__", optim.pt_optim_constructor)
             raise ArgumentError(

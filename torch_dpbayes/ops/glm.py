@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,19 @@ from torch import Tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from .models import Constants
 
-FAMILIES = ("bernoulli", "gaussian", "poisson")
+_Elementwise = Callable[[Tensor], Tensor]
+# the mean as a function of the linear predictor, and its inverse
+_MEANS: dict[str, _Elementwise] = {
+    "bernoulli": torch.sigmoid,
+    "gaussian": torch.clone,
+    "poisson": torch.exp,
+}
+_LINKS: dict[str, _Elementwise] = {
+    "bernoulli": torch.logit,
+    "gaussian": torch.clone,
+    "poisson": torch.log,
+}
+FAMILIES = tuple(_MEANS)
 
 _ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
 _LEAST_STD = 1e-50
@@ -184,8 +196,7 @@ class GLM:
         probability, a mean or a rate, with features clipped as in fitting.
         """
         x = self.features(features)
-        u = x @ draw["weights"].to(x)
-        return {"bernoulli": u.sigmoid, "gaussian": u.clone, "poisson": u.exp}[self._family]()
+        return _MEANS[self._family](x @ draw["weights"].to(x))
 
     # --- what certificates ask --------------------------------------------------------------------
 
@@ -284,23 +295,7 @@ class Records:
             u.mul_(self.weight)
         if self.bounds is not None:
             torch.clamp(u, -self.bounds, self.bounds, out=u)
-        return self.weighted_sum(u)
-
-    def gram(self) -> Tensor:
-        """Σ_i x_i x_iᵀ, ``[d, d]`` in float64; a row adds at most R_x² in Frobenius norm."""
-        return self.outer_sum(torch.ones_like(self.y))
-
-    def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Σ_i factor_i x_i, ``[d]`` in float64."""
-        return chunked_sum(lambda x, f: x.T @ f, self.x, factors)
-
-    def outer_sum(self, factors: Tensor) -> Tensor:
-        """Σ_i factor_i x_i x_iᵀ, ``[d, d]`` in float64."""
-        return chunked_sum(lambda x, f: x.T @ (f[:, None] * x), self.x, factors)
-
-    def square_sum(self, factors: Tensor) -> Tensor:
-        """Σ_i factor_i x_i∘x_i, ``[d]`` in float64."""
-        return chunked_sum(lambda x, f: x.square().T @ f, self.x, factors)
+        return chunked_sum(lambda x, slopes: x.T @ slopes, self.x, u)
 
     def losses(self, weights: Tensor) -> Tensor:
         """ℓ_i up to a constant where its slope is within bounds, straight lines beyond, ``[n]``;
@@ -310,21 +305,13 @@ class Records:
         y = self.y.to(torch.float64)
         if self.bounds is None:
             return self._losses(u, y)
-        bounds = self.bounds.to(torch.float64)
-        if self.family == "gaussian":
-            low, high = y - bounds / self.weight, y + bounds / self.weight
-        # logit or log of the mean at which the slope is at its bound; where there is none, the loss
-        # stays as it is
-        else:
-            link = torch.logit if self.family == "bernoulli" else torch.log
-            low = torch.where(y > bounds, link(y - bounds), -math.inf)
-            high = torch.where(
-                y + bounds < (1.0 if self.family == "bernoulli" else math.inf),
-                link(y + bounds),
-                math.inf,
-            )
+        # where the slope is at its bound; where there is none, the loss stays as it is
+        reach = self.bounds.to(torch.float64) / self.weight
+        link, ends = _LINKS[self.family], {"neginf": -math.inf, "posinf": math.inf}
+        low = link(y - reach).nan_to_num(nan=-math.inf, **ends)
+        high = link(y + reach).nan_to_num(nan=math.inf, **ends)
         inside = u.detach().clamp(low, high)
-        slopes = self._slopes(inside, y)
+        slopes = self.weight * (_MEANS[self.family](inside) - y)
         # a straight line through ``inside``, and the loss itself where that is u
         return torch.where(
             inside == u,
@@ -353,11 +340,6 @@ class Records:
             return torch.nn.functional.softplus(u) - y * u
         return u.clamp(max=_LARGEST_EXPONENT).exp() - y * u
 
-    def _slopes(self, u: Tensor, y: Tensor) -> Tensor:
-        if self.family == "gaussian":
-            return self.weight * (u - y)
-        return (u.sigmoid() if self.family == "bernoulli" else u.exp()) - y
-
 
 def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Tensor) -> Tensor:
     """Σ term(rows, factors) over chunks of rows in float64, without a float64 copy of all."""
@@ -369,21 +351,10 @@ def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Te
     return total
 
 
-class LinearRecords(Protocol):
-    """Bounded records of a model with linear predictors, as :class:`Records`."""
-
-    x: Tensor
-    size: int
-
-    def gradient_sum(self, weights: Tensor) -> Tensor: ...
-    def losses(self, weights: Tensor) -> Tensor: ...
-    def log_likelihoods(self, weights: Tensor) -> Tensor: ...
-
-
 class LinearTarget:
-    """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w)."""
+    """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w), of :class:`Records` or those of a Softmax."""
 
-    def __init__(self, records: LinearRecords, precision: Tensor, tempering: float) -> None:
+    def __init__(self, records: Any, precision: Tensor, tempering: float) -> None:
         self._records, self._precision, self._tempering = records, precision, tempering
 
     @property
@@ -395,13 +366,9 @@ class LinearTarget:
         """U, differentiable."""
         return self._prior(theta) + self._tempering * self._records.losses(theta).sum()
 
-    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """The same with log likelihoods clipped into [low, high] instead of gradients;
-        ``relative``: their difference to those at the start.
-        """
+    def clipped_potential(self, theta: Tensor, low: float, high: float) -> Tensor:
+        """The same with log likelihoods clipped into [low, high] instead of gradients."""
         values = self._records.log_likelihoods(theta)
-        if relative:
-            values = values - self._records.log_likelihoods(self.start)
         return self._prior(theta) - self._tempering * values.clamp(low, high).sum()
 
     def gradient(self, theta: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from ..posterior import PosteriorSamples
 from .certificates import Certificate
 from .certificates.certificate import ROUND_UP
 from .glm import GLM
-from .models import Loss
 from .one_posterior_sample import OnePosteriorSample
 from .tempering import epsilon_with
 
@@ -37,10 +36,9 @@ class Hybrid(NamedTuple):
     """What a hybrid run released, and what it cost."""
 
     module: nn.Module
-    """With the chain's last state; a GLM's returns linear predictors of clipped features."""
+    """With the chain's last state; returns linear predictors of clipped features."""
     samples: PosteriorSamples
-    """States of the chain: ``samples.predict(module, x)``; of a module, the likelihood is that of
-    ``samples=``, or give ``transform=``."""
+    """States of the chain: ``samples.predict(module, x)``."""
     start: dict[str, Tensor]
     """The posterior sample that the chain began with."""
     accountant: PrivacyAccountant
@@ -49,7 +47,7 @@ class Hybrid(NamedTuple):
 
 
 def hybrid(
-    model: GLM | nn.Module,
+    model: GLM,
     features: Tensor,
     targets: Tensor,
     *,
@@ -60,9 +58,7 @@ def hybrid(
     epochs: int,
     batch_size: int,
     max_grad_norm: float = 1.0,
-    start_share: float | None = 0.5,
-    loss: Loss | None = None,
-    prior_std: float | None = None,
+    start_share: float = 0.5,
     samples: PosteriorSamples | None = None,
     accountant: PrivacyAccountant | None = None,
     num_data: int | None = None,
@@ -75,28 +71,23 @@ def hybrid(
         \qquad \theta_1, \theta_2, \ldots \text{ by DP-SGLD, DP-SGHMC or DP-SGNHT}
 
     Args:
-        model: a :class:`~torch_dpbayes.ops.GLM`, or a torch module in training mode, with ``loss``
-            and ``prior_std``. The chain trains the module.
-        features: ``[n, ...]``.
-        targets: ``[n]`` for a GLM.
+        model: its loss and prior are those of start and chain.
+        features: ``[n, d]``.
+        targets: ``[n]``.
         certificate: of the start.
-        optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``; its prior is the
-            model's.
+        optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``.
         epsilon, delta: the target of start and chain together, with what ``accountant`` holds.
         epochs: passes of the chain, at sampling rate batch_size / N.
         batch_size: expected size of a Poisson batch.
         max_grad_norm: clip norm of one record's gradient in the chain.
         start_share: the start may use up to ``start_share · epsilon``, and the chain's noise is
-            calibrated to what is left. None: the chain gets what its own noise costs, which more
-            budget would not lower, and the start the rest.
-        loss: for a module, −log p(y | x) of each record: ``loss(module(x), y)`` returns ``[n]``.
-        prior_std: for a module, of the N(0, prior_std²) prior of every trainable parameter.
+            calibrated to what is left.
         samples: where the chain's states are collected, once a step. None: the second half of them,
             thinned to at most 200.
         accountant: None: one with the target as its budget, for neighbours that replace one record.
-        num_data: N. None: n, which counts as public in the chain. Under add-or-remove-one a GLM
-            takes an upper bound, as :class:`~torch_dpbayes.ops.OnePosteriorSample` does; the data
-            are filled up to it with rows of zeros, which have no gradient.
+        num_data: N. None: n, which counts as public in the chain. Under add-or-remove-one an upper
+            bound, as for :class:`~torch_dpbayes.ops.OnePosteriorSample`; the data are filled up to
+            it with rows of zeros, which have no gradient.
 
     Raises:
         ValueError: the split leaves one of the two nothing. Nothing is charged.
@@ -107,28 +98,15 @@ def hybrid(
     (event: its Poisson-sampled Gaussian, once a step). Each is charged before it is drawn. The
     split depends on public numbers alone.
     """
+    if not isinstance(model, GLM):
+        raise ArgumentError(f"model must be a dpb.ops.GLM, got {model!r}")
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
-    make: Callable[..., OnePosteriorSample]
-    if isinstance(model, GLM):
-        if loss is not None or prior_std is not None:
-            raise ArgumentError("a GLM has its own loss and prior: leave out loss= and prior_std=")
-        records = model.records(*model.prepare((features, targets)))
-        x, y = records.x, records.y
-        module: nn.Module = _LinearPredictor(model, x)
-        prior, loss = _prior_of(model), partial(_glm_loss, model.family, records.weight)
-        make = partial(OnePosteriorSample, model, certificate)
-        if num_data is not None and accountant.neighboring != "replace_one":
-            missing = max(num_data - len(x), 0)
-            x = nn.functional.pad(x, (0, 0, 0, missing))
-            y = nn.functional.pad(y, (0, missing))
-    else:
-        if loss is None or prior_std is None:
-            raise ArgumentError("a torch module needs loss=, one number a record, and prior_std=")
-        x, y, module, prior = features, targets, model, {"prior_std": prior_std}
-        make = partial(
-            OnePosteriorSample.for_module, model, certificate, loss=loss, prior_std=prior_std
-        )
+    records = model.records(*model.prepare((features, targets)))
+    x, y = records.x, records.y
+    if num_data is not None and accountant.neighboring != "replace_one":
+        missing = max(num_data - len(x), 0)
+        x, y = nn.functional.pad(x, (0, 0, 0, missing)), nn.functional.pad(y, (0, missing))
     size = len(x)
     if num_data not in (None, size):
         raise ArgumentError(
@@ -136,61 +114,52 @@ def hybrid(
         )
     if type(batch_size) is not int or not 0 < batch_size <= size:
         raise ArgumentError(f"batch_size must be a whole number from 1 to num_data: {batch_size!r}")
-    if start_share is not None and not 0 < start_share < 1:
-        raise ArgumentError(
-            f"start_share must lie between 0 and 1, or be None for the best split: {start_share!r}"
-        )
+    if not 0 < start_share < 1:
+        raise ArgumentError(f"start_share must lie between 0 and 1, got {start_share!r}")
     if accountant.neighboring == "replace_one":
         num_data = size
-    loader = PoissonLoader(
-        DataLoader(TensorDataset(x, y), batch_size=batch_size), batch_size / size
-    )
+    rate = batch_size / size
+    loader = PoissonLoader(DataLoader(TensorDataset(x, y), batch_size=batch_size), rate)
     steps = positive_count(epochs, "epochs") * len(loader)
-
-    def of_noise(multiplier: float) -> PoissonSampledDpEvent:
-        return PoissonSampledDpEvent(batch_size / size, GaussianDpEvent(multiplier))
-
-    is_stated = "temperature" in getattr(optimizer, "keywords", {})
-    cold = {} if is_stated else {"temperature": 1.0}  # else a given clip norm would decide it
-    noise = None
-    if start_share is not None:
-        first = make(start_share * epsilon, delta, accountant, num_data=num_data)
-        history = [*accountant.history, (first.event, 1)]
-        relation, method = accountant.neighboring, accountant.method
-        noise = calibrated(of_noise, epsilon, delta, steps, relation, history, method)
+    first = OnePosteriorSample(
+        model, certificate, start_share * epsilon, delta, accountant, num_data=num_data
+    )
+    noise = calibrated(
+        lambda multiplier: PoissonSampledDpEvent(rate, GaussianDpEvent(multiplier)),
+        *(epsilon, delta, steps, accountant.neighboring),
+        [*accountant.history, (first.event, 1)],
+        accountant.method,
+    )
+    if "temperature" not in getattr(optimizer, "keywords", {}):
+        optimizer = partial(optimizer, temperature=1.0)  # else the given clip norm would decide it
     module, chain, private = PrivacyEngine(accountant).make_private(
-        module=module,
-        optimizer=partial(optimizer, **prior, **cold),
+        module=_LinearPredictor(model, x),
+        optimizer=partial(optimizer, **_prior_of(model)),
         data_loader=loader,
         max_grad_norm=max_grad_norm,
         noise_multiplier=noise,
     )
     planned = SelfComposedDpEvent(chain.event(chain.effective_noise_multiplier), steps)
-    if start_share is None:
-        first = make(epsilon, delta, accountant, num_data=num_data, reserve=planned)
     total = epsilon_with(accountant, delta)((first.event, planned))
-    if total > epsilon * ROUND_UP or not accountant.remaining(
-        ComposedDpEvent([first.event, planned])
-    ):
+    both = ComposedDpEvent([first.event, planned])
+    if total > epsilon * ROUND_UP or not accountant.remaining(both):
         raise PrivacyBudgetExceeded(
             f"start and chain together would cost epsilon = {total:.5g} at delta = {delta:g}:"
             " use a larger epsilon, fewer epochs or smaller batches. Nothing was charged."
         )
     start = first.sample(features, targets)
     with torch.no_grad():
-        for name, p in module.named_parameters():
-            if p.requires_grad:
-                p.copy_(start["weights" if isinstance(model, GLM) else name].reshape(p.shape))
+        for p in module.parameters():
+            p.copy_(start["weights"].reshape(p.shape))
     if samples is None:
         thin = max(1, math.ceil(steps / 400))
-        is_binary = isinstance(model, GLM) and model.family == "bernoulli"
-        samples = PosteriorSamples(
-            "bernoulli" if is_binary else None, steps // 2, thin, max_samples=200
-        )
+        binary: Literal["bernoulli"] = "bernoulli"
+        likelihood = binary if model.family == binary else None
+        samples = PosteriorSamples(likelihood, steps // 2, thin, max_samples=200)
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()
-            loss(module(inputs), outputs).mean().backward()
+            _loss(model.family, records.weight, module(inputs), outputs).mean().backward()
             chain.step()
             samples.collect(module)
     return Hybrid(module, samples, start, accountant, first.guarantee())
@@ -221,7 +190,7 @@ def _prior_of(glm: GLM) -> dict[str, Any]:
     return {"log_prior": log_prior}
 
 
-def _glm_loss(family: str, weight: float, u: Tensor, y: Tensor) -> Tensor:
+def _loss(family: str, weight: float, u: Tensor, y: Tensor) -> Tensor:
     if family == "bernoulli":
         return nn.functional.binary_cross_entropy_with_logits(u, y, reduction="none")
     if family == "poisson":

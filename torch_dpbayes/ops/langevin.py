@@ -5,15 +5,12 @@ step does the same whatever the records are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..accounting.dominating_pairs import Array
 from ..accounting.events import positive_count
 from ..mcmc.checks import check_positive
 from ..noise import GaussianNoise
@@ -34,42 +31,32 @@ class Sampler(Protocol):
 
 @torch.no_grad()
 def overdamped(
-    target: Target | Density, step_sizes: Iterable[float], noise: GaussianNoise
+    target: Target | Density, step_size: float, steps: int, noise: GaussianNoise
 ) -> Tensor:
     r"""The unadjusted Langevin algorithm on the full data.
 
     .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \quad \xi \sim N(0, I)
 
-    ``step_sizes`` are fixed before the data are seen. On a Gaussian target with precision κ the
-    stationary variance is 1/(κ(1 − hκ/2)).
+    On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
 
     **Privacy.** The last state ``[d]`` is the release, the earlier ones are not:
     :class:`~torch_dpbayes.ops.FiniteRunLangevin` has the guarantee.
     """
     theta = target.start.clone()
-    for h in shown(step_sizes, "drawing one posterior sample"):
+    for _ in shown(range(steps), "drawing one posterior sample"):
         xi = _gaussian(theta, noise)
-        theta.sub_(target.gradient(theta), alpha=h).add_(xi, alpha=math.sqrt(2 * h))
+        theta.sub_(target.gradient(theta), alpha=step_size).add_(xi, alpha=math.sqrt(2 * step_size))
     return theta
 
 
-def mu_of_last_state(sensitivity: float, sizes: Array, gaps: Array, count: int) -> float:
-    """μ of the last of ``count`` steps of :func:`overdamped` (Bok, Su, Altschuler 2024); ``sizes``
-    and ``gaps``: h and 1 − c of all steps, or of each.
-    """
-    if sizes.ndim == 0:
-        h, gap, forgotten = float(sizes), float(gaps), float(count)
-        if gap >= _LEAST_GAP:
-            # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1
-            grown = math.tanh(-count * math.log1p(-gap) / 2) if gap < 1 else 1.0
-            forgotten = grown * (2 - gap) / gap
-        return sensitivity * math.sqrt(h / 2 * forgotten)
-    with np.errstate(divide="ignore"):
-        logs = np.log1p(-gaps)
-    # C_i, the product of all later contractions
-    later = np.exp(np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]]))
-    mean, variance = np.sum(sizes * later), np.sum(sizes * later**2)
-    return sensitivity * float(mean / math.sqrt(2 * variance))
+def mu_of_last_state(sensitivity: float, step_size: float, gap: float, steps: int) -> float:
+    """μ of the last step of :func:`overdamped` (Bok, Su, Altschuler 2024); ``gap``: 1 − c."""
+    forgotten = float(steps)
+    if gap >= _LEAST_GAP:
+        # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1
+        grown = math.tanh(-steps * math.log1p(-gap) / 2) if gap < 1 else 1.0
+        forgotten = grown * (2 - gap) / gap
+    return sensitivity * math.sqrt(step_size / 2 * forgotten)
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,7 @@ class Overdamped:
         check_positive("step_size", self.step_size)
 
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
-        return overdamped(density, [self.step_size] * self.steps, noise)
+        return overdamped(density, self.step_size, self.steps, noise)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Loss = Callable[[Any, Any], Tensor]  # (output, targets) -> one number a record
-
 # Pyro keeps active effects in one list for all threads, and torch its global generator: one draw
 # at a time may use them.
 using_pyro = threading.RLock()
@@ -29,10 +27,8 @@ class Target(Protocol):
     def potential(self, theta: Tensor) -> Tensor:
         """U(θ) up to a constant, differentiable; for samplers with an accept step."""
 
-    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """U(θ) with every log likelihood clipped into [low, high], differentiable; ``relative``:
-        less its value at the start.
-        """
+    def clipped_potential(self, theta: Tensor, low: float, high: float) -> Tensor:
+        """U(θ) with every log likelihood clipped into [low, high], differentiable."""
 
 
 class Density(NamedTuple):

@@ -19,7 +19,7 @@ from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting
 from .certificates.certificate import ROUND_UP, StepTooLarge, TooFar
 from .glm import GLM
-from .models import Loss, Model
+from .models import Model
 from .softmax import Softmax
 from .tempering import LEAST_TEMPERING, PRECISION, epsilon_with, largest_tempering
 
@@ -42,8 +42,7 @@ class OnePosteriorSample:
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that takes its data as arguments. For torch
-            modules see :meth:`for_module`.
+            model with one data plate named "data" that takes its data as arguments.
         certificate: what bounds a record's influence, and how the draw is made. The default, 10,000
             steps of Langevin dynamics, is for a GLM.
         epsilon: the target ε, of everything on the accountant after one draw. None: no tempering.
@@ -53,7 +52,6 @@ class OnePosteriorSample:
         num_data: the number of records, a public constant; an upper bound on that of both
             neighbouring data sets if the accountant's relation is add-or-remove-one. None: taken
             from the data under replace-one, where it is public.
-        reserve: what will be charged after the draw; the target leaves room for it.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the certificate says nothing about
@@ -73,7 +71,6 @@ class OnePosteriorSample:
         accountant: PrivacyAccountant | None = None,
         *,
         num_data: int | None = None,
-        reserve: DpEvent | None = None,
     ) -> None:
         if not isinstance(certificate, Certificate):
             raise ArgumentTypeError(
@@ -88,16 +85,12 @@ class OnePosteriorSample:
                 raise ArgumentError(
                     "a target needs both numbers: OnePosteriorSample(..., epsilon=1.0, delta=1e-5)"
                 )
-        elif reserve is not None:
-            raise ArgumentError(
-                "reserve= leaves room below a target: state epsilon= and delta=, or leave it out."
-            )
         if accountant is None:
             accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
         self._is_count_public = accountant.neighboring == "replace_one"
         self._model = _as_model(model, self._is_count_public)
         certificate.check(self._model)
-        self._certificate, self._accountant, self._reserve = certificate, accountant, reserve
+        self._certificate, self._accountant = certificate, accountant
         self._epsilon, self._delta = epsilon, None if delta is None else check_delta(delta)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
         if not self._is_count_public and num_data is None and self._needs_num_data:
@@ -109,41 +102,6 @@ class OnePosteriorSample:
             )
         self._solved: dict[int | None, float] = {}
         self._last_num_data: int | None = None
-
-    @classmethod
-    def for_module(
-        cls,
-        module: torch.nn.Module,
-        certificate: Certificate,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        accountant: PrivacyAccountant | None = None,
-        *,
-        loss: Loss,
-        prior_std: float,
-        num_data: int | None = None,
-        reserve: DpEvent | None = None,
-    ) -> OnePosteriorSample:
-        """One posterior sample of the trainable parameters of a torch module: ``sample(inputs,
-        targets)`` returns them by name, for ``module.load_state_dict(draw, strict=False)``.
-
-        Args:
-            module: ``module(inputs)`` has the records along dimension 0, and no record looks at
-                another. A copy is used, in eval mode. Frozen parameters and buffers count as
-                public: they must not come from the records.
-            certificate: :class:`Bounded` needs nothing but the range; others need asserted
-                constants, which no network with more than one layer has.
-            loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs),
-                targets)`` returns ``[n]``.
-            prior_std: standard deviation of the N(0, prior_std²) prior of every parameter.
-            epsilon, delta, accountant, num_data, reserve: as for :class:`OnePosteriorSample`.
-        """
-        from .pyro_model import model_of_module
-
-        made = model_of_module(module, loss, prior_std)
-        return cls(
-            made, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
-        )
 
     @property
     def _numbers(self) -> dict[str, Any]:
@@ -245,7 +203,7 @@ class OnePosteriorSample:
 
     def _charge(self, event: DpEvent) -> None:
         def require_target(*more: DpEvent, say: str) -> None:
-            if self._epsilon is not None and self._costs()(*more) > self._epsilon * ROUND_UP:
+            if self._epsilon is not None and self._costs()(list(more)) > self._epsilon * ROUND_UP:
                 raise PrivacyBudgetExceeded(
                     f"{say} the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: make"
                     " a new OnePosteriorSample with a larger epsilon or another accountant."
@@ -299,12 +257,10 @@ class OnePosteriorSample:
         setting = Setting(tempering, num_data, self._accountant.neighboring)
         return self._certificate.event(self._model, setting)
 
-    def _costs(self) -> Callable[..., float]:
-        """ε of what the accountant holds now, of what is reserved, and of given events."""
+    def _costs(self) -> Callable[[list[DpEvent]], float]:
+        """ε of what the accountant holds now and of given events."""
         assert self._delta is not None
-        reserve = () if self._reserve is None else (self._reserve,)
-        epsilon = epsilon_with(self._accountant, self._delta)
-        return lambda *events: epsilon((*events, *reserve))
+        return epsilon_with(self._accountant, self._delta)
 
     def _largest_tempering(self, num_data: int | None) -> float:
         if self._epsilon is None:
@@ -313,7 +269,7 @@ class OnePosteriorSample:
 
         def cost(tempering: float) -> float:
             try:
-                return costs(self._event(tempering, num_data))
+                return costs([self._event(tempering, num_data)])
             # M grows with the tempering, and with it what a given step size and a given distance to
             # the target allow
             except (StepTooLarge, TooFar):
@@ -324,7 +280,7 @@ class OnePosteriorSample:
             self._event(LEAST_TEMPERING, num_data)  # raises if the certificate is what stopped it
             raise ArgumentError(
                 f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after what"
-                " is held or reserved for later: use a larger epsilon, an empty accountant, or a"
+                " is held: use a larger epsilon, an empty accountant, or a"
                 " certificate with a smaller delta.",
                 code="budget-spent",
             )
@@ -362,7 +318,7 @@ def _as_model(model: Any, count_is_public: bool) -> Model:
 
     if isinstance(model, torch.nn.Module) and not isinstance(model, PyroModule):
         raise ArgumentTypeError(
-            "for a torch module use OnePosteriorSample.for_module(net, certificate, loss=...,"
-            " prior_std=...)"
+            "a torch module has no prior: write a Pyro model, or use"
+            " dpb.noise_aware.posterior_for_module or dpb.PrivacyEngine."
         )
     return PyroModel(model, count_is_public=count_is_public)

@@ -1,26 +1,19 @@
-"""Pyro models and torch modules as posteriors. What the records say is read by
+"""Pyro models as posteriors. What the records say is read by
 :class:`~torch_dpbayes.mcmc.RecordDensity`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
-import pyro
 import torch
-from pyro.distributions import Normal
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import transforms
-from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import ArgumentError, ArgumentTypeError, CertificateError
-from ..mcmc.checks import check_positive
-from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
-from ..per_sample.model_check import check_layers
-from .models import Loss, using_pyro
+from ..errors import CertificateError
+from ..mcmc.density import InvalidPoint, Prior, RecordDensity
+from .models import using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
 # would decide that
@@ -117,15 +110,13 @@ class PyroTarget:
 
         return self._differentiable(theta, likelihood)
 
-    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """U with every log likelihood clipped into [low, high], what is not a number to ``low``;
-        ``relative``: its difference to that at the start.
+    def clipped_potential(self, theta: Tensor, low: float, high: float) -> Tensor:
+        """U with every log likelihood clipped into [low, high], what is not a number to
+        ``low``.
         """
 
         def likelihood(point: Tensor) -> tuple[float, Tensor]:
             terms = self._density.log_likelihoods(point)
-            if relative:
-                terms = terms - self._density.log_likelihoods(self._start)
             inside = (terms > low) & (terms < high)
             clipped = terms.nan_to_num(nan=low, posinf=high, neginf=low).clamp(low, high)
             return (
@@ -169,60 +160,3 @@ def _is_identity(transform: Any) -> bool:
     if type(transform).__name__ == "_InverseTransform":
         return _is_identity(transform.inv)
     return isinstance(transform, transforms.ComposeTransform) and not transform.parts
-
-
-# --- torch modules --------------------------------------------------------------------------------
-
-
-def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> ModuleModel:
-    """The Pyro model with N(0, prior_std²) priors on the trainable parameters, and −log p(y |
-    x) = loss(module(x), y).
-    """
-    require_module(module)
-    check_positive("prior_std", prior_std)
-    copy = deepcopy(module).train()
-    for layer in copy.modules():  # frozen statistics stay, as the copy will run in eval mode
-        if isinstance(layer, _BatchNorm) and not any(p.requires_grad for p in layer.parameters()):
-            layer.eval()
-    check_layers(copy)
-    copy.eval()  # dropout is no part of a posterior
-    latents = {name: p.detach() for name, p in copy.named_parameters() if p.requires_grad}
-    if not latents:
-        raise ArgumentError("every parameter of the module is frozen: there is nothing to sample")
-    for values in latents.values():  # which nothing reads, and which may come from the records
-        values.zero_()
-    return ModuleModel(copy, latents, loss, prior_std)
-
-
-def require_module(module: Any) -> None:
-    """Refuses what is no module, such as the class of one."""
-    if not isinstance(module, nn.Module):
-        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise ArgumentTypeError(
-            f"module must be an instance of a torch.nn.Module, as torch.nn.Linear(3, 2); got {got}."
-        )
-
-
-class ModuleModel:
-    """A Pyro model of a module's trainable parameters ``latents``, which may be pickled."""
-
-    def __init__(
-        self, module: nn.Module, latents: dict[str, Tensor], loss: Loss, prior_std: float
-    ) -> None:
-        self._module, self._latents = module, latents
-        self._loss, self._prior_std = loss, prior_std
-
-    def __call__(self, inputs: Any, targets: Any) -> None:
-        """One run of the model."""
-        values = {}
-        for name, p in self._latents.items():
-            prior = Normal(torch.zeros_like(p), torch.full_like(p, self._prior_std))
-            values[name] = pyro.sample(name, prior.to_event(p.dim()))
-        losses = self._loss(functional_call(self._module, values, (inputs,)), targets)
-        if not isinstance(losses, Tensor) or losses.shape != targets.shape[:1]:
-            raise UnfitModel(
-                "the loss must return one number a record, as"
-                ' functools.partial(torch.nn.functional.cross_entropy, reduction="none").'
-            )
-        with pyro.plate("data", len(inputs)):
-            pyro.factor("log_likelihood", -losses)

@@ -12,8 +12,6 @@ from ..errors import ArgumentError, CertificateError
 from .glm import GLM, LinearTarget, chunked_sum, require_representable
 from .models import Constants
 
-_CHUNK = 8192  # rows
-
 
 class Softmax:
     r"""Multinomial logistic regression: K linear predictors :math:`u_i = W x_i` a record.
@@ -28,8 +26,7 @@ class Softmax:
     record can make any of this raise: check labels before.
 
     The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, for ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's Lipschitz
-    constant is at most ½R_x²; and the Frobenius norm of the Hessian is at most ½R_x², for
-    ‖diag(p) − ppᵀ‖² = Σp² − 2Σp³ + (Σp²)² ≤ Σp²(1 − Σp²) ≤ ¼. Gradients are never clipped, for
+    constant is at most ½R_x². Gradients are never clipped, for
     clipped ones would be no gradients of a convex function.
 
     Args:
@@ -81,7 +78,7 @@ class Softmax:
 
     @property
     def record_smoothness(self) -> float:
-        """½R_x²: of a record's Hessian, the largest eigenvalue and the Frobenius norm."""
+        """½R_x², the largest eigenvalue of a record's Hessian."""
         return self.max_feature_norm**2 / 2
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
@@ -164,27 +161,6 @@ class SoftmaxRecords:
         slopes[torch.arange(len(self.y), device=self.y.device), self.y] -= 1
         # in float32 one record would change the rounding of the sums of all others
         return chunked_sum(lambda x, s: s.T @ x, self.x, slopes).reshape(-1)
-
-    def hessian_sum(self, theta: Tensor) -> Tensor:
-        """Σ (diag(p) − ppᵀ) ⊗ xxᵀ, ``[K·d, K·d]`` in float64; a record adds a positive
-        semi-definite matrix of Frobenius norm at most ½R_x².
-        """
-        count, size = self.num_classes, self.x.shape[1]
-        total = torch.zeros(count, size, count, size, dtype=torch.float64, device=self.x.device)
-        for start in range(0, len(self.x), _CHUNK):
-            part = SoftmaxRecords(
-                self.x[start : start + _CHUNK], self.y[start : start + _CHUNK], count
-            )
-            p = torch.softmax(part.predictors(theta).to(torch.float64), -1)
-            x = part.x.to(torch.float64)
-            for k in range(count):
-                for other in range(k + 1):
-                    weight = p[:, k] * (float(k == other) - p[:, other])
-                    block = x.T @ (weight[:, None] * x)
-                    total[k, :, other] += block
-                    if other < k:
-                        total[other, :, k] += block
-        return total.reshape(count * size, count * size)
 
     def losses(self, theta: Tensor) -> Tensor:
         """ℓ_i, ``[n]`` in float64, differentiable."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
-from ...mcmc.checks import check_positive
 from ..models import Density, Model, gradient_of
 from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
@@ -34,10 +33,7 @@ class Bounded(ExactDraw):
     Args:
         log_likelihood_range: (a, b), chosen without the data; one number R stands for (−R, 0).
             Every record's log likelihood is clipped into it, and the clipped model is sampled.
-        temper: ``"likelihood"``, or ``"posterior"`` to raise the prior to the power ρ as well (Wang
-            et al., Algorithm 1), at the same cost.
         warmup_steps: adaptive steps of the No-U-Turn sampler before the state that is released.
-        relative: clip the difference to the log likelihood at the chain's start instead.
 
     Raises:
         ValueError: the range is not finite, or the prior is not proper.
@@ -47,9 +43,7 @@ class Bounded(ExactDraw):
     """
 
     log_likelihood_range: float | tuple[float, float]
-    temper: str = "likelihood"
     warmup_steps: int = 1000
-    relative: bool = False
 
     def __post_init__(self) -> None:
         given = self.log_likelihood_range
@@ -60,28 +54,7 @@ class Bounded(ExactDraw):
                 f" log likelihood, got {given!r}."
             )
         object.__setattr__(self, "log_likelihood_range", (low, high))
-        if self.temper not in ("likelihood", "posterior"):
-            raise CertificateError(f'temper must be "likelihood" or "posterior": {self.temper!r}.')
         positive_count(self.warmup_steps, "warmup_steps")
-
-    @classmethod
-    def from_lipschitz(
-        cls,
-        lipschitz: float,
-        radius: float,
-        *,
-        temper: str = "likelihood",
-        warmup_steps: int = 1000,
-    ) -> Bounded:
-        """For log likelihoods that are ``lipschitz``-Lipschitz in θ, and a posterior within
-        ``radius`` of the start of the chain. The difference to a record's log likelihood at the
-        start is clipped to ``lipschitz · radius``: the guarantee holds whether the two numbers are
-        right or not.
-        """
-        check_positive("lipschitz", lipschitz)
-        check_positive("radius", radius)
-        bound = lipschitz * radius
-        return cls((-bound, bound), temper=temper, warmup_steps=warmup_steps, relative=True)
 
     @property
     def _range(self) -> tuple[float, float]:
@@ -104,11 +77,7 @@ class Bounded(ExactDraw):
 
     def conditions(self, model: Model, setting: Setting) -> Statement:
         low, high = self._range
-        start = ", less that at the start of the chain," if self.relative else ""
-        tempered = f"the {self.temper} is tempered"
-        clipped = (
-            f"every record's log likelihood{start} is clipped into [{low:g}, {high:g}]; {tempered}"
-        )
+        clipped = f"every record's log likelihood is clipped into [{low:g}, {high:g}]"
         theorem = (
             "an exact draw is then the exponential mechanism, whose privacy loss spans at most"
             f" {setting.records_changed} x {high - low:g} x rho (Wang, Fienberg, Smola 2015; Dong,"
@@ -117,12 +86,9 @@ class Bounded(ExactDraw):
         return Statement([clipped, theorem], [])
 
     def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
-        rho, power = setting.tempering, 1.0
-        if self.temper == "posterior":
-            rho, power = power, rho
-        target = model.target(data, tempering=rho, max_grad_norm=math.inf)
+        target = model.target(data, tempering=setting.tempering, max_grad_norm=math.inf)
 
         def potential(theta: Tensor) -> Tensor:
-            return power * target.clipped_potential(theta, *self._range, self.relative)
+            return target.clipped_potential(theta, *self._range)
 
         return Density(target.start, potential, gradient_of(potential))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from ...accounting.dominating_pairs import Array
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
+from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise
 from ..langevin import mu_of_last_state, overdamped
 from ..models import Model
@@ -29,18 +28,15 @@ class FiniteRunLangevin(Asserted):
     If U is λ-strongly convex and M-smooth for every data set, a step is a c-contraction, and old
     steps are forgotten: with Δ = 2ρL (replace one) or ρL (add or remove one)
 
-    .. math::
-        \mu^2 = \frac{\Delta^2}{2} \frac{(\sum_i h_i C_i)^2}{\sum_i h_i C_i^2}, \quad
-        C_i = \prod_{j>i} c_j; \qquad \mu^2 = \frac{\Delta^2 h}{2}
-        \frac{1 - c^t}{1 + c^t}\,\frac{1 + c}{1 - c} \text{ of equal steps.}
+    .. math:: \mu^2 = \frac{\Delta^2 h}{2} \frac{1 - c^t}{1 + c^t}\,\frac{1 + c}{1 - c}.
 
     All constants of a GLM or a Softmax are derived and enforced, and nothing is assumed. Source:
     Bok, Su, Altschuler (2024), "Shifted interpolation for differential privacy".
 
     Args:
         steps: t. More steps sample better and cost more, up to μ ≈ Δ/√λ.
-        step_size: h, or one for each step, at most 2/M, not chosen by the data. None: 1/M. The
-            draw's variance exceeds the target's by a factor of up to 1/(1 − hM/2).
+        step_size: h, at most 2/M, not chosen by the data. None: 1/M. The draw's variance exceeds
+            the target's by a factor of up to 1/(1 − hM/2).
         max_grad_norm: clip norm of one record's gradient of a GLM, before tempering.
         lipschitz: L, asserted: the largest norm of a record's gradient, which is clipped to it.
         strength: λ, asserted: −log prior is λ-strongly convex (0: convex) in unconstrained space,
@@ -54,7 +50,7 @@ class FiniteRunLangevin(Asserted):
     """
 
     steps: int
-    step_size: float | Sequence[float] | None = None
+    step_size: float | None = None
     max_grad_norm: float = 1.0
     lipschitz: float | None = None
     strength: float | None = None
@@ -64,14 +60,8 @@ class FiniteRunLangevin(Asserted):
         positive_count(self.steps, "steps")
         self._check_constants(strength=self.strength, smoothness=self.smoothness)
         if self.step_size is not None:
-            sizes = np.asarray(self.step_size, dtype=np.float64)
-            if sizes.shape not in ((), (self.steps,)) or not ((sizes > 0) & (sizes < np.inf)).all():
-                raise CertificateError(
-                    f"step_size must be positive: one, or one for each of the {self.steps} steps."
-                )
-            own = tuple(sizes.tolist()) if sizes.ndim else float(sizes)  # nobody else's list
-            object.__setattr__(self, "step_size", own)
-        if not 0 <= (self.strength or 0.0) <= (self.smoothness or np.inf):
+            check_positive("step_size", self.step_size)
+        if not 0 <= (self.strength or 0.0) <= (self.smoothness or math.inf):
             raise CertificateError(
                 "strength must lie between 0 and smoothness: where U is not convex use DPSGLD."
             )
@@ -80,25 +70,25 @@ class FiniteRunLangevin(Asserted):
         return self.lipschitz is None
 
     def event(self, model: Model, setting: Setting) -> MuGaussianDpEvent:
-        lipschitz, strength, smoothness, sizes = self.resolved(model, setting)
+        lipschitz, strength, smoothness, size = self.resolved(model, setting)
         # 1 − c, rounded down, of the four distances to 0 and 2: both ends lie in between
-        gaps = np.minimum(sizes * strength, 2 - sizes * smoothness - 1e-15)
-        if (gaps < -1e-14).any():
+        gap = min(size * strength, 2 - size * smoothness - 1e-15)
+        if gap < -1e-14:
             raise StepTooLarge(
-                f"step_size {sizes.max():.4g} is above 2/M = {2 / smoothness:.4g}: leave it out."
+                f"step_size {size:.4g} is above 2/M = {2 / smoothness:.4g}: leave it out."
             )
         moved = setting.records_changed * setting.tempering * lipschitz
-        mu = mu_of_last_state(moved, sizes, np.maximum(gaps, 0.0), self.steps)
+        mu = mu_of_last_state(moved, size, max(gap, 0.0), self.steps)
         return MuGaussianDpEvent(mu * ROUND_UP)
 
     def statement(self, model: Model, setting: Setting) -> Statement:
-        lipschitz, strength, smoothness, sizes = self.resolved(model, setting)
+        lipschitz, strength, smoothness, size = self.resolved(model, setting)
         numbers = (
             f"one record's gradient has norm at most L = {lipschitz:g}; U is"
             f" {strength:.4g}-strongly convex and {smoothness:.6g}-smooth for every data set"
         )
         run = (
-            f"{self.steps} steps of up to {sizes.max():.4g} from a start that no record chose:"
+            f"{self.steps} steps of {size:.4g} from a start that no record chose:"
             " shifted interpolation bounds the last state (Bok, Su, Altschuler 2024)"
         )
         if self.lipschitz is None:
@@ -113,13 +103,13 @@ class FiniteRunLangevin(Asserted):
     def draw(
         self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
     ) -> Tensor:
-        *_, sizes = self.resolved(model, setting)
+        *_, size = self.resolved(model, setting)
         clip = self.max_grad_norm if self.lipschitz is None else self.lipschitz
         target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
-        return overdamped(target, np.broadcast_to(sizes, self.steps).tolist(), noise)
+        return overdamped(target, size, self.steps, noise)
 
-    def resolved(self, model: Model, setting: Setting) -> tuple[float, float, float, Array]:
-        """L, λ, M and h, or one h for each step."""
+    def resolved(self, model: Model, setting: Setting) -> tuple[float, float, float, float]:
+        """L, λ, M and h."""
         if self.lipschitz is None or self.strength is None or self.smoothness is None:
             derived, count = model.derived_constants(self.max_grad_norm), setting.num_data
             assert derived is not None and count is not None
@@ -127,4 +117,4 @@ class FiniteRunLangevin(Asserted):
             known = derived.lipschitz, derived.strength, derived.prior_smoothness + records
         else:
             known = self.lipschitz, self.strength, self.smoothness
-        return *known, np.asarray(self.step_size or 1 / known[2], dtype=np.float64)
+        return *known, self.step_size or 1 / known[2]
