@@ -1,9 +1,7 @@
-#!/usr/bin/env python3
 """Twelve models of Pyro's examples and tests at N = 5,000: Pyro's NUTS without privacy, DP-HMC
 without noise (ε = ∞), and ``noise_aware.posterior`` at ε = 8.
 
-    python pyro_examples.py [--records 5000] [--only "eight schools" …] [--stored]
-        [--csv rows.csv] [--picture picture.png]
+    python pyro_examples.py [--only "eight schools" …]
 
 Records are simulated from fixed parameters, which NUTS starts from; the others do not know them.
 DP-HMC without noise takes its start and its mass matrix from the draws of NUTS, as nothing is
@@ -23,17 +21,16 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
-import reproduction
 import torch
 from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.ops.stats import effective_sample_size
+from reproduction import Panel, Row, Run, columns, finish, having, parser_of
 from torch import Tensor
 
 import torch_dpbayes as dpb
@@ -57,7 +54,7 @@ class Example(NamedTuple):
     """
 
     model: Callable[..., None]
-    truth: dict[str, Any]
+    truth: Row
     records: Callable[[int], tuple[Tensor, ...]]
     options: Mapping[str, Any] = MappingProxyType({})
 
@@ -251,7 +248,7 @@ def examples() -> dict[str, Example]:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def run(model: str, what: str, records: int, draws: list[int]) -> dict[str, Any]:
+def run(model: str, what: str, records: int, draws: list[int]) -> Row:
     """Figures of one or two methods. ``draws`` are this script's, so that other numbers are other
     runs.
     """
@@ -281,7 +278,7 @@ def run(model: str, what: str, records: int, draws: list[int]) -> dict[str, Any]
     return {"NUTS": found, "no noise": figures(no_noise, data, HMC_DRAWS, start=start)[1]}
 
 
-def with_privacy(example: Example, data: tuple[Tensor, ...]) -> dict[str, Any]:
+def with_privacy(example: Example, data: tuple[Tensor, ...]) -> Row:
     """The noise-aware posterior, in the form of a chain's figures."""
     accountant, start = dpb.PrivacyAccountant(EPSILON, DELTA), time.process_time()
     with warnings.catch_warnings(record=True) as caught:
@@ -315,7 +312,7 @@ def figures(
     draws: int,
     warmup: int = 0,
     start: Values | None = None,
-) -> tuple[MCMC, dict[str, Any]]:
+) -> tuple[MCMC, Row]:
     """Of one chain: moments, whether it was warned of, and seconds of the processor."""
     begin = time.process_time()
     runner = MCMC(
@@ -345,13 +342,13 @@ def unconstrained(runner: MCMC) -> Tensor:
     return torch.cat([moved.reshape(len(moved), -1) for moved in by_site(runner).values()], 1)
 
 
-def moments(runner: MCMC) -> dict[str, Any]:
+def moments(runner: MCMC) -> Row:
     draws = unconstrained(runner).double()
     sizes = effective_sample_size(draws[None], 0, 1).clamp(max=len(draws))
     return {"mean": draws.mean(0).tolist(), "sd": draws.std(0).tolist(), "size": sizes.tolist()}
 
 
-def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
+def summary(runs: Sequence[Run]) -> list[Row]:
     """A row for each model and method."""
     found = {
         (run.job["model"], method): result for run in runs for method, result in run.result.items()
@@ -360,9 +357,8 @@ def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
     for (model, method), result in found.items():
         if "refused" in result:
             continue
-        row: dict[str, Any] = {"model": model, "method": method, "latents": len(result["mean"])}
-        row["size"] = min(result["size"])
-        row["warned"] = "yes" if result["warned"] else ""
+        row: Row = {"model": model, "method": method, "latents": len(result["mean"])}
+        row |= {"size": min(result["size"]), "warned": "yes" if result["warned"] else ""}
         row["seconds"] = result["seconds"]
         reference = found.get((model, "NUTS"))
         if method != "NUTS" and reference is not None:
@@ -385,62 +381,31 @@ def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def panels(rows: list[Row]) -> list[Panel]:
     """Differences of means to NUTS, and widths over those of NUTS."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(9, 4.2), sharey=True, layout="constrained"
-    )
-    for shift, (method, colour) in enumerate(
-        zip(METHODS[1:], ("tab:blue", "tab:orange"), strict=True)
-    ):
-        chosen = [row for row in rows if row["method"] == method]
-        at = [names.index(row["model"]) + 0.2 * (shift - 0.5) for row in chosen]
-        left.plot([row["in sds"] for row in chosen], at, "o", color=colour, label=method)
-        low, high = ([row[name] for row in chosen] for name in ("narrowest", "widest"))
-        right.hlines(at, low, high, color=colour)
-        right.plot(low, at, "|", color=colour)
-        right.plot(high, at, "|", color=colour)
-    right.axvline(1, color="0.7", ls=":")
-    left.set(xlabel="largest difference of means to NUTS, in posterior sds", xlim=(0, None))
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    right.set(xlabel="standard deviations over those of NUTS")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    differences, widths = {}, {}
+    for method in METHODS[1:]:
+        some = having(rows, method=method)
+        differences[method] = columns(some, "in sds", "model")
+        for end in ("narrowest", "widest"):
+            widths[f"{method}: {end}"] = columns(some, end, "model")
+    return [
+        Panel("largest difference of means to NUTS", "posterior sds", "", differences, ""),
+        Panel("standard deviations over those of NUTS", "", "", widths, ""),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = reproduction.parser_of(__doc__, "pyro_examples")
-    parser.add_argument("--records", type=reproduction.positive, default=5_000)
+    parser = parser_of(__doc__, "pyro_examples")
     parser.add_argument("--only", nargs="*", choices=list(examples()), default=list(examples()))
-    parser.add_argument("--picture", type=Path, help="draw the picture here")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     jobs = [
-        {"model": model, "what": what, "records": options.records, "draws": DRAWS}
+        {"model": model, "what": what, "records": 500 if options.quick else 5000, "draws": DRAWS}
         for model in options.only
         for what in RUNS
     ]
-    runs = reproduction.runs_of(run, jobs, options.results, stored=options.stored)
-    rows = summary(runs)
-    if options.csv:
-        reproduction.write_csv(rows, options.csv)
-    if options.picture:
-        draw(rows, options.picture)
-    columns = {"model": "", "method": "", "latents": "d", "error": ".2f", "in sds": ".2f"}
-    columns |= {"narrowest": ".2f", "widest": ".2f", "size": ".0f"}
-    columns |= {"warned": "", "seconds": ".0f"}
-    print(f"\n{reproduction.markdown(rows, columns)}\n\n{reproduction.origin(runs)}")
+    finish(options, run, jobs, rows_of=summary, panels=panels)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Private logistic regression beside the baselines, and chains on a known posterior, as in "Privacy
-for free" (Wang, Fienberg, Smola 2015).
+"""Private logistic regression beside the baselines, and a chain on a known posterior, as in
+"Privacy for free" (Wang, Fienberg, Smola 2015).
 
-    reproduce_privacy_for_free.py --quick              # made-up data only, two minutes
-    reproduce_privacy_for_free.py --full --data-root FOLDER    # UCI's abalone/ and adult/
-    reproduce_privacy_for_free.py --full --download    # gets them through ucimlrepo
-    reproduce_privacy_for_free.py --full --repeats 3   # fewer; later runs add the rest
+    reproduce_privacy_for_free.py --quick                 # simulated data only, two minutes
+    reproduce_privacy_for_free.py --data-root FOLDER      # UCI's abalone/ and adult/
 
 **Figure 1**: linear regression with two weights, whose posterior is known, at ε = 10: what DP-SGLD
-and DP-SGNHT sample, and what the constants of the paper do. **Figure 2**: test accuracy against ε,
-for two Gaussians (made up), Abalone (10 rings and more against fewer) and Adult.
+samples, with our constants and with the paper's. **Figure 2**: test accuracy against ε, for two
+Gaussians (simulated), Abalone (10 rings and more against fewer) and Adult.
 
 Every ε here is for *replacing* one record, the relation of the paper, under which the number of
 records N is public; δ = 1/N^1.1. Baselines are written for the same relation, which costs them the
@@ -18,36 +16,44 @@ Features are mapped to [-1, 1] or [0, 1] by documented ranges or are one-hot by 
 book, with a column of ones; divided by the norm that a row has on average if its numbers are
 uniform; rows longer than 1 are shortened to 1. The ranges are constants, but those of Abalone lie
 around what its description says of the records. Settings of methods are functions of (N, d, ε, δ),
-with constants that were chosen on made-up data (``METHODS``), but for the limits on the numbers of
-steps, which were raised once, after results on all three had been seen.
+with constants that were chosen on simulated data (``METHODS``), but for the limits on the numbers
+of steps, which were raised once, after results on all three had been seen.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import logging
 import math
-import sys
+import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import reproduction
 import torch
-from published_calibration import wang_noise_multiplier
+from reproduction import (
+    Panel,
+    Row,
+    columns,
+    digest,
+    finish,
+    grouped,
+    having,
+    mean_and_error,
+    parser_of,
+    positive,
+)
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import ops
-from torch_dpbayes.accounting.events import GaussianDpEvent
 
 RELATION: Any = "replace_one"
 EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -85,35 +91,7 @@ GAUSSIANS, SPREADS = 5000, torch.from_numpy(np.geomspace(1.0, 0.1, 20)).float()
 # units of 200 mm and 200 g: lowest and highest by round numbers around the ranges in abalone.names,
 # in which two heights are misprints
 ABALONE = ((0.0, 1.0), (0.0, 0.8), (0.0, 0.4), (0.0, 3.0), (0.0, 1.5), (0.0, 0.8), (0.0, 1.0))
-CODES = {  # of adult.names, by column
-    1: (
-        "Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay"
-        " Never-worked"
-    ),
-    3: (
-        "Bachelors Some-college 11th HS-grad Prof-school Assoc-acdm Assoc-voc 9th 7th-8th 12th"
-        " Masters 1st-4th 10th Doctorate 5th-6th Preschool"
-    ),
-    5: (
-        "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent"
-        " Married-AF-spouse"
-    ),
-    6: (
-        "Tech-support Craft-repair Other-service Sales Exec-managerial Prof-specialty"
-        " Handlers-cleaners Machine-op-inspct Adm-clerical Farming-fishing Transport-moving"
-        " Priv-house-serv Protective-serv Armed-Forces"
-    ),
-    7: "Wife Own-child Husband Not-in-family Other-relative Unmarried",
-    8: "White Asian-Pac-Islander Amer-Indian-Eskimo Other Black",
-    9: "Female Male",
-    13: (
-        "United-States Cambodia England Puerto-Rico Canada Germany Outlying-US(Guam-USVI-etc) India"
-        " Japan Greece South China Cuba Iran Honduras Philippines Italy Poland Jamaica Vietnam"
-        " Mexico Portugal Ireland France Dominican-Republic Laos Ecuador Taiwan Haiti Columbia"
-        " Hungary Guatemala Nicaragua Scotland Thailand Yugoslavia El-Salvador Trinadad&Tobago Peru"
-        " Hong Holand-Netherlands"
-    ),
-}
+LEVELS = (1, 3, 5, 6, 7, 8, 9, 13)  # columns of codes in adult.names, all of which occur
 NUMBERS: dict[int, Callable[[float], float]] = {  # of adult.names
     0: lambda age: age / 100,
     4: lambda years: years / 16,
@@ -155,17 +133,17 @@ def abalone(rows: Sequence[Sequence[str]], repeat: int) -> Data:
 
 
 def adult(rows: Sequence[Sequence[str]]) -> Data:
-    """The published division. A level that is not in the code book has no column."""
+    """The published division. What is missing has no column."""
     columns = [
         torch.tensor([scale(float(row[column])) for row in rows]).clamp(0, 1)
         for column, scale in NUMBERS.items()
     ]
     columns += [
         torch.tensor([float(row[column] == code) for row in rows])
-        for column, codes in CODES.items()
-        for code in codes.split()
+        for column in LEVELS
+        for code in sorted({row[column] for row in rows} - {"?"})
     ]
-    x = bounded(torch.stack(columns, 1), math.sqrt(len(NUMBERS) / 3 + len(CODES) + 1))
+    x = bounded(torch.stack(columns, 1), math.sqrt(len(NUMBERS) / 3 + len(LEVELS) + 1))
     y = torch.tensor([float(row[14].startswith(">50K")) for row in rows])
     return Data(x[:ADULT_TRAINING], y[:ADULT_TRAINING], x[ADULT_TRAINING:], y[ADULT_TRAINING:])
 
@@ -177,13 +155,8 @@ def bounded(x: Tensor, unit: float) -> Tensor:
 
 
 @cache
-def table(name: str, root: str | None) -> list[list[str]]:
+def table(name: str, root: str) -> list[list[str]]:
     """UCI's rows as text; Adult's training records come first."""
-    if root is None:
-        import ucimlrepo
-
-        frame = ucimlrepo.fetch_ucirepo(id={"Abalone": 1, "Adult": 2}[name]).data.original
-        return [[str(value).strip() for value in row] for row in frame.itertuples(index=False)]
     files = [
         list(csv.reader((Path(root) / file).read_text().splitlines(), skipinitialspace=True))
         for file in FILES[name]
@@ -191,15 +164,12 @@ def table(name: str, root: str | None) -> list[list[str]]:
     # not the first line of adult.test, nor empty ones
     first, *rest = ([line for line in file if len(line) > 1] for file in files)
     if name == "Adult" and len(first) != ADULT_TRAINING:
-        raise ValueError(
-            f"adult.data has {len(first):,} records, not {ADULT_TRAINING:,}: it was cut short, or"
-            " is another file"
-        )
+        raise ValueError(f"adult.data has {len(first):,} records, not {ADULT_TRAINING:,}")
     return [line for file in (first, *rest) for line in file]
 
 
 @lru_cache(maxsize=3)
-def load(name: str, repeat: int, root: str | None) -> Data:
+def load(name: str, repeat: int, root: str) -> Data:
     """Adult is the same in every repeat."""
     if name == "Two Gaussians":
         return two_gaussians(repeat)
@@ -216,13 +186,36 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     """
 
     def excess(mu: float) -> float:
-        return float(
-            ndtr(mu / 2 - epsilon / mu)
-            - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))
-            - delta
-        )
+        tail = math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))
+        return float(ndtr(mu / 2 - epsilon / mu)) - tail - delta
 
     return float(brentq(excess, 1e-4, 100.0, xtol=1e-12))
+
+
+@cache
+def noise(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    return dpb.get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=delta,
+        sample_rate=sample_rate,
+        steps=steps,
+        neighboring=RELATION,
+    )
+
+
+def published_noise(epsilon: float, delta: float, size: int, batch: float, passes: float) -> float:
+    r"""The noise multiplier of DP-SGLD by Theorem 4 of Wang, Fienberg and Smola (2015),
+
+    .. math::
+        z = \frac1\varepsilon \sqrt{128\, \frac{T B}{N}\, \log\frac{5NT}{2B\delta}
+        \, \log\frac2\delta}.
+
+    The paper states the variance of the noise on the estimate (N/B)·Σ g of the full gradient,
+    128·NTL²/(Bε²)·log(5NT/(2Bδ))·log(2/δ), times the squared step size; here it is on the batch
+    sum, in units of L = C. It holds for T ≥ ε²N/(32·B·log(2/δ)).
+    """
+    logs = math.log(2.5 * size * passes / batch / delta) * math.log(2 / delta)
+    return math.sqrt(128 * passes * batch / size * logs) / epsilon
 
 
 @cache
@@ -237,34 +230,18 @@ def objective_noise(epsilon: float, delta: float, strength: float) -> float:
     β/Λ) − s²/2)/s, if r ≥ 0.
     """
 
+    lost = math.log1p(CURVATURE / strength)
+
     def excess(log_s: float) -> float:
         s = math.exp(log_s)
-        r = (epsilon - math.log1p(CURVATURE / strength)) / s - s / 2
-        return (
-            math.log(math.sqrt(2 * math.pi) * s)
-            + s * r
-            + s**2 / 2
-            + float(log_ndtr(-r - s))
-            - math.log(delta)
-            if r > 0
-            else math.inf
-        )
+        r = (epsilon - lost) / s - s / 2
+        if r <= 0:
+            return 1e3
+        tail = s * r + s**2 / 2 + float(log_ndtr(-r - s))
+        return max(math.log(math.sqrt(2 * math.pi) * s) + tail - math.log(delta), -1e3)
 
-    largest = math.sqrt(2 * (epsilon - math.log1p(CURVATURE / strength)))
-    return 2 / math.exp(
-        brentq(
-            lambda u: max(min(excess(u), 1e3), -1e3),
-            math.log(largest * 1e-6),
-            math.log(largest * (1 - 1e-9)),
-        )
-    )
-
-
-def published_objective_noise(epsilon: float, delta: float) -> float:
-    """Theirs (Kifer, Smith and Thakurta 2012, Algorithm 1), with the sensitivity 2C of
-    replacing, at Λ ≥ 2β/ε.
-    """
-    return 2 * math.sqrt(8 * math.log(2 / delta) + 4 * epsilon) / epsilon
+    largest = math.log(2 * (epsilon - lost)) / 2
+    return 2 / math.exp(brentq(excess, largest - 14, largest - 1e-9))
 
 
 # -- methods ---------------------------------------------------------------------------------------
@@ -275,18 +252,7 @@ class Fit(NamedTuple):
 
     scores: Tensor
     epsilon: float
-    settings: dict[str, Any]
-
-
-class Records(TensorDataset):
-    """Fetched a batch at a time."""
-
-    def __getitems__(self, indices: list[int]) -> Records:
-        return Records(*(values[indices] for values in self.tensors))
-
-
-def collate(records: Any) -> Any:
-    return records.tensors if isinstance(records, Records) else default_collate(records)
+    settings: Row
 
 
 def linear(dimension: int) -> nn.Linear:
@@ -345,12 +311,8 @@ def chain(
         fewest = epsilon**2 * data.size / (32 * size * math.log(2 / data.delta))
         epochs = max(epochs, math.ceil(fewest))
         count = epochs * BATCHES
-        floor = wang_noise_multiplier(
-            target_epsilon=epsilon,
-            target_delta=data.delta,
-            num_data=data.size,
-            expected_batch_size=size,
-            passes=count * size / data.size,
+        floor = published_noise(
+            epsilon, data.delta, data.size, size, passes=count * size / data.size
         )
     else:
         accountant = dpb.PrivacyAccountant(epsilon, data.delta, neighboring=RELATION)
@@ -364,7 +326,7 @@ def chain(
         linear(data.dimension),
         dpb.PosteriorSamples(burn_in=count // 2, max_samples=count + 1),
     )
-    loader = DataLoader(Records(data.x, data.y), batch_size=size, collate_fn=collate)
+    loader = DataLoader(TensorDataset(data.x, data.y), batch_size=size)
     model, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
         module=model, optimizer=make, data_loader=loader, max_grad_norm=clip, noise_multiplier=floor
     )
@@ -383,17 +345,6 @@ def chain(
         samples.predict(model, data.x_test, transform=None).squeeze(-1),
         accountant.get_epsilon(data.delta),
         told,
-    )
-
-
-@cache
-def noise(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    return dpb.get_noise_multiplier(
-        target_epsilon=epsilon,
-        target_delta=delta,
-        sample_rate=sample_rate,
-        steps=steps,
-        neighboring=RELATION,
     )
 
 
@@ -425,17 +376,6 @@ def finite_run(
     count = steps(data, epsilon, clip, 1 / CURVATURE, reach, most, work)
     return posterior_sample(
         data, epsilon, ops.FiniteRunLangevin(steps=count, max_grad_norm=clip), prior_std=prior_std
-    )
-
-
-def strongly_log_concave(
-    data: Data, epsilon: float, *, warmup_steps: int, clip: float, prior_std: float
-) -> Fit:
-    return posterior_sample(
-        data,
-        epsilon,
-        ops.StronglyLogConcave(max_grad_norm=clip, warmup_steps=warmup_steps),
-        prior_std=prior_std,
     )
 
 
@@ -529,10 +469,7 @@ def minimiser(
         while value(w - length * direction) > now - 1e-4 * length * slope and length > 1e-10:
             length /= 2
         w = w - length * direction
-    raise RuntimeError(
-        "Newton's method did not converge: the privacy of these baselines rests on the exact"
-        " minimiser"
-    )
+    raise RuntimeError("the privacy of these baselines rests on the exact minimiser: not found")
 
 
 def linear_fit(data: Data, w: Tensor, epsilon: float, **settings: Any) -> Fit:
@@ -545,24 +482,16 @@ def non_private(data: Data, epsilon: float, *, prior_std: float) -> Fit:
 
 
 def objective_perturbation(
-    data: Data, epsilon: float, *, share: float | None, clip: float, prior_std: float
+    data: Data, epsilon: float, *, share: float, clip: float, prior_std: float
 ) -> Fit:
     """Kifer, Smith and Thakurta (2012). ``share``: of ε, at most, for the Jacobian, which
-    fixes the least Λ; None: noise and Λ as published.
+    fixes the least Λ.
     """
-    strength = max(
-        prior_std**-2,
-        2 * CURVATURE / epsilon if share is None else CURVATURE / math.expm1(share * epsilon),
-    )
-    sigma = clip * (
-        published_objective_noise(epsilon, data.delta)
-        if share is None
-        else objective_noise(epsilon, data.delta, strength)
-    )
+    strength = max(prior_std**-2, CURVATURE / math.expm1(share * epsilon))
+    sigma = clip * objective_noise(epsilon, data.delta, strength)
     noise = sigma * torch.randn(data.dimension, dtype=torch.float64)
-    return linear_fit(
-        data, minimiser(data, strength, noise, clip), epsilon, strength=strength, sigma=sigma
-    )
+    fitted = minimiser(data, strength, noise, clip)
+    return linear_fit(data, fitted, epsilon, strength=strength, sigma=sigma)
 
 
 def output_perturbation(data: Data, epsilon: float, *, clip: float, spread: float) -> Fit:
@@ -572,12 +501,8 @@ def output_perturbation(data: Data, epsilon: float, *, clip: float, spread: floa
     mu = gaussian_mu(epsilon, data.delta)
     strength = spread * 2 * clip * math.sqrt(data.dimension) / mu
     sigma = 2 * clip / strength / mu
-    return linear_fit(
-        data,
-        minimiser(data, strength, None, clip)
-        + sigma * torch.randn(data.dimension, dtype=torch.float64),
-        epsilon,
-    )
+    hiding = sigma * torch.randn(data.dimension, dtype=torch.float64)
+    return linear_fit(data, minimiser(data, strength, None, clip) + hiding, epsilon)
 
 
 def opacus_sgd(
@@ -590,9 +515,7 @@ def opacus_sgd(
 
     epochs = steps(data, epsilon, clip, lr, reach, most, work) // BATCHES
     model = linear(data.dimension)
-    loader = DataLoader(
-        Records(data.x, data.y), batch_size=-(-data.size // BATCHES), collate_fn=collate
-    )
+    loader = DataLoader(TensorDataset(data.x, data.y), batch_size=-(-data.size // BATCHES))
     engine: Any = opacus.PrivacyEngine()
     engine.accountant = accountant = dpb.PrivacyAccountant(
         epsilon, data.delta, neighboring=RELATION
@@ -623,29 +546,16 @@ def opacus_sgd(
 CLIP, PRIOR_STD, LR = 0.5, 10.0, 0.9 * 2 / CURVATURE
 SGD: dict[str, Any] = {"lr": LR, "clip": CLIP, "reach": 10.0, "most": 1000, "work": 1e7}
 SGLD = {**SGD, "sampler": "DPSGLD", "prior_std": PRIOR_STD}
-SGNHT = {
-    **SGD,
-    "sampler": "DPSGNHT",
-    "prior_std": PRIOR_STD,
-    "momentum": 0.9,
-    "thermostat_gain": 0.001,
-}
+FRICTION = {"momentum": 0.9, "thermostat_gain": 0.001}
+SGNHT = {**SGD, **FRICTION, "sampler": "DPSGNHT", "prior_std": PRIOR_STD}
 DRAW: dict[str, Any] = {"clip": CLIP, "prior_std": 3.0}
-HYBRID = {
-    **SGD,
-    "most": 300,
-    "work": 3.3e6,
-    "prior_std": 3.0,
-    "momentum": 0.9,
-    "thermostat_gain": 0.001,
-}
+HYBRID = {**SGD, **FRICTION, "most": 300, "work": 3.3e6, "prior_std": 3.0}
 NON_PRIVATE, OBJECTIVE = "non-private", "objective perturbation"
 # What is fixed here was chosen on the two Gaussians, by draws that the figure does not use, among
 # two to four values each; "most" and "work" by computing time
 METHODS: dict[str, tuple[Callable[..., Fit], dict[str, Any]]] = {
     NON_PRIVATE: (non_private, {"prior_std": PRIOR_STD}),
     "OPS, FiniteRunLangevin": (finite_run, {**DRAW, "reach": 10.0, "most": 20_000, "work": 5e8}),
-    "OPS, StronglyLogConcave": (strongly_log_concave, {**DRAW, "warmup_steps": 50}),
     "OPS, Bounded": (bounded_likelihood, {"width": 2.0, "prior_std": 3.0, "warmup_steps": 50}),
     "hybrid DP-SGNHT": (
         hybrid,
@@ -654,38 +564,18 @@ METHODS: dict[str, tuple[Callable[..., Fit], dict[str, Any]]] = {
     "DP-SGLD": (chain, {**SGLD, "published": False}),
     "DP-SGNHT": (chain, {**SGNHT, "published": False}),
     "DP-SGLD, paper's constants": (chain, {**SGLD, "published": True}),
-    "DP-SGNHT, paper's constants": (chain, {**SGNHT, "published": True}),
     OBJECTIVE: (objective_perturbation, {"share": 0.2, "clip": CLIP, "prior_std": PRIOR_STD}),
-    "objective perturbation, published constants": (
-        objective_perturbation,
-        {"share": None, "clip": 0.25, "prior_std": PRIOR_STD},
-    ),
     "output perturbation": (output_perturbation, {"clip": 0.25, "spread": 0.6}),
     "DP-SGD (Opacus)": (opacus_sgd, SGD),
 }
-OURS = tuple(
-    name
-    for name in METHODS
-    if name.startswith(("OPS", "hybrid", "DP-SG")) and not name.endswith(("constants", "(Opacus)"))
-)
-RIVALS = tuple(name for name in METHODS if name.startswith(OBJECTIVE))
-COMPARED = ((OURS, RIVALS), (OURS[:1], RIVALS), (OURS, (NON_PRIVATE,)))
-SLOW = ("hybrid DP-SGNHT", "DP-SGLD, paper's constants", "DP-SGNHT, paper's constants")
-SLOWEST = ("OPS, StronglyLogConcave", "OPS, Bounded")  # the No-U-Turn sampler
+SLOWEST = "OPS, Bounded"  # the No-U-Turn sampler
 
 
 # -- figure 1 --------------------------------------------------------------------------------------
 
 # full batches
-LINE: dict[str, Any] = {
-    "records": 5000,
-    "lr": 0.3,
-    "clip": 3.0,
-    "prior_std": 10.0,
-    "momentum": 0.9,
-    "epsilon": 10.0,
-}
-CHAINS = ("DP-SGLD", "DP-SGLD as published", "DP-SGNHT", "DP-SGNHT as published")
+LINE: dict[str, Any] = {"records": 5000, "lr": 0.3, "clip": 3.0, "prior_std": 10.0, "epsilon": 10.0}
+CHAINS = ("DP-SGLD", "DP-SGLD as published")
 
 
 def line_data(repeat: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -698,114 +588,53 @@ def line_data(repeat: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, y, covariance @ (x.T @ y).double(), covariance
 
 
-def line_chain(name: str, repeat: int, count: int, settings: str) -> dict[str, Any]:
-    """States from the posterior's mean on: how they lie, in coordinates in which the
+def line_chain(name: str, repeat: int, count: int, settings: str) -> Row:
+    """From the posterior's mean on: the variance over the posterior's, in coordinates in which the
     posterior is a standard Gaussian.
     """
     x, y, mean, covariance = line_data(repeat)
     size, lr, clip = len(x), LINE["lr"], LINE["clip"]
-    delta = size**-1.1
-    published = wang_noise_multiplier(
-        target_epsilon=LINE["epsilon"],
-        target_delta=delta,
-        num_data=size,
-        expected_batch_size=size,
-        passes=count,
-    )
+    delta, is_published = size**-1.1, "published" in name
+    floor = noise(LINE["epsilon"], delta, 1.0, count)
+    if is_published:
+        floor = published_noise(LINE["epsilon"], delta, size, size, passes=count)
     accountant = dpb.PrivacyAccountant(neighboring=RELATION)
     model = linear(2)
     with torch.no_grad():
         model.weight.copy_(mean)
-    if "SGNHT as" in name:
-        states, temperature = published_thermostat(x, y, mean, lr, published, count), 1.0
-        accountant.compose(GaussianDpEvent(published), count)
-    else:
-        make: Any = partial(
-            dpb.optim.DPSGLD, lr=lr, temperature=0.5 if "published" in name else 1.0
-        )
-        if "SGNHT" in name:
-            make = partial(dpb.optim.DPSGNHT, lr=lr, temperature=1.0, momentum=LINE["momentum"])
-        floor = published if "published" in name else noise(LINE["epsilon"], delta, 1.0, count)
-        loader = DataLoader(Records(x, y), batch_size=size, collate_fn=collate)
-        model, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
-            module=model,
-            optimizer=partial(make, prior_std=LINE["prior_std"]),
-            data_loader=loader,
-            max_grad_norm=clip,
-            noise_multiplier=floor,
-        )
-        temperature = optimizer.effective_temperature
-        states = torch.empty(count, 2, dtype=torch.float64)
-        for number, (rows, targets) in enumerate(endless(private, count)):
+    model, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
+        module=model,
+        optimizer=partial(
+            dpb.optim.DPSGLD,
+            lr=lr,
+            temperature=0.5 if is_published else 1.0,
+            prior_std=LINE["prior_std"],
+        ),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=size),
+        max_grad_norm=clip,
+        noise_multiplier=floor,
+    )
+    states = torch.empty(count, 2, dtype=torch.float64)
+    for state in states:
+        for rows, targets in private:  # the full batch
             optimizer.zero_grad()
             (0.5 * (model(rows).squeeze(-1) - targets).square()).mean().backward()
             optimizer.step()
-            states[number] = model.weight.detach()[0]
+        state.copy_(model.weight.detach()[0])
     kept = states[count // 10 :]
-    standard = torch.linalg.solve_triangular(
-        torch.linalg.cholesky(covariance), (kept - mean).T, upper=False
-    ).T
-    ratio = float(standard.var(0).mean()) if bool(standard.isfinite().all()) else math.inf
-    shown = kept[:: max(1, len(kept) // 300)] if repeat == 0 else kept[:0]
-    told = {
-        "variance": ratio,
-        "temperature": temperature,
-        "spent": accountant.get_epsilon(delta),
-        "lr": lr,
-    }
-    return {**told, "states": [[round(v, 4) for v in s] for s in shown.tolist()]}
-
-
-def endless(loader: Any, count: int) -> Iterator[Any]:
-    """Pass after pass, ``count`` batches."""
-    while True:
-        for batch in loader:
-            if count == 0:
-                return
-            count -= 1
-            yield batch
-
-
-def published_thermostat(
-    x: Tensor, y: Tensor, start: Tensor, lr: float, noise_multiplier: float, count: int
-) -> Tensor:
-    """Their Algorithm 3 in the velocity v = ηp: noise beside the privacy noise, and the
-    kinetic energy at the end of the step.
-    """
-    size, clip = len(x), LINE["clip"]
-    friction = 1 - LINE["momentum"]
-    extra = math.sqrt(2 * friction * lr / size)
-    theta, v, alpha = start.clone(), torch.zeros(2, dtype=torch.float64), friction
-    states = torch.empty(count, 2, dtype=torch.float64)
-    for state in states:
-        gradients = x * (x @ theta.float() - y)[:, None]
-        gradients = gradients * (
-            clip / torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
-        ).clamp_max(1)
-        total = gradients.sum(0).double() + noise_multiplier * clip * torch.randn(
-            2, dtype=torch.float64
-        )
-        v = (
-            (1 - alpha) * v
-            - lr * (total / size + theta / LINE["prior_std"] ** 2 / size)
-            + extra * torch.randn(2, dtype=torch.float64)
-        )
-        theta = theta + v
-        alpha += 0.01 * (size * float(v @ v) / (2 * lr) - 1)
-        state.copy_(theta)
-    return states
+    root = torch.linalg.cholesky(covariance)
+    standard = torch.linalg.solve_triangular(root, (kept - mean).T, upper=False)
+    return {"variance": float(standard.var(1).mean()), "spent": accountant.get_epsilon(delta)}
 
 
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def run(root: str | None, what: str, **job: Any) -> dict[str, Any]:
+def run(root: str, what: str, **job: Any) -> Row:
     return line_chain(**job) if what == "line" else accuracy(root, **job)
 
 
-def accuracy(
-    root: str | None, data: str, method: str, epsilon: float, repeat: int, settings: str
-) -> dict[str, Any]:
+def accuracy(root: str, data: str, method: str, epsilon: float, repeat: int, settings: str) -> Row:
     """Of a fit on test records, in percent, and the average negative log likelihood there."""
     records = load(data, 0 if data == "Adult" else repeat, root)
     function, options = METHODS[method]
@@ -814,443 +643,107 @@ def accuracy(
     likelihood = nn.functional.binary_cross_entropy_with_logits(
         fit.scores.double(), records.y_test.double()
     )
-    return {
-        "accuracy": 100 * float(right),
-        "nll": float(likelihood),
-        "spent": fit.epsilon,
-        **fit.settings,
-    }
+    found = {"accuracy": 100 * float(right), "nll": float(likelihood), "spent": fit.epsilon}
+    return found | fit.settings
 
 
-def jobs(
-    data: Sequence[str], repeats: int, epsilons: Sequence[float], count: int
-) -> list[dict[str, Any]]:
-    """Three repeats of everything first; what takes longest comes last, and of draws by the
-    No-U-Turn sampler there are few on Adult.
-    """
-    found: list[dict[str, Any]] = []
-    minutes: list[dict[str, Any]] = []
-    fast = tuple(name for name in METHODS if name not in SLOW + SLOWEST)
-    for first, last in ((0, 3), (3, repeats)):
-        for methods in (fast, SLOW, SLOWEST):
-            for repeat in range(first, min(last, repeats)):
-                if first == 0 and methods == SLOW:
-                    line = {
-                        "what": "line",
-                        "repeat": repeat,
-                        "count": count,
-                        "settings": reproduction.digest(**LINE),
-                    }
-                    found += [{**line, "name": name} for name in CHAINS]
-                for name, epsilon, method in product(data, epsilons, methods):
-                    few = methods == SLOWEST and name == "Adult"
-                    if (method != NON_PRIVATE or epsilon == epsilons[0]) and not (
-                        few and (first or epsilon not in epsilons[::3])
-                    ):
-                        job = {
-                            "what": "accuracy",
-                            "data": name,
-                            "method": method,
-                            "epsilon": epsilon,
-                            "repeat": repeat,
-                        }
-                        (minutes if few else found).append(
-                            {**job, "settings": reproduction.digest(**METHODS[method][1])}
-                        )
-    return found + minutes
+def jobs(data: Sequence[str], repeats: int, epsilons: Sequence[float], count: int) -> list[Row]:
+    """Of draws by the No-U-Turn sampler there are few on Adult."""
+    settings, found = digest(**LINE), []
+    for repeat, name in product(range(min(3, repeats)), CHAINS):
+        job = {"what": "line", "repeat": repeat, "count": count, "settings": settings}
+        found.append(job | {"name": name})
+    for repeat, name, epsilon, method in product(range(repeats), data, epsilons, METHODS):
+        if method == NON_PRIVATE and epsilon != epsilons[0]:
+            continue
+        if method == SLOWEST and name == "Adult" and (repeat > 2 or epsilon not in epsilons[::3]):
+            continue
+        job = {"what": "accuracy", "data": name, "method": method, "epsilon": epsilon}
+        found.append(job | {"repeat": repeat, "settings": digest(**METHODS[method][1])})
+    return found
 
 
 # -- tables and picture ----------------------------------------------------------------------------
 
 
-def summary(runs: Sequence[reproduction.Run], epsilons: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each data set, method and ε. "gap": to the non-private fit on the same
-    records, "se" its standard error over repeats.
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """A row for each data set, method and ε, with the differences ± one standard error from two
+    methods on the same records.
     """
-    found: dict[tuple[str, str, float], dict[int, dict[str, Any]]] = {}
-    for done in runs:
-        if done.job["what"] == "accuracy":
-            found.setdefault((done.job["data"], done.job["method"], done.job["epsilon"]), {})[
-                done.job["repeat"]
-            ] = done.result
-    for (data, method, epsilon), results in list(found.items()):
-        if method == NON_PRIVATE:
-            found |= {(data, method, other): results for other in epsilons if other != epsilon}
-    rows = []
-    for (data, method, epsilon), results in found.items():
-        free = found[data, NON_PRIVATE, epsilon]
-        gaps = [
-            results[repeat]["accuracy"] - free[repeat]["accuracy"]
-            for repeat in results
-            if repeat in free
-        ]
-        numbers = {
-            name: np.array([result[name] for result in results.values()])
-            for name in ("accuracy", "nll", "spent")
-        }
-        row = {
-            "data": data,
-            "method": method,
-            "epsilon": epsilon,
-            "relation": "" if method == NON_PRIVATE else RELATION,
-            "repeats": len(results),
-        }
-        row |= {
-            "accuracy": numbers["accuracy"].mean(),
-            "sd": spread(numbers["accuracy"]),
-            "worst": numbers["accuracy"].min(),
-        }
-        row |= {
-            "gap": np.mean(gaps),
-            "se": spread(gaps) / math.sqrt(len(gaps)),
-            "nll": numbers["nll"].mean(),
-            "spent": numbers["spent"].max(),
-        }
-        rows.append(
-            {
-                name: round(float(value), 4) if isinstance(value, float) else value
-                for name, value in row.items()
-            }
-        )
-    order = {
-        name: place
-        for names in (dict.fromkeys(row["data"] for row in rows), METHODS)
-        for place, name in enumerate(names)
+    accuracies = having(rows, what="accuracy")
+    found = {
+        (row["data"], row["method"], row["epsilon"], row["repeat"]): row["accuracy"]
+        for row in accuracies
     }
-    return sorted(rows, key=lambda row: (order[row["data"]], order[row["method"]], row["epsilon"]))
-
-
-def spread(values: Any) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-
-
-def within(mean: float, deviation: float) -> str:
-    return f"{mean:.1f}" if math.isnan(deviation) else f"{mean:.1f} ± {deviation:.1f}"
-
-
-def accuracy_table(rows: Sequence[dict[str, Any]], data: str, epsilons: Sequence[float]) -> str:
-    """Methods by ε: accuracy ± standard deviation over repeats."""
+    free = {key[::3]: value for key, value in found.items() if key[1] == NON_PRIVATE}
     lines = []
-    for method in METHODS:
-        there = {
-            row["epsilon"]: row for row in rows if row["data"] == data and row["method"] == method
-        }
-        cells = {
-            f"{epsilon:g}": within(there[epsilon]["accuracy"], there[epsilon]["sd"])
-            for epsilon in epsilons
-            if epsilon in there
-        }
-        counts = [row["repeats"] for row in there.values()]
-        if counts:
-            cells["repeats"] = (
-                f"{min(counts)}"
-                if min(counts) == max(counts)
-                else f"{min(counts)} to {max(counts)}"
+    for (data, method, epsilon), some in grouped(accuracies, "data", "method", "epsilon").items():
+        values = [row["accuracy"] for row in some]
+        line: Row = {"data": data, "method": method, "epsilon": epsilon, "repeats": len(some)}
+        line["accuracy"] = statistics.fmean(values)
+        line["sd"] = statistics.stdev(values) if len(values) > 1 else math.nan
+        pairs = [(row["accuracy"], row["repeat"]) for row in some]
+        line["gap"], line["se"] = mean_and_error([a - free[data, r] for a, r in pairs])
+        if method != NON_PRIVATE:
+            line["over objective"], line["its se"] = mean_and_error(
+                [a - found[data, OBJECTIVE, epsilon, r] for a, r in pairs]
             )
-            lines.append({data: method} | cells)
-    return reproduction.markdown(
-        lines, dict.fromkeys((data, *(f"{epsilon:g}" for epsilon in epsilons), "repeats"), "")
-    )
-
-
-def comparisons(
-    runs: Sequence[reproduction.Run], rows: Sequence[dict[str, Any]], epsilons: Sequence[float]
-) -> str:
-    """Differences on the same records, ± one standard error. The best is one of those methods
-    that have all repeats: other means do not compare.
-    """
-    found: dict[tuple[str, str, float], dict[int, float]] = {}
-    for done in runs:
-        if done.job["what"] == "accuracy":
-            found.setdefault((done.job["data"], done.job["method"], done.job["epsilon"]), {})[
-                done.job["repeat"]
-            ] = done.result["accuracy"]
-
-    def best(methods: Sequence[str], data: str, epsilon: float) -> str | None:
-        there = [row for row in rows if (row["data"], row["epsilon"]) == (data, epsilon)]
-        most = max((row["repeats"] for row in there), default=0)
-        there = [row for row in there if row["method"] in methods and row["repeats"] == most > 1]
-        return str(max(there, key=lambda row: row["accuracy"])["method"]) if there else None
-
-    lines = []
-    for data, (ours, theirs) in product(dict.fromkeys(row["data"] for row in rows), COMPARED):
-        line = {
-            "": (
-                f"{data}: {' or '.join(ours) if len(ours) == 1 else 'best of ours'} −"
-                f" {'best ' * (len(theirs) > 1)}{theirs[0]}"
-            )
-        }
-        for epsilon in epsilons:
-            first, second = best(ours, data, epsilon), best(theirs, data, epsilon)
-            if first is None or second is None:
-                continue
-            here = found[data, first, epsilon]
-            there = found[data, second, epsilons[0] if second == NON_PRIVATE else epsilon]
-            apart = [here[repeat] - there[repeat] for repeat in here if repeat in there]
-            line[f"{epsilon:g}"] = (
-                f"{np.mean(apart):+.2f} ± {spread(apart) / math.sqrt(len(apart)):.2f}"
-                + f" ({first.removeprefix('OPS, ')})" * (len(ours) > 1)
-            )
+        line["nll"] = statistics.fmean(row["nll"] for row in some)
+        line["spent"] = max(row["spent"] for row in some)
         lines.append(line)
-    return reproduction.markdown(
-        lines, dict.fromkeys(("", *(f"{epsilon:g}" for epsilon in epsilons)), "")
-    )
+    return lines
 
 
-def line_summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
+def line_summary(rows: Sequence[Row]) -> list[Row]:
     """A row for each chain of the linear regression."""
-    rows = []
-    for name in CHAINS:
-        those = [
-            done.result for done in runs if done.job["what"] == "line" and done.job["name"] == name
-        ]
-        if those:
-            ratios = np.array([result["variance"] for result in those])
-            finite = bool(np.isfinite(ratios).all())
-            row = {
-                "method": name,
-                "lr": those[0]["lr"],
-                "epsilon": LINE["epsilon"],
-                "relation": RELATION,
-                "spent": those[0]["spent"],
-            }
-            row |= {
-                "repeats": len(those),
-                "variance ratio": ratios.mean() if finite else math.inf,
-                "sd": spread(ratios) if finite else None,
-            }
-            rows.append(row)
-    return [
-        {
-            name: round(float(value), 4) if isinstance(value, float) else value
-            for name, value in row.items()
-        }
-        for row in rows
-    ]
-
-
-def line_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
-    for row in rows:
-        told = "diverges" if row["sd"] is None else f"{row['variance ratio']:.2f} ± {row['sd']:.2f}"
-        lines.append(
-            {
-                "linear regression": row["method"],
-                "lr": row["lr"],
-                "variance / posterior's": told,
-                "ε that it costs": row["spent"],
-            }
-        )
-    return reproduction.markdown(
-        lines,
-        {
-            "linear regression": "",
-            "lr": ".2g",
-            "variance / posterior's": "",
-            "ε that it costs": ".3g",
-        },
-    )
+    for (name,), some in grouped(having(rows, what="line"), "name").items():
+        ratio, error = mean_and_error([row["variance"] for row in some])
+        line = {"method": name, "lr": LINE["lr"], "spent": some[0]["spent"], "repeats": len(some)}
+        lines.append(line | {"variance / posterior's": ratio, "se": error})
+    return lines
 
 
-def draw(runs: Sequence[reproduction.Run], rows: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = list(dict.fromkeys(row["data"] for row in rows))
-    figure, grid = plt.subplots(2, 3, figsize=(16, 9.5), layout="constrained", squeeze=False)
-    _, _, mean, covariance = line_data(0)
-    angle = torch.linspace(0, 2 * math.pi, 200, dtype=torch.float64)
-    ring = torch.linalg.cholesky(covariance) @ torch.stack([angle.cos(), angle.sin()])
-    for axis, kind in zip(grid[0], ("DP-SGLD", "DP-SGNHT"), strict=False):
-        for name in reversed(CHAINS):
-            states: list[list[float]] = next(
-                (
-                    d.result["states"]
-                    for d in runs
-                    if d.job["what"] == "line" and d.job["name"] == name and d.job["repeat"] == 0
-                ),
-                [],
-            )
-            if (
-                kind in name
-                and len(states)
-                and all(math.isfinite(v) for state in states for v in state)
-            ):
-                axis.plot(*np.array(states).T, ".", markersize=4, alpha=0.5, label=name)
-        for radius in (1, 2, 3):
-            centre = mean[:, None] + radius * ring
-            axis.plot(
-                *centre.numpy(),
-                "k-",
-                linewidth=0.8,
-                label="posterior, 1 to 3 standard deviations" if radius == 1 else None,
-            )
-        size = 8 * covariance.diagonal().sqrt()
-        axis.set(
-            title=f"linear regression, ε = {LINE['epsilon']:g}: {kind}",
-            xlabel="intercept",
-            ylabel="slope",
-        )
-        axis.set(
-            xlim=(float(mean[0] - size[0]), float(mean[0] + size[0])),
-            ylim=(float(mean[1] - size[1]), float(mean[1] + size[1])),
-        )
-        axis.legend(fontsize="small", loc="upper right")
-    colours = plt.get_cmap("tab20")
-    for axis, data in zip(grid[1], names, strict=False):
-        for number, method in enumerate(METHODS):
-            there = sorted(
-                (row["epsilon"], row["accuracy"], row["sd"])
-                for row in rows
-                if row["data"] == data and row["method"] == method
-            )
-            if not there:
-                continue
-            x, y, sd = np.array(there).T
-            free, own = method == NON_PRIVATE, method in OURS
-            look: dict[str, Any] = (
-                {"fmt": "k--"}
-                if free
-                else {
-                    "fmt": "o-" if own else "s:",
-                    "color": colours((2 * number - 2) % 20 + (number > 10)),
-                    "markersize": 3,
-                }
-            )
-            x = x * 1.015 ** (number - len(METHODS) / 2)  # error bars beside each other
-            axis.errorbar(
-                x, y, None if free else sd, linewidth=1.2, elinewidth=0.7, label=method, **look
-            )
-        top = max(row["accuracy"] for row in rows if row["data"] == data)
-        axis.set(
-            title=f"{data}: test accuracy in %, ± one standard deviation",
-            xscale="log",
-            xlabel="ε, replacing one record, δ = 1/N^1.1",
-        )
-        axis.set(ylim=(top - 15, top + 1))
-    handles, labels = grid[1][0].get_legend_handles_labels()
-    grid[0][2].legend(handles, labels, loc="center", fontsize="medium")
-    for axis in [grid[0][2], *grid[1][len(names) :]]:
-        axis.axis("off")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+def tables(rows: list[Row]) -> Mapping[str, Sequence[Row]]:
+    return {
+        f"Linear regression, target ε = {LINE['epsilon']:g}.": line_summary(rows),
+        "Test accuracy in %; the differences to non-private fits and to objective perturbation.": (
+            summary(rows)
+        ),
+    }
 
 
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--quick", action="store_true", help="made-up data, three values of ε, few repeats"
-    )
-    size.add_argument("--full", action="store_true", help="all of it")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
+def panels(rows: list[Row]) -> list[Panel]:
+    found = []
+    for (data,), some in grouped(summary(rows), "data").items():
+        lines = {
+            method: columns(part, "epsilon", "accuracy", "sd")
+            for (method,), part in grouped(some, "method").items()
+        }
+        title = f"{data}: test accuracy in %"
+        found.append(Panel(title, "ε, replacing one record, δ = 1/N^1.1", "", lines, "x"))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = parser_of(__doc__, "privacy_for_free")
+    parser.add_argument(
         "--data-root",
+        default="",
         help="folder with abalone/abalone.data, adult/adult.data and adult/adult.test",
     )
-    source.add_argument(
-        "--download", action="store_true", help="Abalone and Adult through ucimlrepo"
-    )
-    parser.add_argument(
-        "--repeats", type=reproduction.positive, help="default: 20, or 4 with --quick"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="default: runs/privacy_for_free, with --quick runs/privacy_for_free_quick",
-    )
-    parser.add_argument(
-        "--stored",
-        action="store_true",
-        help="tables and picture of the runs that are finished, without making others",
-    )
-    parser.add_argument(
-        "--workers",
-        type=reproduction.positive,
-        default=1,
-        help="processes with one thread each; default: 1",
-    )
+    parser.add_argument("--repeats", type=positive, help="default: 20, or 4 with --quick")
     options = parser.parse_args(arguments)
-    real = ["Abalone", "Adult"] if options.data_root or options.download else []
-    if options.quick and real:
-        parser.error("--quick makes its data up: leave --data-root and --download out")
-    if missing := [
-        file
-        for name in real
-        for file in FILES[name]
-        if options.data_root and not (Path(options.data_root) / file).is_file()
-    ]:
-        parser.error(f"there is no {' and no '.join(missing)} in the --data-root")
     # that loaders now draw Poisson batches
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
-    epsilons = (0.5, 2.0, 10.0) if options.quick else EPSILONS
     wanted = jobs(
-        ["Two Gaussians", *real],
+        ["Two Gaussians", *(FILES if options.data_root and not options.quick else ())],
         options.repeats or (4 if options.quick else 20),
-        epsilons,
+        (0.5, 2.0, 10.0) if options.quick else EPSILONS,
         1000 if options.quick else 3000,
     )
-    folder = options.folder or reproduction.ROOT / "runs" / (
-        "privacy_for_free_quick" if options.quick else "privacy_for_free"
-    )
-    results = folder / "runs.jsonl"
-    if options.stored:
-        stored = reproduction.stored_runs(results)
-        runs = [stored[key] for key in map(reproduction.key, wanted) if key in stored]
-        if not runs:
-            parser.error(f"none of these runs is in {results}: leave --stored out")
-    else:
-        runs = reproduction.run_jobs(
-            partial(run, options.data_root), wanted, results, options.workers
-        )
-    given = [
-        value for value in (sys.argv[1:] if arguments is None else arguments) if value != "--stored"
-    ]
-    return report(
-        runs,
-        epsilons,
-        folder,
-        [
-            value.replace(options.data_root, "FOLDER") if options.data_root else value
-            for value in given
-        ],
-    )
-
-
-def report(
-    runs: Sequence[reproduction.Run],
-    epsilons: Sequence[float],
-    folder: Path,
-    arguments: Sequence[str],
-) -> list[dict[str, Any]]:
-    """Tables, CSVs and picture."""
-    rows, lines = summary(runs, epsilons), line_summary(runs)
-    reproduction.write_csv(rows, folder / "rows.csv")
-    reproduction.write_csv(lines, folder / "regression.csv")
-    draw(runs, rows, folder / "picture.png")
-    tables = [
-        accuracy_table(rows, data, epsilons) for data in dict.fromkeys(row["data"] for row in rows)
-    ]
-    text = (
-        "\n\n".join(
-            [
-                line_table(lines),
-                *tables,
-                comparisons(runs, rows, epsilons),
-                reproduction.origin(runs, arguments),
-            ]
-        )
-        + "\n"
-    )
-    (folder / "table.md").write_text(text)
-    print(text)
-    return rows
+    make = partial(run, options.data_root)
+    return finish(options, make, wanted, tables=tables, panels=panels)
 
 
 if __name__ == "__main__":

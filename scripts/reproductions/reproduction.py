@@ -1,4 +1,4 @@
-"""What the scripts reproduce_*.py share: finished runs are stored, and tables say which command
+"""What the scripts of this folder share: finished runs are stored, and tables say which command
 made them, when, and at which commit.
 
 A run is a function of JSON-able keyword arguments that returns a JSON-able dict. Its arguments are
@@ -13,163 +13,85 @@ import csv
 import hashlib
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
+Row = dict[str, Any]
 
 
 class Run(NamedTuple):
     """A finished run, one line of the results file."""
 
-    job: dict[str, Any]
-    result: dict[str, Any]
+    job: Row
+    result: Row
     seconds: float
     date: str
     commit: str
 
 
-class Rows(list[dict[str, Any]]):
-    """Jobs with their results."""
+class Panel(NamedTuple):
+    """One diagram of a picture: lines by label, each x, y and, for points, the errors of y."""
 
-    def of(self, what: str, **having: Any) -> Self:
-        return type(self)(
-            row
-            for row in self
-            if row["what"] == what and all(row[name] == value for name, value in having.items())
-        )
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, Sequence[Any]]
+    log: str = "xy"
 
-    def columns(self, *names: str) -> list[NDArray[Any]]:
-        return [np.array([row[name] for row in self]) for name in names]
 
-    def slope(self, x: str, y: str) -> float:
-        """Least squares on logarithms."""
-        return float(np.polyfit(np.log(self.columns(x)[0]), np.log(self.columns(y)[0]), 1)[0])
-
-    def at(self, name: str, **near: float) -> float:
-        """One value, of the row where others are ``near`` these."""
-        return float(
-            next(
-                row[name]
-                for row in self
-                if all(math.isclose(row[key], value) for key, value in near.items())
-            )
-        )
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def run_jobs(
-    function: Callable[..., dict[str, Any]],
-    jobs: Sequence[Mapping[str, Any]],
-    results: Path,
-    workers: int = 1,
+    function: Callable[..., Row], jobs: Sequence[Mapping[str, Any]], results: Path
 ) -> list[Run]:
     """``function(**job)`` of every job that ``results`` does not have yet, each stored as soon as
     it is finished.
 
     Args:
-        function: at the top level of its module, which worker processes import.
         jobs: keyword arguments, JSON-able. Copies of one job differ by an argument such as
             ``repeat``.
         results: file of JSON lines; runs of other jobs in it are left alone.
-        workers: processes with one thread each. 1: in this process.
 
     Returns:
         the runs in the order of ``jobs``.
     """
-    done = stored_runs(results)
-    todo = [dict(job) for job in jobs if key(job) not in done]
-    head = commit()
+    done, head = stored_runs(results), commit()
     torch.set_num_threads(1)
     results.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        results.open("a+") as file,
-        tqdm(total=len(jobs), initial=len(jobs) - len(todo), unit="run") as bar,
-    ):
-        if file.tell():
-            file.seek(file.tell() - 1)
-            if file.read() != "\n":  # a line cut short when an earlier process was killed
-                file.write("\n")
-
-        def store(job: dict[str, Any], result: dict[str, Any], seconds: float) -> None:
-            run = Run(job, result, round(seconds, 2), datetime.now(UTC).strftime("%Y-%m-%d"), head)
-            file.write(json.dumps(run._asdict()) + "\n")
-            file.flush()
-            done[key(job)] = run
-            bar.update()
-
-        if workers == 1:
-            for job in todo:
-                bar.set_description(", ".join(str(value) for value in job.values()))
-                store(job, *_timed(function, job))
-        elif todo:
-            pool = ProcessPoolExecutor(
-                workers,
-                mp_context=get_context("spawn"),
-                initializer=torch.set_num_threads,
-                initargs=(1,),
-            )
-            try:
-                futures = {pool.submit(_timed, function, job): job for job in todo}
-                for future in as_completed(futures):
-                    store(futures[future], *future.result())
-            finally:
-                pool.shutdown(cancel_futures=True)
+    for job in tqdm(jobs, unit="run"):
+        if key(job) in done:
+            continue
+        start = time.perf_counter()
+        result, date = function(**job), datetime.now(UTC).strftime("%Y-%m-%d")
+        run = Run(dict(job), result, round(time.perf_counter() - start, 2), date, head)
+        with results.open("a") as file:
+            # the first line end closes a line that was cut short when a process was killed
+            file.write("\n" + json.dumps(run._asdict()) + "\n")
+        done[key(job)] = run
     return [done[key(job)] for job in jobs]
 
 
 def stored_runs(results: Path) -> dict[str, Run]:
-    """What a results file holds, by :func:`key`; the last one of equal keys, and no line that
-    was cut short.
-    """
+    """What a results file holds, by :func:`key`, without lines that were cut short."""
     found = {}
-    if results.exists():
-        for line in results.read_text(errors="replace").splitlines():
-            try:
-                run = Run(**json.loads(line))
-            except (ValueError, TypeError):
-                continue
-            found[key(run.job)] = run
+    for line in results.read_text(errors="replace").splitlines() if results.exists() else []:
+        try:
+            run = Run(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found[key(run.job)] = run
     return found
-
-
-def parser_of(description: str | None, script: str) -> argparse.ArgumentParser:
-    """With ``--stored``, ``--results`` and ``--csv``, of a script whose runs are in
-    ``runs/<script>.jsonl``.
-    """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
-    results = ROOT / "runs" / f"{script}.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
-    parser.add_argument("--csv", type=Path, help="write all rows here")
-    return parser
-
-
-def runs_of(
-    function: Callable[..., dict[str, Any]],
-    jobs: Sequence[Mapping[str, Any]],
-    results: Path,
-    *,
-    stored: bool,
-) -> list[Run]:
-    """:func:`run_jobs`, or those of the jobs alone that are ``stored``."""
-    if not stored:
-        return run_jobs(function, jobs, results)
-    found = stored_runs(results)
-    return [found[k] for k in map(key, jobs) if k in found]
 
 
 def key(job: Mapping[str, Any]) -> str:
@@ -181,143 +103,171 @@ def digest(**settings: Any) -> str:
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
 
 
+def commit() -> str:
+    """Of this checkout, with "-dirty" where files differ from it; "unknown" outside of one."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        return found.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def rows_of(runs: Iterable[Run]) -> list[Row]:
+    """Jobs with their results: a row for a run, or for each of its ``"rows"``."""
+    return [run.job | row for run in runs for row in run.result.get("rows", [run.result])]
+
+
+def having(rows: Iterable[Row], **values: Any) -> list[Row]:
+    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by these columns, in the order of their first rows."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    return found
+
+
+def columns(rows: Iterable[Row], *names: str) -> list[list[Any]]:
+    rows = list(rows)
+    return [[row[name] for row in rows] for name in names]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and its standard error by the spread of the values."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return statistics.fmean(values), math.nan
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """All rows, numbers to six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+        writer.writeheader()
+        for row in rows:
+            numbers = {name: f"{v:.6g}" for name, v in row.items() if isinstance(v, float)}
+            writer.writerow(row | numbers)
+
+
+# -- what is printed and drawn ---------------------------------------------------------------------
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table, numbers to four digits; a value that is missing or None leaves its cell empty."""
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return ""
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(cell(row.get(name)) for name in names) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def origin(runs: Sequence[Run]) -> str:
+    """One sentence: the command, and the dates and commits of the runs."""
+    command = " ".join(["python", f"scripts/reproductions/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    dates = sorted({run.date for run in runs})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    commits = " and ".join(dict.fromkeys(run.commit for run in runs))
+    hours = sum(run.seconds for run in runs) / 3600
+    return (
+        f"`{command}`: {len(runs)} runs, {hours:.1f} hours of one core, {when}, commit {commits}."
+    )
+
+
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """All panels, at most three beside each other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    size = (4.6 * across, 4.2 * down)
+    figure, grid = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    for axis in grid.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, panel in zip(grid.flat, panels, strict=False):
+        for label, (x, y, *errors) in panel.lines.items():
+            if errors:
+                axis.errorbar(x, y, errors[0], fmt="o", markersize=3, capsize=2, label=label)
+            else:
+                axis.plot(x, y, ".-", linewidth=1, label=label)
+        axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        axis.set(**{f"{name}scale": "log" for name in panel.log})
+        axis.legend(fontsize="x-small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+# -- a script --------------------------------------------------------------------------------------
+
+
 def positive(text: str) -> int:
     """For argparse."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(
-            f"{value} is not a number of repeats or processes: at least 1"
-        )
+        raise argparse.ArgumentTypeError(f"{value} is not a number of repeats: at least 1")
     return value
 
 
-def command(
-    run: Callable[..., dict[str, Any]],
-    jobs: Callable[[bool], Sequence[Mapping[str, Any]]],
-    draw: Callable[[Rows, Path], None],
-    description: str | None,
-    arguments: Sequence[str] | None,
-) -> tuple[Rows, list[Run]]:
-    """What a script of two sizes has to do: make the runs, then the CSV and the picture that are
-    asked for.
-
-    Args:
-        run: makes one, at the top level of the script.
-        jobs: of ``--full`` (True) or ``--quick`` (False).
-        arguments: None: ``sys.argv``'s.
-    """
-    script = Path(sys.modules[run.__module__].__file__ or "").stem
+def parser_of(description: str | None, script: str) -> argparse.ArgumentParser:
+    """Of a script whose runs are in ``runs/<script>.jsonl``."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--quick", action="store_true", help="a coarse one, for a look and for the tests"
-    )
-    size.add_argument("--full", action="store_true", help="the one of docs/reproductions")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
+    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
     results = ROOT / "runs" / f"{script}.jsonl"
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=results,
-        help="finished runs, which are not made again; default: %(default)s",
-    )
-    parser.add_argument(
-        "--workers", type=positive, default=1, help="processes with one thread each; default: 1"
-    )
+    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
     parser.add_argument("--csv", type=Path, help="write all rows here")
     parser.add_argument("--picture", type=Path, help="draw the picture here")
-    options = parser.parse_args(arguments)
-    runs = run_jobs(run, jobs(options.full), options.results, options.workers)
-    rows = Rows({**done.job, **done.result} for done in runs)
+    return parser
+
+
+def finish(
+    options: argparse.Namespace,
+    function: Callable[..., Row],
+    jobs: Sequence[Mapping[str, Any]],
+    rows_of: Callable[[Sequence[Run]], list[Row]] = rows_of,
+    tables: Callable[[list[Row]], Mapping[str, Sequence[Row]]] = lambda rows: {"": rows},
+    panels: Callable[[list[Row]], Sequence[Panel]] | None = None,
+) -> list[Row]:
+    """Make the runs that are missing, then the CSV and the picture that are asked for; print the
+    tables.
+
+    Args:
+        options: of the parser of :func:`parser_of`.
+        function: makes a run.
+        rows_of: what the CSV has.
+        tables: from captions to tables.
+        panels: of the picture.
+    """
+    if options.stored:
+        found = stored_runs(options.results)
+        runs = [found[name] for name in map(key, jobs) if name in found]
+    else:
+        runs = run_jobs(function, jobs, options.results)
+    rows = rows_of(runs)
     if options.csv:
         write_csv(rows, options.csv)
-    if options.picture:
-        draw(rows, options.picture)
-    return rows, runs
-
-
-def _timed(
-    function: Callable[..., dict[str, Any]], job: Mapping[str, Any]
-) -> tuple[dict[str, Any], float]:
-    start = time.perf_counter()
-    return function(**job), time.perf_counter() - start
-
-
-def commit() -> str:
-    """Of this checkout, with "-dirty" where files differ from it; "unknown" outside of one."""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(
-            command, cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def origin(runs: Iterable[Run], arguments: Sequence[str] | None = None) -> str:
-    """One sentence: the command, and the dates and commits of the runs.
-
-    Args:
-        runs: those that went into the table.
-        arguments: of the script; None: ``sys.argv``'s.
-    """
-    runs = list(runs)
-    command = " ".join(
-        [
-            "python",
-            f"scripts/reproductions/{Path(sys.argv[0]).name}",
-            *(sys.argv[1:] if arguments is None else arguments),
-        ]
-    )
-    dates, commits = (
-        sorted({run.date for run in runs}),
-        list(dict.fromkeys(run.commit for run in runs)),
-    )
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    hours = sum(run.seconds for run in runs) / 3600
-    return (
-        f"`{command}`: {len(runs)} runs, {hours:.1f} hours of one core, {when}, commit"
-        f" {' and '.join(commits)}."
-    )
-
-
-def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """A table.
-
-    Args:
-        columns: heading by column, and its format, such as ``".3g"``; "" for text. A value that is
-            missing or None leaves its cell empty.
-    """
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        values = [(row.get(column), form) for column, form in columns.items()]
-        lines.append(
-            "| "
-            + " | ".join(
-                "" if v is None else v if isinstance(v, str) else format(v, form)
-                for v, form in values
-            )
-            + " |"
-        )
-    return "\n".join(lines)
-
-
-def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """All rows, numbers to six digits; the columns are the first row's, and those that later
-    rows bring.
-    """
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(
-            {
-                name: float(f"{value:.6g}") if isinstance(value, float) else value
-                for name, value in row.items()
-            }
-            for row in rows
-        )
+    if options.picture and panels is not None:
+        draw(panels(rows), options.picture)
+    for caption, lines in tables(rows).items():
+        print(f"\n{caption}\n\n{markdown(lines)}")
+    print(f"\n{origin(runs)}")
+    return rows

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """What each trick of private training does alone, to a small convolutional network on Fashion-MNIST
 at one ε.
 
-    python tricks_alone.py --data-root ROOT [--repeats 3] [--stored] [--choose]
+    python tricks_alone.py --data-root ROOT [--repeats 3] [--choose]
 
 ROOT is a folder in torchvision's layout. The records are the first 6,000 training images, averaged
 over squares of 2 x 2 pixels, to keep this to minutes of one core; the test images are all 10,000.
@@ -30,9 +29,9 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-import reproduction
 import torch
 import torch.nn.functional as F
+from reproduction import Row, finish, grouped, mean_and_error, parser_of, positive
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -251,54 +250,36 @@ def run(
     }
 
 
-def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
+def summary(rows: Sequence[Row]) -> list[Row]:
     """Means over repeats with their standard errors."""
-    found: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for done in runs:
-        for row in done.result["rows"]:
-            found.setdefault((row["trick"], done.job["lr"]), []).append(row)
-    rows = []
-    for (trick, lr), values in found.items():
-        row: dict[str, Any] = {"trick": trick, "lr": lr, "runs": len(values)}
+    lines = []
+    for (trick, lr), some in grouped(rows, "trick", "lr").items():
+        line: Row = {"trick": trick, "lr": lr, "runs": len(some)}
         for measure in MEASURES:
-            column = torch.tensor([value[measure] for value in values], dtype=torch.float64)
-            row[measure] = float(column.mean())
-            row[f"{measure} se"] = float(column.std() / math.sqrt(len(column)))
+            line[measure], line[f"{measure} se"] = mean_and_error([row[measure] for row in some])
         for measure in ("clip norm", "noise", "epsilon", "seconds"):
-            row[measure] = sum(value[measure] for value in values) / len(values)
-        rows.append(row)
-    return rows
+            line[measure] = mean_and_error([row[measure] for row in some])[0]
+        lines.append(line)
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = reproduction.parser_of(__doc__, "tricks_alone")
+    parser = parser_of(__doc__, "tricks_alone")
     parser.add_argument("--data-root", required=True, help="folder with FashionMNIST/raw")
-    parser.add_argument("--repeats", type=reproduction.positive, default=3)
-    parser.add_argument("--tricks", nargs="*", choices=TRICKS, default=list(TRICKS))
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--choose", action="store_true", help="the base over a grid of lr")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
+    tricks = list(TRICKS.items())[:: 6 if options.quick else 1]
     if options.choose:
-        settings = [("base", {"lr": lr, "validate": True}) for lr in LRS]
-    else:
-        settings = [(trick, TRICKS[trick]) for trick in options.tricks]
+        tricks = [("base", {"lr": lr, "validate": True}) for lr in LRS]
     jobs = [
         {"trick": trick, "repeat": repeat, **BASE, **changed}
         for repeat in range(options.repeats)
-        for trick, changed in settings
+        for trick, changed in tricks
     ]
-    runs = reproduction.runs_of(
-        partial(run, options.data_root), jobs, options.results, stored=options.stored
-    )
-    rows = summary(runs)
-    if options.csv:
-        reproduction.write_csv(rows, options.csv)
-    columns = {"trick": "", "lr": "g", "runs": "d"}
-    for measure in MEASURES:
-        columns |= {measure: ".4f", f"{measure} se": ".4f"}
-    columns |= {"clip norm": ".2f", "noise": ".3f", "epsilon": ".3f", "seconds": ".0f"}
-    print(f"\n{reproduction.markdown(rows, columns)}\n")
-    print(reproduction.origin(runs, ["--data-root", "ROOT"]))
+    make = partial(run, options.data_root)
+    finish(options, make, jobs, tables=lambda rows: {"": summary(rows)})
 
 
 if __name__ == "__main__":
