@@ -33,6 +33,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,7 +53,9 @@ from torch_dpbayes import metrics
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "reproductions"), str(ROOT / "examples")]
 import private_bnn  # noqa: E402
+import reproduce_privacy_for_free as free  # noqa: E402
 import reproduction  # noqa: E402
+from reproduction import Panel, Row, columns, grouped, having, mean_and_error  # noqa: E402
 
 DELTA, EPSILONS, HIDDEN = 1e-5, (1.0, 3.0, 8.0), 32
 LR, REGRESSION_LR = 0.5, 0.1  # the curvature of a Gaussian's log density, 1/σ², has no bound
@@ -81,6 +85,7 @@ TEACHERS = {
     "teacher 4": (4_000, 100, 0.9, 0, 5, 0.2),
     "teacher 5": (10_000, 20, 0.0, 16, 1, 0.5),
 }
+MEASURES = ("accuracy", "RMSE", "NLL", "ECE", "Brier", "coverage", "seconds", "spent")
 TABLE = [name for name in SIZES if name not in TEACHERS]
 REGRESSIONS = ("diabetes", "abalone", "teacher 5")
 # data, lr and T of the other tables
@@ -98,8 +103,7 @@ BREAST_LARGEST = (
 # mean and spread of each input and of the rings, stated in UCI's abalone.names
 ABALONE_MEAN = (0.524, 0.408, 0.140, 0.829, 0.359, 0.181, 0.239, 9.934)
 ABALONE_SPREAD = (0.120, 0.099, 0.042, 0.490, 0.222, 0.110, 0.139, 3.224)
-ADULT_LARGEST = {0: 90, 4: 16, 10: 99_999, 11: 4356, 12: 99}  # column: its largest value
-ADULT_WORDS = (1, 3, 5, 6, 7, 8, 9, 13)
+ADULT_LENGTH = 3.0  # a record has eight words and five numbers up to 1
 
 
 class Data(NamedTuple):
@@ -115,27 +119,10 @@ def split(x: Tensor, y: Tensor, seed: int, unit: float = 1.0) -> Data:
     return Data(x[train], y[train], x[test], y[test], unit)
 
 
-@cache
-def adult(root: Path) -> Data:
-    rows = []
-    for name in ("adult.data", "adult.test"):
-        lines = (root / "adult" / name).read_text().splitlines()
-        rows.append([line.rstrip(".").split(", ") for line in lines if line.count(",") == 14])
-    count, both = len(rows[0]), rows[0] + rows[1]
-    columns = [
-        torch.tensor([[float(r[c]) / top] for r in both]) for c, top in ADULT_LARGEST.items()
-    ]
-    for c in ADULT_WORDS:
-        words = sorted({row[c] for row in both})
-        columns.append(F.one_hot(torch.tensor([words.index(row[c]) for row in both])))
-    x, y = torch.cat(columns, 1), torch.tensor([int(">50K" in row[14]) for row in both])
-    return Data(x[:count], y[:count], x[count:], y[count:])
-
-
 def abalone(root: Path, seed: int) -> Data:
-    lines = (root / "abalone" / "abalone.data").read_text().split()
-    sex = F.one_hot(torch.tensor(["FIM".index(line[0]) for line in lines]), 3)
-    values = torch.tensor([[float(value) for value in line.split(",")[1:]] for line in lines])
+    rows = free.table("Abalone", str(root))
+    sex = F.one_hot(torch.tensor(["FIM".index(row[0]) for row in rows]), 3)
+    values = torch.tensor([[float(value) for value in row[1:]] for row in rows])
     values = (values - torch.tensor(ABALONE_MEAN)) / torch.tensor(ABALONE_SPREAD)
     return split(torch.cat([sex, values[:, :-1]], 1), values[:, -1], seed, ABALONE_SPREAD[-1])
 
@@ -180,28 +167,23 @@ def images(name: str, root: Path) -> Data:
 
 
 def load(name: str, root: Path, seed: int) -> Data:
+    if name in TEACHERS:
+        return teacher(name, seed)
     if name in ("mnist", "fashion-mnist"):
         return images(name, root)
-    if name in ("digits", "diabetes"):
-        problem = private_bnn.load(name, None, seed)
-        x, y = problem.train.tensors
-        unit = 1.0 if name == "digits" else private_bnn.SCORE_UNIT
-        return Data(
-            x.flatten(1), y.flatten(), problem.test_x.flatten(1), problem.test_y.flatten(), unit
-        )
+    if name == "adult":
+        x, y, test_x, test_y = free.load("Adult", 0, str(root))
+        return Data(ADULT_LENGTH * x, y.long(), ADULT_LENGTH * test_x, test_y.long())
     if name == "breast cancer":
-        from sklearn.datasets import load_breast_cancer
-
         values, labels = load_breast_cancer(return_X_y=True)
         x = 2 * torch.tensor(values).float() / torch.tensor(BREAST_LARGEST) - 1
         return split(x, torch.tensor(labels), seed)
-    if name in TEACHERS:
-        return teacher(name, seed)
-    return (
-        adult(root)
-        if name == "adult"
-        else (topics(seed) if name == "topics" else abalone(root, seed))
-    )
+    if name in ("abalone", "topics"):
+        return abalone(root, seed) if name == "abalone" else topics(seed)
+    problem = private_bnn.load(name, None, seed)
+    unit = 1.0 if name == "digits" else private_bnn.SCORE_UNIT
+    both = (*problem.train.tensors, problem.test_x, problem.test_y)
+    return Data(*(t.flatten(1) if k % 2 == 0 else t.flatten() for k, t in enumerate(both)), unit)
 
 
 def network(data: Data, normal: bool, seed: int) -> nn.Sequential:
@@ -274,16 +256,12 @@ def tutorial(data: str) -> tuple[float, float]:
     return 1.0, 0.1 * SIZES[data][0] / 64
 
 
-def dp_sgd(root: Path, data: str, seed: int, settings: str) -> dict[str, Any]:
+def dp_sgd(root: Path, data: str, seed: int, settings: str) -> Row:
     """All settings of DP-SGD, at every ε."""
     problem, normal, (size, epochs) = load(data, root, seed), data in REGRESSIONS, SIZES[data]
     rate, steps = size / len(problem.x), epochs * (len(problem.x) // size)
-    noises = [
-        dpb.get_noise_multiplier(
-            target_epsilon=e, target_delta=DELTA, sample_rate=rate, steps=steps
-        )
-        for e in EPSILONS
-    ]
+    run = {"target_delta": DELTA, "sample_rate": rate, "steps": steps}
+    noises = [dpb.get_noise_multiplier(target_epsilon=epsilon, **run) for epsilon in EPSILONS]
     pairs = [tutorial(data), *itertools.product(CLIPS, LRS)]
     made = list(itertools.product(zip(EPSILONS, noises, strict=True), pairs))
     clip, lr, noise = torch.tensor([[c, lr, z] for (_, z), (c, lr) in made]).T
@@ -297,7 +275,7 @@ def dp_sgd(root: Path, data: str, seed: int, settings: str) -> dict[str, Any]:
         for w, m, s in zip(weights, moving, sums, strict=True):
             descend(w, s, noise * clip, lr / size)
             m.lerp_(w, share)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for predictor, values in (("last", weights), ("EMA", moving)):
         for k, ((epsilon, _), (c, rate)) in enumerate(made):
             samples = dpb.PosteriorSamples("normal" if normal else "categorical")
@@ -310,24 +288,18 @@ def dp_sgd(root: Path, data: str, seed: int, settings: str) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def ours(
-    root: Path,
-    data: str,
-    seed: int,
-    epsilon: float,
-    lr: float,
-    temperature: float | None,
-    settings: str,
-) -> dict[str, Any]:
+def ours(root: Path, data: str, seed: int, **job: Any) -> Row:
     """One private run. ``temperature`` None is the library's default."""
     problem, normal, (size, epochs) = load(data, root, seed), data in REGRESSIONS, SIZES[data]
-    options: dict[str, float] = {} if temperature is None else {"temperature": temperature}
+    options = {"lr": job["lr"]}
+    if job["temperature"] is not None:
+        options |= {"temperature": job["temperature"]}
     engine = dpb.PrivacyEngine()
     net, optimizer, loader = engine.make_private_with_epsilon(
         module=network(problem, normal, seed),
-        optimizer=partial(dpb.optim.DPSGLD, lr=lr, **options),
+        optimizer=partial(dpb.optim.DPSGLD, **options),
         data_loader=DataLoader(TensorDataset(problem.x, problem.y), batch_size=size),
-        target_epsilon=epsilon,
+        target_epsilon=job["epsilon"],
         target_delta=DELTA,
         epochs=epochs,
     )
@@ -340,23 +312,18 @@ def ours(
             loss(net(x), y).backward()
             optimizer.step()
             average.collect(net)
-    row = {"epsilon": epsilon, "clip norm": optimizer.max_grad_norm, "lr": lr}
-    row |= {"seconds": time.process_time() - begun, "spent": engine.get_epsilon()}
+    row = {"clip norm": optimizer.max_grad_norm, "seconds": time.process_time() - begun}
+    row |= {"spent": engine.get_epsilon()}
     last.collect(net)
     # to come, at the same total ε: "average, calibrated", with a private temperature
-    predictors = {"last": last, "average": average}
-    return {
-        "rows": [
-            {"row": name, **row, **score(problem, normal, net, samples)}
-            for name, samples in predictors.items()
-        ]
-    }
+    found = {"last": last, "average": average}
+    return {"rows": [{"row": k} | row | score(problem, normal, net, v) for k, v in found.items()]}
 
 
-def jobs(what: str, names: Sequence[str], seeds: int) -> list[dict[str, Any]]:
+def jobs(what: str, names: Sequence[str], seeds: int) -> list[Row]:
     """Of :func:`ours`, and those without ε of :func:`dp_sgd`."""
     data, epsilons, lrs, temperatures = GRIDS.get(what, (names, EPSILONS, (None,), (None,)))
-    made: list[dict[str, Any]] = []
+    made: list[Row] = []
     for seed, name in itertools.product(range(seeds), data):
         settings = reproduction.digest(size=SIZES[name], hidden=HIDDEN, teacher=TEACHERS.get(name))
         job = {"data": name, "seed": seed, "settings": settings}
@@ -367,94 +334,67 @@ def jobs(what: str, names: Sequence[str], seeds: int) -> list[dict[str, Any]]:
     return made
 
 
-def made(root: Path, **job: Any) -> dict[str, Any]:
+def made(root: Path, **job: Any) -> Row:
     return (ours if "epsilon" in job else dp_sgd)(root, **job)
 
 
-def means(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
+def means(runs: Sequence[reproduction.Run]) -> list[Row]:
     """Over seeds."""
-    found: dict[Any, list[dict[str, Any]]] = {}
-    for done in runs:
-        job = done.job
-        for row in done.result["rows"]:
-            method = f"ours, {row['row']}" if "epsilon" in job else f"DP-SGD, {row['row']}"
-            place = {"data": job["data"], "epsilon": row["epsilon"], "row": method}
-            place |= {"lr": row["lr"], "clip norm": row["clip norm"], "T": job.get("temperature")}
-            found.setdefault(tuple(place.items()), []).append(row)
-    return [
-        {**dict(place), "seeds": len(rows)}
-        | {k: sum(r[k] for r in rows) / len(rows) for k in rows[0] if k not in dict(place)}
-        for place, rows in found.items()
-    ]
+    lines, names = [], ("data", "epsilon", "row", "lr", "clip norm", "temperature")
+    for place, rows in grouped(reproduction.rows_of(runs), *names).items():
+        line = dict(zip(names, place, strict=True)) | {"seeds": len(rows)}
+        line["row"] = f"{'ours' if 'spent' in rows[0] else 'DP-SGD'}, {line['row']}"
+        for measure in MEASURES:
+            if measure in rows[0]:
+                line[measure] = mean_and_error([row[measure] for row in rows])[0]
+        lines.append(line)
+    return lines
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def table(rows: Sequence[Row]) -> list[Row]:
     """The five rows of each data set and ε."""
     chosen = []
-    for data, epsilon in dict.fromkeys((row["data"], row["epsilon"]) for row in rows):
-        cell = [row for row in rows if (row["data"], row["epsilon"]) == (data, epsilon)]
+    for (data, _), cell in grouped(rows, "data", "epsilon").items():
         usual = [row for row in cell if row["row"].startswith("DP-SGD")]
-        oracle = min(usual, key=lambda row: row["NLL"])
+        best = min(usual, key=lambda row: row["NLL"])
         chosen += [row for row in usual if (row["clip norm"], row["lr"]) == tutorial(data)]
-        chosen += [{**oracle, "row": f"oracle, {oracle['row'][8:]}"}]
+        chosen += [best | {"row": "oracle", "of": best["row"]}]
         chosen += [row for row in cell if row not in usual]
     return chosen
 
 
-def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+def figures(rows: Sequence[Row]) -> list[Row]:
     """In how many cells the average keeps each figure, against the better row of DP-SGD."""
-    cells = [rows[k : k + 5] for k in range(0, len(rows), 5)]
+    cells = list(grouped(rows, "data", "epsilon").values())
     trios = [(min(c[:2], key=lambda row: row["NLL"]), c[2], c[4]) for c in cells]
     classes = [trio for trio in trios if "ECE" in trio[0]]
     held = {
         "NLL better than DP-SGD's": [a["NLL"] < s["NLL"] for s, _, a in trios],
-        "NLL better by 15 %": [a["NLL"] < 0.85 * s["NLL"] for s, _, a in trios],
+        "by 15 %": [a["NLL"] < 0.85 * s["NLL"] for s, _, a in trios],
         "ECE better": [a["ECE"] < s["ECE"] for s, _, a in classes],
         "accuracy within .3 points": [a["accuracy"] > s["accuracy"] - 0.003 for s, _, a in classes],
         "NLL within 5 % of the oracle's": [a["NLL"] < 1.05 * o["NLL"] for _, o, a in trios],
     }
-    return {name: f"{sum(true)} of {len(true)}" for name, true in held.items()}
+    return [{"figure": k, "held in": sum(v), "cells": len(v)} for k, v in held.items()]
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """NLL over that of the better row of DP-SGD, and ECE; one mark for each data set and ε."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    styles = (("0.6", "s", "DP-SGD"), ("tab:orange", "_", "oracle"), ("tab:blue", "o", "average"))
-    for axes, measure in zip(figure.subplots(1, 2), ("NLL", "ECE"), strict=True):
-        cells = [rows[k : k + 5] for k in range(0, len(rows), 5) if measure in rows[k]]
-        names = list(dict.fromkeys(cell[0]["data"] for cell in cells))
-        usual = [min(cell[:2], key=lambda row: row["NLL"]) for cell in cells]
-        units = [row["NLL"] if measure == "NLL" else 1.0 for row in usual]
-        places = [names.index(r["data"]) + (EPSILONS.index(r["epsilon"]) - 1) / 4 for r in usual]
-        for (colour, marker, label), of in zip(
-            styles, (usual, [c[2] for c in cells], [c[4] for c in cells]), strict=True
-        ):
-            heights = [row[measure] / unit for row, unit in zip(of, units, strict=True)]
-            axes.plot(places, heights, marker, color=colour, label=label)
-        axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-        axes.set(ylim=(0, None), title="NLL over DP-SGD's" if measure == "NLL" else "ECE")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=90)
+def default(rows: Sequence[Row]) -> list[Row]:
+    """The geometric mean of the classifiers' NLL, T = .3 over T = 1."""
+    logs = {
+        heat: statistics.fmean(math.log(row["NLL"]) for row in some if "ECE" in row)
+        for (heat,), some in grouped(having(rows, row="ours, average"), "temperature").items()
+    }
+    ratio = math.exp(logs[0.3] - logs[1.0])
+    return [{"NLL at .3 over 1": ratio, "default": 0.3 if ratio < AHEAD else 1.0}]
 
 
-def draw_plane(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 2.8), layout="constrained")
-    limits = {"vmin": min(r["NLL"] for r in rows), "vmax": max(r["NLL"] for r in rows)}
-    _, _, lrs, heats = GRIDS["plane"]
-    for axes, name in zip(figure.subplots(1, 2), ("ours, last", "ours, average"), strict=True):
-        values = {(row["lr"], row["T"]): row["NLL"] for row in rows if row["row"] == name}
-        grid = [[values[lr, heat] for lr in lrs] for heat in heats]
-        axes.imshow(grid, origin="lower", aspect="auto", cmap="Oranges", alpha=0.8, **limits)
-        for (k, heat), (i, lr) in itertools.product(enumerate(heats), enumerate(lrs)):
-            axes.text(i, k, f"{values[lr, heat]:.2f}", ha="center", va="center")
-        axes.set_xticks(range(len(lrs)), lrs)
-        axes.set_yticks(range(len(heats)), heats)
-        axes.set(xlabel="lr", ylabel="T", title="last iterate" if "last" in name else "average")
-    figure.savefig(path, dpi=90)
+def panels(what: str, rows: Sequence[Row]) -> list[Panel]:
+    title, x, by = ("row", "lr", "temperature") if what == "plane" else ("data", "epsilon", "row")
+    found = []
+    for (name,), some in grouped(rows, title).items():
+        lines = {str(k): columns(line, x, "NLL") for (k,), line in grouped(some, by).items()}
+        found.append(Panel(name, x, "NLL", lines))
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -463,39 +403,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-root", type=Path, default=Path())
     parser.add_argument("--seeds", type=reproduction.positive, default=5)
     parser.add_argument("--data", nargs="*", choices=TABLE, default=TABLE, help="of the table")
-    parser.add_argument("--picture", type=Path, help="of the table or the plane")
-    parser.add_argument("--quick", action="store_true", help="breast cancer, one seed")
     options = parser.parse_args(arguments)
     if options.quick:
         options.data, options.seeds = ["breast cancer"], 1
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
-    wanted = jobs(options.what, options.data, options.seeds)
-    runs = reproduction.runs_of(
-        partial(made, options.data_root), wanted, options.results, stored=options.stored
+    what = options.what
+    more: dict[str, Any] = {"table": figures, "temperature": default}
+    reproduction.finish(
+        options,
+        partial(made, options.data_root),
+        jobs(what, options.data, options.seeds),
+        lambda runs: table(means(runs)) if what == "table" else means(runs),
+        lambda rows: {"": rows} | ({"Figures": more[what](rows)} if what in more else {}),
+        partial(panels, what),
     )
-    rows = means(runs)
-    if options.what == "table":
-        rows = table(rows)
-    if options.csv:
-        reproduction.write_csv(rows, options.csv)
-    if options.picture:
-        (draw if options.what == "table" else draw_plane)(rows, options.picture)
-    forms = {name: ".3f" for row in rows for name in row}
-    forms |= {"data": "", "row": "", "seeds": "d", "T": ""} | dict.fromkeys(("epsilon", "lr"), "g")
-    print(reproduction.markdown(rows, forms))
-    if options.what == "table":
-        print(verdict(rows))
-    if options.what == "temperature":
-        cold, warm = (
-            {
-                (r["data"], r["epsilon"]): math.log(r["NLL"])
-                for r in rows
-                if r["T"] == heat and r["row"] == "ours, average" and "ECE" in r
-            }
-            for heat in (0.3, 1.0)
-        )
-        ratio = math.exp(sum(cold[key] - warm[key] for key in cold) / len(cold))
-        print(f"NLL at T = .3 over T = 1: {ratio:.3f}; the default: {0.3 if ratio < AHEAD else 1}")
 
 
 if __name__ == "__main__":
