@@ -8,20 +8,17 @@ ROOT has the folders ``adult`` and ``abalone`` with UCI's files, and ``mnist`` i
 layout. Finished runs are lines of ``--results`` and are not made again; seeds are the outer loop.
 δ = 1e-5, add or remove one record, Poisson batches; inputs are scaled by published constants.
 
-The rows of ``table``:
+``table`` has DP-SGD as Opacus' tutorials set it: clip norm 1 and lr = .1·B/64, the lr and the batch
+of Opacus' ``examples/mnist.py``, linearly scaled (Goyal et al., 2017); last iterate and EMA. Then
+the oracle: of a grid of clip norms and lrs, last and EMA, the one with the least mean test NLL. It
+looks at the test records, and its tuning is free of charge: nobody can have it. Then ours at the
+defaults, lr .5, .1 for regression: last iterate and posterior average.
 
-* DP-SGD as Opacus' tutorials set it: clip norm 1 and lr = .1·B/64, which is the lr and the batch
-  of Opacus' ``examples/mnist.py``, linearly scaled (Goyal et al., 2017); last iterate and EMA.
-* the oracle: of DP-SGD over a grid of clip norms and lrs, last and EMA, what has the least mean
-  test NLL. It looks at the test records, and its tuning is free of charge: nobody can have it.
-* ours at the defaults, lr .5, .1 for regression: last iterate and posterior average.
-
-The runs of DP-SGD are made many at a time, by :func:`clipped_sums`, which is Opacus' clipped sum,
-and its noise (tests/scripts/test_smoke.py); the settings of one seed share their batches. Networks
-have one tanh layer of 32. Of MNIST and Fashion-MNIST these are the first 12,000 training images and
-all test images, averaged over squares of 2 x 2 pixels.
-"topics" is a synthetic stand-in for text: bags of words, drawn from five topics. Splits, weights to
-begin with, and synthetic data follow from the seed; batches and noise of ours do not.
+Runs of DP-SGD are made many at a time, by :func:`clipped_sums`, which has Opacus' clipped sum and
+noise (tests/scripts/test_smoke.py); the settings of one seed share their batches. Networks have one
+tanh layer of 32. Of MNIST and Fashion-MNIST these are the first 12,000 training images and all test
+images, averaged over squares of 2 x 2 pixels. "topics" is a synthetic stand-in for text: bags of
+words of five topics. Splits, first weights and synthetic data follow from the seed.
 
 ``temperature`` is how the default of 1 was chosen: T = .3 and 1 on random teacher networks with
 label noise, none of them in the table; "1 unless .3 is ahead by 5 %" in the geometric mean of the
@@ -55,7 +52,7 @@ sys.path[:0] = [str(ROOT / "scripts" / "reproductions"), str(ROOT / "examples")]
 import private_bnn  # noqa: E402
 import reproduce_privacy_for_free as free  # noqa: E402
 import reproduction  # noqa: E402
-from reproduction import Panel, Row, columns, grouped, having, mean_and_error  # noqa: E402
+from reproduction import Panel, Row, columns, grouped, having  # noqa: E402
 
 DELTA, EPSILONS, HIDDEN = 1e-5, (1.0, 3.0, 8.0), 32
 LR, REGRESSION_LR = 0.5, 0.1  # the curvature of a Gaussian's log density, 1/σ², has no bound
@@ -71,11 +68,6 @@ SIZES = {
     "adult": (1024, 15),
     "mnist": (512, 20),
     "fashion-mnist": (512, 20),
-    "teacher 1": (256, 40),
-    "teacher 2": (512, 30),
-    "teacher 3": (1024, 20),
-    "teacher 4": (256, 40),
-    "teacher 5": (512, 30),
 }
 # records, inputs, share of inputs that are zero, hidden units, classes (1: regression), label noise
 TEACHERS = {
@@ -85,8 +77,10 @@ TEACHERS = {
     "teacher 4": (4_000, 100, 0.9, 0, 5, 0.2),
     "teacher 5": (10_000, 20, 0.0, 16, 1, 0.5),
 }
+TABLE = list(SIZES)
+PLACE = ("data", "epsilon", "row", "lr", "clip norm", "temperature")
+SIZES |= zip(TEACHERS, ((256, 40), (512, 30), (1024, 20), (256, 40), (512, 30)), strict=True)
 MEASURES = ("accuracy", "RMSE", "NLL", "ECE", "Brier", "coverage", "seconds", "spent")
-TABLE = [name for name in SIZES if name not in TEACHERS]
 REGRESSIONS = ("diabetes", "abalone", "teacher 5")
 # data, lr and T of the other tables
 GRIDS: dict[str, Any] = {
@@ -150,8 +144,7 @@ def teacher(name: str, seed: int) -> Data:
         features = (x @ torch.randn(inputs, hidden, generator=random) * 2 / inputs**0.5).tanh()
     scores = features @ torch.randn(features.shape[1], classes, generator=random)
     if classes == 1:
-        y = scores[:, 0] / math.sqrt(hidden)
-        y = y + noise * torch.randn(y.shape, generator=random)
+        y = scores[:, 0] / math.sqrt(hidden) + noise * torch.randn(len(x), generator=random)
     else:
         other = torch.randint(0, classes, (len(x),), generator=random)
         y = torch.where(torch.rand(len(x), generator=random) < noise, other, scores.argmax(1))
@@ -221,12 +214,7 @@ def score(
 def clipped_sums(
     weights: Sequence[Tensor], x: Tensor, y: Tensor, clip: Tensor, normal: bool
 ) -> list[Tensor]:
-    """Opacus' ``summed_grad`` of several networks at a time, ``[networks, ...]`` each.
-
-    Args:
-        weights: of :func:`network`, in its order, ``[networks, ...]``.
-        clip: ``[networks]``.
-    """
+    """Opacus' ``summed_grad`` of several networks, ``[networks, ...]`` each, as ``weights`` are."""
     w1, b1, w2, b2 = weights
     hidden = F.linear(x, w1.flatten(0, 1), b1.flatten()).tanh()
     hidden = hidden.unflatten(1, b1.shape).transpose(0, 1)  # [networks, records, HIDDEN]
@@ -252,7 +240,6 @@ def descend(weights: Tensor, sums: Tensor, std: Tensor, rate: Tensor) -> None:
 
 
 def tutorial(data: str) -> tuple[float, float]:
-    """Clip norm and lr."""
     return 1.0, 0.1 * SIZES[data][0] / 64
 
 
@@ -275,7 +262,7 @@ def dp_sgd(root: Path, data: str, seed: int, settings: str) -> Row:
         for w, m, s in zip(weights, moving, sums, strict=True):
             descend(w, s, noise * clip, lr / size)
             m.lerp_(w, share)
-    rows: list[Row] = []
+    rows = []
     for predictor, values in (("last", weights), ("EMA", moving)):
         for k, ((epsilon, _), (c, rate)) in enumerate(made):
             samples = dpb.PosteriorSamples("normal" if normal else "categorical")
@@ -291,9 +278,7 @@ def dp_sgd(root: Path, data: str, seed: int, settings: str) -> Row:
 def ours(root: Path, data: str, seed: int, **job: Any) -> Row:
     """One private run. ``temperature`` None is the library's default."""
     problem, normal, (size, epochs) = load(data, root, seed), data in REGRESSIONS, SIZES[data]
-    options = {"lr": job["lr"]}
-    if job["temperature"] is not None:
-        options |= {"temperature": job["temperature"]}
+    options = {k: job[k] for k in ("lr", "temperature") if job[k] is not None}
     engine = dpb.PrivacyEngine()
     net, optimizer, loader = engine.make_private_with_epsilon(
         module=network(problem, normal, seed),
@@ -312,9 +297,9 @@ def ours(root: Path, data: str, seed: int, **job: Any) -> Row:
             loss(net(x), y).backward()
             optimizer.step()
             average.collect(net)
-    row = {"clip norm": optimizer.max_grad_norm, "seconds": time.process_time() - begun}
-    row |= {"spent": engine.get_epsilon()}
     last.collect(net)
+    row = {"clip norm": optimizer.max_grad_norm, "seconds": time.process_time() - begun}
+    row["spent"] = engine.get_epsilon()
     # to come, at the same total ε: "average, calibrated", with a private temperature
     found = {"last": last, "average": average}
     return {"rows": [{"row": k} | row | score(problem, normal, net, v) for k, v in found.items()]}
@@ -323,7 +308,7 @@ def ours(root: Path, data: str, seed: int, **job: Any) -> Row:
 def jobs(what: str, names: Sequence[str], seeds: int) -> list[Row]:
     """Of :func:`ours`, and those without ε of :func:`dp_sgd`."""
     data, epsilons, lrs, temperatures = GRIDS.get(what, (names, EPSILONS, (None,), (None,)))
-    made: list[Row] = []
+    made = []
     for seed, name in itertools.product(range(seeds), data):
         settings = reproduction.digest(size=SIZES[name], hidden=HIDDEN, teacher=TEACHERS.get(name))
         job = {"data": name, "seed": seed, "settings": settings}
@@ -334,20 +319,14 @@ def jobs(what: str, names: Sequence[str], seeds: int) -> list[Row]:
     return made
 
 
-def made(root: Path, **job: Any) -> Row:
-    return (ours if "epsilon" in job else dp_sgd)(root, **job)
-
-
 def means(runs: Sequence[reproduction.Run]) -> list[Row]:
     """Over seeds."""
-    lines, names = [], ("data", "epsilon", "row", "lr", "clip norm", "temperature")
-    for place, rows in grouped(reproduction.rows_of(runs), *names).items():
-        line = dict(zip(names, place, strict=True)) | {"seeds": len(rows)}
+    lines = []
+    for _, rows in grouped(reproduction.rows_of(runs), *PLACE).items():
+        line = {name: rows[0].get(name) for name in PLACE} | {"seeds": len(rows)}
         line["row"] = f"{'ours' if 'spent' in rows[0] else 'DP-SGD'}, {line['row']}"
-        for measure in MEASURES:
-            if measure in rows[0]:
-                line[measure] = mean_and_error([row[measure] for row in rows])[0]
-        lines.append(line)
+        there = [name for name in MEASURES if name in rows[0]]
+        lines.append(line | {k: statistics.fmean(row[k] for row in rows) for k in there})
     return lines
 
 
@@ -390,11 +369,10 @@ def default(rows: Sequence[Row]) -> list[Row]:
 
 def panels(what: str, rows: Sequence[Row]) -> list[Panel]:
     title, x, by = ("row", "lr", "temperature") if what == "plane" else ("data", "epsilon", "row")
-    found = []
-    for (name,), some in grouped(rows, title).items():
-        lines = {str(k): columns(line, x, "NLL") for (k,), line in grouped(some, by).items()}
-        found.append(Panel(name, x, "NLL", lines))
-    return found
+    lines: dict[str, dict[str, list[Any]]] = {}
+    for (name, label), line in grouped(rows, title, by).items():
+        lines.setdefault(name, {})[str(label)] = columns(line, x, "NLL")
+    return [Panel(name, x, "NLL", those) for name, those in lines.items()]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -407,14 +385,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         options.data, options.seeds = ["breast cancer"], 1
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
-    what = options.what
-    more: dict[str, Any] = {"table": figures, "temperature": default}
+    what, more = options.what, {"table": figures, "temperature": default}
     reproduction.finish(
         options,
-        partial(made, options.data_root),
+        lambda **job: (ours if "epsilon" in job else dp_sgd)(options.data_root, **job),
         jobs(what, options.data, options.seeds),
         lambda runs: table(means(runs)) if what == "table" else means(runs),
-        lambda rows: {"": rows} | ({"Figures": more[what](rows)} if what in more else {}),
+        lambda rows: {"": rows} | {f"Of the {k}": f(rows) for k, f in more.items() if k == what},
         partial(panels, what),
     )
 
