@@ -266,9 +266,10 @@ def dp_sgd(root: Path, data: str, seed: int, settings: str) -> Row:
     for predictor, values in (("last", weights), ("EMA", moving)):
         for k, ((epsilon, _), (c, rate)) in enumerate(made):
             samples = dpb.PosteriorSamples("normal" if normal else "categorical")
-            with torch.no_grad():
-                for p, value in zip(net.parameters(), values, strict=True):
-                    p.copy_(value[k])
+            own = [value[k] for value in values]
+            diverged = not all(bool(v.isfinite().all()) for v in own)  # it then predicts nothing
+            for p, value in zip(net.parameters(), own, strict=True):
+                p.data = torch.zeros_like(value) if diverged else value
             samples.collect(net)
             rows.append({"row": predictor, "epsilon": epsilon, "clip norm": c, "lr": rate})
             rows[-1] |= score(problem, normal, net, samples)
