@@ -3,7 +3,6 @@
 modes.
 
     python scripts/benchmarks/bench_clipping.py [--seconds 20] [--models mlp cnn] [--batches 4]
-        [--plot clipping.png]
 
 The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient,
 the update. Everything runs on one core, on made-up data that lies ready as tensors, so that loading
@@ -316,47 +315,6 @@ def run(environment: dict[str, str], *arguments: str) -> dict[str, float]:
     return found
 
 
-def plot(path: str, rows: dict[str, dict[str, dict[str, float]]]) -> None:
-    import matplotlib.pyplot as plt
-
-    ways = ["ours", "ghost", "hooks"]
-    colors = {"ours": "#0b6e4f", "ghost": "#c9a227", "hooks": "#a63d40"}
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True, layout="constrained")
-    titles = {
-        "default": "time, default allocator",
-        "kept": "time, memory kept",
-        "memory": "peak memory",
-    }
-    for axis, (key, title) in zip(axes, titles.items(), strict=True):
-        for j, name in enumerate(rows):
-            for i, way in enumerate(ways):
-                ratio = rows[name][key][way] / max(rows[name][key]["plain"], 0.004)
-                axis.barh(
-                    j + 0.25 * (i - 1),
-                    ratio,
-                    0.22,
-                    color=colors[way],
-                    label=WAYS[way] if j == 0 else None,
-                )
-                axis.text(
-                    ratio * 1.04,
-                    j + 0.25 * (i - 1),
-                    f"{ratio:.2g}" if ratio >= 10 else f"{ratio:.2f}",
-                    va="center",
-                    fontsize=7,
-                )
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.set(title=title, xscale="log", yticks=range(len(rows)), yticklabels=list(rows))
-        axis.set_xlim(
-            0.7, 3 * max(rows[n][key][w] / rows[n][key]["plain"] for n in rows for w in ways)
-        )
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
-    axes[1].set_xlabel("times the plain, non-private SGLD step")
-    axes[2].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -366,7 +324,6 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--batches", type=int, default=1, help="times the batch of each model")
-    parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--times", help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -376,7 +333,6 @@ def main() -> None:
     if arguments.peak:
         print(json.dumps(peak(*arguments.peak, arguments.batches)))
         return
-    rows: dict[str, dict[str, dict[str, float]]] = {}
     print(
         "| model | | plain | torch_dpbayes | vmap | Opacus ghost | Opacus hooks | to reach"
         " |\n|---|---|---|---|---|---|---|---|"
@@ -388,7 +344,6 @@ def main() -> None:
             "kept": run(KEPT, "--times", name, *options),
             "memory": {way: run({}, "--peak", name, way, *options)["peak"] for way in WAYS},
         }
-        rows[name] = measured
         for key, title, unit in (
             ("default", "time", "ms"),
             ("kept", "time, memory kept", "ms"),
@@ -404,8 +359,6 @@ def main() -> None:
                 f" {TARGETS[name][key == 'memory']} |",
                 flush=True,
             )
-    if arguments.plot:
-        plot(arguments.plot, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the four samplers sample under privacy noise, and how fast, beside the non-private samplers
 of ``posteriors``.
 
-    python compare_samplers.py [--quick] [--steps STEPS] [--csv FILE] [--picture FILE]
+    python compare_samplers.py [--quick] [--steps STEPS]
 
 Two targets whose posterior is known: a Gaussian in ten correlated dimensions (linear regression)
 and the banana of Räisä, Koskela and Honkela (2021), of which exact samples can be drawn. Every run
@@ -27,18 +27,16 @@ the same posterior per record it falls with the square root of their number.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import torch_dpbayes as dpb
 
@@ -243,61 +241,21 @@ def mmd(a: Tensor, b: Tensor) -> float:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def compare(
-    steps: int, num_samples: int
-) -> tuple[list[dict[str, Any]], dict[tuple[str, str, float], Tensor], list[Target]]:
-    """Rows of the table, the chains by (target, sampler, noise), and the targets."""
-    targets = [make(num_samples) for make in (gaussian, banana)]
-    # that is DPSGHMC
-    runs = [
-        (name, noise)
-        for name in OURS
-        for noise in (1.0, 3.0)
-        if (name, noise) != ("DPSGHMC matched", 1.0)
-    ]
-    rows, chains = [], {}
-    with tqdm(total=len(targets) * (len(runs) + len(THEIRS)), unit="run") as bar:
-        for target in targets:
-            for name, noise in runs:
-                bar.set_description(f"{target.name}: {name}, noise {noise:g}")
-                chain, epsilon = ours(target, name, noise, steps)
-                chains[target.name, name, noise] = chain
-                rows.append(
-                    {
-                        "target": target.name,
-                        "sampler": name,
-                        "noise": noise,
-                        **measured(chain, target.truth),
-                        "epsilon": epsilon,
-                    }
-                )
-                bar.update()
-            for name in THEIRS:
-                bar.set_description(f"{target.name}: {name} of posteriors")
-                chain = theirs(target, name, steps)
-                rows.append(
-                    {
-                        "target": target.name,
-                        "sampler": f"posteriors {name}",
-                        "noise": 1.0,
-                        **measured(chain, target.truth),
-                    }
-                )
-                bar.update()
-    return rows, chains, targets
-
-
-COLUMNS = (
-    "target",
-    "sampler",
-    "noise",
-    "mean bias",
-    "variance ratio",
-    "standard error",
-    "ESS",
-    "MMD",
-    "epsilon",
-)
+def compare(steps: int, num_samples: int) -> list[dict[str, Any]]:
+    """Rows of the table."""
+    rows: list[dict[str, Any]] = []
+    for target in (gaussian(num_samples), banana(num_samples)):
+        about = {"target": target.name}
+        for name, noise in product(OURS, (1.0, 3.0)):
+            if (name, noise) == ("DPSGHMC matched", 1.0):
+                continue  # that is DPSGHMC
+            chain, epsilon = ours(target, name, noise, steps)
+            row = {"sampler": name, "noise": noise, **measured(chain, target.truth)}
+            rows.append({**about, **row, "epsilon": epsilon})
+        for name in THEIRS:
+            found = measured(theirs(target, name, steps), target.truth)
+            rows.append({**about, "sampler": f"posteriors {name}", "noise": 1.0, **found})
+    return rows
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -320,129 +278,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(
-    rows: list[dict[str, Any]],
-    chains: dict[tuple[str, str, float], Tensor],
-    targets: list[Target],
-    path: Path,
-) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=(12, 8), layout="constrained")
-    halves: Any = figure.subfigures(2, 1)
-    top, bottom = halves
-    colours = dict(zip(OURS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    axes: Any = top.subplots(1, len(targets), sharey=True)
-    for axis, target in zip(axes, targets, strict=True):
-        axis.axhline(1, color="black", linewidth=0.8)
-        for position, name in enumerate(OURS):
-            found = [r for r in rows if (r["target"], r["sampler"]) == (target.name, name)]
-            places = [r["noise"] * (1 + 0.025 * (position - 2)) for r in found]  # side by side
-            ratio, error = (
-                [r["variance ratio"] for r in found],
-                [2 * r["standard error"] for r in found],
-            )
-            low = [min(e, 0.9 * r) for e, r in zip(error, ratio, strict=True)]
-            axis.errorbar(
-                places,
-                ratio,
-                (low, error),
-                fmt="o-" if len(found) > 1 else "s",
-                color=colours[name],
-                capsize=3,
-                label=name,
-            )
-        for marker, name in zip("x+*", THEIRS, strict=True):
-            there = [
-                r["variance ratio"]
-                for r in rows
-                if (r["target"], r["sampler"]) == (target.name, f"posteriors {name}")
-            ]
-            axis.plot([0.85], there, marker, color="dimgray", label=f"posteriors {name}")
-        axis.set(
-            title=target.name,
-            xlabel="noise, z / z_L",
-            yscale="log",
-            xlim=(0.7, 3.4),
-            xticks=[1, 2, 3],
-        )
-    figure.axes[0].set_ylabel("variance / true variance (± 2 standard errors)")
-    figure.axes[0].legend(fontsize="x-small", loc="lower right")
-
-    target = targets[-1]
-    shown = [("truth", 0.0), ("DPSGLD", 1.0), *((name, 3.0) for name in OURS)]
-    height, first, second = np.histogram2d(
-        target.truth[:, 0].numpy(), target.truth[:, 1].numpy(), bins=40
-    )
-    centres = ((first[1:] + first[:-1]) / 2, (second[1:] + second[:-1]) / 2)
-    axes = bottom.subplots(1, len(shown), sharex=True, sharey=True)
-    for axis, (name, noise) in zip(axes, shown, strict=True):
-        samples = (
-            target.truth[:1000]
-            if name == "truth"
-            else chains[target.name, name, noise][steps_kept(chains)]
-        )
-        axis.plot(
-            *samples.T.numpy(), ".", markersize=2, alpha=0.5, color=colours.get(name, "black")
-        )
-        axis.contour(
-            *centres,
-            height.T,
-            levels=height.max() * np.array([0.05, 0.3]),
-            colors="black",
-            linewidths=0.8,
-        )
-        axis.set(
-            title=name if name == "truth" else f"{name}\nnoise {noise:g}",
-            xlabel="θ₁",
-            xlim=(-0.7, 0.7),
-            ylim=(-4, 5),
-        )
-    axes[0].set_ylabel("θ₂")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def steps_kept(chains: dict[tuple[str, str, float], Tensor]) -> Tensor:
-    """A thousand positions after the first fifth."""
-    steps = len(next(iter(chains.values())))
-    return torch.linspace(steps // 5, steps - 1, 1000).long()
-
-
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Bias, mixing and MMD of the samplers on two known posteriors."
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="few steps, to see that it runs: the figures mean little",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        help="gradients of the whole data per run (at least 500; default 15000; 500 with --quick)",
-    )
-    parser.add_argument("--csv", type=Path, help="write the table here, too")
-    parser.add_argument("--picture", type=Path, help="draw the picture here")
+    parser.add_argument("--quick", action="store_true", help="500 steps, to see that it runs")
+    parser.add_argument("--steps", type=int, default=15_000, help="gradients of the whole data")
     options = parser.parse_args(arguments)
-    if options.steps is not None and options.steps < 500:
-        parser.error("--steps must be at least 500: fewer say nothing about a chain")
-    rows, chains, targets = compare(
-        options.steps or (500 if options.quick else 15_000), 4000 if options.quick else 20_000
-    )
-    print(markdown(rows))
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-    if options.picture:
-        draw(rows, chains, targets, options.picture)
-    return rows
+    steps, num_samples = (500, 4000) if options.quick else (options.steps, 20_000)
+    print(markdown(compare(steps, num_samples)))
 
 
 if __name__ == "__main__":

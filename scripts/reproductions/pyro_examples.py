@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide.initialization import init_to_value
 from pyro.ops.stats import effective_sample_size
@@ -49,14 +50,24 @@ class Example(NamedTuple):
     Attributes:
         model: of the records, in one plate.
         truth: by site.
-        records: that many.
+        covariates: of that many records.
         options: of ``noise_aware.posterior``: which covariates are public, or how long they are.
     """
 
     model: Callable[..., None]
     truth: Row
-    records: Callable[[int], tuple[Tensor, ...]]
+    covariates: Callable[[int], Tensor] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+
+    def records(self, count: int) -> tuple[Tensor, ...]:
+        """Simulated from the model at the truth."""
+        if self.model is survival:  # a factor cannot be simulated
+            return times(count)
+        truth = {name: torch.as_tensor(value) for name, value in self.truth.items()}
+        covariates = () if self.covariates is None else (self.covariates(count),)
+        simulated = pyro.condition(poutine.uncondition(self.model), data=truth)
+        nodes = poutine.trace(simulated).get_trace(*covariates, torch.zeros(count)).nodes
+        return (*covariates, nodes["obs"]["value"].to(torch.get_default_dtype()))
 
 
 def eight_schools(sigma: Tensor, y: Tensor) -> None:
@@ -69,20 +80,10 @@ def eight_schools(sigma: Tensor, y: Tensor) -> None:
         pyro.sample("obs", dist.Normal(mu, (tau**2 + sigma**2).sqrt()), obs=y)
 
 
-def schools(count: int) -> tuple[Tensor, ...]:
-    sigma = 1.0 + torch.rand(count)
-    return sigma, 3.0 + (4.0 + sigma**2).sqrt() * torch.randn(count)
-
-
 def baseball_pooled(at_bats: Tensor, hits: Tensor) -> None:
     phi = pyro.sample("phi", dist.Uniform(0.0, 1.0))
     with pyro.plate("data", len(hits)):
         pyro.sample("obs", dist.Binomial(at_bats, phi), obs=hits)
-
-
-def pooled(count: int) -> tuple[Tensor, ...]:
-    at_bats = torch.randint(5, 15, (count,)).float()
-    return at_bats, dist.Binomial(at_bats, 0.27).sample()
 
 
 def baseball_partially_pooled(at_bats: Tensor, hits: Tensor) -> None:
@@ -93,20 +94,10 @@ def baseball_partially_pooled(at_bats: Tensor, hits: Tensor) -> None:
         pyro.sample("obs", dist.BetaBinomial(m * kappa, (1 - m) * kappa, at_bats), obs=hits)
 
 
-def partially_pooled(count: int) -> tuple[Tensor, ...]:
-    at_bats = torch.randint(5, 15, (count,)).float()
-    return at_bats, dist.BetaBinomial(0.27 * 6.0, 0.73 * 6.0, at_bats).sample()
-
-
 def logistic_regression(x: Tensor, y: Tensor) -> None:
     beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
-
-def regression(count: int) -> tuple[Tensor, ...]:
-    x = 2 * torch.rand(count, 3) - 1
-    return x, torch.bernoulli((x @ torch.tensor([1.0, 2.0, -1.0])).sigmoid())
+        pyro.sample("obs", dist.Bernoulli(logits=x @ beta), obs=y)
 
 
 def beta_bernoulli(y: Tensor) -> None:
@@ -137,22 +128,12 @@ def gaussian_mixture(y: Tensor) -> None:
         pyro.sample("obs", dist.Normal(means[z], 1.0), obs=y)
 
 
-def mixture(count: int) -> tuple[Tensor, ...]:
-    first = torch.rand(count) < 0.4
-    return (torch.where(first, -1.5, 2.5) + torch.randn(count),)
-
-
 def hidden_coins(y: Tensor) -> None:
     p = pyro.sample("p", dist.Beta(1.1, 1.1))
     with pyro.plate("data", len(y)):
         first = pyro.sample("first", dist.Bernoulli(p))
         second = pyro.sample("second", dist.Bernoulli(0.65 * first + 0.1))
         pyro.sample("obs", dist.Normal(2.0 * second, 1.0), obs=y)
-
-
-def coins(count: int) -> tuple[Tensor, ...]:
-    first = torch.bernoulli(torch.full((count,), 0.6))
-    return (2.0 * torch.bernoulli(0.65 * first + 0.1) + torch.randn(count),)
 
 
 def lkj(y: Tensor) -> None:
@@ -163,27 +144,13 @@ def lkj(y: Tensor) -> None:
         pyro.sample("obs", dist.MultivariateNormal(torch.zeros(3), scale_tril=scale), obs=y)
 
 
-SIGMA, AT_BATS = {"public": ("sigma",)}, {"public": ("at_bats",)}
-CORRELATIONS = torch.tensor([[1.0, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 1.0]])
-
-
-def correlated(count: int) -> tuple[Tensor, ...]:
-    factor = torch.linalg.cholesky(CORRELATIONS)
-    return (torch.randn(count, 3) @ factor.T,)
-
-
 def ordinal(x: Tensor, y: Tensor) -> None:
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with pyro.plate("cuts", 2):
         gaps = pyro.sample("gaps", dist.Gamma(2.0, 1.0))
     cuts = gaps.cumsum(-1) - 2.0
     with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.OrderedLogistic(slope * x, cuts), obs=y)
-
-
-def ordered(count: int) -> tuple[Tensor, ...]:
-    x = 2 * torch.rand(count) - 1
-    return x, dist.OrderedLogistic(1.2 * x, torch.tensor([-0.8, 0.7])).sample().float()
+        pyro.sample("obs", dist.OrderedLogistic(slope * x, cuts), obs=y)
 
 
 def survival(x: Tensor, time: Tensor, died: Tensor) -> None:
@@ -201,47 +168,44 @@ def times(count: int) -> tuple[Tensor, ...]:
     return x, time.clamp(max=2.0), (time < 2.0).float()
 
 
-def both_coins(count: int) -> tuple[Tensor, ...]:
-    return (torch.bernoulli(torch.tensor([0.3, 0.6]).expand(count, 2)),)
-
-
-def spreads(count: int) -> tuple[Tensor, ...]:
-    return (1.0 + torch.randn(count, 2) * torch.tensor([0.8, 1.3]),)
-
-
-def categories(count: int) -> tuple[Tensor, ...]:
-    return (torch.multinomial(torch.tensor([0.2, 0.3, 0.5]), count, replacement=True),)
-
-
 def examples() -> dict[str, Example]:
     """By name."""
-    two, three = torch.tensor([0.3, 0.6]), torch.tensor([0.2, 0.3, 0.5])
     spread = {"precision": torch.tensor([0.8, 1.3]) ** -2}
     parts = {"weights": torch.tensor([0.4, 0.6]), "means": torch.tensor([-1.5, 2.5])}
-    factor = torch.linalg.cholesky(CORRELATIONS)
-    gaps = torch.tensor([1.2, 1.5])
+    correlations = torch.tensor([[1.0, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 1.0]])
+    shape = {"theta": torch.ones(3), "omega": torch.linalg.cholesky(correlations)}
+    sigma, at_bats = {"public": ("sigma",)}, {"public": ("at_bats",)}
+    rows = {"max_feature_norm": math.sqrt(3)}
+    players = {"m": 0.27, "kappa": 6.0}
+
+    def bats(count: int) -> Tensor:
+        return torch.randint(5, 15, (count,)).float()
+
+    def uniform(count: int) -> Tensor:
+        return 2 * torch.rand(count) - 1
+
     return {
         "eight schools": Example(
-            eight_schools, {"quarter of mu": 0.75, "tau": 2.0}, schools, SIGMA
+            eight_schools, {"quarter of mu": 0.75, "tau": 2.0}, lambda n: 1 + torch.rand(n), sigma
         ),
-        "baseball, pooled": Example(baseball_pooled, {"phi": 0.27}, pooled, AT_BATS),
-        "baseball, partially pooled": Example(
-            baseball_partially_pooled, {"m": 0.27, "kappa": 6.0}, partially_pooled, AT_BATS
-        ),
+        "baseball, pooled": Example(baseball_pooled, {"phi": 0.27}, bats, at_bats),
+        "baseball, partially pooled": Example(baseball_partially_pooled, players, bats, at_bats),
         "logistic regression": Example(
             logistic_regression,
             {"beta": torch.tensor([1.0, 2.0, -1.0])},
-            regression,
-            {"max_feature_norm": math.sqrt(3)},
+            lambda n: 2 * torch.rand(n, 3) - 1,
+            rows,
         ),
-        "beta and Bernoulli": Example(beta_bernoulli, {"p": two}, both_coins),
-        "gamma and normal": Example(gamma_normal, spread, spreads),
-        "Dirichlet and categorical": Example(dirichlet_categorical, {"p": three}, categories),
-        "Gaussian mixture": Example(gaussian_mixture, parts, mixture),
-        "hidden coins": Example(hidden_coins, {"p": 0.6}, coins),
-        "LKJ": Example(lkj, {"theta": torch.ones(3), "omega": factor}, correlated),
-        "ordinal": Example(ordinal, {"slope": 1.2, "gaps": gaps}, ordered),
-        "survival": Example(survival, {"beta": 0.5, "shape": 1.3}, times),
+        "beta and Bernoulli": Example(beta_bernoulli, {"p": torch.tensor([0.3, 0.6])}),
+        "gamma and normal": Example(gamma_normal, spread),
+        "Dirichlet and categorical": Example(
+            dirichlet_categorical, {"p": torch.tensor([0.2, 0.3, 0.5])}
+        ),
+        "Gaussian mixture": Example(gaussian_mixture, parts),
+        "hidden coins": Example(hidden_coins, {"p": 0.6}),
+        "LKJ": Example(lkj, shape),
+        "ordinal": Example(ordinal, {"slope": 1.2, "gaps": torch.tensor([1.2, 1.5])}, uniform),
+        "survival": Example(survival, {"beta": 0.5, "shape": 1.3}),
     }
 
 

@@ -370,7 +370,7 @@ def panels(rows: list[Row]) -> list[Panel]:
     stated = ("exact epsilon", "RenyiClose epsilon", "FiniteRun epsilon")
     for sampler in SAMPLERS:
         size = PRIVACY_STEPS[sampler][SHOWN]
-        last |= lines("privacy", "steps", stated, "sampler", "step_size", step_size=size)
+        last |= lines("privacy", "steps", stated, "sampler", sampler=sampler, step_size=size)
     both = ("D(chain to target)", "D(target to chain)")
     return [
         Panel(
