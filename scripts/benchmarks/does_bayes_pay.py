@@ -202,10 +202,9 @@ def score(
             "NLL": float(nll) + math.log(data.unit),
             "coverage": float(((low <= data.test_y) & (data.test_y <= high)).float().mean()),
         }
-    least = torch.finfo(point.dtype).tiny
     return {
         "accuracy": float((point.argmax(1) == data.test_y).float().mean()),
-        "NLL": float(F.nll_loss(point.clamp_min(least).log(), data.test_y)),
+        "NLL": metrics.negative_log_likelihood(point, data.test_y),
         "ECE": metrics.expected_calibration_error(point, data.test_y),
         "Brier": float((point - F.one_hot(data.test_y, point.shape[1])).square().sum(1).mean()),
     }
@@ -267,9 +266,9 @@ def dp_sgd(root: Path, data: str, seed: int, settings: str) -> Row:
         for k, ((epsilon, _), (c, rate)) in enumerate(made):
             samples = dpb.PosteriorSamples("normal" if normal else "categorical")
             own = [value[k] for value in values]
-            diverged = not all(bool(v.isfinite().all()) for v in own)  # it then predicts nothing
+            there = all(bool(v.isfinite().all()) for v in own)  # else it diverged, all are zero
             for p, value in zip(net.parameters(), own, strict=True):
-                p.data = torch.zeros_like(value) if diverged else value
+                p.data = value if there else torch.zeros_like(value)
             samples.collect(net)
             rows.append({"row": predictor, "epsilon": epsilon, "clip norm": c, "lr": rate})
             rows[-1] |= score(problem, normal, net, samples)
@@ -372,8 +371,9 @@ def panels(what: str, rows: Sequence[Row]) -> list[Panel]:
     title, x, by = ("row", "lr", "temperature") if what == "plane" else ("data", "epsilon", "row")
     lines: dict[str, dict[str, list[Any]]] = {}
     for (name, label), line in grouped(rows, title, by).items():
-        lines.setdefault(name, {})[str(label)] = columns(line, x, "NLL")
-    return [Panel(name, x, "NLL", those) for name, those in lines.items()]
+        label = label if by == "row" else f"T = {label:g}"
+        lines.setdefault(name, {})[label] = columns(line, x, "NLL")
+    return [Panel(name, x, "NLL", those, log="") for name, those in lines.items()]
 
 
 def main(arguments: list[str] | None = None) -> None:
