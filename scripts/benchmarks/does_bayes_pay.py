@@ -82,8 +82,7 @@ PLACE = ("data", "epsilon", "row", "lr", "clip norm", "temperature")
 SIZES |= zip(TEACHERS, ((256, 40), (512, 30), (1024, 20), (256, 40), (512, 30)), strict=True)
 MEASURES = ("accuracy", "RMSE", "NLL", "ECE", "Brier", "coverage", "seconds", "spent")
 REGRESSIONS = ("diabetes", "abalone", "teacher 5")
-# data, lr and T of the other tables
-GRIDS: dict[str, Any] = {
+GRIDS: dict[str, Any] = {  # data, ε, lr and T of the other tables
     "temperature": (TEACHERS, EPSILONS, (None,), (0.3, 1.0)),
     "rates": (("digits", "adult"), EPSILONS, (LR / 2, LR, 2 * LR), (None,)),
     "plane": (("digits",), (3.0,), (0.125, 0.25, 0.5, 1.0, 2.0), (0.1, 0.3, 1.0, 3.0)),
