@@ -379,7 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = reproduction.parser_of(__doc__, "does_bayes_pay")
     parser.add_argument("what", choices=("table", *GRIDS))
     parser.add_argument("--data-root", type=Path, default=Path())
-    parser.add_argument("--seeds", type=reproduction.positive, default=5)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--data", nargs="*", choices=TABLE, default=TABLE, help="of the table")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -175,8 +175,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def origin(runs: Sequence[Run]) -> str:
     """One sentence: the command, and the dates and commits of the runs."""
-    script = f"scripts/{Path(sys.argv[0]).absolute().parent.name}/{Path(sys.argv[0]).name}"
-    command = " ".join(["python", script, *sys.argv[1:]])
+    command = " ".join(["python", f"scripts/reproductions/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     dates = sorted({run.date for run in runs})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     commits = " and ".join(dict.fromkeys(run.commit for run in runs))
