@@ -166,7 +166,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def origin(runs: Sequence[Run]) -> str:
     """One sentence: the command, and the dates of the runs."""
-    command = " ".join(["python", f"scripts/reproductions/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    command = " ".join(["python", f"scripts/{program.parent.name}/{program.name}", *sys.argv[1:]])
     dates = sorted({run.date for run in runs})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     hours = sum(run.seconds for run in runs) / 3600
