@@ -29,7 +29,7 @@ from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.model_check import check_layers, check_model
 from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
-from ..release.release import options_of
+from ..release.query import options_of
 from .loaders import private_loader, require_own_streams
 from .optimizers import build, build_calibrated
 from .plan import Plan, little_left, overridden_floor, plan_of

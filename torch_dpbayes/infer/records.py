@@ -7,8 +7,7 @@ import torch
 from ..batches.sampler import PoissonSampler
 from ..mcmc.density import RecordDensity
 from ..per_sample.gradient_source import GradientSource
-from ..release.layout import Layout
-from ..release.query import ClippedSum
+from ..release.query import ClippedSum, Layout
 
 
 class DrawnGradients(ClippedSum):
@@ -17,6 +16,8 @@ class DrawnGradients(ClippedSum):
     **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C, at a θ
     where ``density.has_gradients(theta)``: elsewhere one record could end the sum of all.
     """
+
+    independence = "by torch.func.vmap over a graph recorded on synthetic records"
 
     def __init__(
         self,
@@ -27,10 +28,6 @@ class DrawnGradients(ClippedSum):
     ) -> None:
         super().__init__(max_grad_norm, expected_batch_size)
         self._density, self._draws = density, draws
-
-    def independence(self, source: GradientSource) -> str:
-        """Each record runs through a graph of its own."""
-        return "by torch.func.vmap over a graph recorded on synthetic records"
 
     def collect(self, source: GradientSource, layout: Layout) -> int:
         """Add the sum over the draw delivered last to ``layout``, at the θ that stands there."""

@@ -24,8 +24,7 @@ from ..mcmc.density import Model, RecordDensity
 from ..mcmc.density.refusals import frozen_ones_kept
 from ..noise_aware.budget import public_num_data
 from ..optim.settings import Settings
-from ..release import saved_state
-from ..release.layout import Layout
+from ..release.query import Layout
 from ..release.release import Release
 from .guides import GaussianGuide
 from .records import DrawnGradients
@@ -214,7 +213,7 @@ class DPSVI:
             raise StateError("there is no state before the first step.")
         used = self.optim.optim_objs
         state = {
-            "release": saved_state.save(self._release),
+            "release": self._release.state_dict(),
             "iterate": self._iterate,
             "average": self._average,
             "optim": [
@@ -293,8 +292,8 @@ class DPSVI:
         shapes = {name: p.shape for name, p in parameters.items()}
         if {name: value.shape for name, value in saved["iterate"].items()} != shapes:
             raise CheckpointError("the saved state is of another guide or model.")
-        saved_state.resume_charges(release, saved["release"])
-        saved_state.resume_streams(release, saved["release"])
+        release.resume_charges(saved["release"])
+        release.resume_streams(saved["release"])
         self._iterate, self._average = copy.deepcopy((saved["iterate"], saved["average"]))
         self._transcript = [GradientRelease(*parts) for parts in saved["transcript"]]
         # empty where the saved run has made no step
