@@ -229,7 +229,7 @@ class PrivacyEngine:
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
-        with self._together():
+        with self._ranks or self._alone():
             settings = Settings(
                 module,
                 optimizer,
@@ -278,7 +278,7 @@ class PrivacyEngine:
             ValueError: nothing is left of the target, the target exceeds the accountant's budget,
                 or a built optimizer's floor is too low.
         """
-        with self._together():
+        with self._ranks or self._alone():
             if target_epsilon is None and additional_epsilon is None:
                 message = "target_epsilon is needed, or additional_epsilon on top of before"
                 raise ArgumentTypeError(message)
@@ -323,10 +323,7 @@ class PrivacyEngine:
         self._accountant = optimizer.accountant
         return settings.module, optimizer, loader
 
-    def _together(self) -> AbstractContextManager[None]:
-        """What goes wrong inside on one rank is an error on all."""
-        if self._ranks is not None:
-            return self._ranks.reporting()
+    def _alone(self) -> AbstractContextManager[None]:
         if not self._is_alone:
             require_single_process()
         return nullcontext()

@@ -108,7 +108,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                     saved = _Saved(self, layout)
                 # collect the clipped sum, check that nothing changed, charge, add noise
                 if release.take(layout, self._settings, largest):
-                    priors.add(slopes, layout, self.num_data)
+                    priors.add(slopes, layout, self._constants.num_data)
                     self._update(layout.groups)
                     if saved is not None:
                         saved.require_finite()
@@ -123,6 +123,9 @@ class PrivateOptimizer(DeclaredOptimizer):
                 for p in parameters:
                     p.grad = None  # not private: hooks leave the ordinary gradient there
         return loss
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _refuse_scaler(self) -> None:
         for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
@@ -154,13 +157,13 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     def _cannot_overflow(self, layout: Layout, largest: float, slopes: list[Tensor] | None) -> bool:
         """Whether one step takes no number of this layout beyond what float32 holds."""
-        bound, steepest = largest, 0.0
+        bound, steepest, settings = largest, 0.0, self._constants
         if slopes is not None:
             steepest = float(torch.stack(torch._foreach_norm(slopes)).amax())
         for part in layout.groups:
             noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
-            scale: Any = (self.num_data + 12 * noise) * self.max_grad_norm
-            scale = scale / self.expected_batch_size
+            scale: Any = (settings.num_data + 12 * noise) * settings.max_grad_norm
+            scale = scale / settings.expected_batch_size
             pull = steepest if slopes is not None else largest / min(part.prior_stds) ** 2
             lr = part.group["lr"]
             bound = max(bound, scale, lr * scale, lr, pull, lr * pull)

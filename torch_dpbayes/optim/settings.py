@@ -356,9 +356,6 @@ class DeclaredOptimizer(Optimizer):
             )
         return self._free_lr(group)
 
-    def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _trained_groups(self) -> list[dict[str, Any]]:
         """Groups that are not frozen; all of them if every one is."""
         return [
