@@ -16,7 +16,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..batches.collate import check_collate, users_collate
 from ..batches.datasets import require_no_repeats
 from ..batches.poisson_loader import PoissonLoader
 from ..batches.sampler import PoissonSampler
@@ -54,7 +53,6 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
         )
     if settings.user_ids is None:
         require_no_repeats(data_loader.dataset)
-    check_collate(data_loader.dataset, users_collate(data_loader))
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         records: Any = data_loader.dataset
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
