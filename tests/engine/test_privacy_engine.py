@@ -22,7 +22,6 @@ from torch.utils.data import (
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
-from torch_dpbayes.batches.sampler import PoissonSampler
 
 FACTORY = partial(dpb.optim.DPSGLD, lr=0.1)
 
@@ -68,19 +67,6 @@ def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_
     assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
     # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
     assert 0.5 < sizes.var() / (64 * 0.936) < 1.7
-
-
-def test_records_join_independently_at_the_rate_in_force():
-    sampler = PoissonSampler(
-        50, 0.3, torch.Generator().manual_seed(torch.seed() % 2**31), num_workers=0
-    )
-    sampler._steps = 4000
-    joined = torch.zeros(4000, 50, dtype=torch.float64)
-    for row, indices in zip(joined, sampler):
-        row[indices] = 1.0
-    assert (joined.mean(0) - 0.3).abs().max() < 6 * math.sqrt(0.3 * 0.7 / 4000)
-    correlation = torch.corrcoef(joined.T) - torch.eye(50)
-    assert correlation.abs().max() < 6.5 / math.sqrt(4000)
 
 
 class Stream(IterableDataset):
@@ -265,12 +251,6 @@ def test_what_a_factory_makes_is_verified():
     make(dpb.PrivacyEngine(budget), optimizer=partial(dpb.optim.DPSGLD, lr=0.1, accountant=budget))
 
 
-def test_records_of_which_no_empty_batch_can_be_made():
-    records = [(torch.zeros(4), 1, "name") for _ in range(20)]
-    with pytest.raises(ValueError, match="leave names and paths out"):
-        make(loader=DataLoader(records, batch_size=4), example_inputs=(torch.randn(2, 4),))
-
-
 def test_frozen_models_and_unknown_modes():
     net = nn.Linear(4, 3).requires_grad_(False)
     with pytest.raises(ValueError, match="frozen"):
@@ -294,15 +274,6 @@ def test_parameter_groups_from_a_factory():
     assert optimizer.accountant.history[0].event.event.noise_multiplier == pytest.approx(
         12 * math.sqrt(2 / (0.5 * 60))
     )
-
-
-def test_two_chains_on_one_model_one_after_the_other():
-    engine, net, first, loader = make()
-    epoch(net, first, loader)
-    _, net, second, again = make(engine, module=net)
-    assert second.accountant is first.accountant
-    epoch(net, second, again)
-    assert len(engine.accountant) == 10
 
 
 def test_sum_losses():
@@ -405,14 +376,6 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
             noise.append(optimizer.noise_multiplier)
             assert accountant.get_epsilon() == pytest.approx(plan.epsilon, rel=1e-3)
     assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
-
-
-def test_the_target_is_met_as_an_accountant_without_a_budget_reports_it():
-    engine = dpb.PrivacyEngine(accountant=dpb.PrivacyAccountant(method="rdp"))
-    net, optimizer, loader = with_epsilon(engine, target_epsilon=2.0, epochs=3)
-    for _ in range(3):
-        epoch(net, optimizer, loader)
-    assert 1.99 < engine.accountant.get_epsilon(1e-5) <= 2.0
 
 
 def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):

@@ -41,15 +41,6 @@ def warnings_of(caplog):
     return [message for message in messages if "now draws" not in message]
 
 
-def test_a_target_that_the_samplers_own_noise_does_not_use_is_said_with_the_lr_that_would(caplog):
-    engine = dpb.PrivacyEngine()
-    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
-        _, optimizer, _ = engine.make_private_with_epsilon(**arguments(target_epsilon=3.0))
-    (warning,) = warnings_of(caplog)
-    assert "the sampler's own noise decides" in warning
-    assert f"lr = {optimizer.free_lr:.4g}" in warning and "temperature" in warning
-
-
 @pytest.mark.parametrize(("lr", "is_said"), [(0.05, True), ("free", False), (50.0, False)])
 def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog):
     given = {k: v for k, v in arguments().items() if k not in ("target_delta", "epochs")}

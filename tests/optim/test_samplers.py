@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -300,18 +299,6 @@ def test_a_step_is_one_charge_and_a_refused_one_leaves_everything(make):
             assert torch.equal(torch.as_tensor(optimizer.state[p][name]), torch.as_tensor(value))
 
 
-@every_sampler
-def test_reports(make):
-    optimizer, _ = built(make, noise_multiplier=1.0, lr=0.01)
-    z = optimizer.effective_noise_multiplier
-    assert z == max(1.0, optimizer.langevin_noise_multiplier)
-    assert optimizer.effective_temperature > 0
-    at_free, _ = built(make, noise_multiplier=1.0, lr=optimizer.free_lr)
-    if optimizer.langevin_noise_multiplier > 0:  # "matched" asks for no noise of its own
-        assert at_free.langevin_noise_multiplier == pytest.approx(1.0)
-    assert at_free.effective_temperature == pytest.approx(1.0)
-
-
 # -- as torch optimizers ---------------------------------------------------------------------------
 
 
@@ -437,17 +424,6 @@ def test_state_of_half_precision_parameters_is_resumed_exactly():
         assert torch.equal(other.state[twin]["velocity"], optimizer.state[p]["velocity"])
 
 
-@pytest.mark.first_cases(4)
-@every_sampler
-def test_batch_memory_manager(make):
-    net, optimizer, loader = private_model(make, batch=16)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
-    ) as parts:
-        train(net, optimizer, parts)
-    assert len(optimizer.accountant) == len(loader)
-
-
 @every_sampler
 def test_a_copy_shares_the_accountant_and_not_the_state(make):
     optimizer, parameters = built(make)
@@ -469,27 +445,6 @@ def test_a_copy_shares_the_accountant_and_not_the_state(make):
                     for q in copies
                     if name in twin.state[q]
                 )
-
-
-@pytest.mark.first_cases(3)
-@every_sampler
-def test_whole_training_loop(make):
-    """make_private, an lr schedule and samples; every step is charged at the z of its lr."""
-    net, optimizer, loader = private_model(make, noise_multiplier=1.0)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    expected = []
-    for _ in range(3):
-        expected.append(optimizer.effective_noise_multiplier)
-        train(net, optimizer, loader)
-        schedule.step()
-    share = math.sqrt(1 + getattr(optimizer, "fisher_share", 0.0))
-    charged = [
-        (c.event.event.noise_multiplier * share, c.count) for c in optimizer.accountant.history
-    ]
-    merged: dict[float, int] = {}
-    for z in expected:
-        merged[round(z, 9)] = merged.get(round(z, 9), 0) + len(loader)
-    assert {round(z, 9): n for z, n in charged} == merged
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -115,15 +115,6 @@ def test_cyclical_is_the_papers_formula_and_collects_the_last_share_of_each_cycl
     assert any(collected[:length])
 
 
-def test_two_groups_keep_their_ratio():
-    optimizer = private(groups=2)
-    schedule = Cyclical(optimizer, 6, 2)
-    for _ in range(6):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(2 * optimizer.param_groups[1]["lr"])
-        step(optimizer)
-        schedule.step()
-
-
 def test_samples_are_collected_in_the_sampling_phase_only():
     net = nn.Linear(2, 1)
     loader = torch.utils.data.DataLoader(
@@ -294,24 +285,6 @@ def test_lr_zero_is_free_without_a_floor_and_moves_nothing():
         schedule.step()
     assert moved == [True, False] * 3
     assert charged(optimizer) == pytest.approx([wanted_noise(DPSGLD, 0.4)] * 3)
-
-
-def test_epsilon_composes_the_schedule_as_dp_accounting_does():
-    from dp_accounting.pld import PLDAccountant
-
-    optimizer = private(lr=0.4)
-    run(Cyclical(optimizer, 8, 2), 8)
-    reference = PLDAccountant(value_discretization_interval=1e-4)
-    for k in range(8):
-        lr = 0.2 * (math.cos(math.pi * (k % 4) / 4) + 1)
-        reference.compose(
-            dp_event.PoissonSampledDpEvent(
-                B / N, dp_event.GaussianDpEvent(wanted_noise(DPSGLD, lr))
-            )
-        )
-    assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(
-        reference.get_epsilon(1e-5), rel=0.02
-    )
 
 
 @pytest.mark.parametrize(
