@@ -143,14 +143,9 @@ class PrivateOptimizer(DeclaredOptimizer):
             for p in group["params"]:
                 made_for.append((id(group), id(p), p.requires_grad, p.dtype, p.device))
         if self._layout is None or self._layout_made_for != made_for:
-            if self._layout is None and self.release.draws is None and self.unused_noise:
-                _log.warning(
-                    "noise_multiplier = %.4g is only a floor, below the sampler's own noise %.4g,"
-                    " which is added and charged. The floor would be used with %s",
-                    self.noise_multiplier,
-                    self.langevin_noise_multiplier,
-                    self.unused_noise,
-                )
+            if self._layout is None and self.release.draws is None:
+                for warning in self.unused_floor:
+                    _log.warning("%s", warning)
             self._layout = self.release.layout_of(self.param_groups)
             self._layout_made_for = made_for
         return self._layout

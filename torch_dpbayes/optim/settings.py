@@ -472,6 +472,18 @@ class DeclaredOptimizer(Optimizer):
         )
 
     @property
+    def unused_floor(self) -> list[str]:
+        """A line where the sampler's own noise is larger than the one that was asked for."""
+        if not (instead := self.unused_noise):
+            return []
+        return [
+            f"noise_multiplier = {self.noise_multiplier:.4g} is only a floor: at temperature"
+            f" {self.temperature:.4g} the sampler's own noise is"
+            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. The floor would"
+            f" be used with {instead}."
+        ]
+
+    @property
     def independence(self) -> str:
         """How records are kept apart: ``"by construction, …"`` or ``"vouched for …"``."""
         return self.release.independence
