@@ -165,12 +165,6 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
             " records apart: leave it out, or vouch for both by assume_independent_records=True",
             code="model-vouch",
         )
-    if (before := GradientSource.attached_to(module)) is not None:
-        before.remove()
-    check_layers(module)
-    reduction = settings.loss_reduction
-    if mode == "hooks":
-        return HooksGradientSource(module, loss_reduction=reduction)
     record = loader.dataset[0]
     if examples is not None:
         ways = [(Keywords(examples),) if isinstance(examples, Mapping) else examples]
@@ -178,6 +172,12 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
         device = next(module.parameters()).device
         made = ways_to_pass(module, loader.collate_fn([record]))
         ways = map_tensors(made, lambda t: t.to(device))
+    if (before := GradientSource.attached_to(module)) is not None:
+        before.remove()
+    check_layers(module)
+    reduction = settings.loss_reduction
+    if mode == "hooks":
+        return HooksGradientSource(module, loss_reduction=reduction)
     kind = VmapGradientSource if mode == "vmap" else BookkeepingGradientSource
     source = kind(
         module, loss_reduction=reduction, assume_independent=is_vouched, loss=settings.loss

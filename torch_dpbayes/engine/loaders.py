@@ -58,11 +58,8 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
         if isinstance(draws, UserSampler):  # batches stay as large, not the rate of users
             rate *= draws.users.counted_records / len(records)
-        if (settings.sampling, settings.max_batch_size, settings.user_ids) == (
-            "poisson",
-            None,
-            None,
-        ):
+        is_plain = settings.sampling == "poisson" and settings.max_batch_size is None
+        if is_plain and settings.user_ids is None:
             return PoissonLoader(data_loader, rate, ranks)
         return _drawing(settings, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:

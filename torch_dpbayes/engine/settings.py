@@ -146,9 +146,8 @@ class Settings(Generic[ModuleT]):
             found = self.optimizer.accountant
         unit: Unit = "record" if self.user_ids is None else "user"
         if found is None:
-            epsilon = (
-                self.additional_epsilon if self.target_epsilon is None else self.target_epsilon
-            )
+            epsilon = self.target_epsilon
+            epsilon = self.additional_epsilon if epsilon is None else epsilon
             delta = None if epsilon is None else self.target_delta
             return PrivacyAccountant(epsilon, delta, unit=unit)
         if found.unit == unit:

@@ -412,11 +412,6 @@ class DeclaredOptimizer(Optimizer):
         return self._constants.temperature
 
     @property
-    def has_own_log_prior(self) -> bool:
-        """Whether ``log_prior=`` replaces the Gaussian prior."""
-        return self._log_prior is not None
-
-    @property
     def sampling(self) -> str | None:
         """``"poisson"`` or another way in which ``make_private`` draws batches, ``"recordwise"``,
         or None for batches of which nothing is stated.
