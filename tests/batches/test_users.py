@@ -287,25 +287,6 @@ def test_the_share_of_clipped_records_is_no_release_of_people():
     assert len(accountant) == 0
 
 
-def test_the_front_door_wants_accountant_and_batches_of_one_kind():
-    with pytest.raises(ValueError, match='unit="user"'):
-        private(accountant=dpb.PrivacyAccountant())
-    with pytest.raises(ValueError, match="protects users"):
-        private(accountant=dpb.PrivacyAccountant(unit="user"), user_ids=None)
-    with pytest.raises(ValueError, match="leave out"):
-        private(sampling="fixed_size")
-    with pytest.raises(ValueError, match="leave out"):
-        private(max_batch_size=5)
-    with pytest.raises(ValueError, match="needs user_ids="):
-        private(user_ids=None, records_per_user=2)
-    with pytest.raises(ValueError, match="records_per_user"):
-        private(records_per_user=0)
-    with pytest.raises(ValueError, match="users bring"):
-        private(batch_size=5)  # three people with one record each
-    with pytest.raises(ValueError, match="unit must be"):
-        dpb.PrivacyAccountant(unit="people")
-
-
 @pytest.mark.parametrize(("most", "rate"), [(1, 2 / 3), (2, 2 / 5), (3, 2 / 6)])
 def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
     """Two records on average, of three people who have one, two and three."""

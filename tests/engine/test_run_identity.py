@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from support.examples import examples
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -84,31 +82,6 @@ def test_equal_releases_of_another_run_do_not_count(accountant, releases):
     with pytest.raises(ValueError, match=REFUSED):
         resumed.load_state_dict(state)
     assert len(accountant) == releases
-
-
-def test_a_run_of_the_engine_is_refused_where_another_one_was_charged():
-    data = TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
-
-    def made(accountant):
-        return dpb.PrivacyEngine(accountant).make_private(
-            module=nn.Linear(3, 2),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-            data_loader=DataLoader(data, batch_size=10),
-            max_grad_norm=1.0,
-        )
-
-    def trained(net, optimizer, loader):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
-        return optimizer
-
-    state = saved(trained(*made(PrivacyAccountant())))
-    accountant = PrivacyAccountant(8.0, DELTA)
-    trained(*made(accountant))
-    with pytest.raises(ValueError, match=REFUSED):
-        made(accountant)[1].load_state_dict(state)
 
 
 # --- copies that cannot know of each other --------------------------------------------------------

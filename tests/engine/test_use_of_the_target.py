@@ -79,20 +79,6 @@ def test_the_free_lr_uses_all_of_the_target(sampler, caplog):
     assert 2.9 < engine.accountant.get_epsilon() <= 3.0
 
 
-def test_the_free_lr_of_a_group_and_where_there_is_none():
-    given = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0}
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    groups = [{"params": one.parameters()}, {"params": two.parameters(), "lr": "free"}]
-    optimizer = dpb.optim.DPSGLD(groups, 0.1, noise_multiplier=2.0, **given)
-    # z_L = (B/C)·√(2T/(ηN)) is 2 at η = 2·(10/2)²/100
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-    for nothing in ({}, {"noise_multiplier": 2.0, "temperature": 0.0}):
-        with pytest.raises(ValueError, match="it needs noise_multiplier > 0"):
-            dpb.optim.DPSGLD(one.parameters(), "free", **nothing, **given)
-    with pytest.raises(ValueError, match='a number or "free"'):
-        dpb.optim.DPSGLD(one.parameters(), "fast", **given)
-
-
 @pytest.mark.thorough
 def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
     accountant = dpb.PrivacyAccountant()

@@ -5,8 +5,6 @@ and what is refused.
 import copy
 import io
 import math
-import subprocess
-import sys
 import threading
 import warnings
 from functools import partial
@@ -15,7 +13,6 @@ import dp_accounting
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
-from opacus.grad_sample import GradSampleModule
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import nn
@@ -200,6 +197,7 @@ def test_two_physical_batches_make_one_logical_step(make):
 # -- noise -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.chance(SIGNIFICANCE)
 @pytest.mark.parametrize("rows", [0, 5])
 def test_the_noise_added_is_the_noise_charged(rows):
     """S − Σ clip(g) over all parameters against N(0, (zC)²), on an empty batch too; the
@@ -232,6 +230,7 @@ def test_the_noise_added_is_the_noise_charged(rows):
     assert stats.kstest(1.05 * noise.numpy(), "norm").pvalue < SIGNIFICANCE
 
 
+@pytest.mark.chance(2 * SIGNIFICANCE)
 def test_groups_have_their_own_noise_and_the_smallest_is_charged():
     a, b = (nn.Parameter(torch.zeros(20_000, dtype=torch.float64)) for _ in range(2))
     optimizer = bare(
@@ -306,58 +305,6 @@ def test_seeds_beyond_32_bits_do_not_alias():
     noise_of(bare([p], generator=torch.Generator().manual_seed(seed)), p)
     with pytest.raises(ValueError, match="already drawn"):
         bare([p], generator=torch.Generator().manual_seed(seed + 2**32))
-
-
-RESUME = """
-import sys, torch, torch_dpbayes as dpb
-from functools import partial
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-first, last, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.manual_seed(3)
-net = nn.Linear(4, 3)
-data = TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
-loader = DataLoader(data, batch_size=8, generator=torch.Generator().manual_seed(11))
-net, opt, loader = dpb.PrivacyEngine().make_private(
-    module=net,
-    optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=torch.Generator().manual_seed(12)),
-    data_loader=loader,
-    max_grad_norm=1.0,
-)
-if first:
-    saved = torch.load(path, weights_only=True)
-    net.load_state_dict(saved["net"]); opt.load_state_dict(saved["opt"])
-step = first
-while step < last:
-    for x, y in loader:
-        opt.zero_grad(); nn.functional.cross_entropy(net(x), y).backward(); opt.step()
-        step += 1
-        if step == last:
-            break
-torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, path)
-print(net.weight.double().sum().item().hex(), len(opt.accountant))
-"""
-
-
-@pytest.mark.slow
-def test_with_generators_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
-    def run(first, last, name):
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            RESUME,
-            str(first),
-            str(last),
-            str(tmp_path / name),
-        ]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    whole = run(0, 12, "a")
-    run(0, 7, "b")
-    assert run(7, 12, "b") == whole
-    assert whole.split()[1] == "12"
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
@@ -623,48 +570,6 @@ def test_a_deep_copied_pair_needs_make_private_again():
 # -- bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": 0.0}, "lr must be positive"),
-        ({"lr": -1.0}, "lr must be positive"),
-        ({"lr": math.nan}, "lr must be positive"),
-        ({"lr": math.inf}, "lr must be positive"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm must be positive"),
-        ({"max_grad_norm": math.inf}, "max_grad_norm must be positive and finite"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm must be positive"),
-        ({"max_grad_norm": 1e-20}, "float32"),
-        ({"num_data": 0}, "num_data"),
-        ({"num_data": -5}, "num_data"),
-        ({"num_data": math.nan}, "num_data"),
-        ({"num_data": 12.5}, "num_data"),
-        ({"expected_batch_size": 0}, "expected_batch_size"),
-        ({"expected_batch_size": 101}, "larger than num_data"),
-        ({"noise_multiplier": -0.1}, "noise_multiplier"),
-        ({"noise_multiplier": math.inf}, "noise_multiplier"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": math.nan}, "temperature"),
-        ({"prior_std": 0.0}, "prior_std"),
-        ({"prior_std": math.nan}, "prior_std"),
-        ({"prior_mean": math.inf}, "prior_mean"),
-        ({"sampling": "shuffle"}, "sampling"),
-        ({"log_prior": lambda p: 0.0}, "named_parameters"),
-        ({"log_prior": lambda p: 0.0, "prior_std": 2.0}, "leave out prior_std"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        bare([nn.Parameter(torch.zeros(2))], **options)
-
-
-def test_a_bad_group_is_not_added():
-    optimizer = bare([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(ValueError, match="lr"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1.0})
-    assert len(optimizer.param_groups) == 1
-
-
 def stepping(optimizer, parameters, error, message):
     before = [p.detach().clone() for p in parameters]
     spent = len(optimizer.accountant)
@@ -747,12 +652,6 @@ def test_gradient_scalers_are_refused():
     assert len(optimizer.accountant) == 1
 
 
-def test_options_of_all_groups_are_not_options_of_one():
-    for name in ("noise_multiplier", "temperature", "max_grad_norm", "weight_decay"):
-        with pytest.raises(ValueError, match=f"{name} is not an option of a parameter group"):
-            bare([{"params": [nn.Parameter(torch.zeros(2))], name: 0.1}])
-
-
 def test_the_accountant_cannot_be_exchanged():
     optimizer = bare([nn.Parameter(torch.zeros(2))])
     with pytest.raises(AttributeError):
@@ -779,27 +678,6 @@ def one(net, optimizer, x, y):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
     optimizer.step()
-
-
-def test_a_draw_is_used_once():
-    _, net, optimizer, loader = private()
-    x, y = next(iter(loader))
-    one(net, optimizer, x, y)
-    with pytest.raises(dpb.DPBayesError, match=r"backward\(\) is over"):
-        one(net, optimizer, x, y)
-    with pytest.raises(RuntimeError, match="no new batch"):
-        optimizer.step()
-    assert len(optimizer.accountant) == 1
-
-
-@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x])])
-def test_a_draw_is_used_whole_and_every_record_once(change):
-    _, net, optimizer, loader = private(batch_size=50)
-    x, y = next(iter(loader))
-    with pytest.raises(dpb.DPBayesError) as refused:
-        one(net, optimizer, change(x), change(y))
-    assert refused.value.code == "model-input"
-    assert len(optimizer.accountant) == 0
 
 
 def test_rows_that_are_repeated_stay_with_their_record():
@@ -833,30 +711,6 @@ def test_passes_without_steps_are_harmless():
             net(x)
     train(net, optimizer, loader, len(loader))
     assert len(optimizer.accountant) == len(loader)
-
-
-def test_parts_of_two_draws_never_mix():
-    _, net, optimizer, loader = private(batch_size=30, temperature=0.0, prior_std=math.inf)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
-    ) as parts:
-        for x, y in parts:  # leave in the middle of a draw
-            one(net, optimizer, x, y)
-            break
-        assert len(optimizer.accountant) == 0 and optimizer.release._is_pending
-    before = [p.detach().clone() for p in net.parameters()]
-    x, y = next(iter(loader))
-    twin = mlp()
-    twin.load_state_dict(net.state_dict())
-    one(net, optimizer, x, y)
-    hooked = GradSampleModule(twin)
-    nn.functional.cross_entropy(hooked(x), y).backward()
-    out = [torch.zeros(p.numel()) for p in twin.parameters()]
-    HooksGradientSource().add_clipped_sum(list(twin.named_parameters()), 0.5, out)
-    for p, b, s in zip(net.parameters(), before, out):
-        torch.testing.assert_close(
-            p.detach(), b - 0.05 / 30 * s.view(p.shape), rtol=1e-4, atol=1e-7
-        )
 
 
 def test_a_skipped_part_is_refused():
@@ -904,20 +758,6 @@ def test_rows_of_several_forward_passes_do_not_add_up():
             mix(x, y).backward()
             optimizer.step()
     assert len(optimizer.accountant) == 0
-
-
-def test_two_backward_passes_through_one_forward_pass():
-    _, net, optimizer, loader = private()
-    x, y = next(iter(loader))
-    loss = nn.functional.cross_entropy(net(x), y)
-    loss.backward()
-    with pytest.raises(RuntimeError, match="once for each batch"):
-        loss.backward()
-    _, net, optimizer, loader = private()
-    x, y = next(iter(loader))
-    with pytest.raises(dpb.DPBayesError) as refused:
-        nn.functional.cross_entropy(net(x), y).backward(retain_graph=True)
-    assert refused.value.code == "loss-backward"
 
 
 def test_an_optimizer_whose_model_was_made_private_again_is_dead():

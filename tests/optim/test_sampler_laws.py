@@ -259,6 +259,7 @@ def test_thermostat_survives_a_start_far_from_the_posterior():
     assert optimizer.friction == pytest.approx(0.1, abs=0.2)
 
 
+@pytest.mark.chance(6e-7)
 @pytest.mark.slow
 def test_thermostat_absorbs_isotropic_minibatch_noise():
     """Noise that nobody declared, as large as the privacy noise: SGLD would sample 2T, the
@@ -288,6 +289,7 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
     assert abs(relative_error(theta.detach(), 1 / RECORDS)) < 0.02 + tolerance(replicas)
 
 
+@pytest.mark.chance(4e-6)
 @pytest.mark.slow
 def test_thermostat_of_several_groups():
     """One α, kinetic terms added up over groups with their own lr."""
@@ -391,6 +393,7 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
     ]
 
 
+@pytest.mark.chance(6e-6)
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "rate, temperature", [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.3, 0.5), (1.0, 3.0)]
@@ -401,6 +404,7 @@ def test_fisher_scoring_samples_the_posterior_covariance(rate, temperature):
     assert min(pvalues) > 1e-6, pvalues
 
 
+@pytest.mark.chance(2e-6)
 def test_fisher_scoring_with_a_sensitivity_scale():
     errors, _ = sgfs_diagonal(DPSGFS, 0.5, scale=2.0)
     assert max(map(abs, errors)) < tolerance(20_000), errors
@@ -620,6 +624,7 @@ def assert_fisher_noise(kind):
     assert abs(relative_error(above, 0.5)) < tolerance(above.numel())
 
 
+@pytest.mark.chance(2e-6)
 def test_the_fisher_noise_is_symmetric_and_of_its_size():
     assert_fisher_noise(DPSGFS)
 

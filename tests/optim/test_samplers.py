@@ -91,6 +91,7 @@ def train(net, optimizer, loader, epochs=1):
 # -- the charge and the noise ----------------------------------------------------------------------
 
 
+@pytest.mark.chance(2e-6)
 @pytest.mark.first_cases(3)
 @every_sampler
 @pytest.mark.parametrize(
@@ -448,40 +449,6 @@ def test_a_copy_shares_the_accountant_and_not_the_state(make):
 
 
 # -- bad input -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make, options, message",
-    [
-        (DPSGHMC, {"momentum": 1.0}, r"\[0, 1\)"),
-        (DPSGHMC, {"momentum": -0.1}, r"\[0, 1\)"),
-        (DPSGHMC, {"momentum": float("nan")}, r"\[0, 1\)"),
-        (DPSGHMC, {"momentum": "adaptive"}, "matched"),
-        (DPSGHMC, {"momentum": "matched"}, "noise_multiplier > 0"),
-        (DPSGHMC, {"momentum": "matched", "max_grad_norm": None}, "it needs both"),
-        (DPSGHMC, {"momentum": "matched", "temperature": None}, "it needs both"),
-        (
-            DPSGHMC,
-            {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 0.0},
-            "temperature > 0",
-        ),
-        (DPSGNHT, {"momentum": 1.0}, r"\[0, 1\)"),
-        (DPSGNHT, {"temperature": 0.0}, "DPSGHMC"),
-        (DPSGNHT, {"thermostat_gain": 0.0}, "positive"),
-        (DPSGFS, {"temperature": 0.0}, "positive"),
-        (DPSGFS, {"fisher": "block"}, "diagonal"),
-        (DPSGFS, {"fisher_decay": 1.0}, "fisher_decay"),
-        (DPSGFS, {"fisher_share": 0.0}, "fisher_share"),
-        (DPSGFS, {"sensitivity_scale": torch.ones(3)}, "shape"),
-        (DPSGFS, {"sensitivity_scale": torch.zeros(7)}, "positive"),
-        (DPSGFS, {"sensitivity_scale": torch.zeros(7, 7)}, "invertible"),
-        (DPSGFS, {"sensitivity_scale": torch.full((7,), math.nan)}, "finite"),
-        (DPSGFS, {"sensitivity_scale": torch.eye(7), "fisher": "diagonal"}, "shape"),
-    ],
-)
-def test_bad_arguments(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        built(make, **options)
 
 
 @pytest.mark.parametrize("make", [SAMPLERS["matched"], DPSGNHT])

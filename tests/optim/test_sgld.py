@@ -44,6 +44,7 @@ def assert_gaussian(sample, mean, variance):
     assert abs(sample.var().item() / variance - 1) < SIGMAS * math.sqrt(2 / n)
 
 
+@pytest.mark.chance(2e-6)
 def test_prior_is_exact():
     lr, records, curvature, std, prior_mean = 0.1, 4, 1.0, 0.5, -2.0
     sample, _, data_mean = final_states(
