@@ -222,48 +222,51 @@ class DeclaredOptimizer(Optimizer):
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         """z_L = (B/C)·√(2aT/(ηN)) of a group whose lr η is positive."""
-        scale = self.expected_batch_size / self.max_grad_norm
-        heat = 2 * self._friction(group) * self._temperature_of(group)
-        return scale * math.sqrt(heat / (group["lr"] * self.num_data))
+        c, heat = self._constants, 2 * self._friction(group) * self._temperature_of(group)
+        scale = c.expected_batch_size / c.max_grad_norm
+        return scale * math.sqrt(heat / (group["lr"] * c.num_data))
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/(2aB²): the temperature at which the Gaussian noise alone would sample."""
-        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return group["lr"] * self.num_data * ratio**2 / (2 * self._friction(group))
+        return self._heat(group, noise_multiplier) / (2 * self._friction(group))
 
     def _matching_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/(2TB²): the friction with which this noise samples the temperature T."""
-        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return group["lr"] * self.num_data * ratio**2 / (2 * self._temperature_of(group))
+        return self._heat(group, noise_multiplier) / (2 * self._temperature_of(group))
+
+    def _heat(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """ηN z²C²/B²."""
+        c = self._constants
+        ratio = noise_multiplier * c.max_grad_norm / c.expected_batch_size
+        return float(group["lr"] * c.num_data * ratio**2)
 
     def _free_lr(self, group: dict[str, Any]) -> float:
         """The largest lr whose z_L is at least the floor, which is positive here."""
-        ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return 2 * self._friction(group) * temperature * ratio**2 / self.num_data
+        c = self._constants
+        ratio = c.expected_batch_size / (c.max_grad_norm * c.noise_multiplier)
+        temperature = 1.0 if c.temperature is None else c.temperature
+        return 2 * self._friction(group) * temperature * ratio**2 / c.num_data
 
     def _temperature_of(self, group: dict[str, Any]) -> float:
         """T of a group; without a stated one that at which z_L is the floor at the lr in force."""
-        if self.temperature is None:
-            return DeclaredOptimizer._group_temperature(self, group, self.noise_multiplier)
-        return self.temperature
+        c = self._constants
+        if c.temperature is None:
+            return self._heat(group, c.noise_multiplier) / (2 * self._friction(group))
+        return c.temperature
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a
         floor nothing is released.
         """
         self._require_group(group)
-        return (
-            max(self._langevin(group), self.noise_multiplier)
-            if group["lr"] > 0
-            else self.noise_multiplier or math.inf
-        )
+        floor = self._constants.noise_multiplier
+        return max(self._langevin(group), floor) if group["lr"] > 0 else floor or math.inf
 
     def _langevin(self, group: dict[str, Any]) -> float:
         if not group["lr"] > 0:
             return math.inf
-        if self.temperature is None:
-            return self.noise_multiplier
+        if self._constants.temperature is None:
+            return self._constants.noise_multiplier
         noise_multiplier = self._group_langevin_noise_multiplier(group)
         if not noise_multiplier < _LARGEST_NOISE_MULTIPLIER:
             raise ArgumentError(

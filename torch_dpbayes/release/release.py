@@ -455,6 +455,8 @@ class Release:
 def require_public(what: str, values: Iterable[Any]) -> None:
     """Refuse values of a batch among those that a step uses beside the noisy gradient."""
     for value in values:
+        if value is None or isinstance(value, (float, int, str, list)):  # nearly all of them
+            continue
         if isinstance(value, Mapping):
             require_public(what, value.values())
         elif isinstance(value, torch.Tensor) and holds_records(value):
