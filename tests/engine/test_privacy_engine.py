@@ -310,29 +310,6 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
     assert engine.accountant.get_epsilon() == pytest.approx(cold.epsilon, rel=1e-6)
 
 
-def test_plan_of_a_built_optimizer_is_that_of_its_factory():
-    arguments = {
-        "data_loader": DataLoader(data(), batch_size=12),
-        "epochs": 3,
-        "target_delta": 1e-5,
-    }
-    net = nn.Linear(4, 3)
-    built = dpb.optim.DPSGLD(
-        net.parameters(),
-        0.1,
-        num_data=60,
-        expected_batch_size=12,
-        max_grad_norm=1.0,
-        noise_multiplier=2.0,
-    )
-    of_built = dpb.PrivacyEngine().plan(module=net, optimizer=built, **arguments)
-    of_factory = dpb.PrivacyEngine().plan(
-        module=net, optimizer=FACTORY, max_grad_norm=1.0, noise_multiplier=2.0, **arguments
-    )
-    assert of_built == of_factory
-    assert built.sampling is None
-
-
 def test_plan_without_a_target():
     accountant = dpb.PrivacyAccountant()
     accountant.compose(events.GaussianDpEvent(5.0))
