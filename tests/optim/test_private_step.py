@@ -13,6 +13,7 @@ import dp_accounting
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
+from opacus.grad_sample import GradSampleModule
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import nn
@@ -711,6 +712,47 @@ def test_passes_without_steps_are_harmless():
             net(x)
     train(net, optimizer, loader, len(loader))
     assert len(optimizer.accountant) == len(loader)
+
+
+def test_parts_of_two_draws_never_mix():
+    _, net, optimizer, loader = private(batch_size=30, temperature=0.0, prior_std=math.inf)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as parts:
+        for x, y in parts:  # leave in the middle of a draw
+            one(net, optimizer, x, y)
+            break
+        assert len(optimizer.accountant) == 0 and optimizer.release._is_pending
+    before = [p.detach().clone() for p in net.parameters()]
+    x, y = next(iter(loader))
+    twin = mlp()
+    twin.load_state_dict(net.state_dict())
+    one(net, optimizer, x, y)
+    hooked = GradSampleModule(twin)
+    nn.functional.cross_entropy(hooked(x), y).backward()
+    out = [torch.zeros(p.numel()) for p in twin.parameters()]
+    HooksGradientSource().add_clipped_sum(list(twin.named_parameters()), 0.5, out)
+    for p, b, s in zip(net.parameters(), before, out):
+        torch.testing.assert_close(
+            p.detach(), b - 0.05 / 30 * s.view(p.shape), rtol=1e-4, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]])])
+def test_on_whole_batches_too_every_record_comes_once(change):
+    x, y = batch_for(mlp(), 60)
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=mlp(),
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.05),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=60),
+        max_grad_norm=0.5,
+        grad_sample_mode="hooks",
+        assume_independent_records=True,
+    )
+    x, y = next(iter(loader))
+    with pytest.raises(dpb.DPBayesError) as refused:
+        one(net, optimizer, change(x), change(y))
+    assert refused.value.code == "step-records" and len(optimizer.accountant) == 0
 
 
 def test_a_skipped_part_is_refused():

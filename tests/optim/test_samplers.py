@@ -540,15 +540,15 @@ def test_no_sum_without_noise_is_left_behind(make):
 def test_a_refused_charge_uses_no_noise(make):
     """So that the step can be made when there is budget again, and the error is the same twice."""
     seed = int(torch.randint(2**40, ()))
-    optimizer, parameters = built(
-        make,
-        accountant=dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5),
-        generator=torch.Generator().manual_seed(seed),
-    )
+    generator = torch.Generator().manual_seed(seed)
+    state = generator.get_state()
+    accountant = dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5)
+    optimizer, parameters = built(make, accountant=accountant, generator=generator)
     for _ in range(2):
         fill(parameters)
         with pytest.raises(dpb.PrivacyBudgetExceeded):
             optimizer.step()
+    assert torch.equal(generator.get_state(), state)
 
 
 @every_sampler
