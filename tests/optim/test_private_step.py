@@ -738,10 +738,10 @@ def test_parts_of_two_draws_never_mix():
         )
 
 
-@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]])])
-def test_on_whole_batches_too_every_record_comes_once(change):
+def on_whole_batches():
+    """Opacus' hooks, which see neither records nor the loader."""
     x, y = batch_for(mlp(), 60)
-    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+    return dpb.PrivacyEngine().make_private(
         module=mlp(),
         optimizer=partial(dpb.optim.DPSGLD, lr=0.05),
         data_loader=DataLoader(TensorDataset(x, y), batch_size=60),
@@ -749,10 +749,24 @@ def test_on_whole_batches_too_every_record_comes_once(change):
         grad_sample_mode="hooks",
         assume_independent_records=True,
     )
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]])])
+def test_on_whole_batches_too_every_record_comes_once(change):
+    net, optimizer, loader = on_whole_batches()
     x, y = next(iter(loader))
     with pytest.raises(dpb.DPBayesError) as refused:
         one(net, optimizer, change(x), change(y))
     assert refused.value.code == "step-records" and len(optimizer.accountant) == 0
+
+
+def test_a_draw_is_used_once():
+    net, optimizer, loader = on_whole_batches()
+    x, y = next(iter(loader))
+    one(net, optimizer, x, y)
+    with pytest.raises(dpb.DPBayesError) as refused:
+        one(net, optimizer, x, y)
+    assert refused.value.code == "loader-no-batch" and len(optimizer.accountant) == 1
 
 
 def test_a_skipped_part_is_refused():
