@@ -22,7 +22,7 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -261,20 +261,18 @@ class Ranks:
 
     # -- errors ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """An error inside reaches the other ranks in the next message that they wait for."""
-        try:
-            yield
-        except BaseException as error:
-            # a rank of a training that is interrupted is gone soon, which the others notice
-            reports = isinstance(error, Exception) or not self._shares_errors
-            if reports and not self.is_broken and not getattr(error, _KNOWN, False):
-                with suppress(RankError):  # nobody is left to be told
-                    self._exchange(FAILED)
-                    self.texts(self._described(error))
-                setattr(error, _KNOWN, True)
-            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # a rank of a training that is interrupted is gone soon, which the others notice
+        reports = isinstance(error, Exception) or not self._shares_errors
+        if error is None or not reports or self.is_broken or getattr(error, _KNOWN, False):
+            return
+        with suppress(RankError):  # nobody is left to be told
+            self._exchange(FAILED)
+            self.texts(self._described(error))
+        setattr(error, _KNOWN, True)
 
     def raise_together(self, error: Exception | None) -> NoReturn:
         """All ranks know already that one failed: each raises its own error, or that of the

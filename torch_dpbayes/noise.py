@@ -147,11 +147,11 @@ class GaussianNoise:
         ``hides`` is all that the release is made of: with a generator of the caller's, streams are
         equal only where all of it is.
         """
-        self.require_usable(device)
         if self.generator is None:
             if self._own is None or self._own.device != device or os.getpid() != self._pid:
                 self._own, self._pid = fresh_generator(device), os.getpid()
             return self._own
+        self.require_usable(device)
         return stream_of_key("noise", self.generator, hides, device)
 
 

@@ -108,7 +108,7 @@ def private_update(name: str, parameters: list[nn.Parameter]) -> Work:
         sampling="poisson",
     )
     optimizer.release.source = GivenSum()
-    return torch.no_grad()(optimizer._step)
+    return optimizer.step
 
 
 def plain_update(parameters: list[nn.Parameter]) -> Work:

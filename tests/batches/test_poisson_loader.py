@@ -490,17 +490,6 @@ def test_copies_draw_batches_of_their_own(copied):
         copied(seeded)
 
 
-def test_a_copied_loader_after_make_private_belongs_to_no_optimizer():
-    net, optimizer, loader = private()
-    other = copy.deepcopy(loader)
-    batch = next(iter(other))
-    with pytest.raises(RuntimeError, match="did not deliver"):
-        one(net, optimizer, batch)
-    with pytest.raises(RuntimeError, match="no new batch"):
-        optimizer.step()
-    assert len(optimizer.accountant) == 0
-
-
 # -- gradient norms without noise ------------------------------------------------------------------
 
 
@@ -557,33 +546,6 @@ def seeded(num_data, batch_size):
     return DataLoader(
         TensorDataset(torch.arange(num_data)), batch_size=batch_size, generator=generator
     )
-
-
-@pytest.mark.parametrize("num_data", [40, 400])  # with a number for each, with darts
-def test_a_resumed_run_draws_again_what_waited_and_nothing_that_others_drew(num_data):
-    """Two loaders share the caller's generator; a peek leaves a draw waiting in the first
-    while the second goes on.
-    """
-    loader, rate = seeded(num_data, 10), 10 / num_data
-    first, second = PoissonLoader(loader, rate), PoissonLoader(loader, rate)
-    (waiting,) = next(iter(first))
-    others = [batch for (batch,) in second]
-    position = first.sampler_of_draws.position()
-    assert len(position["states"]) == 2
-    fresh = PoissonLoader(seeded(num_data, 10), rate)
-    noise._used_positions.clear()  # as in a fresh process
-    fresh.sampler_of_draws.resume(position)
-    batches = []
-    while len(batches) < 10:
-        for (batch,) in itertools.islice(fresh, 10):
-            batches.append(batch)
-            fresh.sampler_of_draws.use()
-            fresh.sampler_of_draws.mark_used()
-    assert torch.equal(batches[0], waiting)
-    assert not any(
-        torch.equal(batch, other) for batch in batches[1:] for other in others if len(other) > 4
-    )
-    assert len(fresh.sampler_of_draws.position()["states"]) == 1
 
 
 @pytest.mark.parametrize("num_data, batch_size", [(410, 10), (400, 9), (40, 10)])

@@ -28,7 +28,6 @@ from torch_dpbayes.batches.poisson_sampling import (
     SparseSubset,
     poisson_digits,
     sparse_choice,
-    uniform,
 )
 
 FALSE_ALARM = 1e-6  # of each test
@@ -108,44 +107,6 @@ def test_what_the_first_word_leaves_open_is_decided_exactly(bits, rate, monkeypa
 
 
 @pytest.mark.chance(FALSE_ALARM)
-def test_as_direct_bernoulli_draws_of_many_records():
-    """Sizes of batches, and who is in them, against draws of a number for every record."""
-    num_data, rate, number = 3000, 0.02, 1500
-    stream = generator()
-    thrown = batches(SparseSubset(num_data, rate), number, stream)
-    direct = [
-        tuple((torch.rand(num_data, generator=stream) < rate).nonzero().reshape(-1).tolist())
-        for _ in range(number)
-    ]
-    sizes = [[len(batch) for batch in drawn] for drawn in (thrown, direct)]
-    parts = [
-        torch.tensor([i * 30 // num_data for batch in drawn for i in batch]).bincount(minlength=30)
-        for drawn in (thrown, direct)
-    ]
-    edges = [0, *stats.binom.ppf([i / 20 for i in range(1, 20)], num_data, rate), num_data + 1]
-    tables = [
-        [[sum(a <= n < b for n in row) for a, b in itertools.pairwise(edges)] for row in sizes],
-        torch.stack(parts).tolist(),
-    ]
-    for table in tables:
-        assert stats.chi2_contingency(table).pvalue > FALSE_ALARM / 2
-
-
-@pytest.mark.chance(FALSE_ALARM)
-@pytest.mark.parametrize("num_data, rate", [(1000, 0.003), (10**7, 5e-5), (40, 0.002)])
-def test_the_first_and_the_last_records_join_as_often_as_any(num_data, rate):
-    """With at least 10⁵ members: a rate 3 % above or below would be seen."""
-    number = 1500 if num_data > 40 else 6000
-    rate = rate if num_data < 10**7 else 64 / num_data
-    drawn = batches(SparseSubset(num_data, rate), number, generator())
-    ends = Counter(i for batch in drawn for i in batch if i in (0, num_data - 1))
-    for count in (ends[0], ends[num_data - 1]):
-        assert stats.binomtest(count, number, rate).pvalue > FALSE_ALARM / 3
-    members = sum(map(len, drawn))
-    assert stats.binomtest(members, number * num_data, rate).pvalue > FALSE_ALARM / 3
-
-
-@pytest.mark.chance(FALSE_ALARM)
 def test_records_of_the_largest_data_set():
     num_data = 2**53
     drawn = batches(SparseSubset(num_data, 100 / num_data), 400, generator())
@@ -156,12 +117,6 @@ def test_records_of_the_largest_data_set():
     requires_law(sixteenths, dict.fromkeys(range(16), 1 / 16), tests=4)
     # the lowest digits too: all of the 53 are drawn
     requires_law(Counter(i % 16 for i in members), dict.fromkeys(range(16), 1 / 16), tests=4)
-
-
-@pytest.mark.chance(FALSE_ALARM)
-def test_fewer_than_one_record_to_a_batch():
-    drawn = batches(SparseSubset(10**6, 1e-7), 4000, generator())
-    requires_law(Counter(map(len, drawn)), {n: stats.binom.pmf(n, 10**6, 1e-7) for n in range(10)})
 
 
 @given(
@@ -220,14 +175,6 @@ def test_a_uniform_number_at_a_boundary_takes_another_word(monkeypatch):
 
 
 # -- places and sets -------------------------------------------------------------------------------
-
-
-@pytest.mark.chance(FALSE_ALARM)
-@pytest.mark.parametrize("bits, values", [(1, 2), (2, 3), (3, 5), (3, 8), (4, 9)])
-def test_places_are_uniform_also_where_words_are_drawn_again(bits, values, monkeypatch):
-    with_words_of(bits, monkeypatch)
-    found = uniform(8000, values, generator()).tolist()
-    requires_law(Counter(found), dict.fromkeys(range(values), 1 / values))
 
 
 @pytest.mark.chance(FALSE_ALARM)

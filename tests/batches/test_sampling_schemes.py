@@ -297,20 +297,6 @@ def test_full_batches_are_full_batches(sampling):
     assert events_of(optimizer.accountant) == [(GaussianDpEvent(1.0), 1)]
 
 
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"sampling": "shuffle"}, "sampling must be one of 'poisson', 'random_allocation'"),
-        ({"sampling": "fixed_size", "max_batch_size": 5}, "max_batch_size cuts Poisson draws"),
-        ({"max_batch_size": 3}, "below the batch size 4"),
-        ({"max_batch_size": 5.5}, "must be a positive integer"),
-    ],
-)
-def test_what_does_not_go_together(options, says):
-    with pytest.raises(ValueError, match=says):
-        private(**options)
-
-
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "options",

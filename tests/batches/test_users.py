@@ -114,21 +114,6 @@ def test_people_join_independently_with_at_most_so_many_records(most):
     assert stats.chi2.sf(statistic, 3) > FALSE_ALARM
 
 
-@pytest.mark.chance(FALSE_ALARM)
-def test_others_are_drawn_alike_with_and_without_a_person():
-    """The law of what the others bring, where a person of many records is there or not."""
-    rate, number = 0.3, 5000
-    others = ["a", "b", "b", "c", "c", "c"]
-    seen = []
-    for ids in (others, [*others, *["z"] * 5]):
-        drawn = draws_of(sampler_of(ids, 2, rate), number)
-        seen.append(Counter(tuple(r for r in batch if r < len(others)) for batch in drawn))
-    cells = sorted(set(seen[0]) | set(seen[1]))
-    table = np.array([[counts[cell] for cell in cells] for counts in seen])
-    table = table[:, table.sum(0) > 20]
-    assert stats.chi2_contingency(table).pvalue > FALSE_ALARM
-
-
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
     """Of people with up to nine records, all of whose gradients are far above the clip norm."""
@@ -276,17 +261,6 @@ def test_a_ledger_stays_what_it_is(tmp_path):
         assert accountant.get_epsilon() == pytest.approx(epsilon, rel=1e-9)
 
 
-def test_saved_histories_stay_what_they_are():
-    people = dpb.PrivacyAccountant(unit="user").compose(UserLevelDpEvent(STEP), 2)
-    records = dpb.PrivacyAccountant().compose(STEP, 2)
-    for mine, other in ((people, records), (records, people)):
-        new = dpb.PrivacyAccountant(unit=mine.unit)
-        new.load_state_dict(mine.state_dict())
-        assert new.history == mine.history
-        with pytest.raises(ValueError, match="unit"):
-            dpb.PrivacyAccountant(unit=mine.unit).load_state_dict(other.state_dict())
-
-
 def test_events_of_people_are_kept_and_lowered():
     event = UserLevelDpEvent(STEP)
     assert events.decode(events.encode(event)) == event
@@ -310,33 +284,6 @@ def test_the_share_of_clipped_records_is_no_release_of_people():
         dpb.private_clipped_fraction(
             net, optimizer, loader, noise_multiplier=1.0, criterion=nn.functional.mse_loss
         )
-    assert len(accountant) == 0
-
-
-def test_the_front_door_wants_accountant_and_batches_of_one_kind():
-    with pytest.raises(ValueError, match='unit="user"'):
-        private(accountant=dpb.PrivacyAccountant())
-    with pytest.raises(ValueError, match="protects users"):
-        private(accountant=dpb.PrivacyAccountant(unit="user"), user_ids=None)
-    with pytest.raises(ValueError, match="leave out"):
-        private(sampling="fixed_size")
-    with pytest.raises(ValueError, match="leave out"):
-        private(max_batch_size=5)
-    with pytest.raises(ValueError, match="needs user_ids="):
-        private(user_ids=None, records_per_user=2)
-    with pytest.raises(ValueError, match="records_per_user"):
-        private(records_per_user=0)
-    with pytest.raises(ValueError, match="users bring"):
-        private(batch_size=5)  # three people with one record each
-    with pytest.raises(ValueError, match="unit must be"):
-        dpb.PrivacyAccountant(unit="people")
-
-
-def test_a_loader_of_records_made_of_one_of_people_is_charged_to_records_only():
-    accountant = dpb.PrivacyAccountant(unit="user")
-    net, optimizer, loader = private(accountant=accountant)
-    with pytest.raises(ValueError, match="protects users"):
-        private(accountant=accountant, user_ids=None, data_loader=loader)
     assert len(accountant) == 0
 
 

@@ -10,19 +10,13 @@ from opacus.data_loader import DPDataLoader
 from support.training import values
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
-from torch_dpbayes.batches.sampler import PoissonSampler
 
 FACTORY = partial(dpb.optim.DPSGLD, lr=0.1)
 
@@ -50,6 +44,7 @@ def epoch(net, optimizer, loader):
 # -- loaders ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.chance(2e-6)
 def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_told(caplog):
     with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
         _, _, optimizer, loader = make(
@@ -68,67 +63,6 @@ def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_
     assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
     # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
     assert 0.5 < sizes.var() / (64 * 0.936) < 1.7
-
-
-def test_records_join_independently_at_the_rate_in_force():
-    sampler = PoissonSampler(
-        50, 0.3, torch.Generator().manual_seed(torch.seed() % 2**31), num_workers=0
-    )
-    sampler._steps = 4000
-    joined = torch.zeros(4000, 50, dtype=torch.float64)
-    for row, indices in zip(joined, sampler):
-        row[indices] = 1.0
-    assert (joined.mean(0) - 0.3).abs().max() < 6 * math.sqrt(0.3 * 0.7 / 4000)
-    correlation = torch.corrcoef(joined.T) - torch.eye(50)
-    assert correlation.abs().max() < 6.5 / math.sqrt(4000)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield torch.zeros(4), 0
-
-
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (lambda: DataLoader(Stream(), batch_size=4), "iterable data set.*amplification"),
-        (
-            lambda: DataLoader(
-                data(), batch_sampler=BatchSampler(RandomSampler(range(60)), 4, False)
-            ),
-            None,
-        ),
-        (lambda: DataLoader(data(), batch_sampler=[[0, 1], [2, 3]]), "batch sampler decides"),
-        (lambda: DataLoader(data(), batch_size=None), "batch sampler decides"),
-        (
-            lambda: DataLoader(data(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 60, 60)),
-            "WeightedRandomSampler",
-        ),
-        (
-            lambda: DataLoader(data(), batch_size=4, sampler=SubsetRandomSampler(range(10))),
-            "SubsetRandomSampler.*Subset",
-        ),
-        (
-            lambda: DataLoader(
-                data(), batch_size=4, sampler=RandomSampler(data(), replacement=True)
-            ),
-            "RandomSampler",
-        ),
-        (
-            lambda: DataLoader(data(), batch_size=4, sampler=RandomSampler(data(), num_samples=10)),
-            "RandomSampler",
-        ),
-        (lambda: DataLoader(data(), batch_size=61), "larger than the data set"),
-        (lambda: [(torch.zeros(4, 4), torch.zeros(4))], "must be a torch.utils.data.DataLoader"),
-    ],
-)
-def test_loaders(loader, message):
-    # an ordinary batch sampler over all records is what DataLoader makes itself; without a batch
-    # size it says nothing
-    if message is None:
-        message = "batch sampler decides"
-    with pytest.raises((ValueError, TypeError), match=message):
-        make(loader=loader())
 
 
 def test_private_loaders_keep_their_rate():
@@ -198,89 +132,6 @@ def test_built_optimizers_keep_their_values_and_differing_arguments_raise():
         )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "error", "message"),
-    [
-        (
-            lambda net: torch.optim.SGD(net.parameters(), 0.3),
-            TypeError,
-            r"SGD is not private: pass partial\(torch_dpbayes.optim.DPSGLD, lr=0.3\)",
-        ),
-        (
-            lambda net: lambda parameters, **_: torch.optim.SGD([p for _, p in parameters], 0.3),
-            TypeError,
-            "the factory made a SGD",
-        ),
-        (
-            lambda net: partial(dpb.optim.DPSGLD, lr=0.1, max_grad_norm=2.0),
-            ValueError,
-            "max_grad_norm = 2.0 in the optimizer factory",
-        ),
-        (
-            lambda net: partial(dpb.optim.DPSGLD, lr=0.1, num_data=7),
-            ValueError,
-            "num_data = 7 in the optimizer factory",
-        ),
-        (
-            lambda net: lambda p, **options: dpb.optim.DPSGLD([net.weight], 0.1, **options),
-            ValueError,
-            "exactly the model's trainable parameters",
-        ),
-        (
-            lambda net: (
-                lambda p, **options: dpb.optim.DPSGLD(nn.Linear(4, 3).parameters(), 0.1, **options)
-            ),
-            ValueError,
-            "exactly the model's",
-        ),
-    ],
-)
-def test_optimizers(optimizer, error, message):
-    net = nn.Linear(4, 3)
-    with pytest.raises(error, match=message):
-        make(module=net, optimizer=optimizer(net))
-
-
-def test_what_a_factory_makes_is_verified():
-    def own_values(params, **_):
-        return dpb.optim.DPSGLD(
-            params,
-            0.1,
-            num_data=60_000,
-            expected_batch_size=256,
-            max_grad_norm=1.0,
-            sampling="poisson",
-        )
-
-    def own_floor(params, **options):
-        return dpb.optim.DPSGLD(params, 0.1, **{**options, "noise_multiplier": 0.0})
-
-    budget = dpb.PrivacyAccountant(0.5, 1e-5)
-    with pytest.raises(ValueError, match="accountant"):
-        make(optimizer=own_values)
-    with pytest.raises(ValueError, match="noise_multiplier"):
-        make(optimizer=own_floor, noise_multiplier=5.0)
-    with pytest.raises(ValueError, match="accountant"):
-        make(optimizer=partial(dpb.optim.DPSGLD, lr=0.1, accountant=budget))
-    make(dpb.PrivacyEngine(budget), optimizer=partial(dpb.optim.DPSGLD, lr=0.1, accountant=budget))
-
-
-def test_records_of_which_no_empty_batch_can_be_made():
-    records = [(torch.zeros(4), 1, "name") for _ in range(20)]
-    with pytest.raises(ValueError, match="leave names and paths out"):
-        make(loader=DataLoader(records, batch_size=4), example_inputs=(torch.randn(2, 4),))
-
-
-def test_frozen_models_and_unknown_modes():
-    net = nn.Linear(4, 3).requires_grad_(False)
-    with pytest.raises(ValueError, match="frozen"):
-        make(module=net)
-    with pytest.raises(ValueError, match="grad_sample_mode"):
-        make(grad_sample_mode="ghost")
-    with pytest.raises(ValueError, match="loss_reduction"):
-        make(loss_reduction="none")
-
-
 def test_parameter_groups_from_a_factory():
     net = nn.Linear(4, 3)
 
@@ -294,15 +145,6 @@ def test_parameter_groups_from_a_factory():
     assert optimizer.accountant.history[0].event.event.noise_multiplier == pytest.approx(
         12 * math.sqrt(2 / (0.5 * 60))
     )
-
-
-def test_two_chains_on_one_model_one_after_the_other():
-    engine, net, first, loader = make()
-    epoch(net, first, loader)
-    _, net, second, again = make(engine, module=net)
-    assert second.accountant is first.accountant
-    epoch(net, second, again)
-    assert len(engine.accountant) == 10
 
 
 def test_sum_losses():
@@ -407,14 +249,6 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
     assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
 
 
-def test_the_target_is_met_as_an_accountant_without_a_budget_reports_it():
-    engine = dpb.PrivacyEngine(accountant=dpb.PrivacyAccountant(method="rdp"))
-    net, optimizer, loader = with_epsilon(engine, target_epsilon=2.0, epochs=3)
-    for _ in range(3):
-        epoch(net, optimizer, loader)
-    assert 1.99 < engine.accountant.get_epsilon(1e-5) <= 2.0
-
-
 def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):
     """Two runs of 1000 steps at q = .01 and z = 1 with the same batches cost epsilon = 4.5,
     and 2.6 if draws are independent.
@@ -431,36 +265,6 @@ def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):
                 epochs=1,
             )
         assert len(accountant) == 0
-
-
-def test_a_built_optimizer_with_too_low_a_floor():
-    net = nn.Linear(4, 3)
-    built = dpb.optim.DPSGLD(
-        net.parameters(),
-        20.0,
-        num_data=60,
-        expected_batch_size=12,
-        max_grad_norm=1.0,
-        noise_multiplier=0.3,
-    )
-    with pytest.raises(ValueError, match=r"noise_multiplier = 0.3.*needs at least"):
-        with_epsilon(dpb.PrivacyEngine(), module=net, optimizer=built, target_epsilon=1.0, epochs=1)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"epochs": 0},
-        {"epochs": 1.5},
-        {"target_epsilon": 0.0},
-        {"target_epsilon": -1.0},
-        {"target_delta": 0.0},
-        {"target_delta": 1.5},
-    ],
-)
-def test_bad_targets(bad):
-    with pytest.raises(ValueError):
-        with_epsilon(dpb.PrivacyEngine(), **{"target_epsilon": 1.0, "epochs": 1, **bad})
 
 
 @pytest.mark.first_cases(1)
@@ -504,29 +308,6 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
         epoch(net, optimizer, private)
     assert len(engine.accountant) == cold.steps
     assert engine.accountant.get_epsilon() == pytest.approx(cold.epsilon, rel=1e-6)
-
-
-def test_plan_of_a_built_optimizer_is_that_of_its_factory():
-    arguments = {
-        "data_loader": DataLoader(data(), batch_size=12),
-        "epochs": 3,
-        "target_delta": 1e-5,
-    }
-    net = nn.Linear(4, 3)
-    built = dpb.optim.DPSGLD(
-        net.parameters(),
-        0.1,
-        num_data=60,
-        expected_batch_size=12,
-        max_grad_norm=1.0,
-        noise_multiplier=2.0,
-    )
-    of_built = dpb.PrivacyEngine().plan(module=net, optimizer=built, **arguments)
-    of_factory = dpb.PrivacyEngine().plan(
-        module=net, optimizer=FACTORY, max_grad_norm=1.0, noise_multiplier=2.0, **arguments
-    )
-    assert of_built == of_factory
-    assert built.sampling is None
 
 
 def test_plan_without_a_target():

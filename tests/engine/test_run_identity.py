@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from support.examples import examples
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -25,7 +23,6 @@ from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEve
 
 DELTA = 1e-5
 STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
-OTHER = GaussianDpEvent(50.0)
 REFUSED = "does not know the releases of the saved run"
 
 
@@ -85,94 +82,6 @@ def test_equal_releases_of_another_run_do_not_count(accountant, releases):
     with pytest.raises(ValueError, match=REFUSED):
         resumed.load_state_dict(state)
     assert len(accountant) == releases
-
-
-def test_a_run_of_the_engine_is_refused_where_another_one_was_charged():
-    data = TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
-
-    def made(accountant):
-        return dpb.PrivacyEngine(accountant).make_private(
-            module=nn.Linear(3, 2),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-            data_loader=DataLoader(data, batch_size=10),
-            max_grad_norm=1.0,
-        )
-
-    def trained(net, optimizer, loader):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
-        return optimizer
-
-    state = saved(trained(*made(PrivacyAccountant())))
-    accountant = PrivacyAccountant(8.0, DELTA)
-    trained(*made(accountant))
-    with pytest.raises(ValueError, match=REFUSED):
-        made(accountant)[1].load_state_dict(state)
-
-
-def test_two_runs_of_one_accountant_both_count(accountant):
-    first, second = step(run_on(accountant), 3), step(run_on(accountant), 4)
-    states = saved(first), saved(second)
-    for state in states:
-        step(run_on(accountant)).load_state_dict(state)
-    assert len(accountant) == 9
-
-
-def test_an_empty_accountant_takes_over_and_may_be_asked_again(accountant):
-    state = saved(step(run_on(PrivacyAccountant()), 5))
-    for copies in range(1, 4):
-        optimizer = run_on(accountant)
-        optimizer.load_state_dict(state)
-        step(optimizer)
-        assert len(accountant) == 5 + copies
-
-
-def test_going_back_to_an_older_checkpoint_counts_both_branches(accountant):
-    optimizer = step(run_on(accountant), 5)
-    state = saved(optimizer)
-    step(optimizer, 5)
-    for again in (optimizer, run_on(accountant)):
-        again.load_state_dict(state)
-        step(again, 5)
-    assert len(accountant) == 20
-
-
-def test_a_copied_optimizer_is_charged_on_the_same_accountant(accountant):
-    optimizer = step(run_on(accountant), 2)
-    other = step(copy.deepcopy(optimizer), 3)
-    state = saved(other)
-    optimizer.load_state_dict(state)
-    assert len(step(optimizer).accountant) == 6
-    with pytest.raises(ValueError, match=REFUSED):
-        step(run_on(PrivacyAccountant()), 6).load_state_dict(
-            saved(step(run_on(PrivacyAccountant()), 6))
-        )
-
-
-def test_a_run_that_went_on_is_more_than_the_state_that_was_taken_over(accountant):
-    optimizer = step(run_on(PrivacyAccountant()), 5)
-    early = saved(optimizer)
-    late = saved(step(optimizer, 3))
-    resumed = run_on(accountant)
-    resumed.load_state_dict(early)
-    step(resumed, 3)  # as many, but others
-    with pytest.raises(ValueError, match=REFUSED):
-        resumed.load_state_dict(late)
-
-
-def test_two_branches_of_one_run_are_told_apart():
-    state = saved(step(run_on(PrivacyAccountant()), 5))
-    branches = []
-    for _ in range(2):
-        optimizer = run_on(PrivacyAccountant())
-        optimizer.load_state_dict(state)
-        branches.append(saved(step(optimizer, 5)))
-    accountant = PrivacyAccountant()
-    run_on(accountant).load_state_dict(branches[0])
-    with pytest.raises(ValueError, match=REFUSED):
-        run_on(accountant).load_state_dict(branches[1])
 
 
 # --- copies that cannot know of each other --------------------------------------------------------
@@ -251,21 +160,6 @@ def test_an_older_copy_of_a_ledger_is_refused_however_much_it_was_charged_since(
         optimizer = step(run_on(accountant), steps)
         with pytest.raises(ValueError, match="older copy"):
             optimizer.load_state_dict(state)
-
-
-def test_a_state_with_other_programs_charging_meanwhile(path):
-    """Saved while another job wrote in between: what was saved is held, now and later."""
-    first, second = PrivacyAccountant(path=path), PrivacyAccountant(path=path)
-    one, two, states = run_on(first), run_on(second), []
-    for _ in range(4):
-        step(one, 3)
-        step(two, 2)
-        states += [saved(one), saved(two)]
-    first.close()
-    second.close()
-    for state in states:
-        run_on(PrivacyAccountant(path=path)).load_state_dict(state)
-    assert len(PrivacyAccountant(path=path)) == 20
 
 
 # --- any sequence ---------------------------------------------------------------------------------

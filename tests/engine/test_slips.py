@@ -387,34 +387,3 @@ def test_nothing_is_said_where_one_accountant_holds_both(caplog, tmp_path):
     assert "another accountant before" not in caplog.text
     assert len(first) == 0
     assert not any("another accountant before" in note for note in accountant.notes)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"assume_independent_records": "False"}, "True or False"),
-        ({"loss": 3}, "a function of output and targets"),
-        ({"data_loader": None}, "data_loader= is missing"),
-    ],
-)
-def test_arguments_of_another_kind_are_refused(options, words):
-    net = nn.Linear(3, 2)
-    data = TensorDataset(torch.randn(20, 3), torch.zeros(20, dtype=torch.long))
-    arguments = {"module": net, "optimizer": partial(dpb.optim.DPSGLD, lr=0.1)}
-    arguments |= {"data_loader": DataLoader(data, 5), "max_grad_norm": 1.0} | options
-    with pytest.raises(TypeError, match=words):
-        dpb.PrivacyEngine().make_private_with_epsilon(
-            **arguments, target_epsilon=3.0, target_delta=1e-3, epochs=1
-        )
-
-
-def test_a_bare_optimizer_is_vouched_for_by_true_alone():
-    with pytest.raises(TypeError, match="True or False"):
-        dpb.optim.DPSGLD(
-            nn.Linear(3, 2).parameters(),
-            lr=0.1,
-            num_data=20,
-            expected_batch_size=5,
-            max_grad_norm=1.0,
-            assume_independent_records="no",
-        )

@@ -41,15 +41,6 @@ def warnings_of(caplog):
     return [message for message in messages if "now draws" not in message]
 
 
-def test_a_target_that_the_samplers_own_noise_does_not_use_is_said_with_the_lr_that_would(caplog):
-    engine = dpb.PrivacyEngine()
-    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
-        _, optimizer, _ = engine.make_private_with_epsilon(**arguments(target_epsilon=3.0))
-    (warning,) = warnings_of(caplog)
-    assert "the sampler's own noise decides" in warning
-    assert f"lr = {optimizer.free_lr:.4g}" in warning and "temperature" in warning
-
-
 @pytest.mark.parametrize(("lr", "is_said"), [(0.05, True), ("free", False), (50.0, False)])
 def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog):
     given = {k: v for k, v in arguments().items() if k not in ("target_delta", "epochs")}
@@ -86,20 +77,6 @@ def test_the_free_lr_uses_all_of_the_target(sampler, caplog):
     assert group["lr"] == optimizer.free_lr == pytest.approx(suggested, rel=1e-3)
     train(net, optimizer, loader, 2)
     assert 2.9 < engine.accountant.get_epsilon() <= 3.0
-
-
-def test_the_free_lr_of_a_group_and_where_there_is_none():
-    given = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0}
-    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-    groups = [{"params": one.parameters()}, {"params": two.parameters(), "lr": "free"}]
-    optimizer = dpb.optim.DPSGLD(groups, 0.1, noise_multiplier=2.0, **given)
-    # z_L = (B/C)·√(2T/(ηN)) is 2 at η = 2·(10/2)²/100
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-    for nothing in ({}, {"noise_multiplier": 2.0, "temperature": 0.0}):
-        with pytest.raises(ValueError, match="it needs noise_multiplier > 0"):
-            dpb.optim.DPSGLD(one.parameters(), "free", **nothing, **given)
-    with pytest.raises(ValueError, match='a number or "free"'):
-        dpb.optim.DPSGLD(one.parameters(), "fast", **given)
 
 
 @pytest.mark.thorough

@@ -200,3 +200,16 @@ def test_a_callback_says_what_it_needs_before_anything_is_spent(tmp_path):
     with pytest.raises(ValueError, match=r"PrivacyCallback\(engine, delta=1e-5\)"):
         trainer.train()
     assert len(engine.accountant) == 0
+
+
+def test_epsilon_is_logged_beside_any_optimizer():
+    from types import SimpleNamespace
+
+    from torch_dpbayes.frameworks.transformers import PrivacyCallback
+
+    accountant = dpb.PrivacyAccountant().compose(dpb.accounting.events.GaussianDpEvent(2.0))
+    engine, logs = dpb.PrivacyEngine(accountant), {"loss": 1.0}
+    state = SimpleNamespace(log_history=[dict(logs)])
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    PrivacyCallback(engine, delta=DELTA).on_log(None, state, None, logs, optimizer=sgd)
+    assert logs == {"loss": 1.0, "epsilon": engine.get_epsilon(DELTA)} == state.log_history[-1]

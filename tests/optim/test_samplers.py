@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -92,6 +91,7 @@ def train(net, optimizer, loader, epochs=1):
 # -- the charge and the noise ----------------------------------------------------------------------
 
 
+@pytest.mark.chance(2e-6)
 @pytest.mark.first_cases(3)
 @every_sampler
 @pytest.mark.parametrize(
@@ -300,18 +300,6 @@ def test_a_step_is_one_charge_and_a_refused_one_leaves_everything(make):
             assert torch.equal(torch.as_tensor(optimizer.state[p][name]), torch.as_tensor(value))
 
 
-@every_sampler
-def test_reports(make):
-    optimizer, _ = built(make, noise_multiplier=1.0, lr=0.01)
-    z = optimizer.effective_noise_multiplier
-    assert z == max(1.0, optimizer.langevin_noise_multiplier)
-    assert optimizer.effective_temperature > 0
-    at_free, _ = built(make, noise_multiplier=1.0, lr=optimizer.free_lr)
-    if optimizer.langevin_noise_multiplier > 0:  # "matched" asks for no noise of its own
-        assert at_free.langevin_noise_multiplier == pytest.approx(1.0)
-    assert at_free.effective_temperature == pytest.approx(1.0)
-
-
 # -- as torch optimizers ---------------------------------------------------------------------------
 
 
@@ -437,17 +425,6 @@ def test_state_of_half_precision_parameters_is_resumed_exactly():
         assert torch.equal(other.state[twin]["velocity"], optimizer.state[p]["velocity"])
 
 
-@pytest.mark.first_cases(4)
-@every_sampler
-def test_batch_memory_manager(make):
-    net, optimizer, loader = private_model(make, batch=16)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
-    ) as parts:
-        train(net, optimizer, parts)
-    assert len(optimizer.accountant) == len(loader)
-
-
 @every_sampler
 def test_a_copy_shares_the_accountant_and_not_the_state(make):
     optimizer, parameters = built(make)
@@ -471,62 +448,7 @@ def test_a_copy_shares_the_accountant_and_not_the_state(make):
                 )
 
 
-@pytest.mark.first_cases(3)
-@every_sampler
-def test_whole_training_loop(make):
-    """make_private, an lr schedule and samples; every step is charged at the z of its lr."""
-    net, optimizer, loader = private_model(make, noise_multiplier=1.0)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    expected = []
-    for _ in range(3):
-        expected.append(optimizer.effective_noise_multiplier)
-        train(net, optimizer, loader)
-        schedule.step()
-    share = math.sqrt(1 + getattr(optimizer, "fisher_share", 0.0))
-    charged = [
-        (c.event.event.noise_multiplier * share, c.count) for c in optimizer.accountant.history
-    ]
-    merged: dict[float, int] = {}
-    for z in expected:
-        merged[round(z, 9)] = merged.get(round(z, 9), 0) + len(loader)
-    assert {round(z, 9): n for z, n in charged} == merged
-
-
 # -- bad input -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make, options, message",
-    [
-        (DPSGHMC, {"momentum": 1.0}, r"\[0, 1\)"),
-        (DPSGHMC, {"momentum": -0.1}, r"\[0, 1\)"),
-        (DPSGHMC, {"momentum": float("nan")}, r"\[0, 1\)"),
-        (DPSGHMC, {"momentum": "adaptive"}, "matched"),
-        (DPSGHMC, {"momentum": "matched"}, "noise_multiplier > 0"),
-        (DPSGHMC, {"momentum": "matched", "max_grad_norm": None}, "it needs both"),
-        (DPSGHMC, {"momentum": "matched", "temperature": None}, "it needs both"),
-        (
-            DPSGHMC,
-            {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 0.0},
-            "temperature > 0",
-        ),
-        (DPSGNHT, {"momentum": 1.0}, r"\[0, 1\)"),
-        (DPSGNHT, {"temperature": 0.0}, "DPSGHMC"),
-        (DPSGNHT, {"thermostat_gain": 0.0}, "positive"),
-        (DPSGFS, {"temperature": 0.0}, "positive"),
-        (DPSGFS, {"fisher": "block"}, "diagonal"),
-        (DPSGFS, {"fisher_decay": 1.0}, "fisher_decay"),
-        (DPSGFS, {"fisher_share": 0.0}, "fisher_share"),
-        (DPSGFS, {"sensitivity_scale": torch.ones(3)}, "shape"),
-        (DPSGFS, {"sensitivity_scale": torch.zeros(7)}, "positive"),
-        (DPSGFS, {"sensitivity_scale": torch.zeros(7, 7)}, "invertible"),
-        (DPSGFS, {"sensitivity_scale": torch.full((7,), math.nan)}, "finite"),
-        (DPSGFS, {"sensitivity_scale": torch.eye(7), "fisher": "diagonal"}, "shape"),
-    ],
-)
-def test_bad_arguments(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        built(make, **options)
 
 
 @pytest.mark.parametrize("make", [SAMPLERS["matched"], DPSGNHT])
@@ -618,15 +540,15 @@ def test_no_sum_without_noise_is_left_behind(make):
 def test_a_refused_charge_uses_no_noise(make):
     """So that the step can be made when there is budget again, and the error is the same twice."""
     seed = int(torch.randint(2**40, ()))
-    optimizer, parameters = built(
-        make,
-        accountant=dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5),
-        generator=torch.Generator().manual_seed(seed),
-    )
+    generator = torch.Generator().manual_seed(seed)
+    state = generator.get_state()
+    accountant = dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5)
+    optimizer, parameters = built(make, accountant=accountant, generator=generator)
     for _ in range(2):
         fill(parameters)
         with pytest.raises(dpb.PrivacyBudgetExceeded):
             optimizer.step()
+    assert torch.equal(generator.get_state(), state)
 
 
 @every_sampler

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-import torch_dpbayes as dpb
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
 
@@ -115,41 +114,6 @@ def test_cyclical_is_the_papers_formula_and_collects_the_last_share_of_each_cycl
     assert any(collected[:length])
 
 
-def test_two_groups_keep_their_ratio():
-    optimizer = private(groups=2)
-    schedule = Cyclical(optimizer, 6, 2)
-    for _ in range(6):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(2 * optimizer.param_groups[1]["lr"])
-        step(optimizer)
-        schedule.step()
-
-
-def test_samples_are_collected_in_the_sampling_phase_only():
-    net = nn.Linear(2, 1)
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.randn(40, 2), torch.randn(40, 1)), batch_size=10
-    )
-    net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=net,
-        optimizer=lambda params, **given: DPSGLD(params, 0.1, **given),
-        data_loader=loader,
-        max_grad_norm=1.0,
-    )
-    schedule = Cyclical(optimizer, total_steps=12, cycles=3, exploration=0.5)
-    samples = dpb.PosteriorSamples(burn_in=0)
-    for _ in range(3):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(net(x), y).backward()
-            optimizer.step()
-            if schedule.is_sampling:
-                samples.collect(net)
-            schedule.step()
-    assert schedule.last_epoch == 12 and len(samples) == 6
-    # exploring steps are charged, too
-    assert sum(charge.count for charge in optimizer.accountant.history) == 12
-
-
 # -- resume ----------------------------------------------------------------------------------------
 
 OURS = {
@@ -183,27 +147,6 @@ def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
 
 
 # -- bad input -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: PolynomialDecay(o, 0),
-        lambda o: PolynomialDecay(o, math.inf),
-        lambda o: PolynomialDecay(o, 1, gamma=0),
-        lambda o: PolynomialDecay(o, 1, gamma=math.nan),
-        lambda o: Cyclical(o, 0, 1),
-        lambda o: Cyclical(o, 10.0, 1),
-        lambda o: Cyclical(o, 10, True),
-        lambda o: Cyclical(o, 10, 11),
-        lambda o: Cyclical(o, 10, 0),
-        lambda o: Cyclical(o, 10, 1, exploration=1.0),
-        lambda o: Cyclical(o, 10, 1, exploration=-0.1),
-    ],
-)
-def test_arguments_out_of_range(make):
-    with pytest.raises(ValueError, match=r"must be .* got"):
-        make(private(noise_multiplier=5.0))
 
 
 # -- torch's schedulers ----------------------------------------------------------------------------
@@ -294,24 +237,6 @@ def test_lr_zero_is_free_without_a_floor_and_moves_nothing():
         schedule.step()
     assert moved == [True, False] * 3
     assert charged(optimizer) == pytest.approx([wanted_noise(DPSGLD, 0.4)] * 3)
-
-
-def test_epsilon_composes_the_schedule_as_dp_accounting_does():
-    from dp_accounting.pld import PLDAccountant
-
-    optimizer = private(lr=0.4)
-    run(Cyclical(optimizer, 8, 2), 8)
-    reference = PLDAccountant(value_discretization_interval=1e-4)
-    for k in range(8):
-        lr = 0.2 * (math.cos(math.pi * (k % 4) / 4) + 1)
-        reference.compose(
-            dp_event.PoissonSampledDpEvent(
-                B / N, dp_event.GaussianDpEvent(wanted_noise(DPSGLD, lr))
-            )
-        )
-    assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(
-        reference.get_epsilon(1e-5), rel=0.02
-    )
 
 
 @pytest.mark.parametrize(

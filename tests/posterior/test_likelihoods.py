@@ -294,3 +294,13 @@ def test_any_number_for_the_noise_is_kept(noise_std, tmp_path):
     samples, _, _ = sampled(torch.zeros(2, 3), "normal", noise_std=noise_std)
     samples.save(tmp_path / "samples.pt")
     assert PosteriorSamples.load(tmp_path / "samples.pt").noise_std == 0.5
+
+
+def test_a_function_for_the_noise_that_is_no_standard_deviation_says_so():
+    samples = PosteriorSamples(likelihood="normal", noise_std=lambda net: -1.0, burn_in=0)
+    net = nn.Linear(2, 1)
+    samples.collect(net)
+    with pytest.raises(
+        ValueError, match="given as noise_std returned a value that is not positive"
+    ):
+        samples.log_likelihood(net, torch.zeros(3, 2), torch.zeros(3, 1))

@@ -19,17 +19,12 @@ from ..errors import ArgumentError
 from ..noise import seeded
 from ..per_sample.nested import map_tensors, tensors_in
 
-_ROWS = (5, 7)  # a tensor that has as many rows as there are records, in both, has one for each
-_KEPT = 2  # records that stay while all others are exchanged
-_SEEDS = 8  # in a random order a record may be its own partner
+_RECORDS = 5  # synthetic ones, which are compared
 _TOLERANCE = 1e-4  # of sums in another order
-_MIXES = (
-    "collate_fn makes something else of a record when the others in the batch change, as mixup and"
-    " standardising a batch do. Work on each record alone, in the data set's __getitem__."
-)
 _DIFFERS = (
     "collate_fn is given each record alone, which makes something else of synthetic records than"
-    " the batch: do not use the number of records, or vouch by assume_independent_records=True"
+    " the batch: use neither the number of records nor the others, as mixup does, or vouch by"
+    " assume_independent_records=True"
 )
 
 
@@ -87,7 +82,7 @@ class RecordwiseCollate:
         """
         if self.is_vouched or len(dataset) == 0:
             return
-        records = [_synthetic(dataset[0], 3 * k) for k in range(_ROWS[0])]
+        records = [_synthetic(dataset[0], 3 * k) for k in range(_RECORDS)]
         together, again = (_tensors(self.wrapped_collator_fn, records, seed) for seed in (0, 1))
         if together is None or again is None:
             return
@@ -98,42 +93,6 @@ class RecordwiseCollate:
             is_repeatable and not all(map(_are_close, together, alone))
         ):
             raise ArgumentError(_DIFFERS, code="loader-collate")
-
-
-def check_collate(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-    """Raise if what ``collate_fn`` makes of a record depends on the values of the others.
-
-    It is run on synthetic records of the shapes of the first, so padding to the longest one is not
-    looked at; neither are strings and other objects, which are those of the first. A function that
-    fails on synthetic records is not tested, and neither is what comes out differently each time.
-    """
-    if collate_fn is default_collate or len(dataset) == 0:
-        return
-    record = dataset[0]
-    for seed in range(_SEEDS):
-        few, many = (_exchanged(collate_fn, record, rows, seed) for rows in _ROWS)
-        if len(few) != len(many):
-            return  # it hands out a changing number of tensors
-        for pair in zip(few, many, strict=True):
-            have_rows = all(
-                len({t.shape for t in runs}) == 1 and runs[0].dim() > 0 and len(runs[0]) == rows
-                for runs, rows in zip(pair, _ROWS, strict=True)
-            )
-            if have_rows and any(_is_moved(*runs) for runs in pair):
-                raise ArgumentError(_MIXES, code="loader-collate")
-
-
-def _exchanged(
-    collate_fn: Callable[[list[Any]], Any], record: Any, rows: int, seed: int
-) -> list[tuple[Tensor, ...]]:
-    """Each tensor of a batch, of the same again, and of one in which the last records are others;
-    none if the function fails, or hands out a changing number of them.
-    """
-    runs = []
-    for others in (1, 1, 2):
-        seeds = [100 * seed + 3 * k + (others if k >= _KEPT else 0) for k in range(rows)]
-        runs.append(_tensors(collate_fn, [_synthetic(record, s) for s in seeds], seed) or [])
-    return list(zip(*runs, strict=True)) if len(set(map(len, runs))) == 1 else []
 
 
 def _tensors(
@@ -149,11 +108,6 @@ def _tensors(
 
 def _are_close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.double().nan_to_num(), b.double().nan_to_num(), _TOLERANCE, _TOLERANCE)
-
-
-def _is_moved(first: Tensor, again: Tensor, changed: Tensor) -> bool:
-    kept, same, moved = (t[:_KEPT].double().nan_to_num() for t in (first, again, changed))
-    return torch.equal(kept, same) and not _are_close(kept, moved)
 
 
 def _synthetic(record: Any, seed: int) -> Any:

@@ -284,8 +284,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         """The optimizer steps on the batch delivered last; returns whether it completes its
         draw.
         """
-        self.require_own_process()
         if not self._is_ready or os.getpid() != self._pid:
+            self.require_own_process()
             raise StateError(
                 "no new batch came from the private loader since the last step, or since this"
                 " process was forked: take one for each step() from it, not from a loader that"
@@ -315,13 +315,6 @@ class PoissonSampler(UniformWithReplacementSampler):
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         """The event of ``steps_per_charge`` Gaussian sums over draws, of this noise multiplier."""
         return PoissonSampledDpEvent(self.sample_rate, gaussian)
-
-    def is_charged(self, noise_multiplier: float) -> bool:
-        """Whether an earlier charge covers the next release; asked before each release."""
-        return False
-
-    def mark_charged(self, noise_multiplier: float) -> None:
-        """The next release, and what is charged together with it, was charged at this noise."""
 
     def position(self) -> dict[str, Any]:
         """Where the draws are: ``states`` of the caller's generator before each draw that waits for

@@ -120,6 +120,7 @@ class RandomAllocationSampler(PoissonSampler):
         return self._allocation[self._released + len(self._draws)]
 
     def is_charged(self, noise_multiplier: float) -> bool:
+        """Whether the pass was charged before; asked before each release."""
         if self._charged_noise is None or self._is_begun:
             return False
         if noise_multiplier < self._charged_noise:
@@ -133,6 +134,7 @@ class RandomAllocationSampler(PoissonSampler):
         return True
 
     def mark_charged(self, noise_multiplier: float) -> None:
+        """The next release, and with it the pass, was charged at this noise multiplier."""
         before = self._charged_noise
         self._charged_noise = noise_multiplier if before is None else min(noise_multiplier, before)
         self._is_begun = True

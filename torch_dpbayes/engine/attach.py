@@ -5,7 +5,7 @@ must have in common.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -29,10 +29,10 @@ from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.model_check import check_layers, check_model
 from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
-from ..release.release import options_of
+from ..release.query import options_of
 from .loaders import private_loader, require_own_streams
 from .optimizers import build, build_calibrated
-from .plan import Plan, little_left, overridden_floor, plan_of
+from .plan import Plan, little_left, plan_of
 from .settings import Settings
 
 # where a model's steps were charged last
@@ -63,7 +63,8 @@ def made_private(
     *,
     is_alone: bool,
 ) -> tuple[PrivateOptimizer, PoissonLoader]:
-    """Build loader and optimizer, tie them to the model, and say in the log what may surprise.
+    """Build loader and optimizer, check the model and tie them to it, and say in the log what may
+    surprise.
 
     Args:
         settings: the user's choices.
@@ -79,6 +80,7 @@ def made_private(
     accountant = settings.accountant(found)
     target = settings.target(accountant)
     loader = private_loader(settings, ranks)
+    draws = loader.sampler_of_draws
     if target is None:
         optimizer = build(settings, loader, accountant, settings.noise_multiplier)
     else:
@@ -90,7 +92,22 @@ def made_private(
                 f" {floor:.4f}: build it with that, or pass a factory",
                 code="optimizer-settings",
             )
-    source = _attach(settings, optimizer, loader, ranks, is_alone=is_alone)
+    require_own_streams(optimizer, loader)
+    if settings.assume_independent_records:
+        loader.vouch()
+    loader.require_same_alone()
+    source = _source_for(settings, loader)
+    try:
+        if ranks is not None:
+            _check_consistent(ranks, settings, optimizer, loader)
+    except BaseException:
+        source.remove()
+        raise
+    fixed = FixedTensors(module)
+    module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.release.bind(source, draws, fixed, parameters, is_alone=is_alone)
+
     _log.info("records are kept apart %s", source.independence)
     if optimizer.derives_clip_norm:
         _log.info("%s", optimizer.release.bound_from)
@@ -103,7 +120,6 @@ def made_private(
         )
     _accountants[module] = ref(accountant)
     if not isinstance(settings.data_loader, PoissonLoader):
-        draws = loader.sampler_of_draws
         number, what = draws.drawn
         divided = "" if ranks is None else f", divided among {ranks.size} ranks"
         warnings.append(
@@ -114,7 +130,7 @@ def made_private(
         plan = plan_of(settings, optimizer, loader, accountant, target)
         warnings += [*little_left(accountant, plan), *plan.unused_target, *plan.too_much_noise]
     elif settings.noise_multiplier is not None:
-        warnings += overridden_floor(optimizer)
+        warnings += optimizer.unused_floor
     if ranks is None or ranks.rank == 0:
         for warning in warnings:
             _log.warning("%s", warning)
@@ -131,68 +147,11 @@ def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> 
     )
 
 
-def _attach(
-    settings: Settings[Any],
-    optimizer: PrivateOptimizer,
-    loader: PoissonLoader,
-    ranks: Ranks | None,
-    *,
-    is_alone: bool,
-) -> GradientSource:
-    """Check the model, and let the optimizer release sums over the loader's draws."""
-    module = settings.module
-    require_own_streams(optimizer, loader)
-    if settings.assume_independent_records:
-        loader.vouch()
-    loader.require_same_alone()
-    source = _source_for(settings, loader)
-    try:
-        if ranks is not None:
-            _check_consistent(ranks, settings, optimizer, loader)
-    except BaseException:
-        source.remove()
-        raise
-    fixed = FixedTensors(module)
-    module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    draws = loader.sampler_of_draws
-    optimizer.release.bind(source, draws, fixed, parameters, is_alone=is_alone)
-    return source
-
-
 def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSource:
-    """The source of per-sample gradients, for arguments of the shapes of the model's own."""
-    module, examples = settings.module, settings.example_inputs
-    if examples is not None:
-        ways = [(Keywords(examples),) if isinstance(examples, Mapping) else examples]
-        return _attached_source(settings, ways)
-    record, device = loader.dataset[0], next(module.parameters()).device
-    ways = ways_to_pass(module, loader.collate_fn([record]))
-    try:
-        return _attached_source(settings, map_tensors(ways, lambda t: t.to(device)))
-    except ValueError as error:
-        if not (names := _lists_in(record)):
-            raise
-        raise ArgumentError(
-            f"the model fails on records in which {names} are lists, of which torch's collate"
-            " function makes a tensor for each place: return tensors, as"
-            ' dataset.with_format("torch") of Hugging Face does',
-            code="loader-collate",
-        ) from error
-
-
-def _lists_in(record: Any) -> str:
-    """The names of what is a list of numbers in a record that is a mapping."""
-    fields = record.items() if isinstance(record, Mapping) else ()
-    return ", ".join(
-        repr(name)
-        for name, value in fields
-        if isinstance(value, list) and value and isinstance(value[0], (int, float))
-    )
-
-
-def _attached_source(settings: Settings[Any], ways: Sequence[tuple[Any, ...]]) -> GradientSource:
-    module, mode = settings.module, settings.grad_sample_mode
+    """The source of per-sample gradients, attached to a model that was checked on synthetic
+    arguments of the shapes of its own.
+    """
+    module, mode, examples = settings.module, settings.grad_sample_mode, settings.example_inputs
     is_vouched = settings.assume_independent_records
     if isinstance(module, AbstractGradSampleModule):
         raise ArgumentTypeError(
@@ -206,6 +165,13 @@ def _attached_source(settings: Settings[Any], ways: Sequence[tuple[Any, ...]]) -
             " records apart: leave it out, or vouch for both by assume_independent_records=True",
             code="model-vouch",
         )
+    record = loader.dataset[0]
+    if examples is not None:
+        ways = [(Keywords(examples),) if isinstance(examples, Mapping) else examples]
+    else:
+        device = next(module.parameters()).device
+        made = ways_to_pass(module, loader.collate_fn([record]))
+        ways = map_tensors(made, lambda t: t.to(device))
     if (before := GradientSource.attached_to(module)) is not None:
         before.remove()
     check_layers(module)
@@ -223,8 +189,25 @@ def _attached_source(settings: Settings[Any], ways: Sequence[tuple[Any, ...]]) -
         is_unmapped = isinstance(error, DPBayesError) and error.code == "model-map"
         if is_unmapped and is_vouched and mode is None:
             return HooksGradientSource(module, loss_reduction=reduction)
+        if examples is None and isinstance(error, ValueError) and (names := _lists_in(record)):
+            raise ArgumentError(
+                f"the model fails on records in which {names} are lists, of which torch's collate"
+                " function makes a tensor for each place: return tensors, as"
+                ' dataset.with_format("torch") of Hugging Face does',
+                code="loader-collate",
+            ) from error
         raise
     return source
+
+
+def _lists_in(record: Any) -> str:
+    """The names of what is a list of numbers in a record that is a mapping."""
+    fields = record.items() if isinstance(record, Mapping) else ()
+    return ", ".join(
+        repr(name)
+        for name, value in fields
+        if isinstance(value, list) and value and isinstance(value[0], (int, float))
+    )
 
 
 def _check_consistent(

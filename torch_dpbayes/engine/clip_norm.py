@@ -61,7 +61,8 @@ def private_clipped_fraction(
     if (
         source is None
         or not isinstance(data_loader, PoissonLoader)
-        or not optimizer.release.is_of(source, data_loader.sampler_of_draws)
+        or optimizer.release.source is not source
+        or optimizer.release.draws is not data_loader.sampler_of_draws
     ):
         raise ArgumentError(
             "pass the model, optimizer and loader that one PrivacyEngine.make_private call returned"

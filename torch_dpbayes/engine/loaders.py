@@ -16,7 +16,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..batches.collate import check_collate, users_collate
 from ..batches.datasets import require_no_repeats
 from ..batches.poisson_loader import PoissonLoader
 from ..batches.sampler import PoissonSampler
@@ -54,13 +53,13 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
         )
     if settings.user_ids is None:
         require_no_repeats(data_loader.dataset)
-    check_collate(data_loader.dataset, users_collate(data_loader))
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         records: Any = data_loader.dataset
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
         if isinstance(draws, UserSampler):  # batches stay as large, not the rate of users
             rate *= draws.users.counted_records / len(records)
-        if settings.draws_plain_poisson:
+        is_plain = settings.sampling == "poisson" and settings.max_batch_size is None
+        if is_plain and settings.user_ids is None:
             return PoissonLoader(data_loader, rate, ranks)
         return _drawing(settings, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:

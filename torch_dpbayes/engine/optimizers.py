@@ -195,17 +195,6 @@ def event_of(
     return optimizer.release.event(noise_multiplier, draws.scheme, draws)
 
 
-def limit(accountant: PrivacyAccountant, delta: float) -> float:
-    """Epsilon of an accountant whose guarantee is a limit."""
-    if accountant.guarantee == "filter":
-        return accountant.get_epsilon(delta)
-    return (
-        accountant.epsilon
-        if accountant.epsilon is not None and delta == accountant.delta
-        else math.inf
-    )
-
-
 def _calibrated(
     event: Callable[[float], DpEvent],
     steps: int,

@@ -9,7 +9,7 @@ from typing import Any
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..optim.base import PrivateOptimizer
-from .optimizers import event_of, limit
+from .optimizers import event_of
 from .settings import Settings, is_held
 
 _ALL = 0.995  # of a target, from which on it counts as used
@@ -135,12 +135,20 @@ def plan_of(
         unused_noise=optimizer.unused_noise,
         sample_rate=loader.sample_rate,
         steps=steps,
-        epsilon=limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
+        epsilon=_limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
         delta=delta,
         target_epsilon=target_epsilon,
         lr=max(float(group["lr"]) for group in optimizer.param_groups),
         free_lr=optimizer.free_lr,
     )
+
+
+def _limit(accountant: PrivacyAccountant, delta: float) -> float:
+    """Epsilon of an accountant whose guarantee is a limit."""
+    if accountant.guarantee == "filter":
+        return accountant.get_epsilon(delta)
+    is_budget = accountant.epsilon is not None and delta == accountant.delta
+    return accountant.epsilon if accountant.epsilon is not None and is_budget else math.inf
 
 
 def little_left(accountant: PrivacyAccountant, plan: Plan) -> list[str]:
@@ -154,16 +162,4 @@ def little_left(accountant: PrivacyAccountant, plan: Plan) -> list[str]:
         f"of epsilon = {plan.target_epsilon:.4g}, the target of everything on this accountant,"
         f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}. For a"
         " share of its own pass additional_epsilon= instead."
-    ]
-
-
-def overridden_floor(optimizer: PrivateOptimizer) -> list[str]:
-    """A line where the sampler's own noise is larger than the one that was asked for."""
-    if not optimizer.unused_noise:
-        return []
-    return [
-        f"noise_multiplier = {optimizer.noise_multiplier:.4g} is only a floor: at temperature"
-        f" {optimizer.temperature:.4g} the sampler's own noise is"
-        f" {optimizer.langevin_noise_multiplier:.4g}, which is added and charged. The floor would"
-        f" be used with {optimizer.unused_noise}."
     ]

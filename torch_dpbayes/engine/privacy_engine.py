@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -15,13 +17,14 @@ from .. import words
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..distributed import Ranks, require_single_process
-from ..errors import ArgumentTypeError, StateError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
-from . import checkpoint
 from .attach import made_private, planned
 from .plan import Plan
 from .settings import Examples, ModuleT, OptimizerFactory, Options, Settings, settings_of
+
+_MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
 
 
 class PrivacyEngine:
@@ -117,7 +120,20 @@ class PrivacyEngine:
 
         **Privacy.** Post-processing of what was released, unless a generator is in it.
         """
-        checkpoint.save(path, module, optimizer, checkpoint_dict)
+        state = {**(checkpoint_dict or {})}
+        for name, of in ((_MODULE, module), (_OPTIMIZER, optimizer)):
+            if name in state:
+                raise ArgumentError(
+                    f"checkpoint_dict has the key {name!r}, which is used: rename it"
+                )
+            state[name] = of.state_dict()
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            torch.save(state, temporary)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def load_checkpoint(
         self,
@@ -135,7 +151,26 @@ class PrivacyEngine:
             ValueError: the file holds something else or another network, or the accountant does
                 not hold what the saved run was charged; nothing is changed then.
         """
-        return checkpoint.load(path, module, optimizer)
+        if not isinstance(optimizer, PrivateOptimizer):
+            raise ArgumentTypeError(
+                f"the optimizer is a {type(optimizer).__name__}: make the run private first, and"
+                " pass the module and optimizer that make_private returned",
+                code="optimizer-not-private",
+            )
+        other = f"{os.fspath(path)} was not written by PrivacyEngine.save_checkpoint"
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a file of something else makes of torch's reader
+            raise CheckpointError(other) from error
+        if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
+            raise CheckpointError(other)
+        of_module = state.pop(_MODULE)
+        _require_same_tensors(of_module, module)  # before charges are taken over
+        optimizer.load_state_dict(state.pop(_OPTIMIZER))
+        module.load_state_dict(of_module)
+        return state
 
     def make_private(
         self,
@@ -229,7 +264,7 @@ class PrivacyEngine:
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
-        with self._together():
+        with self._ranks or self._alone():
             settings = Settings(
                 module,
                 optimizer,
@@ -278,7 +313,7 @@ class PrivacyEngine:
             ValueError: nothing is left of the target, the target exceeds the accountant's budget,
                 or a built optimizer's floor is too low.
         """
-        with self._together():
+        with self._ranks or self._alone():
             if target_epsilon is None and additional_epsilon is None:
                 message = "target_epsilon is needed, or additional_epsilon on top of before"
                 raise ArgumentTypeError(message)
@@ -323,10 +358,23 @@ class PrivacyEngine:
         self._accountant = optimizer.accountant
         return settings.module, optimizer, loader
 
-    def _together(self) -> AbstractContextManager[None]:
-        """What goes wrong inside on one rank is an error on all."""
-        if self._ranks is not None:
-            return self._ranks.reporting()
+    def _alone(self) -> AbstractContextManager[None]:
         if not self._is_alone:
             require_single_process()
         return nullcontext()
+
+
+def _require_same_tensors(saved: Mapping[str, Any], module: nn.Module) -> None:
+    """Raises unless what was saved has the names and shapes of the module's tensors."""
+    own = module.state_dict()
+    for name in [*saved, *own]:
+        sides = [
+            "missing" if name not in state else list(getattr(state[name], "shape", ()))
+            for state in (saved, own)
+        ]
+        if sides[0] != sides[1]:
+            raise CheckpointError(
+                f"the checkpoint is of another network: {name!r} is {sides[0]} in the file and"
+                f" {sides[1]} in the module. Load it into the network that was saved; nothing was"
+                " changed."
+            )

@@ -97,12 +97,13 @@ class Settings(Generic[ModuleT]):
             raise ArgumentError(
                 "loss= keeps records apart by construction: leave out assume_independent_records"
             )
+        target = self.additional_epsilon if self.target_epsilon is None else self.target_epsilon
         if self.target_epsilon is not None and self.additional_epsilon is not None:
             raise ArgumentError(
                 "target_epsilon is of everything on the accountant, additional_epsilon of this run:"
                 " pass one of them"
             )
-        if self.has_target and self.noise_multiplier is not None:
+        if target is not None and self.noise_multiplier is not None:
             raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
         epochs = self.epochs
         if epochs is not None and (
@@ -134,21 +135,6 @@ class Settings(Generic[ModuleT]):
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ArgumentError(f"max_batch_size must be a positive integer, got {most!r}")
 
-    @property
-    def has_target(self) -> bool:
-        """Whether the noise follows from an ε."""
-        return self.target_epsilon is not None or self.additional_epsilon is not None
-
-    @property
-    def draws_plain_poisson(self) -> bool:
-        """Whether every record joins every batch independently, and nothing else is said."""
-        return self.sampling == "poisson" and self.max_batch_size is None and self.user_ids is None
-
-    @property
-    def unit(self) -> Unit:
-        """What is protected."""
-        return "record" if self.user_ids is None else "user"
-
     def accountant(self, found: PrivacyAccountant | None) -> PrivacyAccountant:
         """The engine's accountant, else a built optimizer's, else a new one with the target as its
         budget.
@@ -158,14 +144,15 @@ class Settings(Generic[ModuleT]):
         """
         if found is None and isinstance(self.optimizer, PrivateOptimizer):
             found = self.optimizer.accountant
+        unit: Unit = "record" if self.user_ids is None else "user"
         if found is None:
-            both = (self.target_epsilon, self.additional_epsilon)
-            epsilon = next((value for value in both if value is not None), None)
-            delta = self.target_delta if epsilon is not None else None
-            return PrivacyAccountant(epsilon, delta, unit=self.unit)
-        if found.unit == self.unit:
+            epsilon = self.target_epsilon
+            epsilon = self.additional_epsilon if epsilon is None else epsilon
+            delta = None if epsilon is None else self.target_delta
+            return PrivacyAccountant(epsilon, delta, unit=unit)
+        if found.unit == unit:
             return found
-        if self.unit == "user":
+        if unit == "user":
             raise ArgumentError(
                 "user_ids= makes epsilon that of users, and this accountant's is that of records:"
                 ' pass PrivacyEngine(PrivacyAccountant(..., unit="user"))'

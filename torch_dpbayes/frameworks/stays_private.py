@@ -22,10 +22,12 @@ def checked_engine(engine: PrivacyEngine) -> PrivacyEngine:
     return engine
 
 
-def numbers(engine: PrivacyEngine, optimizer: PrivateOptimizer, delta: float | None) -> Numbers:
-    """What is shown beside the training; all of it is public."""
-    return {
-        "epsilon": engine.get_epsilon(delta),
+def numbers(engine: PrivacyEngine, optimizer: Any, delta: float | None) -> Numbers:
+    """What is shown beside the training, ε beside any optimizer; all of it is public."""
+    epsilon = {"epsilon": engine.get_epsilon(delta)}
+    if not isinstance(optimizer, PrivateOptimizer):
+        return epsilon
+    return epsilon | {
         "clip_norm": optimizer.max_grad_norm,
         "temperature": optimizer.effective_temperature,
         "noise_multiplier": optimizer.effective_noise_multiplier,

@@ -10,7 +10,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..engine.privacy_engine import PrivacyEngine
 from ..errors import StateError
-from ..optim.base import PrivateOptimizer
 from .stays_private import checked_engine, numbers, require_private
 
 
@@ -68,10 +67,7 @@ class PrivacyCallback(TrainerCallback):
     ) -> None:
         """Add ε of everything that was charged, and the numbers of the last step."""
         optimizer = kwargs.get("optimizer")
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not isinstance(optimizer, PrivateOptimizer):
-            return
-        shown = numbers(self._engine, optimizer, self._delta)
+        shown = numbers(self._engine, getattr(optimizer, "optimizer", optimizer), self._delta)
         for log in (logs, *state.log_history[-1:]):  # the latter is a copy that was made before
             if log is not None:
                 log.update(shown)

@@ -25,9 +25,7 @@ from ..mcmc.density.refusals import frozen_ones_kept
 from ..noise_aware.budget import public_num_data
 from ..optim.settings import Settings
 from ..per_sample.gradient_source import GradientSource
-from ..release import saved_state
-from ..release.layout import Layout
-from ..release.query import ClippedSum
+from ..release.query import ClippedSum, Layout
 from ..release.release import Release
 from .guides import GaussianGuide
 
@@ -60,6 +58,8 @@ class DrawnGradients(ClippedSum):
     where ``density.has_gradients(theta)``: elsewhere one record could end the sum of all.
     """
 
+    independence = "by torch.func.vmap over a graph recorded on synthetic records"
+
     def __init__(
         self,
         density: RecordDensity,
@@ -69,10 +69,6 @@ class DrawnGradients(ClippedSum):
     ) -> None:
         super().__init__(max_grad_norm, expected_batch_size)
         self._density, self._draws = density, draws
-
-    def independence(self, source: GradientSource) -> str:
-        """Each record runs through a graph of its own."""
-        return "by torch.func.vmap over a graph recorded on synthetic records"
 
     def collect(self, source: GradientSource, layout: Layout) -> int:
         """Add the sum over the draw delivered last to ``layout``, at the θ that stands there."""
@@ -249,7 +245,7 @@ class DPSVI:
             raise StateError("there is no state before the first step.")
         used = self.optim.optim_objs
         state = {
-            "release": saved_state.save(self._release),
+            "release": self._release.state_dict(),
             "iterate": self._iterate,
             "average": self._average,
             "optim": [
@@ -328,8 +324,8 @@ class DPSVI:
         shapes = {name: p.shape for name, p in parameters.items()}
         if {name: value.shape for name, value in saved["iterate"].items()} != shapes:
             raise CheckpointError("the saved state is of another guide or model.")
-        saved_state.resume_charges(release, saved["release"])
-        saved_state.resume_streams(release, saved["release"])
+        release.resume_charges(saved["release"])
+        release.resume_streams(saved["release"])
         self._iterate, self._average = copy.deepcopy((saved["iterate"], saved["average"]))
         self._transcript = [GradientRelease(*parts) for parts in saved["transcript"]]
         # empty where the saved run has made no step

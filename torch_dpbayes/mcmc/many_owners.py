@@ -340,7 +340,7 @@ class ManyOwners(SoleOwner):
     def _stopping_together(self, ranks: Ranks) -> Iterator[Ranks]:
         """An error inside ends the chain of all owners, who are not told its text."""
         try:
-            with ranks.reporting():
+            with ranks:
                 yield ranks
         except RankError as error:
             self._together = False

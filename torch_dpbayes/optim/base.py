@@ -1,4 +1,4 @@
-"""The private step that all optimizers share: collect, charge, add one Gaussian, hand over.
+"""The private step that all optimizers share: collect, check, charge, add one Gaussian, update.
 
 Each step releases one vector and nothing else::
 
@@ -8,18 +8,17 @@ Each step releases one vector and nothing else::
 with N = ``num_data``, B = ``expected_batch_size``, C = ``max_grad_norm`` and r = −log prior. The
 noise that the sampler wants *is* the privacy noise: the sampler asks for ``z_L``, the user for at
 least ``noise_multiplier``, and z is the larger of the two. Whatever the algorithm does with ĝ is
-post-processing. On several ranks the sum over the batch is a sum over ranks, and the noise is rank
-0's. Parameter groups with different step sizes have their own z: the gradient is clipped over all
-groups together, and the smallest z is charged, which bounds the release whose groups are scaled to
-equal noise.
+post-processing.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -30,68 +29,33 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
-from ..errors import ArgumentTypeError, CheckpointError, StateError
-from ..release import saved_state
-from ..release.layout import GroupGradient, Layout
+from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError
+from ..release.query import GroupGradient, Layout
 from ..release.release import require_public
-from . import finite_steps, priors
-from .declared import DeclaredOptimizer
+from . import priors
+from .settings import DeclaredOptimizer
 
+_ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
 
 
 class PrivateOptimizer(DeclaredOptimizer):
     """Base of the private samplers. A subclass says how much noise it wants and what it does with
-    the noisy gradient.
+    the noisy gradient: ``_friction`` or ``_group_langevin_noise_multiplier``, and ``_update``.
 
     Args:
         params: parameters, named parameters or parameter groups, as for every torch optimizer.
             ``lr``, ``prior_std`` and ``prior_mean`` may differ between groups.
-        lr: step size on the *mean* loss; ``"free"`` is :attr:`free_lr`.
-        num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; under Poisson sampling B/N is the sampling rate.
-        max_grad_norm: clip norm C of one record's gradient, over all parameters together; at least
-            1e-12. None: the C at which ``noise_multiplier`` is the sampler's own noise z_L at T,
-            with the lr that the optimizer is built with: C = C'·z_L(C')/z for any C'; of several
-            groups the smallest. It stays: when a schedule changes lr, z is the larger of
-            ``noise_multiplier`` and z_L, as ever. So build with the largest lr of the schedule: T
-            holds throughout, and less than the target ε is spent; above that lr T is exceeded.
-        noise_multiplier: floor of the noise std on the clipped sum, in units of C.
-        temperature: T of the target ∝ exp(−U/T). None: 1 where C is derived or there is no floor,
-            else what the floor samples at the lr in force: :attr:`effective_temperature`. With both
-            T and C given the larger noise wins.
-        log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs
-            named parameters. It must not look at data.
-        sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is
-            an independent Poisson draw at rate B/N, stepped on once (``PrivacyEngine.make_private``
-            sets this and verifies it). ``"recordwise"`` asserts that who is in a batch does not
-            depend on other records: whether a record is in it is a function of this record, of
-            public things, and of chance that has nothing to do with other records. A hash of the
-            record's name or its date decides like that; a shuffled loader does not. None asserts
-            only that what the records hold does not decide who is in a batch. The last two are
-            charged at sensitivity 2C without amplification, and None is refused under
-            add-or-remove-one, where one record more may change whole batches. Full batches, B = N,
-            are charged as such, and their length is checked. In every case a record is in a batch
-            at most once, which an optimizer without an engine cannot see: one that is there k times
-            (a sampler with replacement, a bootstrap) moves the sum by kC.
-        accountant: where the steps are charged. None: an accountant of its own.
-        generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret.
-            None: operating-system entropy.
-        assume_independent_records: you vouch that each per-sample gradient in ``p.grad_sample``
-            depends on one record alone. Needed for gradients that ``make_private`` did not record;
-            the accountant's summary says so.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one;
-            ``"fan_in"`` for √(2/fan-in) of weights (parameters of two dimensions or more, whose
-            fan-in is the size of one row) and 1 of biases and norms; or a dictionary of these by
-            the name of a parameter or module, ``{"0": "fan_in", "norm": math.inf}``, of which the
-            longest that fits counts, and 1 where none does. It needs named parameters.
-        prior_mean: its mean.
+        lr, num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, prior_std,
+            prior_mean, log_prior, sampling, accountant, generator, assume_independent_records: as
+            for :class:`~torch_dpbayes.optim.DPSGLD`.
+
+    **Privacy.** A step releases S and nothing else. Its sensitivity and event are those of
+    :class:`~torch_dpbayes.optim.DPSGLD`; of groups with different z the smallest is charged.
     """
 
     _layout: Layout | None = None
     _layout_made_for: list[Any] = []  # noqa: RUF012
-    # by group, and how many steps in a row had them
-    _last_numbers: tuple[list[tuple[Any, ...]], int] = ([], 0)
 
     @abstractmethod
     def _update(self, parts: list[GroupGradient]) -> None:
@@ -120,57 +84,87 @@ class PrivateOptimizer(DeclaredOptimizer):
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are
                 as before, the charge is kept.
         """
-        loss = None
-        with self.release.lock, torch.no_grad():
+        release, loss = self.release, None
+        # an error on one rank is one on all
+        with release.lock, release.ranks or nullcontext(), torch.no_grad():
             try:
-                with self.release.together():
-                    if closure is not None:
-                        with torch.enable_grad():
-                            loss = closure()
-                    self._step()
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                if hasattr(self, "grad_scale"):
+                    self._refuse_scaler()
+                require_public("a parameter group", self.param_groups)
+                require_public("the optimizer's state", self.state.values())
+                layout = self._current_layout()
+                for part in layout.groups:
+                    if (options := part.current_options()) != part.options:  # z follows from them
+                        part.noise_multiplier, part.options = self._multiplier(part.group), options
+                        part.prior_stds = priors.stds(part.group, part.names, part.parameters)
+                largest = _largest_norm(layout)
+                slopes = saved = None
+                if self._log_prior is not None:
+                    slopes = priors.gradients(self._log_prior, layout)
+                if not self._cannot_overflow(layout, largest, slopes):
+                    saved = _Saved(self, layout)
+                # collect the clipped sum, check that nothing changed, charge, add noise
+                if release.take(layout, self._settings, largest):
+                    priors.add(slopes, layout, self._constants.num_data)
+                    self._update(layout.groups)
+                    if saved is not None:
+                        saved.require_finite()
             except BaseException:
-                self.release.forget_parts()
+                release.forget_parts()
                 if self._layout is not None:
                     self._layout.buffer.zero_()  # sums without noise
                 raise
             finally:
                 parameters = self._parameters()
-                self.release.source.discard(parameters)
+                release.source.discard(parameters)
                 for p in parameters:
                     p.grad = None  # not private: hooks leave the ordinary gradient there
         return loss
 
-    def _step(self) -> None:
-        if hasattr(self, "grad_scale"):
-            # the scaler leaves them behind when step() raises
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
-            raise StateError(
-                "GradScaler scales gradients before they are clipped, and skips steps that one"
-                " record's overflow decides: use torch.autocast with bfloat16 and no scaler.",
-                code="grad-scaler",
-            )
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _refuse_scaler(self) -> None:
+        for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
+            self.__dict__.pop(name, None)
+        raise StateError(
+            "GradScaler scales gradients before they are clipped, and skips steps that one record's"
+            " overflow decides: use torch.autocast with bfloat16 and no scaler.",
+            code="grad-scaler",
+        )
+
+    def _current_layout(self) -> Layout:
+        """Where the numbers of a step live, made anew when other parameters are trainable."""
+        made_for: list[Any] = [self.release.ranks is not None]
         for group in self.param_groups:
-            require_public("a parameter group", group.values())
-        for state in self.state.values():
-            require_public("the optimizer's state", state.values())
-        layout = self._current_layout()
-        largest = finite_steps.require_finite(layout)
+            for p in group["params"]:
+                made_for.append((id(group), id(p), p.requires_grad, p.dtype, p.device))
+        if self._layout is None or self._layout_made_for != made_for:
+            if self._layout is None and self.release.draws is None:
+                for warning in self.unused_floor:
+                    _log.warning("%s", warning)
+            self._layout = self.release.layout_of(self.param_groups)
+            self._layout_made_for = made_for
+        return self._layout
+
+    def _cannot_overflow(self, layout: Layout, largest: float, slopes: list[Tensor] | None) -> bool:
+        """Whether one step takes no number of this layout beyond what float32 holds."""
+        bound, steepest, settings = largest, 0.0, self._constants
+        if slopes is not None:
+            steepest = float(torch.stack(torch._foreach_norm(slopes)).amax())
         for part in layout.groups:
-            options = part.current_options()
-            if options != part.options:  # z follows from them
-                part.noise_multiplier, part.options = self._multiplier(part.group), options
-                part.prior_stds = priors.stds(part.group, part.names, part.parameters)
-        prior_gradients = priors.gradients(self._log_prior, layout)
-        undo = finite_steps.Undo(self, layout, self._constants, largest, prior_gradients)
-        if not self.release.take(layout, self._settings, largest):
-            return
-        priors.add(prior_gradients, layout, self.num_data)
-        self._update(layout.groups)
-        undo.require_finite()
-        numbers = [self._numbers_of(part.group, part.noise_multiplier) for part in layout.groups]
-        last, steps = self._last_numbers
-        self._last_numbers = numbers, steps + 1 if numbers == last else 1
+            noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
+            scale: Any = (settings.num_data + 12 * noise) * settings.max_grad_norm
+            scale = scale / settings.expected_batch_size
+            pull = steepest if slopes is not None else largest / min(part.prior_stds) ** 2
+            lr = part.group["lr"]
+            bound = max(bound, scale, lr * scale, lr, pull, lr * pull)
+        return bound < _ORDINARY and (
+            layout.is_plain or all(p.dtype is not torch.float16 for p in layout.parameters)
+        )
 
     def _kept(self, part: GroupGradient, name: str) -> tuple[Tensor, list[Tensor]]:
         """A vector that an algorithm keeps between steps, one number for each of the part's, 0 at
@@ -232,26 +226,9 @@ class PrivateOptimizer(DeclaredOptimizer):
 
         return step
 
-    # -- what a step is charged for ----------------------------------------------------------------
-
     def event(self, noise_multiplier: float) -> events.DpEvent:
         """The event of one step on a Poisson batch, in noise std / clip bound."""
         return self.release.event(noise_multiplier, "poisson")
-
-    @property
-    def equal_steps(self) -> int:
-        """How many steps in a row, up to the last one, were made with the learning rates, noise and
-        priors that are in force now.
-        """
-        now = [self._numbers_of(g, self._multiplier(g)) for g in self._trained_groups()]
-        numbers, steps = self._last_numbers
-        return steps if now == numbers else 0
-
-    @staticmethod
-    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[Any, ...]:
-        std = group["prior_std"]
-        std = dict(std) if isinstance(std, dict) else std  # which may be written to
-        return (group["lr"], std, group["prior_mean"], noise_multiplier)
 
     # -- groups, copies, checkpoints ---------------------------------------------------------------
 
@@ -260,27 +237,6 @@ class PrivateOptimizer(DeclaredOptimizer):
         super().add_param_group(param_group)
         self._layout = None
         self.release.forget_parts()
-
-    def _current_layout(self) -> Layout:
-        """Where the numbers of a step live, made anew when other parameters are trainable."""
-        made_for: list[Any] = [self.release.ranks is not None]
-        made_for += [
-            (id(group), id(p), p.requires_grad, p.dtype, p.device)
-            for group in self.param_groups
-            for p in group["params"]
-        ]
-        if self._layout is None or self._layout_made_for != made_for:
-            if self._layout is None and self.release.draws is None and self.unused_noise:
-                _log.warning(
-                    "noise_multiplier = %.4g is only a floor, below the sampler's own noise %.4g,"
-                    " which is added and charged. The floor would be used with %s",
-                    self.noise_multiplier,
-                    self.langevin_noise_multiplier,
-                    self.unused_noise,
-                )
-            self._layout = self.release.layout_of(self.param_groups)
-            self._layout_made_for = made_for
-        return self._layout
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateOptimizer:
         """A copy that charges the same accountant and draws its own noise."""
@@ -307,20 +263,21 @@ class PrivateOptimizer(DeclaredOptimizer):
             code="copied",
         )
 
+    def _shapes(self) -> list[list[list[int]]]:
+        return [[list(p.shape) for p in group["params"]] for group in self.param_groups]
+
     def state_dict(self) -> dict[str, Any]:
         """torch's state, the accountant's history, and the streams of noise and sampling if
         the caller passed ``generator=``.
         """
         state = super().state_dict()
-        private: dict[str, Any] = {
+        state["private_step"] = private = {
             "algorithm": type(self).__name__,
-            "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
-            "last_numbers": self._last_numbers,
-            **saved_state.save(self.release),
+            "shapes": self._shapes(),
+            **self.release.state_dict(),
         }
         if self.derives_clip_norm:
             private["derived_noise"] = self._derived_noise
-        state["private_step"] = private
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -340,14 +297,12 @@ class PrivateOptimizer(DeclaredOptimizer):
         if private is None or private["algorithm"] != type(self).__name__:
             other = "a non-private optimizer" if private is None else private["algorithm"]
             raise CheckpointError(f"this is the state of {other}, not of {type(self).__name__}")
-        if private["shapes"] != [
-            [list(p.shape) for p in group["params"]] for group in self.param_groups
-        ]:
+        if private["shapes"] != self._shapes():
             raise CheckpointError(
                 "the state belongs to parameters of another number or other shapes than this"
                 " optimizer's"
             )
-        saved_state.resume_charges(self.release, private)
+        self.release.resume_charges(private)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, self._parameters(), strict=True):
@@ -355,7 +310,72 @@ class PrivateOptimizer(DeclaredOptimizer):
                 # torch rounds it to the parameter's dtype
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
-        saved_state.resume_streams(self.release, private)
-        self._last_numbers = private["last_numbers"]
+        self.release.resume_streams(private)
         self._resume_bound(private.get("derived_noise"))
         self._layout = None
+
+
+# -- parameters stay finite ------------------------------------------------------------------------
+
+
+def _largest_norm(layout: Layout) -> float:
+    """A number that is at least the norm of the largest parameter.
+
+    Raises:
+        DivergedError: a parameter is not finite.
+    """
+    dtype = None if layout.is_plain else layout.dtype
+    norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
+    # NaN if any is
+    largest = sum(map(float, norms)) if len(norms) <= 4 else float(torch.stack(norms).sum())
+    if not math.isfinite(largest) and (broken := _not_finite(layout)):
+        raise DivergedError(
+            f"parameter {broken!r} is not finite, so every record's gradient would count as zero:"
+            " go back to a saved state and use a smaller lr. Nothing was charged."
+        )
+    return largest
+
+
+def _not_finite(layout: Layout) -> str:
+    """Name of a parameter that is not finite, or an empty string."""
+    return next((name for name, p in layout.named if not bool(torch.isfinite(p).all())), "")
+
+
+class _Saved:
+    """Parameters, groups and state of an optimizer before a step that may overflow."""
+
+    def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
+        self._optimizer, self._layout = optimizer, layout
+        self._parameters = [p.detach().clone() for p in layout.parameters]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._states = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
+            for p in layout.parameters
+        ]
+
+    def require_finite(self) -> None:
+        """After the step: put everything back and raise if something is not finite."""
+        groups, state, layout = self._optimizer.param_groups, self._optimizer.state, self._layout
+        options = (
+            name
+            for group in groups
+            for name, value in group.items()
+            if name != "prior_std" and isinstance(value, float) and not math.isfinite(value)
+        )
+        if not (broken := _not_finite(layout) or next(options, "")):
+            return
+        for group, old_group in zip(groups, self._groups, strict=True):
+            group.clear()
+            group.update(old_group)
+        before = zip(layout.parameters, self._parameters, self._states, strict=True)
+        for p, old, old_state in before:
+            p.copy_(old)
+            state[p].clear()
+            state[p].update(old_state)
+        for part in layout.groups:
+            part.kept.clear()  # built anew from the state
+        raise DivergedError(
+            f"{broken!r} is not finite after this step: use a smaller lr"
+            f" (now {', '.join(str(g['lr']) for g in groups)}). Parameters and state are as before;"
+            " the charge is kept."
+        )

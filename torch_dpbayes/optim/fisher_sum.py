@@ -13,8 +13,7 @@ from ..accounting.events import neighboring_relation
 from ..errors import ArgumentError, StateError
 from ..noise import add_gaussian
 from ..per_sample.gradient_source import GradientSource
-from ..release.layout import Layout
-from ..release.query import ClippedSum
+from ..release.query import ClippedSum, Layout
 
 
 class FisherSum(ClippedSum):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..release.layout import Layout
+from ..release.query import Layout
 from ..release.release import require_public
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
@@ -72,10 +72,8 @@ def _std_of(stated: PriorStd, name: str, parameter: Tensor) -> float:
     return math.sqrt(2 / parameter[0].numel()) if parameter.dim() > 1 else 1.0
 
 
-def gradients(log_prior: LogPrior | None, layout: Layout) -> list[Tensor] | None:
-    """∇r for a ``log_prior``; None for the Gaussian prior, which :func:`add` writes in place."""
-    if log_prior is None:
-        return None
+def gradients(log_prior: LogPrior, layout: Layout) -> list[Tensor]:
+    """∇r for a ``log_prior``; the Gaussian prior's is written in place by :func:`add`."""
     with torch.enable_grad():
         named = {
             name: p.detach().requires_grad_()

@@ -1,22 +1,34 @@
-"""Public constants of a run, and what their values may be."""
+"""The settings of a private optimizer: arguments, their checks, and the noise that follows."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Required, TypedDict
+from typing import Any, ClassVar, Required, Self, TypedDict
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
-from .priors import LogPrior, PriorStd
+from ..release.query import ClippedSum
+from ..release.release import Release, require_public
+from .priors import LogPrior, PriorStd, require_prior_std, require_used
 
-LARGEST_LR = 1e30
-LARGEST_NOISE_MULTIPLIER = 1e30
+_LARGEST_LR = 1e30
+_LARGEST_NOISE_MULTIPLIER = 1e30
+_WASTE = 1.02  # times the floor, from which on the sampler's own noise counts as larger
+_ELSEWHERE = {  # arguments of other optimizers
+    "weight_decay": "weight_decay=: pass prior_std=, which is 1 / sqrt(weight_decay * num_data)",
+    "momentum": "momentum=: take DPSGHMC, which has it",
+    "betas": "betas=: DPSGHMC has momentum=, the first of them",
+}
 
 
 class Options(TypedDict, total=False):
@@ -40,12 +52,8 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all parameter groups, checked.
-
-    Args:
-        num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, sampling: as
-            for :class:`~torch_dpbayes.optim.base.PrivateOptimizer`. ``temperature`` = None: that of
-            the noise.
+    """What holds for all parameter groups, checked; arguments as for
+    :class:`~torch_dpbayes.optim.DPSGLD`. ``temperature`` = None: that of the noise.
 
     Raises:
         ValueError, TypeError: one of them is out of range.
@@ -59,51 +67,47 @@ class Settings:
     sampling: str | None
 
     def __post_init__(self) -> None:
-        n = self.num_data
+        n, batch, z = self.num_data, self.expected_batch_size, self.noise_multiplier
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ArgumentError(
                 f"num_data must be a positive integer, the public number of records; got {n!r}"
             )
-        require_positive("expected_batch_size", self.expected_batch_size)
-        if float(self.expected_batch_size) > n:
+        _require_positive("expected_batch_size", batch)
+        if float(batch) > n:
             raise ArgumentError(
-                f"expected_batch_size = {self.expected_batch_size} is larger than num_data = {n}:"
-                " their ratio is the sampling rate"
+                f"expected_batch_size = {batch} is larger than num_data = {n}: their ratio is the"
+                " sampling rate"
             )
-        require_positive("max_grad_norm", self.max_grad_norm)
+        _require_positive("max_grad_norm", self.max_grad_norm)
         if self.max_grad_norm < 1e-12:
             raise ArgumentError(
                 f"max_grad_norm = {self.max_grad_norm} is below what float32 norms can resolve; use"
                 " at least 1e-12"
             )
-        require_not_negative("noise_multiplier", self.noise_multiplier)
-        z = self.noise_multiplier
-        if z and not events.gaussian_noise_multiplier(z) < LARGEST_NOISE_MULTIPLIER:
+        _require_not_negative("noise_multiplier", z)
+        if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
             raise ArgumentError(
                 f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps would"
-                f" overflow: take one below {LARGEST_NOISE_MULTIPLIER:g}"
+                f" overflow: take one below {_LARGEST_NOISE_MULTIPLIER:g}"
             )
         if self.temperature is not None:
-            require_not_negative("temperature", self.temperature)
-            object.__setattr__(self, "temperature", float(self.temperature))
+            _require_not_negative("temperature", self.temperature)
         if self.sampling not in (None, "poisson", "recordwise"):
             raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
             )
-        for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(value))
 
 
-SETTINGS = tuple(Settings.__dataclass_fields__)
+_NAMES = tuple(Settings.__dataclass_fields__)
+_OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *_NAMES))
 
 
-class Defaults(dict[str, Any]):
+class _Defaults(dict[str, Any]):
     """Defaults of an optimizer's parameter groups, which answer a schedule that asks for a momentum
     to cycle.
-
-    Args:
-        values: the defaults.
-        of: the optimizer's name.
     """
 
     def __init__(self, values: dict[str, Any], of: str) -> None:
@@ -119,23 +123,441 @@ class Defaults(dict[str, Any]):
         return super().__contains__(name)
 
 
-def require_number(name: str, value: Any) -> None:
-    """Raise if ``value`` is not a real number or a tensor."""
+class DeclaredOptimizer(Optimizer):
+    """The part of :class:`~torch_dpbayes.optim.base.PrivateOptimizer` that never sees data: its
+    arguments, their checks, and the numbers that follow from them.
+    """
+
+    # a subclass's options that may differ between groups, set before __init__ is called
+    _group_options: dict[str, Any] = {}  # noqa: RUF012
+    __signature__: ClassVar[inspect.Signature]  # help() shows it
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = _signature_of(cls)
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        _require_arguments(cls, args, options)
+        require_public(f"an argument of {cls.__name__}", [*args, *options.values()])
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | str,
+        *,
+        num_data: int,
+        expected_batch_size: float,
+        max_grad_norm: float | None = None,
+        noise_multiplier: float = 0.0,
+        temperature: float | None = None,
+        prior_std: PriorStd = 1.0,
+        prior_mean: float = 0.0,
+        log_prior: LogPrior | None = None,
+        sampling: str | None = None,
+        accountant: PrivacyAccountant | None = None,
+        generator: torch.Generator | None = None,
+        assume_independent_records: bool = False,
+    ) -> None:
+        self._derives_bound = max_grad_norm is None
+        bound = 1.0 if max_grad_norm is None else max_grad_norm  # in whose units z_L is, below
+        settings = Settings(
+            num_data, expected_batch_size, bound, noise_multiplier, temperature, sampling
+        )
+        if self._derives_bound and settings.temperature == 0:
+            raise ArgumentError(
+                "temperature=0 is plain DP-SGD: no noise is the sampler's own, so no clip norm"
+                " follows from it. Pass max_grad_norm=1.0"
+            )
+        if self._derives_bound and settings.noise_multiplier == 0:
+            raise ArgumentError(
+                "max_grad_norm is left out, and without noise none follows: pass target_epsilon to"
+                " make_private_with_epsilon, noise_multiplier=, or max_grad_norm="
+            )
+        is_free = self._derives_bound or settings.noise_multiplier == 0 or isinstance(lr, str)
+        if temperature is None and is_free:
+            settings = replace(settings, temperature=1.0)
+        if log_prior is not None and prior_std not in (1.0, math.inf):
+            raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
+        if not isinstance(assume_independent_records, bool):
+            raise ArgumentTypeError(
+                "assume_independent_records must be True or False, got"
+                f" {assume_independent_records!r}"
+            )
+        self._constants, self._log_prior = settings, log_prior
+        self.release = Release(  # what stands between batches and the noisy gradient
+            self._make_query(settings.max_grad_norm, settings.expected_batch_size),
+            num_data=num_data,
+            sampling=sampling,
+            accountant=PrivacyAccountant() if accountant is None else accountant,
+            generator=generator,
+            label=type(self).__name__,
+            assume_independent=assume_independent_records,
+        )
+        # which the free lr is a function of
+        self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
+        super().__init__(params, {"lr": self._resolved(lr, self.defaults), **self.defaults})
+        self.defaults = _Defaults(self.defaults, type(self).__name__)
+        require_used(prior_std, self.param_groups)
+        if self._derives_bound:
+            self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
+        if log_prior is not None and any("param_names" not in group for group in self.param_groups):
+            raise ArgumentError(
+                "log_prior takes parameters by name: construct the optimizer with"
+                " model.named_parameters()"
+            )
+
+    def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> ClippedSum:
+        """What a step asks of the data."""
+        return ClippedSum(max_grad_norm, expected_batch_size)
+
+    # -- the sampler's own noise: what an algorithm's file may override ----------------------------
+
+    def _friction(self, group: dict[str, Any]) -> float:
+        """a of a sampler whose own noise has the variance 2aTη/N in a step: 1 for overdamped
+        Langevin dynamics, 1 − momentum for underdamped ones. The next three follow from it; a
+        sampler of another kind overrides them.
+        """
+        return 1.0
+
+    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
+        """z_L = (B/C)·√(2aT/(ηN)) of a group whose lr η is positive."""
+        c, heat = self._constants, 2 * self._friction(group) * self._temperature_of(group)
+        scale = c.expected_batch_size / c.max_grad_norm
+        return scale * math.sqrt(heat / (group["lr"] * c.num_data))
+
+    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """ηN z²C²/(2aB²): the temperature at which the Gaussian noise alone would sample."""
+        return self._heat(group, noise_multiplier) / (2 * self._friction(group))
+
+    def _matching_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """ηN z²C²/(2TB²): the friction with which this noise samples the temperature T."""
+        return self._heat(group, noise_multiplier) / (2 * self._temperature_of(group))
+
+    def _heat(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """ηN z²C²/B²."""
+        c = self._constants
+        ratio = noise_multiplier * c.max_grad_norm / c.expected_batch_size
+        return float(group["lr"] * c.num_data * ratio**2)
+
+    def _free_lr(self, group: dict[str, Any]) -> float:
+        """The largest lr whose z_L is at least the floor, which is positive here."""
+        c = self._constants
+        ratio = c.expected_batch_size / (c.max_grad_norm * c.noise_multiplier)
+        temperature = 1.0 if c.temperature is None else c.temperature
+        return 2 * self._friction(group) * temperature * ratio**2 / c.num_data
+
+    def _temperature_of(self, group: dict[str, Any]) -> float:
+        """T of a group; without a stated one that at which z_L is the floor at the lr in force."""
+        c = self._constants
+        if c.temperature is None:
+            return self._heat(group, c.noise_multiplier) / (2 * self._friction(group))
+        return c.temperature
+
+    def _multiplier(self, group: dict[str, Any]) -> float:
+        """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a
+        floor nothing is released.
+        """
+        self._require_group(group)
+        floor = self._constants.noise_multiplier
+        return max(self._langevin(group), floor) if group["lr"] > 0 else floor or math.inf
+
+    def _langevin(self, group: dict[str, Any]) -> float:
+        if not group["lr"] > 0:
+            return math.inf
+        if self._constants.temperature is None:
+            return self._constants.noise_multiplier
+        noise_multiplier = self._group_langevin_noise_multiplier(group)
+        if not noise_multiplier < _LARGEST_NOISE_MULTIPLIER:
+            raise ArgumentError(
+                f"lr = {group['lr']} is so small that the sampler's own noise overflows (noise"
+                f" multiplier {noise_multiplier:.3g}): use a larger lr, 0 to leave the group as it"
+                " is, or temperature=0."
+            )
+        return noise_multiplier
+
+    # -- a clip norm that follows ------------------------------------------------------------------
+
+    def _set_bound(self, max_grad_norm: float) -> None:
+        """Clip to the norm that was derived, of public numbers only and before a step."""
+        self._constants = replace(self._constants, max_grad_norm=max_grad_norm)
+        self.release.query = self._make_query(max_grad_norm, self.expected_batch_size)
+        self.release.bound_from = (
+            f"clip norm {max_grad_norm:.4g}, derived from public numbers: temperature"
+            f" {self.temperature:.4g}, noise multiplier {self.noise_multiplier:.4g}, lr, batch size"
+        )
+
+    @property
+    def _derived_noise(self) -> list[float]:
+        """The noise zC that a derived clip norm makes, and what it was derived from beside lr."""
+        noise = self.noise_multiplier * self.max_grad_norm
+        return [noise, self.num_data, self.expected_batch_size, self.temperature or 0.0]
+
+    def _resume_bound(self, saved: list[float] | None) -> None:
+        """Go on with the saved run's noise zC, where lr alone may have been another when this
+        optimizer was built.
+        """
+        own, is_derived = self._derived_noise, self._derives_bound
+        if is_derived and saved and own[1:] == saved[1:] and not math.isclose(own[0], saved[0]):
+            self._set_bound(saved[0] / self.noise_multiplier)
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
+        if isinstance(lr := param_group.get("lr"), str):
+            group = {**self.defaults, **param_group}
+            param_group = {**param_group, "lr": self._resolved(lr, group)}
+        require_public("a parameter group", param_group.values())
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _require_positive("lr", group["lr"])
+            self._require_group(group)
+            for p in group["params"]:
+                if not p.is_floating_point():
+                    raise ArgumentTypeError(
+                        f"parameters must be real floating-point tensors, got {p.dtype}"
+                    )
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _require_group(self, group: dict[str, Any]) -> None:
+        """Raise unless a group's options, to which schedules write, are what they may be."""
+        if foreign := [n for n in group if n in _OPTIONS_OF_NO_GROUP and n not in self.defaults]:
+            raise ArgumentError(
+                f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its"
+                f" groups take {', '.join(self.defaults)}. Set it for all groups when the optimizer"
+                " is made."
+            )
+        require_prior_std(group)
+        _require_number("prior_mean", group["prior_mean"])
+        if not math.isfinite(group["prior_mean"]):
+            raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
+        _require_number("lr", group["lr"])
+        if not 0 <= group["lr"] < _LARGEST_LR:
+            raise ArgumentError(
+                f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
+            )
+
+    def _resolved(self, lr: float | str, group: dict[str, Any]) -> float:
+        """``lr``, which is the largest free one of the group where ``"free"`` is asked for."""
+        if not isinstance(lr, str):
+            return lr
+        if lr != "free":
+            raise ArgumentError(f'lr must be a number or "free", got {lr!r}')
+        if self._derives_bound:
+            raise ArgumentError(
+                'lr="free" follows from a clip norm, and a clip norm that is left out from lr: pass'
+                " max_grad_norm= or a number for lr"
+            )
+        if not (self.noise_multiplier > 0 and self.temperature != 0):
+            raise ArgumentError(
+                'lr="free" is where the sampler\'s own noise reaches the floor: it needs'
+                " noise_multiplier > 0 (or a target epsilon) and temperature > 0"
+            )
+        return self._free_lr(group)
+
+    def _trained_groups(self) -> list[dict[str, Any]]:
+        """Groups that are not frozen; all of them if every one is."""
+        return [
+            group for group in self.param_groups if any(p.requires_grad for p in group["params"])
+        ] or self.param_groups
+
+    def _settings(self) -> dict[str, Any]:
+        """On which the law of a release depends."""
+        return {name: getattr(self, name) for name in _NAMES}
+
+    def described(self) -> dict[str, Any]:
+        """Every constant that ranks must agree on."""
+        constants = (bool, int, float, str, type(None))
+        own = {name: v for name, v in vars(self).items() if isinstance(v, constants)}
+        return {**own, **self._settings()}
+
+    # -- public constants and reports --------------------------------------------------------------
+
+    @property
+    def accountant(self) -> PrivacyAccountant:
+        """Where every step is charged."""
+        return self.release.accountant
+
+    @property
+    def num_data(self) -> int:
+        """N, the public number of records."""
+        return self._constants.num_data
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B, the public expected batch size."""
+        return self._constants.expected_batch_size
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, the clip norm of one record's gradient, given or derived."""
+        return self._constants.max_grad_norm
+
+    @property
+    def derives_clip_norm(self) -> bool:
+        """Whether C was left out, so that it follows from lr, temperature and noise."""
+        return self._derives_bound
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z_min, the floor under the noise multiplier."""
+        return self._constants.noise_multiplier
+
+    @property
+    def temperature(self) -> float | None:
+        """T of the target ∝ exp(−U/T); None where it follows from lr, clip norm and noise, as
+        :attr:`effective_temperature`.
+        """
+        return self._constants.temperature
+
+    @property
+    def sampling(self) -> str | None:
+        """``"poisson"`` or another way in which ``make_private`` draws batches, ``"recordwise"``,
+        or None for batches of which nothing is stated.
+        """
+        return self.release.sampling
+
+    @property
+    def langevin_noise_multiplier(self) -> float:
+        """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite
+        where every lr is 0.
+        """
+        return min(self._langevin(group) for group in self._trained_groups())
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """z in force, which is what a step is charged for; the smallest over the groups."""
+        return min(self._multiplier(group) for group in self._trained_groups())
+
+    @property
+    def effective_temperature(self) -> float:
+        """Temperature of the Gaussian noise in force; the largest over the groups.
+
+        For q < 1 the minibatch noise comes on top, so this is a lower bound on the temperature of
+        the samples.
+        """
+        return max(
+            float(self._group_temperature(g, self._multiplier(g))) if g["lr"] > 0 else 0.0
+            for g in self._trained_groups()
+        )
+
+    @property
+    def free_lr(self) -> float:
+        """The largest lr at which privacy is free: the sampler's own noise reaches the floor, in
+        every group. Infinite without a floor.
+        """
+        if self.noise_multiplier == 0:
+            return math.inf
+        return min(self._free_lr(group) for group in self._trained_groups())
+
+    @property
+    def unused_noise(self) -> str:
+        """What would bring the sampler's own noise down to the floor; empty where it is not
+        larger.
+        """
+        floor, own = self.noise_multiplier, self.langevin_noise_multiplier
+        if not (math.inf > own > _WASTE * floor > 0) or self.temperature is None:
+            return ""
+        lrs = dict.fromkeys(f"{self._free_lr(group):.4g}" for group in self._trained_groups())
+        return (
+            f"max_grad_norm = {self.max_grad_norm * own / floor:.4g} (leave it out), temperature ="
+            f" {self.temperature * (floor / own) ** 2:.3g} (leave it out), or lr ="
+            f' {", ".join(lrs)}{" of the groups" if len(lrs) > 1 else ""} (lr="free")'
+        )
+
+    @property
+    def unused_floor(self) -> list[str]:
+        """A line where the sampler's own noise is larger than the one that was asked for."""
+        if not (instead := self.unused_noise):
+            return []
+        return [
+            f"noise_multiplier = {self.noise_multiplier:.4g} is only a floor: at temperature"
+            f" {self.temperature:.4g} the sampler's own noise is"
+            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. The floor would"
+            f" be used with {instead}."
+        ]
+
+    @property
+    def independence(self) -> str:
+        """How records are kept apart: ``"by construction, …"`` or ``"vouched for …"``."""
+        return self.release.independence
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        return {
+            "lr": lrs[0] if len(lrs) == 1 else lrs,
+            "noise_multiplier": self.effective_noise_multiplier,
+            "temperature": self.effective_temperature,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": self.expected_batch_size,
+            "num_data": self.num_data,
+            "sampling": self.sampling,
+            "records": self.independence,
+        }
+
+    def __repr__(self) -> str:
+        """The numbers in force, and what is spent."""
+        try:
+            numbers = self._numbers
+        except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be
+            numbers = {"invalid": str(error)}
+        return words.one_line(self, numbers, self.accountant)
+
+    def _repr_html_(self) -> str:
+        return words.html(self, self._numbers, self.accountant)
+
+
+def _signature_of(cls: type[DeclaredOptimizer]) -> inspect.Signature:
+    """The arguments of a sampler, with those that it hands on."""
+    _, *own = inspect.signature(cls.__init__).parameters.values()
+    if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
+        _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
+        names = {p.name for p in own}
+        own = [*own[:-1], *(p for p in common if p.name not in names)]
+    return inspect.Signature(own)
+
+
+def _require_arguments(
+    cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Say in plain words which arguments are missing."""
+    signature = cls.__signature__
+    try:
+        given = {*signature.bind_partial(*args, **options).arguments, *options}
+    except TypeError as error:
+        instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
+        if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
+            raise ArgumentTypeError(f"{cls.__name__} has no {line}") from None
+        raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
+    # a subclass that hands on what it is given has no names for it
+    needed = ("lr", "num_data", "expected_batch_size")
+    missing = [name for name in needed if name not in given and name in signature.parameters]
+    if missing:
+        more = [name for name in missing if name != "lr"]
+        where = " to PrivacyEngine().make_private, which knows the rest" if more else ""
+        also = f"also needs {', '.join(missing)}" if more else "needs lr"
+        raise ArgumentTypeError(
+            f"{cls.__name__} {also}: pass optimizer=partial({cls.__name__}, lr=0.1){where}"
+        )
+
+
+def _require_number(name: str, value: Any) -> None:
     if not isinstance(value, (float, int, Tensor, Real)):
         raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
 
 
-def require_positive(name: str, value: float, *, allow_infinite: bool = False) -> None:
-    """Raise if ``value`` is not a positive number."""
-    require_number(name, value)
-    if not value > 0 or (math.isinf(value) and not allow_infinite):
-        raise ArgumentError(
-            f"{name} must be positive{'' if allow_infinite else ' and finite'}, got {value}"
-        )
+def _require_positive(name: str, value: float) -> None:
+    _require_number(name, value)
+    if not 0 < value < math.inf:
+        raise ArgumentError(f"{name} must be positive and finite, got {value}")
 
 
-def require_not_negative(name: str, value: float) -> None:
-    """Raise if ``value`` is negative or not finite."""
-    require_number(name, value)
+def _require_not_negative(name: str, value: float) -> None:
+    _require_number(name, value)
     if not 0 <= value < math.inf:
         raise ArgumentError(f"{name} must be zero or positive and finite, got {value}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..noise import in_cache
-from ..release.layout import GroupGradient
+from ..release.query import GroupGradient
 from .base import PrivateOptimizer
 from .fisher_sum import FisherSum, checked_scale, congruent
 from .settings import Options

@@ -10,9 +10,9 @@ import torch
 
 from ..errors import ArgumentError
 from ..noise import in_cache
-from ..release.layout import GroupGradient
+from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options, require_number
+from .settings import Options
 
 
 class DPSGHMC(PrivateOptimizer):
@@ -108,21 +108,20 @@ class DPSGHMC(PrivateOptimizer):
     def _momentum_of(self, group: dict[str, Any]) -> float:
         """m of a group; that of a state saved before groups had one is the optimizer's."""
         momentum = group.get("momentum", self._momentum)
-        require_number("momentum", momentum)
-        if not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
+        if isinstance(momentum, str) or not 0 <= momentum < 1:
+            raise ArgumentError(f"momentum must be in [0, 1), got {momentum!r}")
         return float(momentum)
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         if not self._is_matched:
             self._momentum_of(group)
         noise_multiplier = super()._multiplier(group)
-        if self._is_matched and group["lr"] > self._free_lr() * (1 + 1e-9):
+        if self._is_matched and group["lr"] > self._free_lr(group) * (1 + 1e-9):
             friction = self._matching_friction(group, noise_multiplier)
             raise ArgumentError(
                 f"lr = {group['lr']} needs a friction of {friction:.4g} > 1 to match the privacy"
                 f" noise, which is more than temperature {self.temperature} allows. Use lr <="
-                f" {self._free_lr():.4g}, or a number for momentum and a higher temperature."
+                f" {self._free_lr(group):.4g}, or a number for momentum and a higher temperature."
             )
         return noise_multiplier
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..release.layout import GroupGradient
+from ..release.query import GroupGradient
 from .base import PrivateOptimizer
 
 
@@ -31,24 +31,43 @@ class DPSGLD(PrivateOptimizer):
         num_data: number of records N, a public constant.
         expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
             records that came.
-        max_grad_norm: clip norm C of one record's gradient of −log p. None: the one at which
-            ``noise_multiplier`` is the sampler's own noise, C = (B/z)·√(2T/(ηN)); ε then buys less
-            clipping in the place of less noise.
+        max_grad_norm: clip norm C of one record's gradient of −log p, over all parameters together;
+            at least 1e-12. None: the C at which ``noise_multiplier`` is the sampler's own noise at
+            T, with the lr that the optimizer is built with: C = C'·z_L(C')/z for any C'; of several
+            groups the smallest. ε then buys less clipping in the place of less noise. C stays when
+            a schedule changes lr, so build with the largest lr of the schedule: T holds throughout,
+            and less than the target ε is spent; above that lr T is exceeded.
         noise_multiplier: floor z_min of the noise std on the sum, in units of C.
-        temperature: T. 0 turns the sampler's own noise off, which is plain DP-SGD. None: 1, or
-            where ``max_grad_norm`` and a floor are given what they sample,
-            :attr:`effective_temperature`.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one,
-            ``"fan_in"`` for √(2/fan-in) of weights and 1 of biases and norms, or a dictionary of
-            these by the names of parameters or modules. SGD's ``weight_decay`` λ is 1/√(Nλ).
+        temperature: T of the target. 0 turns the sampler's own noise off, which is plain DP-SGD.
+            None: 1 where C is derived or there is no floor, else what the floor samples at the lr
+            in force, :attr:`effective_temperature`. With both T and C given the larger noise wins.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one;
+            ``"fan_in"`` for √(2/fan-in) of weights (parameters of two dimensions or more, whose
+            fan-in is the size of one row) and 1 of biases and norms; or a dictionary of these by
+            the name of a parameter or module, ``{"0": "fan_in", "norm": math.inf}``, of which the
+            longest that fits counts, and 1 where none does. It needs named parameters. SGD's
+            ``weight_decay`` λ is 1/√(Nλ).
         prior_mean: its mean.
-        log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
-        sampling: ``"poisson"``, ``"recordwise"`` or None, see
-            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
-        accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
-        generator: source of the noise; None: operating-system entropy.
-        assume_independent_records: you vouch for per-sample gradients that ``make_private`` did
-            not record.
+        log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs
+            named parameters. It must not look at data.
+        sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is
+            an independent Poisson draw at rate B/N, stepped on once (``PrivacyEngine.make_private``
+            sets this and verifies it). ``"recordwise"`` asserts that who is in a batch does not
+            depend on other records: whether a record is in it is a function of this record, of
+            public things, and of chance that has nothing to do with other records. A hash of the
+            record's name or its date decides like that; a shuffled loader does not. None asserts
+            only that what the records hold does not decide who is in a batch. The last two are
+            charged at sensitivity 2C without amplification, and None is refused under
+            add-or-remove-one, where one record more may change whole batches. Full batches, B = N,
+            are charged as such, and their length is checked. In every case a record is in a batch
+            at most once, which an optimizer without an engine cannot see: one that is there k times
+            (a sampler with replacement, a bootstrap) moves the sum by kC.
+        accountant: where steps are charged. None: one of its own, ``optimizer.accountant``.
+        generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret.
+            None: operating-system entropy.
+        assume_independent_records: you vouch that each per-sample gradient in ``p.grad_sample``
+            depends on one record alone. Needed for gradients that ``make_private`` did not record;
+            the accountant's summary says so.
 
     Raises:
         ValueError: an argument is out of range; the message says what would do.

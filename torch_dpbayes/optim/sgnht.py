@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..noise import in_cache
-from ..release.layout import GroupGradient
+from ..release.query import GroupGradient
 from .base import PrivateOptimizer
 from .settings import Options
 

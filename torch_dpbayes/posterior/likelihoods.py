@@ -199,7 +199,13 @@ def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
     """Means and log variances, of means in every column and a scale that may be the model's."""
     mean = _without_column(output)
     std = noise_std(model) if callable(noise_std) else noise_std
-    log_variance = 2 * torch.as_tensor(std, dtype=mean.dtype, device=mean.device).log()
+    scale = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
+    if not bool((scale > 0).all()):
+        raise SamplesError(
+            "the function given as noise_std returned a value that is not positive: it is a"
+            " standard deviation, as log_scale.exp()"
+        )
+    log_variance = 2 * scale.log()
     return torch.stack([mean, log_variance.expand_as(mean)], -1)
 
 

@@ -1,20 +1,101 @@
-"""What a step asks of the data, and what that is charged for."""
+"""What a step asks of the data, and where the numbers of one release live."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..accounting import events
-from ..accounting.accountant import PrivacyAccountant
-from ..batches.sampler import PoissonSampler
-from ..errors import ArgumentError
+from ..errors import StateError
 from ..noise import add_gaussian
 from ..per_sample.gradient_source import GradientSource
-from .layout import Layout
+
+_MANY_RECORDS = 2**14  # of a sum, from which on float32 would round by more than 10⁻³·C
+
+# a parameter group with the names and the tensors of its trainable parameters
+Member = tuple[dict[str, Any], list[str], list[Tensor]]
+
+
+class GroupGradient:
+    """One parameter group's share of a step: what an algorithm's ``_update`` gets.
+
+    Attributes:
+        group: torch's parameter group with its options.
+        names, parameters: of its trainable parameters.
+        gradient: ĝ over all of them, one flat vector; a step's update may use it up.
+        gradients: the same memory, shaped like the parameters.
+        noise_multiplier: z of this step; infinite where lr = 0 and nothing was taken from the data.
+        prior_stds: of the Gaussian prior, one for each parameter.
+        options: those of the group from which these two were computed.
+        kept: vectors that an algorithm keeps between steps, flat and by views.
+    """
+
+    def __init__(self, member: Member, gradient: Tensor) -> None:
+        self.group, self.names, self.parameters = member
+        self.gradient, self.gradients = gradient, self.views(gradient)
+        self.noise_multiplier, self.prior_stds = math.inf, list[float]()
+        self.options: list[Any] = []
+        self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def current_options(self) -> list[Any]:
+        """The group's options, numbers in place of tensors, which may be changed in place."""
+        found = []
+        for name, value in self.group.items():
+            if name != "params":
+                is_tensor = isinstance(value, Tensor)
+                plain = dict(value) if isinstance(value, dict) else value
+                found.append(value.tolist() if is_tensor else plain)
+        return found
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """``flat`` by pieces that are shaped like the parameters."""
+        pieces = flat.split([p.numel() for p in self.parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+
+class Layout:
+    """The flat buffer of one release, which holds Σ clip(g), then S, then S/B.
+
+    For several ranks it has one number more, 0 unless a rank failed after all of them had agreed to
+    take the step. Norms, sums and noise are in float64 where a parameter is or where very many
+    records are added.
+
+    Args:
+        members: the parameter groups that have trainable parameters.
+        extra_size: how many numbers are released beside the gradient.
+        records: expected number of records in a sum, which decides its precision.
+        is_shared: whether several ranks add up their buffers.
+
+    Attributes:
+        is_plain: whether all parameters have the type of the sum.
+    """
+
+    def __init__(
+        self, members: list[Member], extra_size: int, records: float, *, is_shared: bool
+    ) -> None:
+        self.parameters = [p for _, _, parameters in members for p in parameters]
+        self.names = [name for _, names, _ in members for name in names]
+        self.named = list(zip(self.names, self.parameters, strict=True))
+        types, self.device = {p.dtype for p in self.parameters}, self.parameters[0].device
+        is_wide = records >= _MANY_RECORDS or torch.float64 in types
+        self.dtype = torch.float64 if is_wide else torch.float32
+        self.is_plain = types == {self.dtype}
+        sizes = [p.numel() for p in self.parameters]
+        self.description = repr((self.names, sizes, self.dtype))
+        whole = [sum(sizes), extra_size, int(is_shared)]
+        self.buffer = torch.zeros(sum(whole), dtype=self.dtype, device=self.device)
+        self.gradient, self.extra, self.failed = self.buffer.split(whole)
+        self.pieces = list(self.gradient.split(sizes))
+        totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]
+        flats = self.gradient.split(totals)
+        self.groups = [GroupGradient(m, flat) for m, flat in zip(members, flats, strict=True)]
+
+    @property
+    def smallest_noise_multiplier(self) -> float:
+        """z that the release is charged for; infinite where nothing is taken from the data."""
+        return min(group.noise_multiplier for group in self.groups)
 
 
 class ClippedSum:
@@ -28,17 +109,18 @@ class ClippedSum:
         max_grad_norm: clip norm C of one record's gradient.
         expected_batch_size: B, by which sums are divided.
 
+    Attributes:
+        independence: how records are kept apart; empty where the source of gradients says it.
+
     **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C.
     """
+
+    independence = ""
 
     def __init__(self, max_grad_norm: float, expected_batch_size: float) -> None:
         # plain numbers, which nobody can change and no type rounds
         self.max_grad_norm = float(max_grad_norm)
         self.expected_batch_size = float(expected_batch_size)
-
-    def independence(self, source: GradientSource) -> str:
-        """How records are kept apart, in the model and in the loss."""
-        return source.independence
 
     def extra_size(self, num_parameters: int, device: torch.device) -> int:
         """How many numbers a step releases beside the gradient."""
@@ -68,91 +150,25 @@ class ClippedSum:
         return noise_multiplier
 
 
-class Charged:
-    """What a release is charged for."""
+def options_of(group: dict[str, Any]) -> list[Any]:
+    """What a parameter group may have of its own."""
+    return [group.get(name) for name in ("lr", "prior_std", "prior_mean", "momentum")]
 
-    query: ClippedSum
-    num_data: int
-    sampling: str | None
-    accountant: PrivacyAccountant
-    label: str
-    draws: PoissonSampler | None
-    _last_event: tuple[Any, tuple[events.DpEvent, float]] | None
-    _warned: bool
 
-    @property
-    def sample_rate(self) -> float:
-        """q = B/N."""
-        return self.query.expected_batch_size / self.num_data
-
-    def _is_full(self) -> bool:
-        return self.query.expected_batch_size == self.num_data
-
-    def event(
-        self, noise_multiplier: float, sampling: str | None, draws: PoissonSampler | None = None
-    ) -> events.DpEvent:
-        """The event of one step, in noise std / clip bound; the accountant turns it into
-        noise / sensitivity. Of batches that ``draws`` made it is what they say, for as many steps
-        as they are charged together.
-        """
-        z = float(noise_multiplier)
-        if z == 0.0:
-            return events.NonPrivateDpEvent()
-        z = self._equivalent(z, sampling)
-        if draws is not None and draws.scheme == "users":  # of several records each, also of all
-            return draws.event(events.GaussianDpEvent(z))
-        if self._is_full():
-            return events.GaussianDpEvent(z)
-        if draws is not None and draws.scheme != "poisson":
-            return draws.event(events.GaussianDpEvent(z))
-        if sampling == "poisson":
-            return events.PoissonSampledDpEvent(self.sample_rate, events.GaussianDpEvent(z))
-        if sampling == "recordwise":
-            return events.RecordwiseBatchGaussianDpEvent(z)
-        if self.accountant.neighboring != "replace_one":
-            raise ArgumentError(
-                "who is in these batches is not known, and one record more may change them all: use"
-                ' PrivacyEngine.make_private, PrivacyAccountant(neighboring="replace_one"), or'
-                ' sampling="recordwise" if no record\'s place depends on others.',
-                code="sampling-unknown",
-            )
-        return events.UnspecifiedBatchGaussianDpEvent(z)
-
-    def _charge(self, noise_multiplier: float, *, is_mine: bool = True) -> None:
-        """Charge the step, unless that was done with an earlier one of its pass, or, where it is
-        not ``is_mine``, by another rank.
-        """
-        event, cost = self._event_of(noise_multiplier)
-        if self.draws is not None and self.draws.is_charged(cost):
-            return
-        if is_mine:
-            self.accountant.compose(event, label=self.label)
-        if self.draws is not None:
-            self.draws.mark_charged(cost)
-
-    def _equivalent(self, noise_multiplier: float, sampling: str | None) -> float:
-        return self.query.equivalent_noise_multiplier(
-            noise_multiplier,
-            is_full=self._is_full(),
-            sampling=sampling,
-            neighboring=self.accountant.neighboring,
+def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
+    """The parameter groups of an optimizer that have trainable parameters, all on one device."""
+    members: list[Member] = []
+    for i, group in enumerate(groups):
+        given = group.get("param_names", [f"{j} of group {i}" for j in range(len(group["params"]))])
+        trainable = [
+            (name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad
+        ]
+        if trainable:
+            members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
+    if not members:
+        raise StateError("every parameter is frozen: there is nothing to sample")
+    if len({p.device for _, _, parameters in members for p in parameters}) > 1:
+        raise StateError(
+            "the parameters live on several devices; one norm per record needs them on one"
         )
-
-    def _event_of(self, noise_multiplier: float) -> tuple[events.DpEvent, float]:
-        """:meth:`event` of these steps, and the noise multiplier that it has for a clipped sum
-        alone; worked out once for as long as nothing changes.
-        """
-        made_for = (noise_multiplier, self.sampling)
-        if self._last_event is None or self._last_event[0] != made_for:
-            event = self.event(noise_multiplier, self.sampling, self.draws)
-            cost = self._equivalent(noise_multiplier, self.sampling)
-            self._last_event = made_for, (event, cost)
-            if isinstance(event, events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    "steps are charged at sensitivity 2C, without amplification: nothing is known"
-                    " of how batches are drawn, except that no record is in one twice."
-                    " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=7,
-                )
-        return self._last_event[1]
+    return members

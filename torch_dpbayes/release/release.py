@@ -1,4 +1,5 @@
-"""The one place where something of the data becomes public: collect, charge, add noise.
+"""The one place where something of the data becomes public: collect the clipped sum, check that
+nothing changed, charge, add noise.
 
 Each release is one vector and nothing else::
 
@@ -11,43 +12,49 @@ and the smallest z is charged, which bounds the release whose groups are scaled 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import is_available, is_initialized
 
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.sampler import PoissonSampler
+from ..batches.sampling_schemes import RandomAllocationSampler
 from ..distributed import STEP, Ranks, digest, require_single_process
-from ..errors import StateError, StepError
+from ..errors import ArgumentError, CheckpointError, StateError, StepError
 from ..noise import GaussianNoise
 from ..per_sample.derived import holds_records
 from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
-from .layout import Layout, trainable_members
-from .query import Charged, ClippedSum
+from .query import ClippedSum, Layout, options_of, trainable_members
+
+_log = logging.getLogger("torch_dpbayes")
+
+Settings = Callable[[], Mapping[str, Any]]
 
 
-class Release(Charged):
+class Release:
     """Everything that a private step needs between the batch and the noisy sum.
 
     Args:
         query: the sum over records that every step asks for.
         num_data, sampling, accountant, generator, assume_independent: as for
-            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`.
+            :class:`~torch_dpbayes.optim.DPSGLD`.
         label: by which the accountant's summary names the releases.
 
     Attributes:
         source: gives the batch's clipped sum.
-        draws: the Poisson draws that batches are; None where batches are the caller's.
+        draws: the draws that batches are; None where batches are the caller's.
         ranks: those that release together; None where this process is alone.
         noise: where the Gaussian comes from.
         lock: held from before :meth:`take` until its result was used. Between these the layout of a
@@ -76,19 +83,19 @@ class Release(Charged):
         self.lock = threading.RLock()
         self._assume_independent = assume_independent
         self.source: GradientSource = HooksGradientSource(is_vouched=assume_independent)
-        self.draws = None
+        self.draws: PoissonSampler | None = None
         self.ranks: Ranks | None = None
         self._fixed: FixedTensors | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
         self.bound_from = ""
-        self.watch: Callable[[Layout], None] = lambda layout: None
+        self.watch: Callable[[Layout], None] | None = None
         self.start_afresh()
 
     def start_afresh(self) -> None:
         """Forget what belongs to steps that came before."""
         self.forget_parts()
         self._pending_records, self._pending_draw = 0, -1
-        self._last_event = None
+        self._last_event: tuple[Any, events.DpEvent, float] | None = None
         self._stated = ""  # on what the accountant was told that independence of records rests
         self._compared_pass = -1  # of the loader, in which the ranks compared their histories
         self._warned = False
@@ -109,8 +116,7 @@ class Release(Charged):
         """Take gradients from ``source`` from now on, and compare every step with the ``draws`` and
         the ``fixed`` tensors. ``is_alone``: other ranks have nothing to do with it.
         """
-        self.source, self.draws = source, draws
-        self._fixed = fixed
+        self.source, self.draws, self._fixed = source, draws, fixed
         self.ranks, self._is_alone = draws.ranks, is_alone
         self.sampling = draws.scheme
         self._last_event = None  # of other draws
@@ -134,14 +140,10 @@ class Release(Charged):
         new.start_afresh()
         return new
 
-    def together(self) -> AbstractContextManager[None]:
-        """What goes wrong inside on one rank is an error on all."""
-        return nullcontext() if self.ranks is None else self.ranks.reporting()
-
     @property
     def independence(self) -> str:
         """How records are kept apart, in the model and in the loss."""
-        return self.query.independence(self.source)
+        return self.query.independence or self.source.independence
 
     def layout_of(self, groups: list[dict[str, Any]]) -> Layout:
         """A buffer for what these parameter groups release, in a new sum."""
@@ -156,7 +158,7 @@ class Release(Charged):
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def take(self, layout: Layout, settings: Callable[[], Mapping[str, Any]], norm: float) -> bool:
+    def take(self, layout: Layout, settings: Settings, norm: float) -> bool:
         """Collect the batch, charge, and leave S/B in ``layout``.
 
         Args:
@@ -167,12 +169,14 @@ class Release(Charged):
         Returns:
             False while parts of the draw are outstanding; nothing is released then.
         """
-        if self.ranks is None and not self._is_alone:
+        if self.ranks is None and not self._is_alone and is_available() and is_initialized():
             require_single_process()
         if not self._collect(layout):
             return False
-        self._require_unchanged()
-        smallest = layout.smallest_noise_multiplier
+        if self._fixed is not None:
+            self._fixed.require_unchanged()
+        self.source.require_unchanged()
+        smallest = min([group.noise_multiplier for group in layout.groups])
         if math.isfinite(smallest):
             self.noise.require_usable(layout.device)
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)
@@ -180,44 +184,37 @@ class Release(Charged):
             layout.buffer.zero_()
         elif self.ranks is None:
             self._charge(smallest)
-            stream = self.noise.next_stream(layout.device, _hidden(layout, settings))
+            stream = self.noise.next_stream(layout.device, self._hidden(layout, settings))
             self.query.add_noise(layout, smallest, stream)
         else:
             self._take_together(layout, settings, smallest, others, self.ranks)
-        self._retire()
-        self.watch(layout)
+        if self.draws is not None:
+            self.draws.mark_used()
+        if (independence := self.query.independence or self.source.independence) != self._stated:
+            self.accountant.note(f"{self.label}: records are kept apart {independence}")
+            if self.bound_from:
+                self.accountant.note(f"{self.label}: {self.bound_from}")
+            self._stated = independence
+        if self.watch is not None:
+            self.watch(layout)
         return True
 
     def _collect(self, layout: Layout) -> bool:
-        """Add Σ clip(g_i) of the batch to the buffer; False while parts of the draw are
-        outstanding.
+        """Add Σ clip(g_i) of the batch to the buffer, every record once; False while parts of the
+        draw are outstanding.
         """
-        is_last = True
-        if self.draws is not None:
-            is_last = self.draws.use()
-            # parts of another draw never join this one
-            if self.draws.draw != self._pending_draw:
-                self._is_pending, self._pending_draw = False, self.draws.draw
+        is_last, draws = True, self.draws
+        if draws is not None:
+            is_last = draws.use()
+            if draws.draw != self._pending_draw:  # parts of another draw never join this one
+                self._is_pending, self._pending_draw = False, draws.draw
         if not self._is_pending:
             layout.buffer.zero_()
             self._is_pending, self._pending_records = True, 0
         records = self.query.collect(self.source, layout)
         self._pending_records += records
-        self._require_whole(records, self._pending_records if is_last else None)
-        if is_last:
-            self._is_pending = False
-        return is_last
-
-    def _require_unchanged(self) -> None:
-        """Fixed tensors, and what runs on whole batches, are as they were."""
-        if self._fixed is not None:
-            self._fixed.require_unchanged()
-        self.source.require_unchanged()
-
-    def _require_whole(self, records: int, total: int | None) -> None:
-        """Every record of the delivered batch came once; ``total``: of a draw that it completes."""
-        if self.draws is not None:
-            if records != self.draws.part_size or total not in (None, self.draws.size):
+        if draws is not None:
+            if records != draws.part_size or (is_last and self._pending_records != draws.size):
                 raise StepError(
                     "the gradients of this step are not those of the batch that the private loader"
                     " delivered, every record once: pass each batch whole through the model once,"
@@ -226,32 +223,95 @@ class Release(Charged):
                 )
         # neighbouring data sets may be one record longer or shorter, and must not be told apart by
         # an error
-        elif self._is_full() and abs(records - self.num_data) > 1:
+        elif self.sample_rate == 1 and abs(records - self.num_data) > 1:
             raise StateError(
                 f"expected_batch_size = num_data = {self.num_data} declares full batches, but this"
                 " batch is not all of the data: state the batch size, or use"
                 " PrivacyEngine.make_private.",
                 code="sampling-unknown",
             )
+        self._is_pending = not is_last
+        return is_last
 
-    def _retire(self) -> None:
-        """The draw is used up; the accountant hears on what its charge rests."""
-        if self.draws is not None:
-            self.draws.mark_used()
-        if (independence := self.independence) != self._stated:
-            self._state(self.label, independence)
-            if self.bound_from:
-                self.accountant.note(f"{self.label}: {self.bound_from}")
-            self._stated = independence
+    def _hidden(self, layout: Layout, settings: Settings) -> Iterable[Tensor | str]:
+        """All that a release is made of, on which a stream of the caller's generator depends."""
+        if self.noise.generator is None:
+            return ()
+        multipliers = [group.noise_multiplier for group in layout.groups]
+        return (repr((settings(), multipliers)), layout.buffer, *layout.parameters)
 
-    def _state(self, label: str, independence: str) -> None:
-        self.accountant.note(f"{label}: records are kept apart {independence}")
+    # -- the charge --------------------------------------------------------------------------------
+
+    @property
+    def sample_rate(self) -> float:
+        """q = B/N."""
+        return self.query.expected_batch_size / self.num_data
+
+    def event(
+        self, noise_multiplier: float, sampling: str | None, draws: PoissonSampler | None = None
+    ) -> events.DpEvent:
+        """The event of one step, in noise std / clip bound; the accountant turns it into
+        noise / sensitivity. Of batches that ``draws`` made it is what they say, for as many steps
+        as they are charged together.
+        """
+        if noise_multiplier == 0.0:
+            return events.NonPrivateDpEvent()
+        gaussian = events.GaussianDpEvent(self._cost(noise_multiplier, sampling))
+        if draws is not None and draws.scheme == "users":  # of several records each, also of all
+            return draws.event(gaussian)
+        if self.sample_rate == 1:
+            return gaussian
+        if draws is not None and draws.scheme != "poisson":
+            return draws.event(gaussian)
+        if sampling == "poisson":
+            return events.PoissonSampledDpEvent(self.sample_rate, gaussian)
+        if sampling == "recordwise":
+            return events.RecordwiseBatchGaussianDpEvent(gaussian.noise_multiplier)
+        if self.accountant.neighboring != "replace_one":
+            raise ArgumentError(
+                "who is in these batches is not known, and one record more may change them all: use"
+                ' PrivacyEngine.make_private, PrivacyAccountant(neighboring="replace_one"), or'
+                ' sampling="recordwise" if no record\'s place depends on others.',
+                code="sampling-unknown",
+            )
+        return events.UnspecifiedBatchGaussianDpEvent(gaussian.noise_multiplier)
+
+    def _cost(self, noise_multiplier: float, sampling: str | None) -> float:
+        """The noise multiplier that a clipped sum alone would have at the same cost."""
+        return self.query.equivalent_noise_multiplier(
+            float(noise_multiplier),
+            is_full=self.sample_rate == 1,
+            sampling=sampling,
+            neighboring=self.accountant.neighboring,
+        )
+
+    def _charge(self, noise_multiplier: float, *, is_mine: bool = True) -> None:
+        """Charge the step, unless that was done with an earlier one of its pass, or, where it is
+        not ``is_mine``, by another rank. The event is worked out once while nothing changes.
+        """
+        made_for, draws = (noise_multiplier, self.sampling), self.draws
+        if self._last_event is None or self._last_event[0] != made_for:
+            event = self.event(noise_multiplier, self.sampling, draws)
+            self._last_event = made_for, event, self._cost(*made_for)
+            if isinstance(event, events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "steps are charged at sensitivity 2C, without amplification: nothing is known"
+                    " of how batches are drawn, except that no record is in one twice."
+                    " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
+                    stacklevel=5,
+                )
+        _, event, cost = self._last_event
+        if isinstance(draws, RandomAllocationSampler) and draws.is_charged(cost):
+            return
+        if is_mine:
+            self.accountant.compose(event, label=self.label)
+        if isinstance(draws, RandomAllocationSampler):
+            draws.mark_charged(cost)
 
     # -- several ranks -----------------------------------------------------------------------------
 
-    def _agree(
-        self, layout: Layout, settings: Callable[[], Mapping[str, Any]], norm: float, ranks: Ranks
-    ) -> list[str]:
+    def _agree(self, layout: Layout, settings: Settings, norm: float, ranks: Ranks) -> list[str]:
         """See that all ranks take the same step; what the noise has to hide of the others, if
         it comes from a generator of the caller's.
         """
@@ -282,7 +342,7 @@ class Release(Charged):
     def _take_together(
         self,
         layout: Layout,
-        settings: Callable[[], Mapping[str, Any]],
+        settings: Settings,
         smallest: float,
         others: list[str],
         ranks: Ranks,
@@ -292,7 +352,7 @@ class Release(Charged):
         try:
             # a ledger is charged by rank 0, in memory every rank keeps a record
             self._charge(smallest, is_mine=ranks.rank == 0 or self.accountant.path is None)
-            hides = [*others, *_hidden(layout, settings)] if ranks.rank == 0 else ()
+            hides = [*others, *self._hidden(layout, settings)] if ranks.rank == 0 else ()
             stream = self.noise.next_stream(layout.device, hides)
             self.query.add_noise(layout, smallest, stream if ranks.rank == 0 else None)
         except Exception as reason:
@@ -304,10 +364,6 @@ class Release(Charged):
             ranks.raise_together(error)
 
     # -- a count beside the steps ------------------------------------------------------------------
-
-    def is_of(self, source: GradientSource | None, draws: PoissonSampler) -> bool:
-        """Whether it was made private together with these."""
-        return source is not None and self.source is source and self.draws is draws
 
     def share_of(
         self, noise_multiplier: float, bound: float, norms_of: Callable[[], Tensor], label: str
@@ -322,16 +378,15 @@ class Release(Charged):
         if self._fixed is not None:
             self._fixed.begin()
         norms = norms_of()
-        self._require_unchanged()
+        if self._fixed is not None:
+            self._fixed.require_unchanged()
+        self.source.require_unchanged()
         self.noise.require_usable(norms.device)
-        gaussian = events.GaussianDpEvent(float(noise_multiplier))
-        event = (
-            gaussian
-            if self._is_full()
-            else events.PoissonSampledDpEvent(self.sample_rate, gaussian)
-        )
+        event: events.DpEvent = events.GaussianDpEvent(float(noise_multiplier))
+        if self.sample_rate < 1:
+            event = events.PoissonSampledDpEvent(self.sample_rate, event)
         self.accountant.compose(event, label=label)
-        self._state(label, self.independence)
+        self.accountant.note(f"{label}: records are kept apart {self.independence}")
         total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
         hides: Iterable[Tensor | str] = (repr((bound, noise_multiplier)), norms)
         noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
@@ -339,27 +394,69 @@ class Release(Charged):
         share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / batch
         return float(share.clamp(0.0, 1.0))
 
+    # -- checkpoints -------------------------------------------------------------------------------
 
-def options_of(group: dict[str, Any]) -> list[Any]:
-    """What a parameter group may have of its own."""
-    return [group.get(name) for name in ("lr", "prior_std", "prior_mean", "momentum")]
+    def state_dict(self) -> dict[str, Any]:
+        """The accountant's history, and the streams of noise and sampling if the caller passed
+        ``generator=``.
+        """
+        saved: dict[str, Any] = {
+            "accountant": self.accountant.state_dict(),
+            "independence": self.independence,
+        }
+        if self.noise.generator is not None:
+            saved["noise"] = self.noise.generator.get_state()
+        if self.draws is not None and self.draws.has_user_generator:
+            saved["sampler"] = self.draws.position()
+        return saved
 
+    def resume_charges(self, saved: Mapping[str, Any]) -> None:
+        """See that the accountant holds what the saved run was charged; an empty one takes it over.
 
-def _hidden(layout: Layout, settings: Callable[[], Mapping[str, Any]]) -> Iterator[Tensor | str]:
-    """All that a release is made of."""
-    yield repr((settings(), [group.noise_multiplier for group in layout.groups]))
-    yield layout.buffer
-    yield from layout.parameters
+        Raises:
+            ValueError: it does not, or the saved run's batches would be drawn again.
+        """
+        draws = self._drawn_again(saved)
+        if draws is not None:
+            draws.require_position(saved["sampler"])
+        accountant, releases = self.accountant, len(self.accountant)
+        charged = sum(int(count) for _, count, *_ in saved["accountant"]["history"])
+        speaks = self.ranks is None or self.ranks.rank == 0
+        # another rank's state names the job of rank 0, which looks closer and adds the noise
+        if speaks or accountant.path is not None or releases < charged:
+            accountant.resume(saved["accountant"])
+            if speaks and accountant.path is None and not releases and len(accountant):
+                _log.warning(
+                    "resumed with an accountant in memory: what was released after this state was"
+                    " saved, or from another copy of it, is not counted."
+                    " PrivacyAccountant(path=...) counts all of them."
+                )
+        if draws is not None and len(accountant) > charged:
+            raise CheckpointError(
+                "the accountant was charged after this state was saved, and the DataLoader's"
+                " generator= would draw those batches again, for releases with other noise: leave"
+                " it out."
+            )
 
+    def resume_streams(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the saved run's random numbers, where they are the caller's."""
+        self.start_afresh()
+        if "noise" in saved and self.noise.generator is not None:
+            self.noise.generator.set_state(saved["noise"])
+        if (draws := self._drawn_again(saved)) is not None:
+            draws.resume(saved["sampler"])
 
-def _bits_of(value: Tensor | str) -> int:
-    """64 bits of a hash."""
-    return int.from_bytes(digest([value], size=8), "little", signed=True)
+    def _drawn_again(self, saved: Mapping[str, Any]) -> PoissonSampler | None:
+        """The draws, where they go on from the saved ones."""
+        is_seeded = self.draws is not None and self.draws.has_user_generator
+        return self.draws if is_seeded and "sampler" in saved else None
 
 
 def require_public(what: str, values: Iterable[Any]) -> None:
     """Refuse values of a batch among those that a step uses beside the noisy gradient."""
     for value in values:
+        if value is None or isinstance(value, (float, int, str, list)):  # nearly all of them
+            continue
         if isinstance(value, Mapping):
             require_public(what, value.values())
         elif isinstance(value, torch.Tensor) and holds_records(value):
@@ -368,3 +465,8 @@ def require_public(what: str, values: Iterable[Any]) -> None:
                 " without clipping and noise. Use public values, or what opt.step() released",
                 code="model-written",
             )
+
+
+def _bits_of(value: Tensor | str) -> int:
+    """64 bits of a hash."""
+    return int.from_bytes(digest([value], size=8), "little", signed=True)
