@@ -22,7 +22,7 @@ from torch_dpbayes.noise_aware import (
     posterior_for_module,
     sufficient_statistics,
 )
-from torch_dpbayes.noise_aware.budget import total_multiplier
+from torch_dpbayes.accounting.calibration import total_multiplier
 
 DOUBLE = torch.float64
 RELATIONS = ("add_or_remove_one", "replace_one")

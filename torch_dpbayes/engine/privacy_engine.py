@@ -255,6 +255,7 @@ class PrivacyEngine:
         target_delta: float,
         epochs: int,
         additional_epsilon: float | None = None,
+        calibrate: float | None = None,
         **options: Unpack[Options[ModuleT]],
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
@@ -272,6 +273,9 @@ class PrivacyEngine:
             epochs: passes over the loader.
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
+            calibrate: the share of the target, as 0.02, that the noise leaves room for:
+                :meth:`.PosteriorSamples.calibrate` takes it with the returned loader, and charges
+                it then. The share is of 1/z², z that of one Gaussian release of the whole target.
             options: all arguments of :meth:`make_private` but ``noise_multiplier``.
 
         Raises:
@@ -288,6 +292,7 @@ class PrivacyEngine:
                 target_delta=target_delta,
                 epochs=epochs,
                 additional_epsilon=additional_epsilon,
+                calibrate=calibrate,
             )
             return self._made_private(settings)
 
@@ -298,6 +303,7 @@ class PrivacyEngine:
         target_delta: float | None = None,
         target_epsilon: float | None = None,
         additional_epsilon: float | None = None,
+        calibrate: float | None = None,
         **options: Unpack[Options[Any]],
     ) -> Plan:
         """What :meth:`make_private` (or, with ``target_epsilon``,
@@ -311,6 +317,7 @@ class PrivacyEngine:
             target_delta=target_delta,
             target_epsilon=target_epsilon,
             additional_epsilon=additional_epsilon,
+            calibrate=calibrate,
         )
         return planned(settings, self._accountant, self._ranks)
 

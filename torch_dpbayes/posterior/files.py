@@ -16,7 +16,7 @@ from ..errors import ArgumentTypeError, CheckpointError, SamplesError, StateErro
 from .outputs import difference_of
 
 if TYPE_CHECKING:
-    from .samples import _Chain
+    from .chain import Chain
 
 _FILE_FORMAT = "torch_dpbayes.PosteriorSamples"
 _FILE_VERSION = 1
@@ -60,7 +60,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def to_arviz(chains: Sequence[_Chain]) -> Any:
+def to_arviz(chains: Sequence[Chain]) -> Any:
     """The samples of several chains as ArviZ's data structure."""
     try:
         import arviz

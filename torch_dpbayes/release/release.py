@@ -110,6 +110,7 @@ class Release(Charged):
         the ``fixed`` tensors. ``is_alone``: other ranks have nothing to do with it.
         """
         self.source, self.draws = source, draws
+        draws.accountant = self.accountant
         self._fixed = fixed
         self.ranks, self._is_alone = draws.ranks, is_alone
         self.sampling = draws.scheme
