@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .models import Constants
+from .models import Constants, LinearPredictor
 
 FAMILIES = ("bernoulli", "gaussian", "poisson")
 
@@ -186,6 +186,13 @@ class GLM:
         x = self.features(features)
         u = x @ draw["weights"].to(x)
         return {"bernoulli": u.sigmoid, "gaussian": u.clone, "poisson": u.exp}[self._family]()
+
+    def module(self, num_features: int) -> LinearPredictor:
+        """The linear predictor as a network of one parameter, ``weights`` ``[num_features]``: with
+        it :meth:`.PosteriorSamples.from_draws` predicts as "bernoulli", or as "normal" with
+        ``noise_std``; rates by ``predict(..., torch.exp)``.
+        """
+        return LinearPredictor((num_features,), self.features)
 
     # --- what certificates ask --------------------------------------------------------------------
 

@@ -98,8 +98,7 @@ def estimate(score: Callable[[float], float], total: float) -> float:
     noise, mean = GaussianNoise(), 0.0
     log_density = -(_T**2) / (2 * _STD**2) + 0.0 * _J
     for z in multipliers(total):
-        xi = noise.standard_normal(1, dtype=torch.float64, device=torch.device("cpu"))
-        released = score(mean) + z * float(xi)
+        released = _released(score(mean), z, noise)
         distance = mean - _T
         variance = z**2 + (_J * (distance**2 + _SPACING)) ** 2  # no finer than the grid
         error = released - _J * (1 - np.exp(2 * distance)) / 2
@@ -107,6 +106,12 @@ def estimate(score: Callable[[float], float], total: float) -> float:
         weights = np.exp(log_density - log_density.max())
         mean = float((weights * _T).sum() / weights.sum())
     return mean
+
+
+def _released(total: float, multiplier: float, noise: GaussianNoise) -> float:
+    """The sum with its noise."""
+    xi = noise.standard_normal(1, dtype=torch.float64, device=torch.device("cpu"))
+    return total + multiplier * float(xi)
 
 
 def score_of(likelihood: Likelihood, compact: Tensor, y: Tensor) -> Callable[[float], float]:

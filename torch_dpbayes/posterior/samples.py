@@ -105,33 +105,43 @@ class PosteriorSamples(Chain):
     @classmethod
     def from_draws(
         cls,
-        draws: Mapping[str, Tensor],
+        draws: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
         *,
         noise_std: NoiseStd | None = None,
     ) -> Self:
         """Samples that another method drew, for predictions.
 
+        The names are those of a network's trainable parameters: a ``nn.Module`` that
+        ``OnePosteriorSample.for_module`` or ``noise_aware.posterior_for_module`` took,
+        :meth:`.GLM.module` or :meth:`.Softmax.module`, or the network that a Pyro model has, of
+        whose guide ``[guide() for _ in range(100)]`` are draws.
+
         Args:
-            draws: by parameter name, ``[draws, ...]``, at least two.
+            draws: by parameter name, ``[draws, ...]``; or draw by draw, a list of them.
             likelihood, noise_std: of the class.
 
         Raises:
-            ValueError: the numbers of draws differ, or there are fewer than two.
+            ValueError: there is no draw, or the numbers of draws differ.
 
         **Privacy**: post-processing of the draws.
         """
-        counts = {len(value) for value in draws.values()}
-        if len(counts) != 1 or min(counts) < 2:
+        if isinstance(draws, Mapping):
+            counts = {len(value) for value in draws.values()}
+            kept = [
+                {name: v[k] for name, v in draws.items()} for k in range(min(counts, default=0))
+            ]
+        else:
+            kept = [{name: v.detach() for name, v in draw.items()} for draw in draws]
+            counts = {len(kept)}
+        if not kept or len(counts) != 1:
             raise ArgumentError(
-                "draws must hold the same number of draws, two or more, of every parameter along"
-                " dimension 0."
+                "draws must hold the same number of draws, one or more, of every parameter along"
+                " dimension 0, or be a list of draws."
             )
-        (count,) = counts
-        found = cls(likelihood, burn_in=0, max_samples=count, noise_std=noise_std)
-        found._samples = [{name: v[k] for name, v in draws.items()} for k in range(count)]
-        found._shapes = {name: v.shape[1:] for name, v in draws.items()}
-        found._num_collected = count
+        found = cls(likelihood, burn_in=0, max_samples=max(2, len(kept)), noise_std=noise_std)
+        found._samples, found._num_collected = kept, len(kept)
+        found._shapes = found.shapes()
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
