@@ -7,12 +7,13 @@ under :math:`p_T(\cdot \mid x)`; for a normal target with the predictive distrib
 is :math:`6 (F(y) - \frac12)^2 - \frac12`. Their sum is released a few times, each time at the mean
 of what is known by then:
 
-.. math:: \tilde S_k = \sum_i \psi_i(t_k) + z_k \xi_k, \qquad
-          \tilde S_k \sim N\Big(\frac J2 (1 - e^{2(t_k - t)}), z_k^2 + J^2 (t_k - t)^4\Big)
+.. math:: \tilde S_k = \sum_i \psi_i(t_k) + z_k \xi_k = \frac J2 (1 - e^{2(t_k - t)}) + \sqrt J
+          \xi + J (t_k - t)^2 \xi'_k + z_k \xi''_k
 
 for t = log T, or log of the factor of a noise scale. How many records count, J, is as unknown as t.
-The mean is the shape that scores of networks have (a prediction that is far too sure loses by a
-bounded score); the second part of the variance is what that shape may be wrong by.
+The first term is the shape that scores of networks have: one that is far too sure loses no more
+than a bounded score. The records are a sample, of variance at most J (a clipped slope ψ has Var ψ ≤
+Cov(ψ, slope) = J), in common to all releases; the third is what the shape may be wrong by.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..batches.poisson_loader import PoissonLoader
 from ..distributed import require_single_process
 from ..errors import ArgumentError, SamplesError
 from ..noise import GaussianNoise
-from .likelihoods import Likelihood
+from .likelihoods import Likelihood, Normal
 
 # of the budget from one release to the next: the first ones only serve to arrive
 _RELEASES, _GROWTH = 5, 1.8
@@ -96,13 +97,19 @@ def estimate(score: Callable[[float], float], total: float) -> float:
     **Privacy.** Releases what :func:`event_of` says; the caller has charged it.
     """
     noise, mean = GaussianNoise(), 0.0
-    log_density = -(_T**2) / (2 * _STD**2) + 0.0 * _J
+    # of the errors r_k and their own variances d_k, with J in common: Σ 1/d, Σ r/d, and
+    # Σ r²/d + log d
+    ones, errors, squares = (np.zeros((len(_T), _J.size)) for _ in range(3))
     for z in multipliers(total):
         released = _released(score(mean), z, noise)
         distance = mean - _T
         variance = z**2 + (_J * (distance**2 + _SPACING)) ** 2  # no finer than the grid
         error = released - _J * (1 - np.exp(2 * distance)) / 2
-        log_density = log_density - error**2 / (2 * variance) - np.log(variance) / 2
+        ones += 1 / variance
+        errors += error / variance
+        squares += error**2 / variance + np.log(variance)
+        common = 1 + _J * ones
+        log_density = (_J * errors**2 / common - squares - np.log(common) - (_T / _STD) ** 2) / 2
         weights = np.exp(log_density - log_density.max())
         mean = float((weights * _T).sum() / weights.sum())
     return mean
@@ -122,9 +129,10 @@ def score_of(likelihood: Likelihood, compact: Tensor, y: Tensor) -> Callable[[fl
         compact: ``[n, ...]``, what it needs of them.
         y: the targets, ``[n]`` or ``[n, 1]``.
     """
-    if y.numel() != len(compact):
+    dimensions = 3 if isinstance(likelihood, Normal) else 2  # of samples' moments; of classes
+    if compact.dim() != dimensions or y.numel() != len(compact):
         raise SamplesError(
-            f"calibrate is for one target a record, got targets of shape {list(y.shape)[1:]} each"
+            "calibrate is for one target a record; model or batches give several for each"
         )
     targets = y.reshape(-1).to(compact)
 

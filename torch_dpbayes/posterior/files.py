@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import uuid
 from collections.abc import Sequence
@@ -102,13 +101,6 @@ def to_arviz(chains: Sequence[Chain]) -> Any:
                 " thin and max_samples, as often."
             )
     posterior = {name: np.stack([chain.draws_of(name) for chain in chains]) for name in shapes}
-    for i, j in itertools.combinations(range(len(chains)), 2):
-        if all(np.array_equal(of_chain[i], of_chain[j]) for of_chain in posterior.values()):
-            raise SamplesError(
-                f"Chains {i + 1} and {j + 1} are the same samples: counted twice, they would"
-                " look converged and worth twice as many draws. Pass runs of their own, each"
-                " with a PosteriorSamples of its own."
-            )
     if int(arviz.__version__.split(".")[0]) < 1:
         return arviz.from_dict(posterior=posterior)
     return arviz.from_dict({"posterior": posterior})

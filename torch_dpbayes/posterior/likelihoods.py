@@ -96,45 +96,10 @@ class Likelihood(ABC):
         return torch.cat(found).logsumexp(0) - math.log(size)
 
 
-class _Discrete(Likelihood):
-    r"""Classes, whose average prediction is tempered: :math:`p_T(y) \propto p(y)^{1/T}`."""
-
-    @abstractmethod
-    def of_average(self, groups: Iterator[Tensor], size: int) -> Tensor:
-        """The form of the average over ``size`` samples."""
-
-    @abstractmethod
-    def log_probabilities(self, form: Tensor) -> Tensor:
-        """Of each class, in a last dimension."""
-
-    def tempered(self, groups: Iterator[Tensor], size: int) -> tuple[Iterator[Tensor], int]:
-        if self.temperature == 1.0:
-            return groups, size
-        first = next(groups)
-        form = self.of_average(itertools.chain([first], groups), size) / self.temperature
-        return iter([self.form(form)[None].to(first.dtype)]), 1
-
-    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
-        found = self.log_probabilities(self.of_average(groups, size))
-        if found.dim() != 2:
-            raise SamplesError(
-                f"a record has {found[0, ..., 0].numel()} targets: calibrate is for one target a"
-                " record"
-            )
-        return found
-
-    def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
-        log_p = (compact / math.exp(t)).clamp_min(_LEAST_LOG)
-        p = torch.softmax(log_p, -1)
-        slope = (p * log_p).sum(-1, keepdim=True) - log_p
-        bounded = slope.clamp(-0.5, 0.5)
-        is_class = (y >= 0) & (y < p.shape[-1]) & (y == y.round())
-        chosen = bounded.gather(-1, torch.where(is_class, y, 0).long()[:, None])[:, 0]
-        return torch.where(is_class, chosen - (p * bounded).sum(-1), 0.0)
-
-
-class Categorical(_Discrete):
-    """Scores of classes in the last dimension."""
+class Categorical(Likelihood):
+    r"""Scores of classes in the last dimension; the form has log probabilities. The average
+    prediction is tempered, :math:`p_T(y) \propto p(y)^{1/T}`.
+    """
 
     def form(self, output: Tensor) -> Tensor:
         if output.dim() < 2 or output.shape[-1] < 2:
@@ -156,41 +121,41 @@ class Categorical(_Discrete):
         return form.gather(-1, labels)[..., 0].reshape(*form.shape[:2], -1)
 
     def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        return entropies((group.exp() for group in groups), size)
+        average = entropy = torch.zeros(())
+        for group in groups:
+            p = group.to(torch.promote_types(group.dtype, torch.float32)).exp()
+            average = average.to(p.device) + p.sum(0) / size
+            entropy = entropy.to(p.device) + torch.special.entr(p).sum((0, -1)) / size
+        return torch.special.entr(average).sum(-1), entropy
 
-    def of_average(self, groups: Iterator[Tensor], size: int) -> Tensor:
+    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
         return torch.cat([group.double() for group in groups]).logsumexp(0) - math.log(size)
 
-    def log_probabilities(self, form: Tensor) -> Tensor:
-        return form
+    def tempered(self, groups: Iterator[Tensor], size: int) -> tuple[Iterator[Tensor], int]:
+        if self.temperature == 1.0:
+            return groups, size
+        first = next(groups)
+        log_p = self.compact(itertools.chain([first], groups), size) / self.temperature
+        return iter([torch.log_softmax(log_p, -1)[None].to(first.dtype)]), 1
+
+    def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
+        log_p = (compact / math.exp(t)).clamp_min(_LEAST_LOG)
+        p = torch.softmax(log_p, -1)
+        bounded = ((p * log_p).sum(-1, keepdim=True) - log_p).clamp(-0.5, 0.5)
+        is_class = (y >= 0) & (y < p.shape[-1]) & (y == y.round())
+        chosen = bounded.gather(-1, torch.where(is_class, y, 0).long()[:, None])[:, 0]
+        return torch.where(is_class, chosen - (p * bounded).sum(-1), 0.0)
 
 
-class Bernoulli(_Discrete):
-    """One logit for each target that is 0 or 1."""
+class Bernoulli(Categorical):
+    """One logit for each target that is 0 or 1: two classes, of which the second is predicted."""
 
     def form(self, output: Tensor) -> Tensor:
-        return _without_column(output)
+        logit = _without_column(output)
+        return nn.functional.logsigmoid(torch.stack([-logit, logit], -1))
 
     def point(self, form: Tensor) -> Tensor:
-        return form.sigmoid()
-
-    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
-        y = _without_column(y)
-        _require_shape(y, form.shape[1:])
-        _require_between(y, 1)
-        return nn.functional.logsigmoid(torch.where(y.bool(), form, -form))[..., None]
-
-    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        both = (torch.stack([group.sigmoid(), (-group).sigmoid()], -1) for group in groups)
-        return entropies(both, size)
-
-    def of_average(self, groups: Iterator[Tensor], size: int) -> Tensor:
-        logits = torch.cat([group.double() for group in groups])
-        one, zero = (nn.functional.logsigmoid(sign * logits).logsumexp(0) for sign in (1, -1))
-        return one - zero
-
-    def log_probabilities(self, form: Tensor) -> Tensor:
-        return nn.functional.logsigmoid(torch.stack([-form, form], -1))
+        return form[..., 1].exp()
 
 
 class Normal(Likelihood):
@@ -224,13 +189,7 @@ class Normal(Likelihood):
     def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
         if self._is_mean:
             raise SamplesError(_NO_NOISE)
-        form = torch.cat(list(groups)).double().transpose(0, 1)
-        if form.dim() != 3:
-            raise SamplesError(
-                f"a record has {form[0, 0, ..., 0].numel()} targets: calibrate is for one target a"
-                " record"
-            )
-        return form
+        return torch.cat(list(groups)).double().transpose(0, 1)
 
     def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
         mean, log_variance = compact.unbind(-1)
@@ -315,22 +274,6 @@ def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
     std = noise_std(model) if callable(noise_std) else noise_std
     log_variance = 2 * torch.as_tensor(std, dtype=mean.dtype, device=mean.device).log()
     return torch.stack([mean, log_variance.expand_as(mean)], -1)
-
-
-def entropies(groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-    """Entropy of the average of ``size`` distributions, and average of their entropies."""
-    average = entropy = torch.zeros(())
-    for group in groups:
-        group = group.to(torch.promote_types(group.dtype, torch.float32))
-        if not ((group.sum(-1) - 1).abs() < 0.01).all() or not (group >= 0).all():
-            raise SamplesError(
-                "The transformed output is not a probability distribution over its last"
-                " dimension. Pass a transform that makes it one: softmax (the default) for"
-                " scores, torch.exp for log-probabilities."
-            )
-        average = average.to(group.device) + group.sum(0) / size
-        entropy = entropy.to(group.device) + torch.special.entr(group).sum((0, -1)) / size
-    return torch.special.entr(average).sum(-1), entropy
 
 
 def _mixture_quantiles(mean: Tensor, std: Tensor, quantiles: Sequence[float]) -> Tensor:

@@ -22,7 +22,6 @@ from .chain import Chain
 from .likelihoods import (
     Likelihood,
     NoiseStd,
-    entropies,
     forgotten_noise_std,
     likelihood_of,
     require_likelihood,
@@ -355,56 +354,36 @@ class PosteriorSamples(Chain):
         return result
 
     def predictive_entropy(
-        self,
-        model: nn.Module,
-        x: Inputs,
-        transform: Transform | Literal["likelihood"] = "likelihood",
-        *,
-        forward: Forward | None = None,
+        self, model: nn.Module, x: Inputs, *, forward: Forward | None = None
     ) -> Tensor:
         r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid
         x,\theta_s)]`, in nats: noise in the label as well as doubt about the parameters. One number
         a target, ``[n, ...]``; of a normal target the differential entropy, by quadrature.
 
-        Arguments and errors of :meth:`predict`; a ``transform`` of your own has to make
-        probabilities over the last dimension.
+        Arguments and errors of :meth:`predict`.
 
         **Privacy**: post-processing.
         """
-        if transform != "likelihood":
-            size = len(self)
-            return self._reduced(model, x, transform, forward, lambda g: entropies(g, size)[0])
         return self._by_likelihood(model, x, forward, lambda of, g: of.entropy(g, len(self)))
 
     def mutual_information(
-        self,
-        model: nn.Module,
-        x: Inputs,
-        transform: Transform | Literal["likelihood"] = "likelihood",
-        *,
-        forward: Forward | None = None,
+        self, model: nn.Module, x: Inputs, *, forward: Forward | None = None
     ) -> Tensor:
         r"""Mutual information of label and parameters, in nats: what the samples disagree about.
 
         .. math:: I[y; \theta \mid x] = H\Big[\frac1S\sum_s p(y\mid x,\theta_s)\Big]
                   - \frac1S\sum_s H[p(y\mid x,\theta_s)] \ge 0
 
-        (Houlsby et al., 2011, equation 2). Arguments and errors of :meth:`predictive_entropy`.
+        (Houlsby et al., 2011, equation 2). Arguments and errors of :meth:`predict`.
 
         **Privacy**: post-processing.
         """
-        size = len(self)
 
-        def difference(total: Tensor, expected: Tensor) -> Tensor:
+        def difference(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+            total, expected = of.entropies(groups, len(self))
             return (total - expected).clamp_min(0)  # rounding alone can make it negative
 
-        if transform == "likelihood":
-            return self._by_likelihood(
-                model, x, forward, lambda of, g: difference(*of.entropies(g, size))
-            )
-        return self._reduced(
-            model, x, transform, forward, lambda g: difference(*entropies(g, size))
-        )
+        return self._by_likelihood(model, x, forward, difference)
 
     def predictive_quantiles(
         self,
