@@ -607,18 +607,18 @@ def test_wrong_files(tmp_path):
     whole = path.read_bytes()
     for content in (b"", b"some text", b"\x80\x02}q\x00.", whole[: len(whole) // 2]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged or was not written by|holds something else"):
+        with pytest.raises(ValueError, match=r"damaged or was not written by"):
             PosteriorSamples.load(path)
     torch.save(samples, path)  # a pickle of the object: weights_only refuses to run it
     with pytest.raises(ValueError, match="was not written by"):
         PosteriorSamples.load(path)
     for content in (nn.Linear(2, 2).state_dict(), [1, 2]):
         torch.save(content, path)
-        with pytest.raises(ValueError, match="holds something else"):
+        with pytest.raises(ValueError, match="was not written by"):
             PosteriorSamples.load(path)
     path.write_bytes(whole)
-    torch.save({**torch.load(path, weights_only=True), "version": 2}, path)
-    with pytest.raises(ValueError, match=r"version 2.*later release"):
+    torch.save({**torch.load(path, weights_only=True), "format": "another"}, path)
+    with pytest.raises(ValueError, match="holds something else"):
         PosteriorSamples.load(path)
 
 

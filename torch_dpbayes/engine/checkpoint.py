@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..optim.base import PrivateOptimizer
+from ..posterior import files
 
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
-_NOT_OURS = "{} was not written by PrivacyEngine.save_checkpoint"
+_WRITER = "PrivacyEngine.save_checkpoint"
 
 
 def save(
@@ -30,13 +28,7 @@ def save(
         if name in state:
             raise ArgumentError(f"checkpoint_dict has the key {name!r}, which is used: rename it")
         state[name] = of.state_dict()
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        torch.save(state, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.save(state, path)
 
 
 def load(
@@ -49,14 +41,9 @@ def load(
             " pass the module and optimizer that make_private returned",
             code="optimizer-not-private",
         )
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # whatever a file of something else makes of torch's reader
-        raise CheckpointError(_NOT_OURS.format(os.fspath(path))) from error
-    if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
-        raise CheckpointError(_NOT_OURS.format(os.fspath(path)))
+    state = files.load(path, _WRITER)
+    if not {_MODULE, _OPTIMIZER} <= state.keys():
+        raise CheckpointError(f"{os.fspath(path)} was not written by {_WRITER}")
     of_module = state.pop(_MODULE)
     _require_same_tensors(of_module, module)  # before charges are taken over
     optimizer.load_state_dict(state.pop(_OPTIMIZER))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
-from ..errors import ArgumentError, SamplesError, StateError
+from ..errors import ArgumentError, CheckpointError, SamplesError, StateError
 from . import calibration, files, outputs
 from .chain import Chain
 from .likelihoods import (
@@ -154,6 +154,7 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing; the file holds released iterates only.
         """
         content = {
+            "format": files.FORMAT,
             **{name: getattr(self, name) for name in _ARGUMENTS},
             "noise_std": _FUNCTION if callable(self.noise_std) else self.noise_std,
             "temperature": self._temperature,
@@ -173,7 +174,12 @@ class PosteriorSamples(Chain):
 
         **Privacy**: none is spent.
         """
-        content = files.load(path)
+        content = files.load(path, "PosteriorSamples.save")
+        if content.get("format") != files.FORMAT:
+            raise CheckpointError(
+                f"{os.fspath(path)} holds something else than samples of this version: it was not"
+                " written by PosteriorSamples.save"
+            )
         stated = {name: content[name] for name in _ARGUMENTS}
         if stated["noise_std"] == _FUNCTION:
             stated["noise_std"] = forgotten_noise_std
