@@ -51,12 +51,17 @@ def problem(likelihood, n=N, seed=0, factor=2.5):
     else:
         noise = torch.randn(n, generator=generator, dtype=torch.float64)
         y = table[:, 0] + factor * (table[:, 1] / 2).exp() * noise
+    samples, model = collected(likelihood, table)
+    return samples, model, TensorDataset(torch.arange(n), y)
+
+
+def collected(likelihood, table):
     samples, model = PosteriorSamples(likelihood, burn_in=0), Outputs(table)
     for scale in (0.9, 1.0, 1.1):
         with torch.no_grad():
             model.scale.fill_(scale)
         samples.collect(model)
-    return samples, model, TensorDataset(torch.arange(n), y)
+    return samples, model
 
 
 def accountant(relation="add_or_remove_one", epsilon=None):
@@ -168,31 +173,31 @@ def test_the_noise_that_is_added_is_charged(relation, monkeypatch):
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["categorical", "bernoulli", "normal"]))
 def test_a_record_moves_the_sum_by_at_most_one(seed, likelihood):
     """Whatever its label and outputs are, at every temperature; a broken one by nothing."""
-    samples, model, records = problem(likelihood, 20, seed % 1000)
+    _, model, records = problem(likelihood, 20, seed % 1000)
     draw = np.random.default_rng(seed)
     x, y = records.tensors
     size = 10.0 ** draw.uniform(-3, 8)
-    with torch.no_grad():
-        model.table[0] = torch.as_tensor(size * draw.normal(size=model.table[0].shape))
+    table = model.table.clone()
+    table[0] = torch.as_tensor(size * draw.normal(size=table[0].shape))
     y[0] = {"categorical": draw.integers(4), "bernoulli": draw.integers(2)}.get(
         likelihood, size * draw.normal()
     )
 
-    def sums(values, labels, model=model):
+    def sums(values, labels, table=table):
         seen = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(calibration, "estimate", lambda score, total: seen.append(score) or 0.0)
-            calibrated(samples, model, TensorDataset(values, labels))
+            calibrated(*collected(likelihood, table), TensorDataset(values, labels))
         return np.array([seen[0](t) for t in (-2.0, -0.5, 0.0, 0.7, 2.0)])
 
     assert np.abs(sums(x, y) - sums(x[1:], y[1:])).max() <= 1 + 1e-9
-    broken = model.table.clone()
+    broken = table.clone()
     broken[0] = draw.choice([math.nan, math.inf])
-    for table, label in ((broken, y[0]), (model.table, {"normal": math.nan}.get(likelihood, 17))):
+    for own, label in ((broken, y[0]), (table, {"normal": math.nan}.get(likelihood, 17))):
         labels = y.clone()
         labels[0] = label
-        difference = sums(x, labels, Outputs(table)) - sums(x[1:], y[1:])
-        if table is broken and bool(torch.isinf(table).any()):
+        difference = sums(x, labels, own) - sums(x[1:], y[1:])
+        if bool(torch.isinf(own).any()):
             assert np.abs(difference).max() <= 1 + 1e-9
         else:
             assert np.abs(difference).max() < 1e-9
@@ -204,16 +209,12 @@ def test_a_model_that_mixes_records_is_run_for_each_alone():
             out = super().forward(x)
             return out - out.mean(0) + len(x)
 
-    samples, _, records = problem("categorical", 50)
-    held = []
+    samples, model, records = problem("categorical", 50)
+    mixing, held = Mixing(model.table), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "estimate", lambda score, total: held.append(score) or 0.0)
         for count in (50, 49):
-            calibrated(
-                samples,
-                Mixing(problem("categorical", 50)[1].table),
-                TensorDataset(*(t[:count] for t in records.tensors)),
-            )
+            calibrated(samples, mixing, TensorDataset(*(t[:count] for t in records.tensors)))
     assert abs(held[0](0.3) - held[1](0.3)) <= 1
 
 
@@ -235,6 +236,11 @@ def test_what_is_refused_charges_and_changes_nothing():
         assert len(held) == 0
 
     x, y = records.tensors
+    with torch.no_grad():
+        model.table += 1
+    refused("Buffer 'table' changed since the first collect")
+    with torch.no_grad():
+        model.table -= 1
     refused("pass the loader that make_private returned, or accountant=", accountant=None)
     refused("protects users", accountant=dpb.PrivacyAccountant(1.0, 1e-5, unit="user"))
     refused("one tensor of targets", TypeError, data=TensorDataset(x))

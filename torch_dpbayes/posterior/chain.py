@@ -75,7 +75,7 @@ class Chain:
             self._num_collected += 1
             return
         parameters = _checked_parameters(model, self._shapes)
-        _require_same_buffers(model, self._buffers)
+        require_same_buffers(model, self._buffers)
 
         self._shapes = {name: p.shape for name, p in parameters.items()}
         self._num_collected += 1
@@ -158,7 +158,7 @@ def _checked_parameters(
     return parameters
 
 
-def _require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
+def require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
     """Raise if a buffer is not as make_private, else the ``first`` call, saw it."""
     own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
     before, since = (first or {}, "the first collect()") if own is None else (own, "make_private")

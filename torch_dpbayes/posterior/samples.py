@@ -18,7 +18,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError, CheckpointError, SamplesError, StateError
 from . import calibration, files, outputs
-from .chain import Chain
+from .chain import Chain, require_same_buffers
 from .likelihoods import (
     Likelihood,
     NoiseStd,
@@ -222,7 +222,8 @@ class PosteriorSamples(Chain):
         learnt them by heart, a little with noise; records that were kept aside do not.
 
         Args:
-            model: the network, as for :meth:`predict`. It is run for each record alone.
+            model: the network, as for :meth:`predict`. It is run for each record alone; frozen
+                parameters and buffers count as public.
             loader: that of ``make_private``, or a ``DataLoader`` over a map-style data set. All
                 records of the data set are read once; a batch holds the target as :meth:`predict`
                 describes.
@@ -244,6 +245,7 @@ class PosteriorSamples(Chain):
         by at most 2: ``GaussianDpEvent(z_k)`` for noise of standard deviation z_k, five together,
         charged before the first is drawn. T is post-processing of the sums.
         """
+        require_same_buffers(model, self._buffers)
         accountant, total = calibration.charged_to(loader, accountant, epsilon, delta)
         targets: list[Tensor] = []
         found: list[Likelihood] = []
