@@ -206,8 +206,7 @@ def test_a_record_moves_the_sum_by_at_most_one(seed, likelihood):
 def test_a_model_that_mixes_records_is_run_for_each_alone():
     class Mixing(Outputs):
         def forward(self, x):
-            out = super().forward(x)
-            return out - out.mean(0) + len(x)
+            return super().forward(x) * (1 if len(x) % 2 else -1)
 
     samples, model, records = problem("categorical", 50)
     mixing, held = Mixing(model.table), []
@@ -236,11 +235,10 @@ def test_what_is_refused_charges_and_changes_nothing():
         assert len(held) == 0
 
     x, y = records.tensors
-    with torch.no_grad():
-        model.table += 1
+    kept = model.table.clone()
+    model.table += 1
     refused("Buffer 'table' changed since the first collect")
-    with torch.no_grad():
-        model.table -= 1
+    model.table.copy_(kept)
     refused("pass the loader that make_private returned, or accountant=", accountant=None)
     refused("protects users", accountant=dpb.PrivacyAccountant(1.0, 1e-5, unit="user"))
     refused("one tensor of targets", TypeError, data=TensorDataset(x))
@@ -341,6 +339,8 @@ def test_predictions_use_it(likelihood, tmp_path):
     samples.save(tmp_path / "samples.pt")
     for again in (samples, PosteriorSamples.load(tmp_path / "samples.pt")):
         assert again.temperature == temperature
+        assert calibrated(again, model, records) == pytest.approx(temperature, rel=0.02)
+        again._temperature = temperature
         log_likelihood = again.log_likelihood(model, x, y).numpy()
         if likelihood == "normal":
             outputs = samples.outputs(model, x).numpy()

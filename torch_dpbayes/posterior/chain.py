@@ -161,6 +161,8 @@ def _checked_parameters(
 def require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
     """Raise if a buffer is not as make_private, else the ``first`` call, saw it."""
     own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
+    if own is None and first is None:  # of samples that were loaded, nothing is known
+        return
     before, since = (first or {}, "the first collect()") if own is None else (own, "make_private")
     buffers = dict(model.named_buffers(remove_duplicate=False))
     # make_private notes frozen parameters as well
