@@ -299,6 +299,9 @@ def test_a_share_of_the_budget():
         samples.calibrate(net, loader)
     assert [charge.count for charge in engine.accountant.history] == state
     assert samples.temperature == temperature
+    loader.sampler_of_draws.ranks = object()
+    with pytest.raises(ValueError, match="shared by several ranks"):
+        samples.calibrate(net, loader, epsilon=5.0)
 
 
 def test_without_a_share_nothing_is_left():
