@@ -17,6 +17,7 @@ training records is shown.
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import math
 import time
@@ -234,6 +235,7 @@ def prepare(
     target: dict[str, Any] = dict(epochs=options.epochs, target_delta=options.delta)
     if options.epsilon != math.inf:
         target["target_epsilon"] = options.epsilon
+        target["calibrate"] = options.calibrate
     else:  # plain SGD
         options.temperature = 0.0
         run.setdefault("max_grad_norm", NO_CLIPPING)
@@ -354,7 +356,7 @@ def draw(
     figure = Figure(figsize=(9, 4), layout="constrained")
     reliability, entropies = figure.subplots(1, 2)
     reliability.plot([0, 1], [0, 1], color="0.7", linestyle="--", label="perfectly calibrated")
-    for (name, probabilities), style in zip(inside.items(), ("o-", "s-"), strict=True):
+    for (name, probabilities), style in zip(inside.items(), ("o-", "s-", "^-"), strict=False):
         curve = metrics.reliability_curve(probabilities, problem.test_y, num_bins=10)
         enough = curve.num_records >= 10
         reliability.plot(
@@ -483,6 +485,12 @@ def parser() -> argparse.ArgumentParser:
             " --max-grad-norm what the noise makes it"
         ),
     )
+    add(
+        "--calibrate",
+        type=float,
+        metavar="SHARE",
+        help="share of epsilon for one temperature of the predictions, as 0.02",
+    )
     add("--batch-size", type=int, help="expected size of the Poisson batches")
     add(
         "--max-grad-norm",
@@ -538,6 +546,8 @@ def main(arguments: list[str] | None = None) -> None:
             command_line.error(
                 "--epsilon inf adds no noise, so there is no temperature: leave out --temperature"
             )
+        if options.calibrate is not None:
+            command_line.error("--epsilon inf has no share to keep: leave out --calibrate")
     for option, value in SETTINGS[name].items():
         if getattr(options, option) is None:
             setattr(options, option, value)
@@ -569,6 +579,11 @@ def main(arguments: list[str] | None = None) -> None:
     many = "posterior average" if options.epsilon < math.inf else "average of the run"
     one = "samples" if options.epsilon < math.inf else "iterates"
     collected = {f"{many}, {len(samples)} {one}": samples, "last iterate": last}
+    if options.calibrate is not None:
+        calibrated = copy.deepcopy(samples)
+        temperature = calibrated.calibrate(problem.network, loader)
+        collected[f"average, calibrated: T = {temperature:.2f}"] = calibrated
+        spent = engine.accountant.get_epsilon(options.delta)
     if options.task == "classification":
         show_classification(problem, collected, options.plot)
     else:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "mcmc": {"accounting", "noise", "distributed", "words"},
     "noise_aware": {"accounting", "noise", "mcmc", "ops", "posterior"},
     "infer": {"accounting", "batches", "mcmc", "per_sample", "noise_aware", "optim", "release"},
-    "posterior": {"per_sample", "words"},
+    "posterior": {"accounting", "noise", "distributed", "per_sample", "batches", "words"},
     "frameworks": {"batches", "engine", "optim", "per_sample"},
     "engine": {
         "accounting",
@@ -33,6 +33,7 @@ MAY_IMPORT = {
         "batches",
         "release",
         "optim",
+        "posterior",
         "words",
     },
     "audit": {"accounting", "batches", "engine", "optim", "per_sample", "release"},

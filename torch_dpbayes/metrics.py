@@ -15,7 +15,7 @@ disclosure is accepted, and do not tune on a metric of the training set.
 from typing import NamedTuple
 
 import torch
-from scipy.stats import rankdata
+from scipy.stats import mannwhitneyu
 from torch import Tensor
 
 from .errors import ArgumentError
@@ -121,10 +121,9 @@ def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> floa
             raise ArgumentError(
                 f"{name} must be a one-dimensional tensor of at least one score, without NaN."
             )
-    scores = torch.cat([out_of_distribution.double().cpu(), in_distribution.double().cpu()])
-    outside, inside = len(out_of_distribution), len(in_distribution)
-    rank_sum = float(rankdata(scores.numpy())[:outside].sum())  # the Mann-Whitney statistic
-    return (rank_sum - outside * (outside + 1) / 2) / (outside * inside)
+    outside, inside = (t.double().cpu() for t in (out_of_distribution, in_distribution))
+    counted = mannwhitneyu(outside.numpy(), inside.numpy(), method="asymptotic").statistic
+    return float(counted) / (len(outside) * len(inside))
 
 
 def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:

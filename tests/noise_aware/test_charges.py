@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
+from torch_dpbayes.accounting.calibration import total_multiplier
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.noise_aware import (
     LinearRegression,
@@ -22,7 +23,6 @@ from torch_dpbayes.noise_aware import (
     posterior_for_module,
     sufficient_statistics,
 )
-from torch_dpbayes.noise_aware.budget import total_multiplier
 
 DOUBLE = torch.float64
 RELATIONS = ("add_or_remove_one", "replace_one")

@@ -119,7 +119,7 @@ def test_bernoulli_posterior_is_that_of_all_counts():
     n, epsilon = 60, 1.0
     x = (torch.rand(n) < 0.2).double()
     found = sufficient_statistics(beta_bernoulli(2.0, 3.0), x, epsilon=epsilon, delta=1e-5)
-    from torch_dpbayes.noise_aware.budget import total_multiplier
+    from torch_dpbayes.accounting.calibration import total_multiplier
 
     z = total_multiplier(
         dpb.PrivacyAccountant(epsilon, 1e-5, neighboring="replace_one"), None, None

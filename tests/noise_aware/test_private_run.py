@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
+from torch_dpbayes.accounting.calibration import total_multiplier
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.noise_aware import plan, posterior
-from torch_dpbayes.noise_aware.budget import plan_run, total_multiplier
+from torch_dpbayes.noise_aware.budget import plan_run
 from torch_dpbayes.noise_aware.records import ModelRecords, PrivateRecords
 
 ONE = torch.ones((), dtype=torch.float64)

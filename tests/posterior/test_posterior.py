@@ -414,10 +414,6 @@ def test_bad_predictions():
         samples.predict(model, [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="one row a record"):
         samples.predict(model, torch.zeros(5, 3), transform=lambda z: z.mean(0))
-    with pytest.raises(ValueError, match="not a probability distribution"):
-        samples.predictive_entropy(model, torch.randn(5, 3), transform=None)
-    with pytest.raises(ValueError, match="not a probability distribution"):
-        samples.mutual_information(model, torch.full((5, 3), float("nan")))
 
     class Two(nn.Linear):
         def forward(self, x):
@@ -442,8 +438,6 @@ def test_entropies_agree_with_scipy(count, classes, seed):
     information = samples.mutual_information(model, x).item()
     assert information >= 0
     assert information == pytest.approx(total - expected, abs=1e-12)
-    by_exp = samples.predictive_entropy(model, x, transform=lambda z: torch.exp(z.log_softmax(-1)))
-    assert by_exp.item() == pytest.approx(total)
 
 
 def test_mutual_information_at_its_extremes():
@@ -613,18 +607,18 @@ def test_wrong_files(tmp_path):
     whole = path.read_bytes()
     for content in (b"", b"some text", b"\x80\x02}q\x00.", whole[: len(whole) // 2]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged or was not written by|holds something else"):
+        with pytest.raises(ValueError, match=r"damaged or was not written by"):
             PosteriorSamples.load(path)
     torch.save(samples, path)  # a pickle of the object: weights_only refuses to run it
     with pytest.raises(ValueError, match="was not written by"):
         PosteriorSamples.load(path)
     for content in (nn.Linear(2, 2).state_dict(), [1, 2]):
         torch.save(content, path)
-        with pytest.raises(ValueError, match="holds something else"):
+        with pytest.raises(ValueError, match="was not written by"):
             PosteriorSamples.load(path)
     path.write_bytes(whole)
-    torch.save({**torch.load(path, weights_only=True), "version": 2}, path)
-    with pytest.raises(ValueError, match=r"version 2.*later release"):
+    torch.save({**torch.load(path, weights_only=True), "format": "another"}, path)
+    with pytest.raises(ValueError, match="holds something else"):
         PosteriorSamples.load(path)
 
 
@@ -763,7 +757,7 @@ def test_without_arviz(monkeypatch):
         chain(np.zeros((2, 1))).to_arviz()
 
 
-def test_chains_that_cannot_be_compared(tmp_path):
+def test_chains_that_cannot_be_compared():
     def draws(count=6):
         return np.random.default_rng().normal(size=(count, 2))
 
@@ -782,10 +776,6 @@ def test_chains_that_cannot_be_compared(tmp_path):
     with pytest.raises(ValueError, match=r"6 samples with thin=2, the first one 6 with thin=1"):
         first.to_arviz(chain(draws(12), thin=2))
     assert first.to_arviz(chain(draws(), torch.float32))["posterior"]["weight"].dtype == np.float64
-    first.save(tmp_path / "first")
-    for again in (first, copy.deepcopy(first), PosteriorSamples.load(tmp_path / "first")):
-        with pytest.raises(ValueError, match="Chains 1 and 3 are the same samples"):
-            first.to_arviz(chain(draws()), again)
     taken, _ = collected(nn.ParameterDict({"draw": nn.Parameter(torch.zeros(2))}))
     with pytest.raises(ValueError, match="A parameter is called 'draw', which ArviZ uses"):
         taken.to_arviz()

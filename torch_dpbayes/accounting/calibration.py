@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import optimize
@@ -27,8 +27,12 @@ from .events import (
 )
 from .privacy_loss import apart, without_delta
 
+if TYPE_CHECKING:
+    from .accountant import PrivacyAccountant
+
 _PRECISION = 5e-4  # relative; the result lies on the safe side
 _SMALLEST_NOISE, _LARGEST_NOISE = 1e-2, 1e7
+_ROUNDING = 1e-9  # parts of a budget add up to the whole but for this
 
 
 def noise_multiplier_for(
@@ -150,6 +154,47 @@ def get_num_steps(
     return largest(
         lambda n: bounds.upper_epsilon(added(before, step, n), delta) - epsilon, start=start
     )
+
+
+def total_multiplier(
+    accountant: PrivacyAccountant, epsilon: float | None, delta: float | None
+) -> float:
+    """The noise multiplier of the one Gaussian release that would use the budget up.
+
+    Args:
+        accountant: what it holds already counts.
+        epsilon: for everything on the accountant. None: its own budget.
+        delta: likewise.
+
+    Raises:
+        ValueError: there is no budget, or nothing left of it.
+    """
+    epsilon = accountant.epsilon if epsilon is None else epsilon
+    delta = accountant.delta if delta is None else delta
+    if epsilon is None or delta is None:
+        raise ArgumentError(
+            "a budget is needed, both numbers of it: epsilon=1.0, delta=1e-5, or an accountant that"
+            " has them."
+        )
+    epsilon, delta = check_epsilon(epsilon), check_delta(delta)
+    try:
+        found = calibrated(
+            GaussianDpEvent,
+            epsilon,
+            delta,
+            1,
+            accountant.neighboring,
+            accountant.history,
+            accountant.method,
+        )
+    except ValueError as error:
+        if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):
+            raise
+        raise ArgumentError(
+            f"nothing is left for this run: the accountant holds epsilon = {held:.5g} of"
+            f" {epsilon:g}. State epsilon= in each run, or pass a new accountant."
+        ) from error
+    return found * (1 + _ROUNDING)
 
 
 def _smallest_noise(

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed import Ranks
 from ..errors import ArgumentError, StateError
 from .collate import RecordwiseCollate, users_collate
-from .datasets import BatchedDataset, register_private, unchanged
+from .datasets import BatchedDataset, register_private, require_no_repeats, unchanged
 from .sampler import PoissonSampler
 
+_ROWS = 256  # of a batch of all records
 _TAKEN_OVER = (
     "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
     " persistent_workers"
@@ -82,8 +83,8 @@ class PoissonLoader(DPDataLoader):
             if before.has_user_generator:
                 before.require_own_process()
                 generator = before.generator
-        self._recordwise = RecordwiseCollate(users_collate(data_loader))
-        collate_fn: Any = wrap_collate_with_empty(collate_fn=self._recordwise)
+        self.recordwise = RecordwiseCollate(users_collate(data_loader))
+        collate_fn: Any = wrap_collate_with_empty(collate_fn=self.recordwise)
         _require_empty_batches(collate_fn, dataset[0])
         sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
         settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _TAKEN_OVER}
@@ -91,7 +92,7 @@ class PoissonLoader(DPDataLoader):
         self._aside: PoissonLoader | None = None
         self._batched: DataLoader[Any] | None = None  # the same batches, read at once
         # not with worker_init_fn, which may look for the user's data set
-        if settings["worker_init_fn"] is None and self._recordwise.is_vouched:
+        if settings["worker_init_fn"] is None and self.recordwise.is_vouched:
             if BatchedDataset.fits(dataset):
                 batched = BatchedDataset(dataset, collate_fn)
                 self._batched = DataLoader(batched, collate_fn=unchanged, **settings)
@@ -131,11 +132,11 @@ class PoissonLoader(DPDataLoader):
 
     def vouch(self) -> None:
         """The user vouches that the collate function keeps records apart."""
-        self._recordwise.is_vouched = True
+        self.recordwise.is_vouched = True
 
     def require_same_alone(self) -> None:
         """Raise if the collate function makes something else of a record alone."""
-        self._recordwise.require_same_alone(self.dataset)
+        self.recordwise.require_same_alone(self.dataset)
 
     def aside(self) -> PoissonLoader:
         """A loader of the same data and rate, always the same, with Poisson draws of its own: a
@@ -144,6 +145,22 @@ class PoissonLoader(DPDataLoader):
         if self._aside is None:
             self._aside = PoissonLoader(self, self.sample_rate)
         return self._aside
+
+    @staticmethod
+    def every_record(loader: DataLoader[Any]) -> DataLoader[Any]:
+        """All records of a loader once each, in the data set's order, collated each alone."""
+        dataset: Any = getattr(loader, "dataset", None)
+        if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+            raise ArgumentError(
+                "every record is read once: pass a torch.utils.data.DataLoader over a map-style"
+                " data set (__len__ and __getitem__)",
+                code="loader-iterable",
+            )
+        require_no_repeats(dataset)
+        collate = RecordwiseCollate(users_collate(loader))
+        if isinstance(loader, PoissonLoader):
+            collate.is_vouched = loader.recordwise.is_vouched
+        return DataLoader(dataset, batch_size=_ROWS, collate_fn=collate)
 
     def num_charges(self, epochs: int) -> int:
         """How often the accountant is charged for so many passes."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
@@ -19,6 +19,9 @@ from ..distributed import Ranks
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..noise import fresh_generator, stream_of_key
 from .poisson_sampling import MAX_RECORDS, DenseSubset, SparseSubset
+
+if TYPE_CHECKING:
+    from ..accounting.accountant import PrivacyAccountant
 
 _DENSE_RATE = 1 / 16  # from here on a random number for every record costs no more than darts
 _MAX_BATCHES = 2**63  # of a pass
@@ -105,6 +108,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         # makes batches whose operations run for each record alone; None: ordinary tensors
         self.delivery: Callable[[Any, int], Any] | None = None
         self.count_records: Callable[[], int] = lambda: num_data  # of the data set now
+        # where steps are charged, and the noise multiplier of a calibration kept for the end
+        self.accountant: PrivacyAccountant | None = None
+        self.reserved: float | None = None
         self.passes = 0
         self.draw = 0  # changes with every delivery of a new draw
         self.checksum = 0  # of the draw delivered last

@@ -10,12 +10,13 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import calibrated
-from ..accounting.events import DpEvent, GaussianDpEvent
+from ..accounting.calibration import calibrated, total_multiplier
+from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from ..batches.poisson_loader import PoissonLoader
 from ..distributed import CALIBRATION, Ranks
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
+from ..posterior.calibration import event_of as event_of_calibration
 from .settings import Settings, is_held
 
 _USUAL_LR = 0.25  # SGD's, of a mean loss, in the examples
@@ -160,14 +161,24 @@ def build_calibrated(
             code="budget-whole",
         )
     charges, draws = loader.num_charges(settings.epochs), loader.sampler_of_draws
+    after: list[DpEvent] = []
+    if settings.calibrate is not None:
+        if ranks is not None:
+            raise ArgumentError(
+                "calibrate= reads all records in one process, and several ranks share them: leave"
+                " it out, and call samples.calibrate in a process of its own"
+            )
+        whole = total_multiplier(accountant, epsilon, delta)
+        draws.reserved = whole / math.sqrt(settings.calibrate)
+        after.append(event_of_calibration(draws.reserved))
 
     def enough_noise(event: Callable[[float], DpEvent]) -> float:
         if ranks is None:
-            return _calibrated(event, charges, accountant, epsilon, delta)
+            return _calibrated(event, charges, accountant, epsilon, delta, after)
         # a ledger may be charged by others meanwhile, and floats may round differently on another
         # machine
         return ranks.from_rank_0(
-            CALIBRATION, lambda: _calibrated(event, charges, accountant, epsilon, delta)
+            CALIBRATION, lambda: _calibrated(event, charges, accountant, epsilon, delta, after)
         )
 
     if isinstance(optimizer, PrivateOptimizer):
@@ -201,10 +212,13 @@ def _calibrated(
     accountant: PrivacyAccountant,
     epsilon: float,
     delta: float,
+    after: list[DpEvent],
 ) -> float:
     def fits(noise_multiplier: float) -> bool:
-        left = accountant.remaining(event(noise_multiplier))
-        return left is None or left >= steps
+        if not after:
+            return accountant.remaining(event(noise_multiplier)) >= steps
+        run = SelfComposedDpEvent(event(noise_multiplier), steps)
+        return accountant.remaining(ComposedDpEvent([run, *after])) >= 1
 
     low = 0.01
     if not is_held(accountant):
@@ -214,7 +228,7 @@ def _calibrated(
             delta,
             steps,
             accountant.neighboring,
-            accountant.history,
+            [*accountant.history, *((later, 1) for later in after)],
             accountant.method,
         )
     high = low

@@ -9,6 +9,7 @@ from typing import Any
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..optim.base import PrivateOptimizer
+from ..posterior.calibration import event_of as event_of_calibration
 from .optimizers import event_of
 from .settings import Settings, is_held
 
@@ -34,6 +35,7 @@ class Plan:
     epsilon: float
     delta: float
     target_epsilon: float | None
+    calibration_noise_multiplier: float | None
     lr: float
     free_lr: float
     unused_noise: str
@@ -63,9 +65,19 @@ class Plan:
                 f"privacy               ({self.epsilon:.4g}, {self.delta:.3g}) at the end, what was"
                 " spent before included"
             ),
+            *self._calibration,
             f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})",
         ]
         return "\n".join([*lines, *self.unused_target, *self.too_much_noise])
+
+    @property
+    def _calibration(self) -> list[str]:
+        if self.calibration_noise_multiplier is None:
+            return []
+        return [
+            "calibration           reserved: noise multiplier"
+            f" {self.calibration_noise_multiplier:.4g}, charged by samples.calibrate"
+        ]
 
     @property
     def unused_target(self) -> list[str]:
@@ -122,6 +134,8 @@ def plan_of(
     if math.isfinite(z):
         # a built optimizer hears of it from make_private only
         after.compose(event_of(optimizer, loader, z), loader.num_charges(epochs))
+    if (reserved := loader.sampler_of_draws.reserved) is not None:
+        after.compose(event_of_calibration(reserved))
     return Plan(
         langevin_noise_multiplier=optimizer.langevin_noise_multiplier,
         noise_multiplier=optimizer.noise_multiplier,
@@ -138,6 +152,7 @@ def plan_of(
         epsilon=_limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
         delta=delta,
         target_epsilon=target_epsilon,
+        calibration_noise_multiplier=reserved,
         lr=max(float(group["lr"]) for group in optimizer.param_groups),
         free_lr=optimizer.free_lr,
     )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -20,11 +18,13 @@ from ..distributed import Ranks, require_single_process
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
+from ..posterior import files
 from .attach import made_private, planned
 from .plan import Plan
 from .settings import Examples, ModuleT, OptimizerFactory, Options, Settings, settings_of
 
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
+_WRITER = "PrivacyEngine.save_checkpoint"
 
 
 class PrivacyEngine:
@@ -127,13 +127,7 @@ class PrivacyEngine:
                     f"checkpoint_dict has the key {name!r}, which is used: rename it"
                 )
             state[name] = of.state_dict()
-        target = Path(os.path.realpath(path))
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-        try:
-            torch.save(state, temporary)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.save(state, path)
 
     def load_checkpoint(
         self,
@@ -157,15 +151,9 @@ class PrivacyEngine:
                 " pass the module and optimizer that make_private returned",
                 code="optimizer-not-private",
             )
-        other = f"{os.fspath(path)} was not written by PrivacyEngine.save_checkpoint"
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # whatever a file of something else makes of torch's reader
-            raise CheckpointError(other) from error
-        if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
-            raise CheckpointError(other)
+        state = files.load(path, _WRITER)
+        if not {_MODULE, _OPTIMIZER} <= state.keys():
+            raise CheckpointError(f"{os.fspath(path)} was not written by {_WRITER}")
         of_module = state.pop(_MODULE)
         _require_same_tensors(of_module, module)  # before charges are taken over
         optimizer.load_state_dict(state.pop(_OPTIMIZER))
@@ -290,6 +278,7 @@ class PrivacyEngine:
         target_delta: float,
         epochs: int,
         additional_epsilon: float | None = None,
+        calibrate: float | None = None,
         **options: Unpack[Options[ModuleT]],
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
@@ -307,6 +296,9 @@ class PrivacyEngine:
             epochs: passes over the loader.
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
+            calibrate: the share of the target, as 0.02, that the noise leaves room for:
+                :meth:`.PosteriorSamples.calibrate` takes it with the returned loader, and charges
+                it then. The share is of 1/z², z that of one Gaussian release of the whole target.
             options: all arguments of :meth:`make_private` but ``noise_multiplier``.
 
         Raises:
@@ -323,6 +315,7 @@ class PrivacyEngine:
                 target_delta=target_delta,
                 epochs=epochs,
                 additional_epsilon=additional_epsilon,
+                calibrate=calibrate,
             )
             return self._made_private(settings)
 
@@ -333,6 +326,7 @@ class PrivacyEngine:
         target_delta: float | None = None,
         target_epsilon: float | None = None,
         additional_epsilon: float | None = None,
+        calibrate: float | None = None,
         **options: Unpack[Options[Any]],
     ) -> Plan:
         """What :meth:`make_private` (or, with ``target_epsilon``,
@@ -346,6 +340,7 @@ class PrivacyEngine:
             target_delta=target_delta,
             target_epsilon=target_epsilon,
             additional_epsilon=additional_epsilon,
+            calibrate=calibrate,
         )
         return planned(settings, self._accountant, self._ranks)
 

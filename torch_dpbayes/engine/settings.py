@@ -74,6 +74,7 @@ class Settings(Generic[ModuleT]):
     additional_epsilon: float | None = None
     target_delta: float | None = None
     epochs: int | None = None
+    calibrate: float | None = None
 
     def __post_init__(self) -> None:
         self._check_batches()
@@ -105,11 +106,24 @@ class Settings(Generic[ModuleT]):
             )
         if target is not None and self.noise_multiplier is not None:
             raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
+        if self.calibrate is not None:
+            self._check_calibrate(self.calibrate)
         epochs = self.epochs
         if epochs is not None and (
             isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1
         ):
             raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}")
+
+    def _check_calibrate(self, share: float) -> None:
+        if not self.has_target or not 0 < share < 1:
+            raise ArgumentError(
+                f"calibrate={share!r} is a share of the target, as .02: pass it with target_epsilon"
+                " or additional_epsilon"
+            )
+        if self.user_ids is not None:
+            raise ArgumentError(
+                "calibrate= bounds what a record does, and user_ids= protects users: leave one out"
+            )
 
     def _check_batches(self) -> None:
         if self.sampling not in SCHEMES:

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import calibrated
 from ..accounting.events import (
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
-    check_delta,
-    check_epsilon,
     positive_count,
 )
 from ..errors import ArgumentError, ArgumentTypeError
@@ -25,7 +22,6 @@ _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
 _LEAST_SHARE, _MOST_SHARE = 0.04, 0.30  # of the budget, for the law of the covariates
 _HISTOGRAM = 0.02  # of the budget
-_ROUNDING = 1e-9  # the parts' costs add up to the whole but for this
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,47 +91,6 @@ def plan_run(
     clipped = of_count / (2.0 if neighboring == "replace_one" else 1.0)
     events.append(GaussianDpEvent(of_count))
     return Plan(total, scores, moments, histograms, clipped, ComposedDpEvent(events))
-
-
-def total_multiplier(
-    accountant: PrivacyAccountant, epsilon: float | None, delta: float | None
-) -> float:
-    """The noise multiplier of the one Gaussian release that would use the budget up.
-
-    Args:
-        accountant: what it holds already counts.
-        epsilon: for everything on the accountant. None: its own budget.
-        delta: likewise.
-
-    Raises:
-        ValueError: there is no budget, or nothing left of it.
-    """
-    epsilon = accountant.epsilon if epsilon is None else epsilon
-    delta = accountant.delta if delta is None else delta
-    if epsilon is None or delta is None:
-        raise ArgumentError(
-            "a budget is needed, both numbers of it: epsilon=1.0, delta=1e-5, or an accountant that"
-            " has them."
-        )
-    epsilon, delta = check_epsilon(epsilon), check_delta(delta)
-    try:
-        found = calibrated(
-            GaussianDpEvent,
-            epsilon,
-            delta,
-            1,
-            accountant.neighboring,
-            accountant.history,
-            accountant.method,
-        )
-    except ValueError as error:
-        if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):
-            raise
-        raise ArgumentError(
-            f"nothing is left for this run: the accountant holds epsilon = {held:.5g} of"
-            f" {epsilon:g}. State epsilon= in each run, or pass a new accountant."
-        ) from error
-    return found * (1 + _ROUNDING)
 
 
 def budget_of(

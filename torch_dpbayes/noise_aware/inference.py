@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import total_multiplier
 from ..accounting.events import positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..mcmc.checks import check_clip_bound
@@ -23,7 +24,6 @@ from .budget import (
     plan_run,
     public_num_data,
     statement_of_charge,
-    total_multiplier,
 )
 from .checks import note, note_clipped, note_draws, prior_p_value, release_p_values
 from .covariates import (

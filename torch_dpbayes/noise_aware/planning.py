@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import total_multiplier
 from ..ops.models import using_pyro
-from .budget import NUM_RELEASES, budget_of, total_multiplier
+from .budget import NUM_RELEASES, budget_of
 from .covariates import Covariates, NoisyMoments
 from .inference import Setup
 from .run import Transcript, choose_scale

@@ -13,6 +13,7 @@ from torch.func import vmap
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
+from ..posterior.files import arviz_of
 from ..posterior.outputs import Transform
 from ..posterior.samples import PosteriorSamples
 from .drawing import Draws
@@ -170,18 +171,8 @@ class NoiseAwarePosterior:
         Raises:
             ModuleNotFoundError: ArviZ is not installed.
         """
-        try:
-            import arviz
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz"
-            ) from error
-        posterior = {
-            name: values[None].numpy() for name, values in self.sample(num_samples).items()
-        }
-        if int(arviz.__version__.split(".")[0]) < 1:
-            return arviz.from_dict(posterior=posterior)
-        return arviz.from_dict({"posterior": posterior})
+        draws = self.sample(num_samples)
+        return arviz_of({name: values[None].numpy() for name, values in draws.items()})
 
     def _drawn(self) -> list[str]:
         monte_carlo = 1 / math.sqrt(max(self.effective_sample_size, 1.0))

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import total_multiplier
 from ..accounting.events import GaussianDpEvent
 from ..errors import ArgumentTypeError
 from ..mcmc.density import Prior, RecordStatistics, UnfitModel
 from ..noise import GaussianNoise
 from ..ops.models import using_pyro
-from .budget import budget_of, public_num_data, statement_of_charge, total_multiplier
+from .budget import budget_of, public_num_data, statement_of_charge
 from .drawing import draw_posterior
 from .families import ExponentialFamily, LinearRegression
 from .inference import posterior

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .models import Constants
+from .models import Constants, LinearPredictor
 
 _Elementwise = Callable[[Tensor], Tensor]
 # the mean as a function of the linear predictor, and its inverse
@@ -197,6 +197,13 @@ class GLM:
         """
         x = self.features(features)
         return _MEANS[self._family](x @ draw["weights"].to(x))
+
+    def module(self, num_features: int) -> LinearPredictor:
+        """The linear predictor as a network of one parameter, ``weights`` ``[num_features]``: with
+        it :meth:`.PosteriorSamples.from_draws` predicts as "bernoulli", or as "normal" with
+        ``noise_std``; rates by ``predict(..., torch.exp)``.
+        """
+        return LinearPredictor((num_features,), self.features)
 
     # --- what certificates ask --------------------------------------------------------------------
 

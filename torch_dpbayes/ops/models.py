@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Pyro keeps active effects in one list for all threads, and torch its global generator: one draw
 # at a time may use them.
@@ -76,6 +76,24 @@ class Model(Protocol):
         """The constants with gradients clipped to ``max_grad_norm``; None where a caller has to
         assert them.
         """
+
+
+class LinearPredictor(nn.Module):
+    """Linear predictors of clipped features, as a module of the parameter ``weights``.
+
+    Args:
+        shape: of the weights, ``[d]`` for one predictor a record, ``[K, d]`` for K.
+        features: clips rows ``[n, d]``.
+    """
+
+    def __init__(self, shape: tuple[int, ...], features: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+        self._features = features
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._features(x)
+        return x @ self.weights.to(x).mT if self.weights.dim() > 1 else x @ self.weights.to(x)
 
 
 def gradient_of(potential: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, CertificateError
 from .glm import GLM, LinearTarget, chunked_sum, require_representable
-from .models import Constants
+from .models import Constants, LinearPredictor
 
 
 class Softmax:
@@ -101,6 +101,12 @@ class Softmax:
         """
         x = self._features.features(features)
         return torch.softmax(x @ draw["weights"].to(x).T, -1)
+
+    def module(self, num_features: int) -> LinearPredictor:
+        """The scores of classes as a network of one parameter, ``weights`` ``[K, num_features]``:
+        with it :meth:`.PosteriorSamples.from_draws` predicts as "categorical".
+        """
+        return LinearPredictor((self._num_classes, num_features), self._features.features)
 
     # --- what certificates ask --------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import uuid
 from collections.abc import Sequence
@@ -16,15 +15,13 @@ from ..errors import ArgumentTypeError, CheckpointError, SamplesError, StateErro
 from .outputs import difference_of
 
 if TYPE_CHECKING:
-    from .samples import _Chain
+    from .chain import Chain
 
-_FILE_FORMAT = "torch_dpbayes.PosteriorSamples"
-_FILE_VERSION = 1
+FORMAT = "torch_dpbayes.PosteriorSamples, version 1"
 
 
 def save(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write beside ``path`` and move there: if writing fails, an older file stays as it was."""
-    content = {"format": _FILE_FORMAT, "version": _FILE_VERSION, **content}
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
@@ -37,31 +34,23 @@ def save(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :func:`save` wrote. No code in the file is run."""
+def load(path: str | os.PathLike[str], writer: str) -> dict[str, Any]:
+    """What :func:`save` wrote for ``writer``. No code in the file is run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     # the unpickler meets broken bytes with whatever error they lead to
     except Exception as error:
-        raise CheckpointError(
-            f"{os.fspath(path)} is damaged or was not written by PosteriorSamples.save."
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != _FILE_FORMAT:
-        raise CheckpointError(
-            f"{os.fspath(path)} holds something else: it was not written by PosteriorSamples.save."
-        )
-    if content["version"] != _FILE_VERSION:
-        raise CheckpointError(
-            f"{os.fspath(path)} is of format version {content['version']}; this release of"
-            f" torch_dpbayes reads version {_FILE_VERSION}. Install a later release."
-        )
+        message = f"{os.fspath(path)} is damaged or was not written by {writer}"
+        raise CheckpointError(message) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{os.fspath(path)} was not written by {writer}")
     return content
 
 
-def to_arviz(chains: Sequence[_Chain]) -> Any:
-    """The samples of several chains as ArviZ's data structure."""
+def arviz_of(posterior: dict[str, Any]) -> Any:
+    """ArviZ's structure of variables ``[chain, draw, ...]``."""
     try:
         import arviz
     except ModuleNotFoundError as error:
@@ -70,6 +59,13 @@ def to_arviz(chains: Sequence[_Chain]) -> Any:
         raise ModuleNotFoundError(
             "to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz"
         ) from error
+    if int(arviz.__version__.split(".")[0]) < 1:
+        return arviz.from_dict(posterior=posterior)
+    return arviz.from_dict({"posterior": posterior})
+
+
+def to_arviz(chains: Sequence[Chain]) -> Any:
+    """The samples of several chains as ArviZ's data structure."""
     for number, chain in enumerate(chains, 1):
         if type(chain) is not type(chains[0]):
             raise ArgumentTypeError(
@@ -101,14 +97,4 @@ def to_arviz(chains: Sequence[_Chain]) -> Any:
                 f" one {len(first)} with thin={first.thin}: collect all with the same burn_in,"
                 " thin and max_samples, as often."
             )
-    posterior = {name: np.stack([chain.draws_of(name) for chain in chains]) for name in shapes}
-    for i, j in itertools.combinations(range(len(chains)), 2):
-        if all(np.array_equal(of_chain[i], of_chain[j]) for of_chain in posterior.values()):
-            raise SamplesError(
-                f"Chains {i + 1} and {j + 1} are the same samples: counted twice, they would"
-                " look converged and worth twice as many draws. Pass runs of their own, each"
-                " with a PosteriorSamples of its own."
-            )
-    if int(arviz.__version__.split(".")[0]) < 1:
-        return arviz.from_dict(posterior=posterior)
-    return arviz.from_dict({"posterior": posterior})
+    return arviz_of({name: np.stack([chain.draws_of(name) for chain in chains]) for name in shapes})

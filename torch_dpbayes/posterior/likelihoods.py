@@ -6,6 +6,7 @@ means and log variances.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, SamplesError
+from .outputs import average
 
 NoiseStd = float | Callable[[nn.Module], Tensor]
 
 # Of a normal component's grid: standard deviations to each side, and points. Entropies of mixtures
 # are right to 0.01 nats, however different the components' scales are.
 _REACH, _NODES = 7.0, 97
+_LEAST_LOG = -1e6  # of a probability: 0 would make 0·∞ of an entropy
+_NO_NOISE = (
+    "the model's output is a mean, and this needs the noise too: write"
+    ' PosteriorSamples("normal", noise_std=...), math.sqrt(0.5) after MSELoss, or let the model'
+    " return mean and log variance"
+)
 _THREE = (
     'write PosteriorSamples("categorical") for classes, "bernoulli" for logits of targets that are'
     ' 0 or 1, or "normal" for means, or means and log variances'
@@ -27,7 +35,13 @@ _THREE = (
 
 
 class Likelihood(ABC):
-    """One likelihood; tensors with a dimension of samples have it first."""
+    """One likelihood; tensors with a dimension of samples have it first.
+
+    Attributes:
+        temperature: T of :meth:`PosteriorSamples.calibrate`.
+    """
+
+    temperature = 1.0
 
     @abstractmethod
     def form(self, output: Tensor) -> Tensor:
@@ -45,6 +59,30 @@ class Likelihood(ABC):
     def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
         """Entropy of the average over ``size`` samples, and average of their entropies."""
 
+    @abstractmethod
+    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
+        """What :meth:`scores` needs of the samples' forms, with records in dimension 0."""
+
+    @abstractmethod
+    def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
+        """ψ of each record, ``[n]``, at most 1 in size, where the log of the scale is t
+        (:mod:`.calibration`). Values of records raise nothing.
+        """
+
+    def tempered(self, groups: Iterator[Tensor], size: int) -> tuple[Iterator[Tensor], int]:
+        """Forms whose average is the prediction, and their number."""
+        return groups, size
+
+    def average(self, groups: Iterator[Tensor], size: int) -> Tensor:
+        """The prediction."""
+        groups, size = self.tempered(groups, size)
+        return average(map(self.point, groups), size)
+
+    def entropy(self, groups: Iterator[Tensor], size: int) -> Tensor:
+        """Of the prediction."""
+        groups, size = self.tempered(groups, size)
+        return self.entropies(groups, size)[0]
+
     def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
         """Of the predictive distribution; of the probabilities where the target is discrete."""
         points = self.point(forms)
@@ -53,12 +91,15 @@ class Likelihood(ABC):
 
     def log_likelihood(self, groups: Iterator[Tensor], y: Tensor, size: int) -> Tensor:
         """log (1/S) Σ_s p(y | x, θ_s) of each record, over all of its targets together."""
+        groups, size = self.tempered(groups, size)
         found = [self.log_density(group.double(), y).flatten(2).sum(2) for group in groups]
         return torch.cat(found).logsumexp(0) - math.log(size)
 
 
 class Categorical(Likelihood):
-    """Scores of classes in the last dimension."""
+    r"""Scores of classes in the last dimension; the form has log probabilities. The average
+    prediction is tempered, :math:`p_T(y) \propto p(y)^{1/T}`.
+    """
 
     def form(self, output: Tensor) -> Tensor:
         if output.dim() < 2 or output.shape[-1] < 2:
@@ -80,39 +121,56 @@ class Categorical(Likelihood):
         return form.gather(-1, labels)[..., 0].reshape(*form.shape[:2], -1)
 
     def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        return entropies((group.exp() for group in groups), size)
+        average = entropy = torch.zeros(())
+        for group in groups:
+            p = group.to(torch.promote_types(group.dtype, torch.float32)).exp()
+            average = average.to(p.device) + p.sum(0) / size
+            entropy = entropy.to(p.device) + torch.special.entr(p).sum((0, -1)) / size
+        return torch.special.entr(average).sum(-1), entropy
+
+    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
+        return torch.cat([group.double() for group in groups]).logsumexp(0) - math.log(size)
+
+    def tempered(self, groups: Iterator[Tensor], size: int) -> tuple[Iterator[Tensor], int]:
+        if self.temperature == 1.0:
+            return groups, size
+        first = next(groups)
+        log_p = self.compact(itertools.chain([first], groups), size) / self.temperature
+        return iter([torch.log_softmax(log_p, -1)[None].to(first.dtype)]), 1
+
+    def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
+        log_p = (compact / math.exp(t)).clamp_min(_LEAST_LOG)
+        p = torch.softmax(log_p, -1)
+        bounded = ((p * log_p).sum(-1, keepdim=True) - log_p).clamp(-0.5, 0.5)
+        is_class = (y >= 0) & (y < p.shape[-1]) & (y == y.round())
+        chosen = bounded.gather(-1, torch.where(is_class, y, 0).long()[:, None])[:, 0]
+        return torch.where(is_class, chosen - (p * bounded).sum(-1), 0.0)
 
 
-class Bernoulli(Likelihood):
-    """One logit for each target that is 0 or 1."""
+class Bernoulli(Categorical):
+    """One logit for each target that is 0 or 1: two classes, of which the second is predicted."""
 
     def form(self, output: Tensor) -> Tensor:
-        return _without_column(output)
+        logit = _without_column(output)
+        return nn.functional.logsigmoid(torch.stack([-logit, logit], -1))
 
     def point(self, form: Tensor) -> Tensor:
-        return form.sigmoid()
-
-    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
-        y = _without_column(y)
-        _require_shape(y, form.shape[1:])
-        _require_between(y, 1)
-        return nn.functional.logsigmoid(torch.where(y.bool(), form, -form))[..., None]
-
-    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        both = (torch.stack([group.sigmoid(), (-group).sigmoid()], -1) for group in groups)
-        return entropies(both, size)
+        return form[..., 1].exp()
 
 
 class Normal(Likelihood):
-    """Means of targets with Gaussian noise; the form has mean and log variance last."""
+    """Means of targets with Gaussian noise; the form has mean and log variance last. The
+    temperature is the factor of every sample's noise variance.
+    """
 
     def __init__(self, *, has_noise_std: bool) -> None:
-        self.has_noise_std = has_noise_std
+        self.has_noise_std, self._is_mean = has_noise_std, False
 
     def form(self, output: Tensor) -> Tensor:
         if self.has_noise_std:  # :func:`with_noise` has brought it to this
-            return output
+            return self._scaled(output)
         if output.dim() < 2 or output.shape[-1] == 1:
+            self._is_mean = True
             mean = _without_column(output)  # predictions need no more
             return torch.stack([mean, torch.full_like(mean, math.nan)], -1)
         if output.shape[-1] != 2:
@@ -121,7 +179,22 @@ class Normal(Likelihood):
                 f" {list(output.shape)}: for means of several targets pass noise_std= to"
                 " PosteriorSamples"
             )
-        return output
+        return self._scaled(output)
+
+    def _scaled(self, form: Tensor) -> Tensor:
+        if self.temperature == 1.0:
+            return form
+        return torch.stack([form[..., 0], form[..., 1] + math.log(self.temperature)], -1)
+
+    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
+        if self._is_mean:
+            raise SamplesError(_NO_NOISE)
+        return torch.cat(list(groups)).double().transpose(0, 1)
+
+    def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
+        mean, log_variance = compact.unbind(-1)
+        inside = torch.special.ndtr((y[:, None] - mean) * (-log_variance / 2 - t).exp()).mean(1)
+        return 6 * (inside - 0.5).square() - 0.5
 
     def point(self, form: Tensor) -> Tensor:
         return form[..., 0]
@@ -209,22 +282,6 @@ def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
     return torch.stack([mean, log_variance.expand_as(mean)], -1)
 
 
-def entropies(groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-    """Entropy of the average of ``size`` distributions, and average of their entropies."""
-    average = entropy = torch.zeros(())
-    for group in groups:
-        group = group.to(torch.promote_types(group.dtype, torch.float32))
-        if not ((group.sum(-1) - 1).abs() < 0.01).all() or not (group >= 0).all():
-            raise SamplesError(
-                "The transformed output is not a probability distribution over its last"
-                " dimension. Pass a transform that makes it one: softmax (the default) for"
-                " scores, torch.exp for log-probabilities."
-            )
-        average = average.to(group.device) + group.sum(0) / size
-        entropy = entropy.to(group.device) + torch.special.entr(group).sum((0, -1)) / size
-    return torch.special.entr(average).sum(-1), entropy
-
-
 def _mixture_quantiles(mean: Tensor, std: Tensor, quantiles: Sequence[float]) -> Tensor:
     """Quantiles of Σ N(μ_s, σ_s²)/S by bisection between the components' own."""
     solved = []
@@ -243,11 +300,7 @@ def _mixture_quantiles(mean: Tensor, std: Tensor, quantiles: Sequence[float]) ->
 def _moments(form: Tensor) -> tuple[Tensor, Tensor]:
     mean, log_variance = form.unbind(-1)
     if bool(log_variance.isnan().any()) and not bool(mean.isnan().any()):
-        raise SamplesError(
-            "the model's output is a mean, and this needs the noise too: write"
-            ' PosteriorSamples("normal", noise_std=...), math.sqrt(0.5) after MSELoss, or let the'
-            " model return mean and log variance"
-        )
+        raise SamplesError(_NO_NOISE)
     return mean, log_variance
 
 

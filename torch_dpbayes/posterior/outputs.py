@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,12 @@ def evaluate(
     transform: Transform | None,
     forward: Forward | None,
     reduce: Callable[[Iterator[Tensor]], Tensor],
+    *,
+    is_alone: bool = False,
 ) -> list[Tensor]:
-    """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each batch."""
+    """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each batch.
+    ``is_alone``: the model is run for each record alone, whatever it does.
+    """
     batches = _batches(x)
     parameters = dict(model.named_parameters())
     shapes = {name: p.shape for name, p in samples[0].items()}
@@ -63,6 +68,9 @@ def evaluate(
         return sample.to(device=parameters[name].device, dtype=parameters[name].dtype)
 
     def run(sample: Sample, batch: Any) -> Tensor:
+        return _each_alone(partial(call, sample), batch) if is_alone else call(sample, batch)
+
+    def call(sample: Sample, batch: Any) -> Tensor:
         output = functional_call(called, {f"model.{n}": p for n, p in sample.items()}, (batch,))
         if not isinstance(output, Tensor):
             raise ArgumentTypeError(
@@ -106,6 +114,19 @@ def evaluate(
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
     return reduced
+
+
+def target_of(batch: Any) -> Tensor:
+    """The targets of a batch: the last item, or that of a target's name."""
+    found = [batch[-1]] if isinstance(batch, (tuple, list)) and len(batch) > 1 else []
+    if isinstance(batch, Mapping):
+        found = [value for name, value in batch.items() if name in TARGETS]
+    if len(found) != 1 or not isinstance(found[0], Tensor):
+        raise ArgumentTypeError(
+            "a batch must hold one tensor of targets: the last item of a tuple, or one of"
+            f" {', '.join(sorted(TARGETS))} in a mapping."
+        )
+    return found[0]
 
 
 def average(groups: Iterator[Tensor], size: int) -> Tensor:
@@ -201,6 +222,24 @@ def _try_vmap(
     # in-place writes, control flow on values, numpy; if the error is real, the loop raises it again
     except Exception:
         return None
+
+
+def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
+    """``function`` of every record as a batch of one, put together."""
+    leaves, structure = pytree.tree_flatten(batch)
+    places = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.dim() > 0]
+    columns = [leaves[k] for k in places]
+
+    def alone(*record: Tensor) -> Tensor:
+        own = list(leaves)
+        for k, value in zip(places, record, strict=True):
+            own[k] = value[None]
+        return function(pytree.tree_unflatten(own, structure))[0]
+
+    try:
+        return vmap(alone)(*columns)
+    except Exception:  # as in _try_vmap
+        return torch.stack([alone(*record) for record in zip(*columns, strict=True)])
 
 
 @contextmanager

@@ -5,195 +5,35 @@ keep them in a file.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from ..errors import ArgumentError, DivergedError, SamplesError, StateError
-from ..per_sample.fixed_tensors import same_values
-from . import files, outputs
+from ..accounting.accountant import PrivacyAccountant
+from ..batches.poisson_loader import PoissonLoader
+from ..errors import ArgumentError, CheckpointError, SamplesError, StateError
+from . import calibration, files, outputs
+from .chain import Chain, require_same_buffers
 from .likelihoods import (
     Likelihood,
     NoiseStd,
-    entropies,
     forgotten_noise_std,
     likelihood_of,
     require_likelihood,
     with_noise,
 )
-from .outputs import Forward, Inputs, Sample, Transform
+from .outputs import Forward, Inputs, Transform
 
+_ARGUMENTS = ("likelihood", "burn_in", "thin", "max_samples", "noise_std")
 _FUNCTION = "function"  # in a file, for a noise_std that it cannot keep
 
 
-class _Chain:
-    """The bounded set of samples, and how it is kept."""
-
-    _STATED: tuple[str, ...] = ()  # what else a file holds
-
-    def __init__(self, burn_in: int | None = None, thin: int = 1, max_samples: int = 100) -> None:
-        for name, value, smallest in (
-            ("burn_in", 0 if burn_in is None else burn_in, 0),
-            ("thin", thin, 1),
-            ("max_samples", max_samples, 2),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise ArgumentError(
-                    f"{name} must be an integer, at least {smallest} (collect() calls), got"
-                    f" {value!r}."
-                )
-        self.burn_in = burn_in
-        self.thin = thin
-        self.max_samples = max_samples
-        self._num_collected = 0
-        self._samples: list[Sample] = []
-        self._shapes: dict[str, torch.Size] | None = None
-        self._buffers: dict[str, Tensor] | None = None
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({len(self)} samples of {self._num_collected} collect() calls, "
-            f"burn_in={self.burn_in}, thin={self.thin}, max_samples={self.max_samples})"
-        )
-
-    @property
-    def num_collected(self) -> int:
-        """How often :meth:`collect` was called, discarded calls included."""
-        return self._num_collected
-
-    @torch.no_grad()
-    def collect(self, model: nn.Module) -> None:
-        """Counts a call and, if it is due, keeps a copy of the model's trainable parameters (same
-        device and dtype). It may be called after every step: a call that is not due costs nothing.
-
-        Args:
-            model: the network, in the state that the optimizer's last step left.
-
-        Raises:
-            ValueError: the model has no trainable parameter, has other ones than at the first call,
-                or has a buffer that changed. The call is then not counted.
-            DivergedError: a parameter is not finite.
-
-        **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with
-        those of a private model when its loader delivered the first batch, or else with those of
-        the first call.
-        """
-        if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
-            buffers = model.named_buffers(remove_duplicate=False)
-            self._buffers = {name: b.detach().clone() for name, b in buffers}
-        number = self._num_collected - (self.burn_in or 0)
-        if number < 0 or number % self.thin:
-            self._num_collected += 1
-            return
-        parameters = _checked_parameters(model, self._shapes)
-        _require_same_buffers(model, self._buffers)
-
-        self._shapes = {name: p.shape for name, p in parameters.items()}
-        self._num_collected += 1
-        # the calls that were due have the places 0, 1, ..., of which the last are kept
-        place = number // self.thin
-        if self.burn_in is None:
-            half = (place + 1) // 2
-            del self._samples[: max(0, len(self._samples) - (place - half))]
-        if len(self._samples) == self.max_samples:
-            oldest = place - self.max_samples
-            self._samples = self._samples[oldest % 2 :: 2]
-            self.thin *= 2
-            if number % self.thin:
-                return
-        self._samples.append({name: p.detach().clone() for name, p in parameters.items()})
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the parameters that are sampled; empty before the first sample."""
-        return {name: p.shape for name, p in self._samples[0].items()} if self._samples else {}
-
-    def draws_of(self, name: str) -> np.ndarray[Any, Any]:
-        """All samples of one parameter, one row each."""
-        return np.stack([_array(sample[name]) for sample in self._samples])
-
-    def to_arviz(self, *other_chains: Self) -> Any:
-        r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R` and
-        trace pictures: ``arviz.summary(first.to_arviz(second, third))``.
-
-        Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw,
-        ...]``, on the CPU. :math:`\hat R` (Vehtari et al., 2021, section 4) compares chains that
-        were run independently, and needs at least two. Parameters that only permute hidden units
-        count as different for it; the predictions, :meth:`outputs`, do not.
-
-        Args:
-            other_chains: samples of the same parameters from other runs: as many of them, collected
-                with the same ``thin``.
-
-        Returns:
-            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
-
-        Raises:
-            ModuleNotFoundError: ArviZ is not installed.
-            RuntimeError, TypeError, ValueError: a chain has no sample, other parameters, another
-                length or spacing, or is there twice.
-
-        **Privacy**: post-processing. Each chain is a training run, which pays for itself; whether
-        to run longer, decided by looking at these figures, is an adaptive choice in the sense of
-        :class:`~torch_dpbayes.PrivacyAccountant`.
-        """
-        return files.to_arviz((self, *other_chains))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the samples to a file of tensors and plain numbers, which
-        ``torch.load(weights_only=True)`` can read. If writing fails, an older file stays as it was.
-        Frozen parameters and buffers are not in it: save the model's own ``state_dict`` too.
-
-        Raises:
-            OSError: the file cannot be written.
-
-        **Privacy**: post-processing; the file holds released iterates only.
-        """
-        content = {
-            "burn_in": self.burn_in,
-            "thin": self.thin,
-            "max_samples": self.max_samples,
-            "num_collected": self._num_collected,
-            "samples": self._samples,
-            **self._stated(),
-        }
-        files.save(content, path)
-
-    def _stated(self) -> dict[str, Any]:
-        """What else is kept in the file."""
-        return {}
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what :meth:`save` wrote to the CPU; collecting can go on from there. No code in the
-        file is run.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it was not written by :meth:`save`, is damaged, or is of a later version.
-
-        **Privacy**: none is spent.
-        """
-        content = files.load(path)
-        names = ("burn_in", "thin", "max_samples", *cls._STATED)
-        stated = {name: content[name] for name in names}
-        if stated.get("noise_std") == _FUNCTION:
-            stated["noise_std"] = forgotten_noise_std
-        loaded = cls(**stated)
-        loaded._num_collected = content["num_collected"]
-        loaded._samples = content["samples"]
-        if loaded._samples:
-            loaded._shapes = {name: s.shape for name, s in loaded._samples[0].items()}
-        return loaded
-
-
-class PosteriorSamples(_Chain):
+class PosteriorSamples(Chain):
     r"""A bounded set of posterior samples :math:`\theta_1, \dots, \theta_S` of a network, and what
     it predicts.
 
@@ -246,8 +86,6 @@ class PosteriorSamples(_Chain):
     private test inputs reveal those inputs: they are covered by no guarantee of the training.
     """
 
-    _STATED = ("likelihood", "noise_std")
-
     def __init__(
         self,
         likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
@@ -261,43 +99,172 @@ class PosteriorSamples(_Chain):
         require_likelihood(likelihood, noise_std)
         if noise_std is not None and not callable(noise_std):
             noise_std = float(noise_std)
-        self.likelihood, self.noise_std = likelihood, noise_std
+        self.likelihood, self.noise_std, self._temperature = likelihood, noise_std, 1.0
 
     @classmethod
     def from_draws(
         cls,
-        draws: Mapping[str, Tensor],
+        draws: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
         *,
         noise_std: NoiseStd | None = None,
     ) -> Self:
         """Samples that another method drew, for predictions.
 
+        The names are those of a network's trainable parameters: a ``nn.Module`` that
+        ``OnePosteriorSample.for_module`` or ``noise_aware.posterior_for_module`` took,
+        :meth:`.GLM.module` or :meth:`.Softmax.module`, or the network that a Pyro model has, of
+        whose guide ``[guide() for _ in range(100)]`` are draws.
+
         Args:
-            draws: by parameter name, ``[draws, ...]``, at least two.
+            draws: by parameter name, ``[draws, ...]``; or draw by draw, a list of them.
             likelihood, noise_std: of the class.
 
         Raises:
-            ValueError: the numbers of draws differ, or there are fewer than two.
+            ValueError: there is no draw, or the numbers of draws differ.
 
         **Privacy**: post-processing of the draws.
         """
-        counts = {len(value) for value in draws.values()}
-        if len(counts) != 1 or min(counts) < 2:
+        if isinstance(draws, Mapping):
+            counts = {len(value) for value in draws.values()}
+            kept = [
+                {name: v[k] for name, v in draws.items()} for k in range(min(counts, default=0))
+            ]
+        else:
+            kept = [{name: v.detach() for name, v in draw.items()} for draw in draws]
+            counts = {len(kept)}
+        if not kept or len(counts) != 1:
             raise ArgumentError(
-                "draws must hold the same number of draws, two or more, of every parameter along"
-                " dimension 0."
+                "draws must hold the same number of draws, one or more, of every parameter along"
+                " dimension 0, or be a list of draws."
             )
-        (count,) = counts
-        found = cls(likelihood, burn_in=0, max_samples=count, noise_std=noise_std)
-        found._samples = [{name: v[k] for name, v in draws.items()} for k in range(count)]
-        found._shapes = {name: v.shape[1:] for name, v in draws.items()}
-        found._num_collected = count
+        found = cls(likelihood, burn_in=0, max_samples=max(2, len(kept)), noise_std=noise_std)
+        found._samples, found._num_collected = kept, len(kept)
+        found._shapes = found.shapes()
         return found
 
-    def _stated(self) -> dict[str, Any]:
-        noise_std = _FUNCTION if callable(self.noise_std) else self.noise_std
-        return {"likelihood": self.likelihood, "noise_std": noise_std}
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the samples to a file of tensors and plain numbers, which
+        ``torch.load(weights_only=True)`` can read. If writing fails, an older file stays as it was.
+        Frozen parameters and buffers are not in it: save the model's own ``state_dict`` too.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        **Privacy**: post-processing; the file holds released iterates only.
+        """
+        content = {
+            "format": files.FORMAT,
+            **{name: getattr(self, name) for name in _ARGUMENTS},
+            "noise_std": _FUNCTION if callable(self.noise_std) else self.noise_std,
+            "temperature": self._temperature,
+            "num_collected": self._num_collected,
+            "samples": self._samples,
+        }
+        files.save(content, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what :meth:`save` wrote to the CPU; collecting can go on from there. No code in the
+        file is run.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it was not written by :meth:`save`, is damaged, or is of a later version.
+
+        **Privacy**: none is spent.
+        """
+        content = files.load(path, "PosteriorSamples.save")
+        if content.get("format") != files.FORMAT:
+            raise CheckpointError(
+                f"{os.fspath(path)} holds something else than samples of this version: it was not"
+                " written by PosteriorSamples.save"
+            )
+        stated = {name: content[name] for name in _ARGUMENTS}
+        if stated["noise_std"] == _FUNCTION:
+            stated["noise_std"] = forgotten_noise_std
+        loaded = cls(**stated)
+        loaded._temperature = content["temperature"]
+        loaded._num_collected = content["num_collected"]
+        loaded._samples = content["samples"]
+        if loaded._samples:
+            loaded._shapes = {name: s.shape for name, s in loaded._samples[0].items()}
+        return loaded
+
+    @property
+    def temperature(self) -> float:
+        """T of predictions, 1 before :meth:`calibrate`; above 1 they are less sure than the
+        samples' average.
+        """
+        return self._temperature
+
+    def calibrate(
+        self,
+        model: nn.Module,
+        loader: DataLoader[Any],
+        epsilon: float | None = None,
+        delta: float | None = None,
+        *,
+        accountant: PrivacyAccountant | None = None,
+        forward: Forward | None = None,
+    ) -> float:
+        r"""Fit one temperature to the private records, which predictions use from then on. Its cost
+        is charged first.
+
+        A posterior average of classes is tempered, :math:`p_T(y\mid x) \propto p(y\mid x)^{1/T}`:
+        the most probable class stays. Of normal targets T is the factor of each sample's noise
+        variance. T is the posterior mean of five noisy sums of bounded scores
+        (:mod:`~torch_dpbayes.posterior.calibration`), between 1/12 and 12, or for variances 1/148
+        and 148. ``predict``, ``log_likelihood``, ``predictive_entropy`` and quantiles of normal
+        targets use it; the rest describes the samples as they are.
+
+        Records that the samples were trained on give a T that is too small where the network has
+        learnt them by heart, a little with noise; records that were kept aside do not.
+
+        Args:
+            model: the network, as for :meth:`predict`. It is run for each record alone; frozen
+                parameters and buffers count as public.
+            loader: that of ``make_private``, or a ``DataLoader`` over a map-style data set. All
+                records of the data set are read once; a batch holds the target as :meth:`predict`
+                describes.
+            epsilon, delta: of everything on the accountant afterwards. None: what
+                ``make_private_with_epsilon(..., calibrate=0.02)`` reserved, else what the
+                accountant's budget has left.
+            accountant: None: that of ``make_private``.
+            forward: as for :meth:`predict`.
+
+        Returns:
+            T, which :attr:`temperature` keeps and :meth:`save` writes.
+
+        Raises:
+            PrivacyBudgetExceeded: it does not fit the budget; nothing has changed.
+            ValueError, TypeError: model, loader or targets do not suit; nothing was charged.
+
+        **Privacy.** A record's score lies in [-1, 1], and is zero where a value is not finite or
+        a label is no class. Adding or removing a record moves each sum by at most 1, replacing one
+        by at most 2: ``GaussianDpEvent(z_k)`` for noise of standard deviation z_k, five together,
+        charged before the first is drawn. T is post-processing of the sums.
+        """
+        require_same_buffers(model, self._buffers)
+        accountant, total = calibration.charged_to(loader, accountant, epsilon, delta)
+        targets: list[Tensor] = []
+        found: list[Likelihood] = []
+
+        def batches() -> Iterator[Any]:
+            for batch in PoissonLoader.every_record(loader):
+                targets.append(outputs.target_of(batch))
+                yield batch
+
+        def compact(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+            found[:] = [of]
+            return of.compact(groups, len(self))
+
+        forms = self._by_likelihood(model, batches(), forward, compact, is_calibrating=True)
+        score = calibration.score_of(found[0], forms, torch.cat(targets))
+        accountant.compose(calibration.event_of(total), label="calibration of predictions")
+        t = calibration.estimate(score, total)
+        self._temperature = math.exp(2 * t if self.likelihood == "normal" else t)
+        return self._temperature
 
     def predict(
         self,
@@ -342,9 +309,7 @@ class PosteriorSamples(_Chain):
         size = len(self)
         if transform != "likelihood":
             return self._reduced(model, x, transform, forward, lambda g: outputs.average(g, size))
-        return self._by_likelihood(
-            model, x, forward, lambda of, g: outputs.average(map(of.point, g), size)
-        )
+        return self._by_likelihood(model, x, forward, lambda of, g: of.average(g, size))
 
     def outputs(
         self,
@@ -397,44 +362,36 @@ class PosteriorSamples(_Chain):
         return result
 
     def predictive_entropy(
-        self,
-        model: nn.Module,
-        x: Inputs,
-        transform: Transform | Literal["likelihood"] = "likelihood",
-        *,
-        forward: Forward | None = None,
+        self, model: nn.Module, x: Inputs, *, forward: Forward | None = None
     ) -> Tensor:
         r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid
         x,\theta_s)]`, in nats: noise in the label as well as doubt about the parameters. One number
         a target, ``[n, ...]``; of a normal target the differential entropy, by quadrature.
 
-        Arguments and errors of :meth:`predict`; a ``transform`` of your own has to make
-        probabilities over the last dimension.
+        Arguments and errors of :meth:`predict`.
 
         **Privacy**: post-processing.
         """
-        return self._entropies(model, x, transform, forward, lambda total, expected: total)
+        return self._by_likelihood(model, x, forward, lambda of, g: of.entropy(g, len(self)))
 
     def mutual_information(
-        self,
-        model: nn.Module,
-        x: Inputs,
-        transform: Transform | Literal["likelihood"] = "likelihood",
-        *,
-        forward: Forward | None = None,
+        self, model: nn.Module, x: Inputs, *, forward: Forward | None = None
     ) -> Tensor:
         r"""Mutual information of label and parameters, in nats: what the samples disagree about.
 
         .. math:: I[y; \theta \mid x] = H\Big[\frac1S\sum_s p(y\mid x,\theta_s)\Big]
                   - \frac1S\sum_s H[p(y\mid x,\theta_s)] \ge 0
 
-        (Houlsby et al., 2011, equation 2). Arguments and errors of :meth:`predictive_entropy`.
+        (Houlsby et al., 2011, equation 2). Arguments and errors of :meth:`predict`.
 
         **Privacy**: post-processing.
         """
-        return self._entropies(  # rounding alone can make it negative
-            model, x, transform, forward, lambda total, expected: (total - expected).clamp_min(0)
-        )
+
+        def difference(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+            total, expected = of.entropies(groups, len(self))
+            return (total - expected).clamp_min(0)  # rounding alone can make it negative
+
+        return self._by_likelihood(model, x, forward, difference)
 
     def predictive_quantiles(
         self,
@@ -508,22 +465,6 @@ class PosteriorSamples(_Chain):
 
         return self._by_likelihood(model, x, forward, compared)
 
-    def _entropies(
-        self,
-        model: nn.Module,
-        x: Inputs,
-        transform: Transform | Literal["likelihood"],
-        forward: Forward | None,
-        wanted: Callable[[Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """Of total entropy and the samples' average one, what is wanted."""
-        size = len(self)
-        if transform == "likelihood":
-            return self._by_likelihood(
-                model, x, forward, lambda of, g: wanted(*of.entropies(g, size))
-            )
-        return self._reduced(model, x, transform, forward, lambda g: wanted(*entropies(g, size)))
-
     def _by_likelihood(
         self,
         model: nn.Module,
@@ -531,6 +472,8 @@ class PosteriorSamples(_Chain):
         forward: Forward | None,
         reduce: Callable[[Likelihood, Iterator[Tensor]], Tensor],
         dim: int = 0,
+        *,
+        is_calibrating: bool = False,
     ) -> Tensor:
         """``reduce`` of the likelihood that the outputs have, and of their form."""
         found: list[Likelihood] = []
@@ -544,13 +487,14 @@ class PosteriorSamples(_Chain):
 
         def form(output: Tensor) -> Tensor:
             found[:] = [likelihood_of(self.likelihood, output.shape, noise_std)]
+            found[0].temperature = 1.0 if is_calibrating else self._temperature
             return found[0].form(output)
 
         def reduced(groups: Iterator[Tensor]) -> Tensor:
             first = next(groups)  # which says what the likelihood is
             return reduce(found[0], itertools.chain([first], groups))
 
-        return self._reduced(model, x, form, with_its_noise, reduced, dim)
+        return self._reduced(model, x, form, with_its_noise, reduced, dim, is_alone=is_calibrating)
 
     def _reduced(
         self,
@@ -560,6 +504,8 @@ class PosteriorSamples(_Chain):
         forward: Forward | None,
         reduce: Callable[[Iterator[Tensor]], Tensor],
         dim: int = 0,
+        *,
+        is_alone: bool = False,
     ) -> Tensor:
         if not self._samples:
             discarded = (
@@ -569,54 +515,7 @@ class PosteriorSamples(_Chain):
                 f"There is no posterior sample yet: collect() was called {self._num_collected}"
                 f" times{discarded}. Call samples.collect(model) after burn-in, before predicting."
             )
-        return torch.cat(
-            outputs.evaluate(self._samples, model, x, transform, forward, reduce), dim=dim
+        found = outputs.evaluate(
+            self._samples, model, x, transform, forward, reduce, is_alone=is_alone
         )
-
-
-def _array(sample: Tensor) -> np.ndarray[Any, Any]:
-    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
-    return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
-
-
-def _checked_parameters(
-    model: nn.Module, before: dict[str, torch.Size] | None
-) -> dict[str, nn.Parameter]:
-    """The trainable parameters, which have the shapes that they had ``before`` and are finite."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    shapes = {name: p.shape for name, p in parameters.items()}
-    if not parameters:
-        raise SamplesError(
-            "The model has no trainable parameter, so there is no posterior sample to collect."
-        )
-    if before is not None and shapes != before:
-        raise SamplesError(
-            "This model's trainable parameters are not those of the model collected before:"
-            f" {outputs.difference_of(before, shapes)}. Use one PosteriorSamples for one model."
-        )
-    for name, p in parameters.items():
-        if not torch.isfinite(p).all():
-            raise DivergedError(
-                f"Parameter {name!r} has non-finite values: the chain diverged, most often because"
-                " lr is too large for the noise and the prior. This sample was not collected;"
-                " restart from finite parameters with a smaller lr."
-            )
-    return parameters
-
-
-def _require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
-    """Raise if a buffer is not as make_private, else the ``first`` call, saw it."""
-    own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
-    before, since = (first or {}, "the first collect()") if own is None else (own, "make_private")
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    # make_private notes frozen parameters as well
-    now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
-    for name in sorted(before.keys() | buffers.keys()):
-        if name not in before or name not in now or not same_values(before[name], now[name]):
-            raise ArgumentError(
-                f"Buffer {name!r} changed since {since}, by private records and without noise."
-                " Use a layer that keeps no statistics, as GroupNorm for BatchNorm"
-                " (opacus.validators.ModuleValidator.fix), or InstanceNorm without"
-                " track_running_stats.",
-                code="model-buffer",
-            )
+        return torch.cat(found, dim=dim)

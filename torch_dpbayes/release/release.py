@@ -117,6 +117,7 @@ class Release:
         the ``fixed`` tensors. ``is_alone``: other ranks have nothing to do with it.
         """
         self.source, self.draws, self._fixed = source, draws, fixed
+        draws.accountant = self.accountant
         self.ranks, self._is_alone = draws.ranks, is_alone
         self.sampling = draws.scheme
         self._last_event = None  # of other draws

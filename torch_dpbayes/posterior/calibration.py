@@ -1,0 +1,143 @@
+r"""One temperature for predictions, by a private posterior of one parameter.
+
+A record's score :math:`\psi` says whether the prediction is too sure of it or not sure enough. It
+is bounded by 1, and its expectation is zero where the prediction is right: for classes it is the
+slope of :math:`\log p_T(y \mid x)` in :math:`\log T`, clipped to ±½, minus the expectation of that
+under :math:`p_T(\cdot \mid x)`; for a normal target with the predictive distribution function F it
+is :math:`6 (F(y) - \frac12)^2 - \frac12`. Their sum is released a few times, each time at the mean
+of what is known by then:
+
+.. math:: \tilde S_k = \sum_i \psi_i(t_k) + z_k \xi_k = \frac J2 (1 - e^{2(t_k - t)}) + \sqrt J
+          \xi + J (t_k - t)^2 \xi'_k + z_k \xi''_k
+
+for t = log T, or log of the factor of a noise scale. How many records count, J, is as unknown as t.
+The first term is the shape that scores of networks have: one that is far too sure loses no more
+than a bounded score. The records are a sample, of variance at most J (a clipped slope ψ has Var ψ ≤
+Cov(ψ, slope) = J), in common to all releases; the third is what the shape may be wrong by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import total_multiplier
+from ..accounting.events import ComposedDpEvent, GaussianDpEvent
+from ..batches.poisson_loader import PoissonLoader
+from ..distributed import require_single_process
+from ..errors import ArgumentError, SamplesError
+from ..noise import GaussianNoise
+from .likelihoods import Likelihood, Normal
+
+# of the budget from one release to the next: the first ones only serve to arrive
+_RELEASES, _GROWTH = 5, 1.8
+_STD = 0.5  # of t beforehand: T between .37 and 2.7 with probability .95
+_T = np.linspace(-2.5, 2.5, 1001)[:, None]
+_J = np.geomspace(1.0, 1e9, 60)[None]  # between one record and all there may be
+_SPACING = float(_T[1, 0] - _T[0, 0])
+
+
+def multipliers(total: float) -> list[float]:
+    """Noise multipliers of the releases that cost together what one does with ``total``."""
+    shares = _GROWTH ** np.arange(_RELEASES)
+    return [float(total / math.sqrt(share)) for share in shares / shares.sum()]
+
+
+def event_of(total: float) -> ComposedDpEvent:
+    """What a calibration is charged as."""
+    return ComposedDpEvent([GaussianDpEvent(z) for z in multipliers(total)])
+
+
+def charged_to(
+    loader: DataLoader[Any],
+    accountant: PrivacyAccountant | None,
+    epsilon: float | None,
+    delta: float | None,
+) -> tuple[PrivacyAccountant, float]:
+    """Where a calibration is charged, and the noise multiplier of all of it.
+
+    Raises:
+        ValueError: there is no accountant or no budget, or the records are not one person's each.
+    """
+    reserved = None
+    if isinstance(loader, PoissonLoader):
+        draws = loader.sampler_of_draws
+        accountant, reserved = accountant or draws.accountant, draws.reserved
+        if draws.ranks is not None:
+            raise ArgumentError(
+                "the records are shared by several ranks: save the samples, and calibrate in one"
+                " process, with accountant= and a DataLoader"
+            )
+    require_single_process()
+    if not isinstance(accountant, PrivacyAccountant):
+        raise ArgumentError(
+            "calibrate reads private records: pass the loader that make_private returned, or"
+            " accountant=, a PrivacyAccountant"
+        )
+    if accountant.unit != "record":
+        raise ArgumentError(
+            "this accountant protects users, and calibrate bounds what one record does: calibrate"
+            " on public records, with an accountant of their own"
+        )
+    if reserved is not None and epsilon is None:
+        return accountant, reserved
+    return accountant, total_multiplier(accountant, epsilon, delta)
+
+
+def estimate(score: Callable[[float], float], total: float) -> float:
+    """The posterior mean of t from noisy values of ``score``, whose parts are bounded by 1.
+
+    **Privacy.** Releases what :func:`event_of` says; the caller has charged it.
+    """
+    noise, mean = GaussianNoise(), 0.0
+    # of the errors r_k and their own variances d_k, with J in common: Σ 1/d, Σ r/d, and
+    # Σ r²/d + log d
+    ones, errors, squares = (np.zeros((len(_T), _J.size)) for _ in range(3))
+    for z in multipliers(total):
+        released = _released(score(mean), z, noise)
+        distance = mean - _T
+        variance = z**2 + (_J * (distance**2 + _SPACING)) ** 2  # no finer than the grid
+        error = released - _J * (1 - np.exp(2 * distance)) / 2
+        ones += 1 / variance
+        errors += error / variance
+        squares += error**2 / variance + np.log(variance)
+        common = 1 + _J * ones
+        log_density = (_J * errors**2 / common - squares - np.log(common) - (_T / _STD) ** 2) / 2
+        weights = np.exp(log_density - log_density.max())
+        mean = float((weights * _T).sum() / weights.sum())
+    return mean
+
+
+def _released(total: float, multiplier: float, noise: GaussianNoise) -> float:
+    """The sum with its noise."""
+    xi = noise.standard_normal(1, dtype=torch.float64, device=torch.device("cpu"))
+    return total + multiplier * float(xi)
+
+
+def score_of(likelihood: Likelihood, compact: Tensor, y: Tensor) -> Callable[[float], float]:
+    """Σ ψ_i as a function of t; a record with a value that is not finite counts as zero.
+
+    Args:
+        likelihood: of the outputs, at temperature 1.
+        compact: ``[n, ...]``, what it needs of them.
+        y: the targets, ``[n]`` or ``[n, 1]``.
+    """
+    dimensions = 3 if isinstance(likelihood, Normal) else 2  # of samples' moments; of classes
+    if compact.dim() != dimensions or y.numel() != len(compact):
+        raise SamplesError(
+            "calibrate is for one target a record; model or batches give several for each"
+        )
+    targets = y.reshape(-1).to(compact)
+
+    def score(t: float) -> float:
+        psi = likelihood.scores(compact, targets, t)
+        return float(psi.nan_to_num(nan=0.0).clamp(-1, 1).sum())
+
+    return score

@@ -1,0 +1,178 @@
+"""The bounded set of samples: which of a run's iterates are kept, and where."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, DivergedError, SamplesError
+from ..per_sample.fixed_tensors import same_values
+from . import files, outputs
+from .outputs import Sample
+
+
+class Chain:
+    """The bounded set of samples, and how it is kept."""
+
+    def __init__(self, burn_in: int | None = None, thin: int = 1, max_samples: int = 100) -> None:
+        for name, value, smallest in (
+            ("burn_in", 0 if burn_in is None else burn_in, 0),
+            ("thin", thin, 1),
+            ("max_samples", max_samples, 2),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise ArgumentError(
+                    f"{name} must be an integer, at least {smallest} (collect() calls), got"
+                    f" {value!r}."
+                )
+        self.burn_in = burn_in
+        self.thin = thin
+        self.max_samples = max_samples
+        self._num_collected = 0
+        self._samples: list[Sample] = []
+        self._shapes: dict[str, torch.Size] | None = None
+        self._buffers: dict[str, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self)} samples of {self._num_collected} collect() calls, "
+            f"burn_in={self.burn_in}, thin={self.thin}, max_samples={self.max_samples})"
+        )
+
+    @property
+    def num_collected(self) -> int:
+        """How often :meth:`collect` was called, discarded calls included."""
+        return self._num_collected
+
+    @torch.no_grad()
+    def collect(self, model: nn.Module) -> None:
+        """Counts a call and, if it is due, keeps a copy of the model's trainable parameters (same
+        device and dtype). It may be called after every step: a call that is not due costs nothing.
+
+        Args:
+            model: the network, in the state that the optimizer's last step left.
+
+        Raises:
+            ValueError: the model has no trainable parameter, has other ones than at the first call,
+                or has a buffer that changed. The call is then not counted.
+            DivergedError: a parameter is not finite.
+
+        **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with
+        those of a private model when its loader delivered the first batch, or else with those of
+        the first call.
+        """
+        if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
+            buffers = model.named_buffers(remove_duplicate=False)
+            self._buffers = {name: b.detach().clone() for name, b in buffers}
+        number = self._num_collected - (self.burn_in or 0)
+        if number < 0 or number % self.thin:
+            self._num_collected += 1
+            return
+        parameters = _checked_parameters(model, self._shapes)
+        require_same_buffers(model, self._buffers)
+
+        self._shapes = {name: p.shape for name, p in parameters.items()}
+        self._num_collected += 1
+        # the calls that were due have the places 0, 1, ..., of which the last are kept
+        place = number // self.thin
+        if self.burn_in is None:
+            half = (place + 1) // 2
+            del self._samples[: max(0, len(self._samples) - (place - half))]
+        if len(self._samples) == self.max_samples:
+            oldest = place - self.max_samples
+            self._samples = self._samples[oldest % 2 :: 2]
+            self.thin *= 2
+            if number % self.thin:
+                return
+        self._samples.append({name: p.detach().clone() for name, p in parameters.items()})
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the parameters that are sampled; empty before the first sample."""
+        return {name: p.shape for name, p in self._samples[0].items()} if self._samples else {}
+
+    def draws_of(self, name: str) -> np.ndarray[Any, Any]:
+        """All samples of one parameter, one row each."""
+        return np.stack([_array(sample[name]) for sample in self._samples])
+
+    def to_arviz(self, *other_chains: Self) -> Any:
+        r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R` and
+        trace pictures: ``arviz.summary(first.to_arviz(second, third))``.
+
+        Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw,
+        ...]``, on the CPU. :math:`\hat R` (Vehtari et al., 2021, section 4) compares chains that
+        were run independently, and needs at least two. Parameters that only permute hidden units
+        count as different for it; the predictions, :meth:`outputs`, do not.
+
+        Args:
+            other_chains: samples of the same parameters from other runs: as many of them, collected
+                with the same ``thin``.
+
+        Returns:
+            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
+
+        Raises:
+            ModuleNotFoundError: ArviZ is not installed.
+            RuntimeError, TypeError, ValueError: a chain has no sample, other parameters, another
+                length or spacing.
+
+        **Privacy**: post-processing. Each chain is a training run, which pays for itself; whether
+        to run longer, decided by looking at these figures, is an adaptive choice in the sense of
+        :class:`~torch_dpbayes.PrivacyAccountant`.
+        """
+        return files.to_arviz((self, *other_chains))
+
+
+def _array(sample: Tensor) -> np.ndarray[Any, Any]:
+    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
+    return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
+
+
+def _checked_parameters(
+    model: nn.Module, before: dict[str, torch.Size] | None
+) -> dict[str, nn.Parameter]:
+    """The trainable parameters, which have the shapes that they had ``before`` and are finite."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    shapes = {name: p.shape for name, p in parameters.items()}
+    if not parameters:
+        raise SamplesError(
+            "The model has no trainable parameter, so there is no posterior sample to collect."
+        )
+    if before is not None and shapes != before:
+        raise SamplesError(
+            "This model's trainable parameters are not those of the model collected before:"
+            f" {outputs.difference_of(before, shapes)}. Use one PosteriorSamples for one model."
+        )
+    for name, p in parameters.items():
+        if not torch.isfinite(p).all():
+            raise DivergedError(
+                f"Parameter {name!r} has non-finite values: the chain diverged, most often because"
+                " lr is too large for the noise and the prior. This sample was not collected;"
+                " restart from finite parameters with a smaller lr."
+            )
+    return parameters
+
+
+def require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
+    """Raise if a buffer is not as make_private, else the ``first`` call, saw it."""
+    own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
+    if own is None and first is None:  # of samples that were loaded, nothing is known
+        return
+    before, since = (first or {}, "the first collect()") if own is None else (own, "make_private")
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    # make_private notes frozen parameters as well
+    now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+    for name in sorted(before.keys() | buffers.keys()):
+        if name not in before or name not in now or not same_values(before[name], now[name]):
+            raise ArgumentError(
+                f"Buffer {name!r} changed since {since}, by private records and without noise."
+                " Use a layer that keeps no statistics, as GroupNorm for BatchNorm"
+                " (opacus.validators.ModuleValidator.fix), or InstanceNorm without"
+                " track_running_stats.",
+                code="model-buffer",
+            )
