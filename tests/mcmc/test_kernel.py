@@ -36,7 +36,8 @@ from support.conjugate_chains import (
 )
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, clipped_ratio_sum
+from torch_dpbayes.density import clipped_ratio_sum
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
 
 pytestmark = pytest.mark.usefixtures("double")
 

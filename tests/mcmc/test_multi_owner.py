@@ -28,10 +28,10 @@ from scipy.stats import chi2, kstest
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.density import clipped_ratio_sum
 from torch_dpbayes.mcmc import (
     MultiOwnerHMC,
     MultiOwnerPenalty,
-    clipped_ratio_sum,
     hmc,
     penalty,
 )

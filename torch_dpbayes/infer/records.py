@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..batches.sampler import PoissonSampler
-from ..mcmc.density import RecordDensity
+from ..density import RecordDensity
 from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
 from ..release.query import ClippedSum

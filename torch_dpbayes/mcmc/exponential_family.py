@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
-from .checks import check_clip_bound, check_noise
-from .density import Model, Prior, UnfitModel
-from .density.record_statistics import RecordStatistics
-from .kernel import Outcome, PrivateKernel, noise_event
+from ..density import Model, Prior, UnfitModel
+from ..density.record_statistics import RecordStatistics
+from ..noise import check_clip_bound
+from .kernel import Outcome, PrivateKernel, check_noise, noise_event
 from .proposals import Moves, Proposal
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
+from ..density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from ..errors import ArgumentError, StateError
-from .checks import check_clip_bound, check_noise, check_positive
-from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
-from .kernel import Outcome, PrivateKernel, noise_event
+from ..noise import check_clip_bound, check_positive
+from .kernel import Outcome, PrivateKernel, check_noise, noise_event
 
 
 class DPHMC(PrivateKernel):
@@ -43,7 +43,7 @@ class DPHMC(PrivateKernel):
 
     Args:
         model: Pyro model with one vectorised data plate, see
-            :class:`~torch_dpbayes.mcmc.RecordDensity`.
+            :class:`~torch_dpbayes.density.RecordDensity`.
         step_size: η.
         num_steps: L.
         log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of

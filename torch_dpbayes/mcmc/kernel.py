@@ -27,9 +27,9 @@ from torch import Tensor
 from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
+from ..density import Model, Prior, UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise
-from .density import Model, Prior, UnfitModel
 from .mixing import complaint_of, mixing_of
 from .owners import ChainStart, SoleOwner
 from .proposals import Moves, free_move
@@ -557,6 +557,11 @@ def _share_that_moved(chains: list[dict[str, Tensor]]) -> float:
     ]
     together = torch.cat(moved) if moved else torch.empty(0)
     return float(together.double().mean()) if len(together) else 0.0
+
+
+def check_noise(name: str, value: float) -> float:
+    """``value`` as 0 or a valid noise multiplier."""
+    return float(value) if value == 0 else events.gaussian_noise_multiplier(value, name)
 
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:

@@ -24,12 +24,11 @@ from torch import Tensor
 from .. import __version__
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..density import InvalidPoint, Model, RecordDensity, without_value_checks
+from ..density.arguments import filled_if_empty
 from ..distributed import CHAIN_END, ITERATION, SET_UP, Ranks
 from ..errors import ArgumentError, OwnerError, RankError
-from ..noise import GaussianNoise
-from .checks import can_hide
-from .density import InvalidPoint, Model, RecordDensity, without_value_checks
-from .density.arguments import filled_if_empty
+from ..noise import GaussianNoise, can_hide
 from .owners import ChainStart, SoleOwner
 
 _COMPARED_ROWS = 5

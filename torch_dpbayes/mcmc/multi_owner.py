@@ -31,8 +31,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..density import Model
 from ..errors import ArgumentError
-from .density import Model
 from .hmc import DPHMC
 from .kernel import PrivateKernel
 from .many_owners import ManyOwners, comparable

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from ..noise import GaussianNoise
-from .checks import can_hide
-from .density import Model, Prior, RecordDensity
+from ..density import Model, Prior, RecordDensity
+from ..noise import GaussianNoise, can_hide
 
 
 class ChainStart(NamedTuple):

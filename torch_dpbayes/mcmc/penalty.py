@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from .checks import check_clip_bound, check_noise
-from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
-from .kernel import Outcome, PrivateKernel, noise_event
+from ..density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
+from ..noise import check_clip_bound
+from .kernel import Outcome, PrivateKernel, check_noise, noise_event
 from .proposals import Moves, Proposal
 
 
@@ -35,7 +35,7 @@ class DPPenalty(PrivateKernel):
 
     Args:
         model: Pyro model with one vectorised data plate, see
-            :class:`~torch_dpbayes.mcmc.RecordDensity`.
+            :class:`~torch_dpbayes.density.RecordDensity`.
         proposal_scale: standard deviation of the random walk: a number, or a tensor (dimension,)
             for each coordinate of θ (sites sorted by name), or a lower triangular factor
             (dimension, dimension) of its covariance. A public constant, or made from earlier

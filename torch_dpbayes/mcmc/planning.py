@@ -23,7 +23,7 @@ from ..accounting.events import (
     neighboring_relation,
 )
 from ..errors import ArgumentError
-from .checks import check_positive
+from ..noise import check_positive
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC, checked_jitter
 from .kernel import PrivateKernel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accounting import events
 from ..errors import ArgumentError, ArgumentTypeError
-from .checks import check_positive
+from ..noise import check_positive
 
 
 class Proposal(Protocol):

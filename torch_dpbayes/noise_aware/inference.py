@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 from ..errors import ArgumentError, ArgumentTypeError
-from ..mcmc.checks import check_clip_bound
+from ..noise import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
 from ..ops.softmax import Softmax

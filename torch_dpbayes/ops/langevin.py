@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..accounting.dominating_pairs import Array
 from ..accounting.events import positive_count
-from ..mcmc.checks import check_positive
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, check_positive
 from ..words import shown
 from .models import Density, Target
 

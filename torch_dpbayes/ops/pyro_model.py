@@ -1,5 +1,5 @@
 """Pyro models and torch modules as posteriors. What the records say is read by
-:class:`~torch_dpbayes.mcmc.RecordDensity`.
+:class:`~torch_dpbayes.density.RecordDensity`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.distributions import transforms
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..density import InvalidPoint, Prior, RecordDensity, UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError, CertificateError
-from ..mcmc.checks import check_positive
-from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
+from ..noise import check_positive
 from ..per_sample.model_check import check_layers
 from .models import Loss, using_pyro
 

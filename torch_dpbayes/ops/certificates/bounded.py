@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
-from ...mcmc.checks import check_positive
+from ...noise import check_positive
 from ..models import Density, Model, gradient_of
 from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 

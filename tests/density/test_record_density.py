@@ -22,8 +22,7 @@ from support.pyro_models import (
 )
 from torch import nn
 
-from torch_dpbayes.mcmc import RecordDensity, clipped_ratio_sum
-from torch_dpbayes.mcmc.density import InvalidPoint
+from torch_dpbayes.density import InvalidPoint, RecordDensity, clipped_ratio_sum
 
 pytestmark = pytest.mark.usefixtures("double")
 

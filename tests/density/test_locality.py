@@ -12,8 +12,8 @@ from support.pyro_models import (
 )
 from torch import nn
 
-from torch_dpbayes.mcmc import RecordDensity
-from torch_dpbayes.mcmc.density.locality import MadeUpRecords
+from torch_dpbayes.density import RecordDensity
+from torch_dpbayes.density.locality import MadeUpRecords
 
 pytestmark = pytest.mark.usefixtures("double")
 

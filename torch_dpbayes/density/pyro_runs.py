@@ -14,8 +14,8 @@ import torch
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 
-from ...errors import UnfitModel as UnfitModel
-from ...noise import fresh_generator
+from ..errors import UnfitModel as UnfitModel
+from ..noise import fresh_generator
 
 Model = Callable[..., Any]
 Trace = Any  # pyro.poutine.trace_struct.Trace

@@ -20,7 +20,7 @@ from pyro.infer.reparam import (
 from pyro.nn import PyroModule, PyroSample
 from pyro.poutine.collapse_messenger import CollapseMessenger
 
-from torch_dpbayes.mcmc import RecordDensity
+from torch_dpbayes.density import RecordDensity
 
 pytestmark = pytest.mark.usefixtures("double")
 COUNT = 23

@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch.distributions import Normal
 
-from torch_dpbayes.mcmc import RecordDensity
+from torch_dpbayes.density import RecordDensity
 
 pytestmark = pytest.mark.usefixtures("double")
 Y = torch.randn(12, dtype=torch.float64)

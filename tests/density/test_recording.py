@@ -5,7 +5,7 @@ import torch
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_dpbayes.mcmc.density.recording import recorded
+from torch_dpbayes.density.recording import recorded
 
 
 def operations(graph):

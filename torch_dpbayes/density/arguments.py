@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...errors import ArgumentTypeError
+from ..errors import ArgumentTypeError
 from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments

@@ -34,9 +34,9 @@ from torch.distributions import MultivariateNormal, TransformedDistribution, con
 from torch.func import vmap
 from torch.fx import GraphModule
 
-from .prior import Prior
-from .pyro_runs import public_randomness, without_value_checks
-from .recording import recorded
+from ..density import Prior, without_value_checks
+from ..density.pyro_runs import public_randomness
+from ..density.recording import recorded
 
 _SHARES = (0.15865525393145707, 0.5, 0.8413447460685429)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from torch_dpbayes.mcmc import RecordDensity
-from torch_dpbayes.mcmc.density.pieces import dense, in_pieces
-from torch_dpbayes.mcmc.density.recording import recorded
+from torch_dpbayes.density import RecordDensity
+from torch_dpbayes.density.pieces import dense, in_pieces
+from torch_dpbayes.density.recording import recorded
 
 pytestmark = pytest.mark.usefixtures("double")
 COUNT, GROUPS = 300, 7

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from torch_dpbayes.mcmc import density
+from torch_dpbayes import density
 
 ORDER = [
     "pyro_runs",
@@ -11,7 +11,6 @@ ORDER = [
     "pieces",
     "recording",
     "prior",
-    "noncentred",
     "arguments",
     "structure",
     "record_terms",
