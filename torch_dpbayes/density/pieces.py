@@ -113,137 +113,78 @@ def norms_of(pieces: Sequence[Piece]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([first, *others]), dim=0) if others else first
 
 
-class _Part(NamedTuple):
-    """A piece as nodes of the graph."""
-
-    start: int
-    width: int
-    values: Node
-    column: Node | None
-
-
 def in_pieces(graph: GraphModule) -> tuple[GraphModule, Pieces] | None:
     """A graph for the same rows, (records, dimension), in pieces; None if that saves nothing."""
-    if any(_writes(node) for node in graph.graph.nodes):  # what began as zeros may not be zeros
-        return None
     copied = Graph()
-    result = copied.graph_copy(graph.graph, val_map={})
-    if not isinstance(result, Node) or len(_shape(result)) != 2:
+    result = _source(copied.graph_copy(graph.graph, val_map={}))
+    if result is None or len(_shape(result)) != 2:
         return None
     output = copied.output(result)
-    parts = _Rewriter(output).parts(result)
-    if parts is None or not any(part.column is not None for part in parts):
+    is_joined = result.target is _aten.cat.default and result.args[1:] in ((1,), (-1,))
+    joined: Any = result.args[0] if is_joined else [result]
+    outputs: list[Node] = []
+    layout, start = [], 0
+    for node in map(_source, joined):
+        width = _shape(node)[1]
+        with copied.inserting_before(output):
+            picked = _picked(node)
+        if not _is_zero(node):
+            outputs += [node] if picked is None else picked
+            layout.append((start, width, picked is not None))
+        start += width
+    if not any(is_picked for _, _, is_picked in layout):
         return None
-    nodes = [n for part in parts for n in (part.values, part.column) if n is not None]
-    output.args = (tuple(nodes),)
+    output.args = (tuple(outputs),)
     copied.eliminate_dead_code()
     copied.lint()
-    layout = [(part.start, part.width, part.column is not None) for part in parts]
-    return GraphModule(graph, copied), Pieces(layout, _shape(result)[1])
+    return GraphModule(graph, copied), Pieces(layout, start)
 
 
-class _Rewriter:
-    """Adds nodes before ``output``."""
-
-    def __init__(self, output: Node) -> None:
-        self._output, self._graph = output, output.graph
-
-    def parts(self, node: Node) -> list[_Part] | None:
-        """The parts of ``node``, (records, width), in the order of their columns; None if it
-        cannot be had in parts. What is 0 has none.
-        """
-        shape = _shape(node)
-        if node.op != "call_function" or len(shape) != 2:
-            return None
-        source = node.args[0] if node.args else None
-        if _is_zero(node):
-            return []
-        if node.target in _SAME and isinstance(source, Node) and _shape(source) == shape:
-            return self.parts(source)
-        if node.target is _aten.cat.default and _argument(node, 1, 0) in (1, -1):
-            return self._side_by_side(node)
-        if node.target is _aten.index_put.default:
-            return self._picked(node)
-        if node.target is _aten.add.Tensor and not node.kwargs:
-            return self._together(node)
+def _picked(node: Node) -> list[Node] | None:
+    """The numbers and their columns where there is one number in each row of zeros:
+    ``zeros.index_put([arange, column], values, True)``.
+    """
+    rows, width = _shape(node)
+    if node.target is not _aten.index_put.default:
         return None
+    zeros, where, values, *rest = map(_source, node.args)
+    if rest != [True] or not _is_zero(zeros) or len(where) != 2:
+        return None
+    row, column = where
+    is_whole = column is not None and column.meta["val"].dtype in _WHOLE_NUMBERS
+    if row is None or not is_whole or not _is_arange(row, rows):
+        return None
+    # of [rows] and [rows, 1] one would be repeated for every entry of the other
+    shapes = {_shape(each) for each in (row, column, values)}
+    if shapes not in ({(rows,)}, {(rows, 1)}):
+        return None
+    call = node.graph.call_function
+    flat = call(_aten.reshape.default, (values, [rows]))
+    whole = call(_aten.to.dtype, (call(_aten.reshape.default, (column, [rows])), torch.int64))
+    from_the_end = call(_aten.add.Scalar, (whole, width))
+    is_negative = call(_aten.lt.Scalar, (whole, 0))
+    return [flat, call(_aten.where.self, (is_negative, from_the_end, whole))]
 
-    def _side_by_side(self, node: Node) -> list[_Part]:
-        found, start = [], 0
-        nodes: Any = node.args[0]
-        for one in nodes:
-            for part in self._parts_or_whole(one):
-                found.append(part._replace(start=start + part.start))
-            start += _shape(one)[1]
-        return found
 
-    def _together(self, node: Node) -> list[_Part] | None:
-        """A sum whose terms have no column in common."""
-        found: list[_Part] = []
-        for term in node.args:
-            if not isinstance(term, Node) or _shape(term) != _shape(node):
-                return None
-            found += self._parts_or_whole(term)
-        found.sort(key=lambda part: part.start)
-        ends = [part.start + part.width for part in found]
-        if any(part.start < end for part, end in zip(found[1:], ends, strict=False)):
-            return None
-        return found
+def _source(node: Any) -> Any:
+    """The node that has the values of ``node``, in the same shape."""
+    while isinstance(node, Node) and node.target in _SAME:
+        inner = node.args[0]
+        if not isinstance(inner, Node) or _shape(inner) != _shape(node):
+            break
+        node = inner
+    return node
 
-    def _picked(self, node: Node) -> list[_Part] | None:
-        """One number in each row of zeros: ``zeros.index_put([arange, column], values, True)``."""
-        rows, width = _shape(node)
-        zeros, where, values, *rest = node.args
-        if rest != [True] or not isinstance(zeros, Node) or not _is_zero(zeros):
-            return None
-        if not isinstance(where, list | tuple) or len(where) != 2 or not isinstance(values, Node):
-            return None
-        row, column = where
-        if not isinstance(row, Node) or not isinstance(column, Node) or not _is_arange(row, rows):
-            return None
-        shapes = [list(_shape(n)) for n in (row, column, values)]
-        if any(shape not in ([rows], [rows, 1]) for shape in shapes):
-            return None
-        # of [rows] and [rows, 1] one would be repeated for every entry of the other
-        if any(shape != shapes[0] for shape in shapes):
-            return None
-        if column.meta["val"].dtype not in _WHOLE_NUMBERS:
-            return None
-        with self._graph.inserting_before(self._output):
-            call = self._graph.call_function
-            flat = call(_aten.reshape.default, (values, [rows]))
-            picked = call(_aten.reshape.default, (column, [rows]))
-            picked = call(_aten.to.dtype, (picked, torch.int64))
-            wrapped = call(_aten.add.Scalar, (picked, width))
-            is_negative = call(_aten.lt.Scalar, (picked, 0))
-            picked = call(_aten.where.self, (is_negative, wrapped, picked))
-        return [_Part(0, width, flat, picked)]
 
-    def _parts_or_whole(self, node: Node) -> list[_Part]:
-        found = self.parts(node)
-        return [_Part(0, _shape(node)[1], node, None)] if found is None else found
+def _is_zero(node: Any) -> bool:
+    while isinstance(node, Node) and node.target in _SAME:
+        node = node.args[0]
+    return isinstance(node, Node) and node.target in _ZEROS
 
 
 def _shape(node: Node) -> tuple[int, ...]:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def _writes(node: Node) -> bool:
-    """Whether an operation changes one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _argument(node: Node, number: int, default: Any) -> Any:
-    return node.args[number] if len(node.args) > number else default
-
-
-def _is_zero(node: Node) -> bool:
-    if node.target in _ZEROS:
-        return True
-    source = node.args[0] if node.args else None
-    return node.target in _SAME and isinstance(source, Node) and _is_zero(source)
 
 
 def _is_arange(node: Node, count: int) -> bool:

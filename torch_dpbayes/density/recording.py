@@ -3,104 +3,60 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.func import functionalize, vmap
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
+
+_aten = torch.ops.aten
+_VIEWS = {"aten.view", "aten._unsafe_view", "aten.expand", "aten.permute"}
 
 
 def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
-    """What ``function`` does to tensors of the shapes of ``inputs``, as a graph."""
-    with warnings.catch_warnings():
-        # torch's own use of it, in jacfwd
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
-        graph: GraphModule = make_fx(function)(*inputs)
-    _free_constants(graph)
-    _leave_out_what_changes_nothing(graph)
+    """What ``function`` does to tensors of the shapes of ``inputs``, as a graph that writes into
+    none. It is without what ``vmap`` and ``grad`` leave behind: values that nothing reads, views of
+    a tensor in its own layout, the concatenation of one.
+    """
+    graph: GraphModule = make_fx(functionalize(function))(*inputs)
+    for node in graph.graph.nodes:
+        source: Any = node.args[0] if node.args else None
+        if node.target is _aten.ones_like.default:
+            # a gradient begins with them; they take a shape alone, and need not wait for the value
+            like = node.meta["val"]
+            options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+            with graph.graph.inserting_before(node):
+                ones = graph.graph.call_function(_aten.ones.default, (list(like.shape),), options)
+            ones.meta = dict(node.meta)
+            node.replace_all_uses_with(ones)
+            continue
+        if node.target is _aten.cat.default and len(source) == 1:
+            (source,) = source
+        elif str(node.target).removesuffix(".default") not in _VIEWS:
+            continue
+        if _layout(node.meta["val"]) == _layout(source.meta["val"]):
+            node.replace_all_uses_with(source)
+    graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
 
 
-def _free_constants(graph: GraphModule) -> None:
-    """Ones of the shape of something, with which a gradient begins, need not wait for it: then the
-    value that is differentiated is not computed for its shape alone.
-    """
-    ones = torch.ops.aten.ones
-    for node in graph.graph.nodes:
-        like = node.meta.get("val")
-        if node.target is torch.ops.aten.ones_like.default and isinstance(like, Tensor):
-            with graph.graph.inserting_before(node):
-                options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-                free = graph.graph.call_function(ones.default, (list(like.shape),), options)
-            free.meta = dict(node.meta)
-            node.replace_all_uses_with(free)
-
-
-_VIEWS = {
-    "aten.view.default",
-    "aten._unsafe_view.default",
-    "aten.expand.default",
-    "aten.permute.default",
-}
-
-
-def _leave_out_what_changes_nothing(graph: GraphModule) -> None:
-    """What ``vmap`` and ``grad`` leave behind without need; every number stays as it is.
-
-    Views of a tensor in its own shape and strides: what is written into them is written into it as
-    before. The copy of one tensor by ``cat`` that is the result, if it is not made of an input's
-    memory. Values written in place that nothing reads.
-    """
-    memory = _memory(graph)
-    inputs = {node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")}
-    for node in graph.graph.nodes:
-        source: Any = node.args[0] if node.args else None
-        if node.target is torch.ops.aten.cat.default and len(source) == 1:
-            (source,) = source
-            is_result = all(user.op == "output" for user in node.users)
-            if not is_result or memory[source] & inputs:
-                continue
-        elif str(node.target) not in _VIEWS:
-            continue
-        if _layout(node) == _layout(source):
-            node.replace_all_uses_with(source)
-    graph.graph.eliminate_dead_code()  # after which only what writes is without use
-    read: set[Node] = set()
-    for node in reversed(graph.graph.nodes):
-        if _writes(node) and not node.users and not memory[node] & (read | inputs):
-            graph.graph.erase_node(node)
-        else:
-            read |= set().union(*(memory[source] for source in node.all_input_nodes))
-
-
-def _memory(graph: GraphModule) -> dict[Node, set[Node]]:
-    """The nodes in whose memory the value of each may lie; those of all inputs where an operation
-    writes, or is no operation of torch.
-    """
-    found: dict[Node, set[Node]] = {}
-    for node in graph.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or schema.is_mutable or str(node.target) in _VIEWS:
-            sources = node.all_input_nodes
-        else:
-            shared = zip(schema.arguments, node.args, strict=False)
-            sources = [a for rule, a in shared if rule.alias_info and isinstance(a, Node)]
-        found[node] = set().union(*(found[source] for source in sources)) or {node}
-    return found
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _layout(node: Node) -> tuple[Any, ...]:
-    value: Tensor = node.meta["val"]
+def _layout(value: Tensor) -> tuple[Any, ...]:
     return value.shape, value.stride(), value.storage_offset(), value.dtype
+
+
+def of_rows(graph: GraphModule, rows: Tensor) -> Any:
+    """What ``graph`` gives for every row, along a first dimension."""
+    try:
+        return vmap(graph, randomness="different")(rows)
+    except RuntimeError:  # vmap lacks an operation of the model, whatever the values are
+        results = [graph(row) for row in rows]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results)
+        return tuple(map(torch.stack, zip(*results, strict=True)))
 
 
 def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:

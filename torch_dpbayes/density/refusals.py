@@ -1,61 +1,16 @@
-"""What no private method can run with: handlers of Pyro's, refused by their own names instead of
-those of sites that the user never wrote, and parameters.
-"""
+"""Parameters, which no private method can run with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import pyro
-from pyro.infer.reparam import ConjugateReparam
-from pyro.infer.reparam.reparam import Reparam
-from pyro.poutine.collapse_messenger import CollapseMessenger
 from pyro.poutine.messenger import Messenger
 from torch.nn import Module, Parameter
 
 from .pyro_runs import Model, UnfitModel
-
-_COLLAPSE = (
-    "poutine.collapse sums sites out over all records together: write the marginal instead, such as"
-    " BetaBinomial or GammaPoisson, or leave the latents to the kernel."
-)
-_CONJUGATE = (
-    "ConjugateReparam draws a latent anew in every run, from what was observed: leave it out, the"
-    " kernel samples the latent itself."
-)
-
-
-def _collapses(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise UnfitModel(_COLLAPSE)
-
-
-def _updates(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise UnfitModel(_CONJUGATE)
-
-
-_REFUSED = (
-    (CollapseMessenger, "__init__", _collapses),
-    (CollapseMessenger, "__enter__", _collapses),
-    (ConjugateReparam, "apply", _updates),
-)
-
-
-@contextmanager
-def handlers_refused() -> Iterator[None]:
-    """A model that runs inside and uses one of them raises :class:`UnfitModel`. They leave nothing
-    in a trace by which they could be told.
-    """
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REFUSED]
-    try:
-        for owner, name, refuse in _REFUSED:
-            setattr(owner, name, refuse)
-        yield
-    finally:
-        for owner, name, method in before:
-            setattr(owner, name, method)
 
 
 class WithoutParameters:
@@ -104,18 +59,3 @@ def _parameter(name: str) -> UnfitModel:
         " count as public: make it a pyro.sample site, write a public number, or freeze its module"
         " (requires_grad_(False))."
     )
-
-
-def branching_reparam(error: BaseException) -> str | None:
-    """What to say if ``error`` was raised while a graph was recorded in a reparametrisation."""
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        owner = step.tb_frame.f_locals.get("self")
-        if isinstance(owner, Reparam):
-            return (
-                f"{type(owner).__name__} decides by values what it computes, which no graph of"
-                " operations can: leave it out, or sample its auxiliary sites and transform them"
-                " in the model."
-            )
-        step = step.tb_next
-    return None
