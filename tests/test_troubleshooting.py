@@ -35,7 +35,7 @@ OF_PYTHON = {
     ("density/pieces.py", "IndexError"),
     ("density/record_statistics.py", "ValueError"),
     ("mcmc/kernel.py", "AttributeError"),
-    ("mcmc/many_owners.py", "ValueError"),
+    ("mcmc/owners.py", "ValueError"),
     ("noise_aware/result.py", "ModuleNotFoundError"),
     ("ops/__init__.py", "AttributeError"),
     ("posterior/files.py", "ModuleNotFoundError"),

@@ -35,7 +35,6 @@ from torch_dpbayes.mcmc import (
     hmc,
     penalty,
 )
-from torch_dpbayes.mcmc.many_owners import ManyOwners
 
 LEVEL = 1e-3 / 8  # of each of the statistical comparisons here, for 0.1 % in all
 DIMENSION = 3
@@ -843,24 +842,3 @@ def test_the_example_under_a_wrong_number_of_processes(tmp_path):
         [sys.executable, *torchrun(1), *example], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode and "torchrun --nproc-per-node 3" in ran.stderr
-
-
-def test_a_budget_of_one_process_is_searched_a_few_times_and_a_shared_one_each_time(tmp_path):
-    event, searches = GaussianDpEvent(20.0), {}
-    for path in (None, tmp_path / "budget.db"):
-        owners = ManyOwners.__new__(ManyOwners)
-        owners._surely_paid = searches[path] = iterations = 0
-        accountant = dpb.PrivacyAccountant(3.0, 1e-5, path=path)
-        fitting, ask = accountant.remaining(event), accountant.remaining
-
-        def counted(asked, path=path, ask=ask):
-            searches[path] += 1
-            return ask(asked)
-
-        accountant.remaining = counted
-        while owners._can_pay([(event, 1)], accountant):
-            accountant.compose(event)
-            iterations += 1
-        accountant.close()
-        assert iterations == fitting > 50
-        assert searches[path] == fitting + 1 if path else 5 < searches[path] < 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -43,7 +43,6 @@ class Arguments:
                     " tensors, torch.as_tensor(...)."
                 )
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._are_own = False
         self.count_is_public = True
         self.num_records = 0
         self.row_dims: dict[int, int] = {}  # number of a data argument -> dimension of its records
@@ -124,21 +123,12 @@ class Arguments:
             leaves[k] = row
         (count,) = {leaves[k].shape[dim] for k, dim in self.row_dims.items()}
         other = copy(self)
-        other.__dict__.update(_leaves=leaves, _are_own=False, num_records=count)
+        other.__dict__.update(_leaves=leaves, num_records=count)
         return other
 
-    def of(self, records: Tensor) -> Arguments:
-        """The same with copies of some rows of the data, given by their numbers."""
-        leaves = list(self._leaves)
-        for k, dim in self.row_dims.items():
-            leaves[k] = leaves[k].index_select(dim, records.to(leaves[k].device))
-        chosen = copy(self)
-        chosen.__dict__.update(_leaves=leaves, _are_own=True, num_records=len(records))
-        return chosen
-
-    def pick(self, rows: Sequence[Tensor], index: Iterable[int]) -> list[Tensor]:
-        """The rows with these numbers."""
-        chosen = torch.tensor(list(index))
+    def pick(self, rows: Sequence[Tensor], index: Sequence[int] | Tensor) -> list[Tensor]:
+        """Copies of the rows with these numbers."""
+        chosen = torch.as_tensor(index)
         return [
             row.index_select(dim, chosen.to(row.device))
             for row, dim in zip(rows, self.row_dims.values(), strict=True)
@@ -156,15 +146,6 @@ class Arguments:
         other = copy(self)
         other.__dict__.update(_leaves=leaves)
         return other
-
-    def overwrite(self, number: int, rows: Sequence[Tensor], source: int) -> None:
-        """Replace record ``number`` by row ``source`` of ``rows``, in a copy of the data."""
-        if not self._are_own:
-            for k in self.row_dims:
-                self._leaves[k] = self._leaves[k].clone()
-            self._are_own = True
-        for (k, dim), row in zip(self.row_dims.items(), rows, strict=True):
-            self._leaves[k].select(dim, number).copy_(row.select(dim, source))
 
     # -- shapes and made-up values -----------------------------------------------------------------
 

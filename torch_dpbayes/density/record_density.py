@@ -142,11 +142,9 @@ class RecordDensity:
 
     def of(self, records: Tensor) -> RecordDensity:
         """The same for the records with these numbers, each at most once. Private data."""
-        chosen, left_out = copy(self), self._left_out
-        chosen.__dict__.update(
-            _arguments=self._arguments.of(records),
-            _left_out=None if left_out is None else left_out[records],
-        )
+        chosen = self.with_rows(self._arguments.pick(self.rows(), records))
+        if self._left_out is not None:
+            chosen.__dict__.update(_left_out=self._left_out[records])
         return chosen
 
     # -- what kernels use --------------------------------------------------------------------------
@@ -280,23 +278,30 @@ class RecordDensity:
             yield slice(start, min(start + program.rows, self.num_records)), result
 
     def _rows(self, program: Program, start: int) -> list[Tensor]:
-        """Rows of the data, filled up with made-up ones to the recorded number."""
+        """Rows of the data, filled up with made-up ones to the recorded number, and made-up ones
+        in place of those that are left out.
+        """
         count = min(program.rows, self.num_records - start)
         rows = self._arguments.rows(start, count)
-        if count == program.rows:
-            return rows
-        filling = self.made_up.rows(program.rows - count)
-        return [
-            torch.cat([row, more.to(row.dtype)], dim)
-            for row, more, dim in zip(rows, filling, self._dims, strict=True)
-        ]
+        if count < program.rows:
+            filling = self.made_up.rows(program.rows - count)
+            rows = [
+                torch.cat([row, more.to(row.dtype)], dim)
+                for row, more, dim in zip(rows, filling, self._dims, strict=True)
+            ]
+        if self._left_out is not None:
+            (gone,) = self._left_out[start : start + count].nonzero(as_tuple=True)
+            filling = self.made_up.rows(len(gone))
+            rows = [
+                row.index_copy(dim, gone.to(row.device), more.to(row.dtype))
+                for row, more, dim in zip(rows, filling, self._dims, strict=True)
+            ]
+        return rows
 
     def _leave_out_failing(
         self, program: Program, theta: Tensor, start: int, rows: list[Tensor]
     ) -> None:
-        """Exchange the rows at which the computation fails for made-up ones, for good; they
-        contribute 0 from now on.
-        """
+        """Leave out the rows at which the computation fails: they contribute 0 from now on."""
         filling = self.made_up.rows(program.rows)
 
         def failing(first: int, last: int) -> list[int]:
@@ -321,7 +326,6 @@ class RecordDensity:
             )
         for i in found:
             self._left_out[start + i] = True
-            self._arguments.overwrite(start + i, filling, i)
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:

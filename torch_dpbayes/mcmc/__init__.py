@@ -8,7 +8,7 @@ for the next one.
 
 * ``kernel``: what all kernels share; ``proposals``: where a penalty kernel goes;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
-* ``owners``, ``many_owners``, ``multi_owner``: records of one owner, or of several;
+* ``owners``, ``multi_owner``: records of one owner, or of several;
 * ``planning``, ``reach``: noise for a budget, and how far it carries.
 """
 

@@ -32,7 +32,7 @@ from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise
 from .mixing import complaint_of, mixing_of
 from .owners import ChainStart, SoleOwner
-from .proposals import Moves, free_move
+from .proposals import Moves, RandomWalk, free_move
 
 _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
@@ -74,6 +74,7 @@ class PrivateKernel(MCMCKernel):
             processes share.
         target_accept_prob: what warm-up adapts the scale of the moves to, by the noisy accept
             decisions alone. None: no adaptation.
+        moves: where it goes.
 
     **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
     they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
@@ -90,6 +91,7 @@ class PrivateKernel(MCMCKernel):
         model: Model,
         accountant: PrivacyAccountant,
         target_accept_prob: float | None,
+        moves: Moves,
     ) -> None:
         if not isinstance(accountant, PrivacyAccountant):
             raise ArgumentTypeError(
@@ -104,7 +106,8 @@ class PrivateKernel(MCMCKernel):
         self.model = model
         self._transforms: dict[str, Any] | None = None
         self._accountant = accountant
-        self._target = target_accept_prob
+        self._target = target_accept_prob if moves.proposal is None else None
+        self._moves = moves
         self._initial: Start = None
         self._starts_given = 0  # since the last set-up
         self._saved: list[str] | None = None
@@ -145,9 +148,6 @@ class PrivateKernel(MCMCKernel):
     @abstractmethod
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
-
-    def _require_shape(self, dimension: int) -> None:
-        """Refuse moves for another number of coordinates than records read."""
 
     @abstractmethod
     def _start(self, theta: Tensor) -> None:
@@ -243,7 +243,7 @@ class PrivateKernel(MCMCKernel):
         self._read, self._unread = (
             places.nonzero()[:, 0].to(prior.device) for places in (is_read, ~is_read)
         )
-        self._require_shape(len(self._read))
+        self._moves.require_dimension(len(self._read))
         self._noise, self._public = GaussianNoise(), GaussianNoise()
         settings = {
             "target_accept_prob": self._target,
@@ -471,9 +471,9 @@ class PrivateKernel(MCMCKernel):
     # -- parts of an iteration ---------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def _scale(self) -> float:
         """The scale of the moves in force."""
+        return self._moves.scale * math.exp(self._log_scale)
 
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
         """What the next iteration releases, for owners who ask whether all can pay for it."""
@@ -498,17 +498,17 @@ class PrivateKernel(MCMCKernel):
         assert source is not None
         return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
 
-    def _propose(self, moves: Moves, theta: Tensor) -> tuple[Tensor, float]:
+    def _propose(self, walk: RandomWalk, theta: Tensor) -> tuple[Tensor, float]:
         """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves the coordinates that records
         read.
         """
         assert self._prior is not None
-        if moves.proposal is None:
-            step = moves.step(self._gaussian(len(self._read), public=True))
+        if walk.proposal is None:
+            step = walk.step(self._gaussian(len(self._read), public=True))
             moved = theta.clone()
             moved[self._read] += math.exp(self._log_scale) * step
             return moved, 0.0
-        params, ratio = moves.proposal.propose(self._prior.unflatten(theta.clone()))
+        params, ratio = walk.proposal.propose(self._prior.unflatten(theta.clone()))
         return self._prior.flatten(params), float(ratio)
 
     def _distance(self, theta: Tensor, moved: Tensor) -> float:

@@ -35,7 +35,7 @@ from ..density import Model
 from ..errors import ArgumentError
 from .hmc import DPHMC
 from .kernel import PrivateKernel
-from .many_owners import ManyOwners, comparable
+from .owners import ManyOwners, comparable
 from .penalty import DPPenalty
 
 _NOISE = ("noise_multiplier", "ratio_noise_multiplier", "grad_noise_multiplier")

@@ -1,19 +1,40 @@
-"""Whose records a chain runs over: those of one owner, here; those of several, in
-:mod:`~torch_dpbayes.mcmc.many_owners`.
+"""Whose records a chain runs over: those of one owner, or of several who do not show them to each
+other. What several do together: agree on a start, pay, add up, and decide.
+
+Every owner is a rank of a process group. Between them travel the messages of ``distributed.py``: a
+few numbers that say where a rank is, then a sum. See :mod:`~torch_dpbayes.mcmc.multi_owner` for who
+sees what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyro
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
-from ..density import Model, Prior, RecordDensity
+from .. import __version__
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..accounting.events import ComposedDpEvent, DpEvent, SelfComposedDpEvent
+from ..density import InvalidPoint, Model, Prior, RecordDensity, without_value_checks
+from ..density.arguments import filled_if_empty
+from ..density.pyro_runs import nearly_equal
+from ..distributed import CHAIN_END, ITERATION, SET_UP, Ranks
+from ..errors import ArgumentError, OwnerError, RankError
 from ..noise import GaussianNoise, can_hide
+
+_COMPARED_ROWS = 5
+_DRAWS = 100
+_CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
 
 
 class ChainStart(NamedTuple):
@@ -94,3 +115,340 @@ class SoleOwner:
 
     def end_chain(self, iteration: int) -> None:
         """The chain ends after ``iteration`` iterations."""
+
+
+class ManyOwners(SoleOwner):
+    """This process' part in a chain over the records of several owners: sums are sums over the
+    owners, and everything else is the same for all of them.
+
+    Args:
+        group: the process group. None: that of all processes.
+        noise: this owner's noise multipliers by argument, that of the log ratio first.
+        settings: the kernel's, which have to be the same for all owners.
+
+    Attributes:
+        total_multiplier: the noise multiplier of the log ratio of all owners together.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, noise: dict[str, float], settings: dict[str, Any]
+    ) -> None:
+        for argument, value in noise.items():
+            if not value:
+                raise ArgumentError(
+                    f"{argument} must be positive: without noise of its own an owner sends the"
+                    " exact sum over its records to the others."
+                )
+        if not dist.is_available() or not dist.is_initialized():
+            raise OwnerError(
+                "there is no process group: start one process for each owner (torchrun) and call"
+                ' torch.distributed.init_process_group("gloo", timeout=...) in each before the'
+                " kernel is made."
+            )
+        world = dist.group.WORLD if group is None else group
+        assert world is not None
+        self._ranks: Ranks | None = Ranks(world, shares_errors=False)
+        self._pid = os.getpid()
+        self._noise, self._settings = noise, settings
+        self._together = self._tested = False
+        self._seed = self._messages = 0
+        self._made: RecordDensity | None = None
+        self.total_multiplier = math.nan
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None, "_ranks": None, "_together": False}
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def density(
+        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
+    ) -> RecordDensity:
+        """The record terms of this owner's data. Where it has no records, there are rows for their
+        shapes alone, which all count as zero.
+        """
+        (args, kwargs), is_empty = filled_if_empty(args, kwargs)
+        self._made = RecordDensity(model, args, kwargs, **options)
+        if is_empty:
+            self._made.leave_out_all_records()
+        return self._made
+
+    def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
+        """Compare what has to be the same, and agree on a seed and a start.
+
+        Raises:
+            ValueError: this owner's model or data are not fit; nothing was released.
+            OwnerError: the owners differ, or another could not set up or be reached.
+        """
+        self._messages = 0
+        with self._stopping_together(self._ranks_here()) as ranks:
+            self._together = True
+            start = set_up()
+            assert self._made is not None
+            facts, density, self._made = self._facts(start, self._made), self._made, None
+            ranks.check_consistent(SET_UP, {}, compare=0)
+            everyone = self._read(ranks.texts(json.dumps(facts)))
+            _compare_facts(everyone)
+            self._compare_densities(density)
+            entropy = "".join(theirs["entropy"] for theirs in everyone)
+            self._seed = int.from_bytes(hashlib.sha256(entropy.encode()).digest(), "little")
+            ratio = next(iter(self._noise))
+            self.total_multiplier = math.hypot(
+                *(float(theirs["noise"][ratio]) for theirs in everyone)
+            )
+            with torch.no_grad():
+                return start._replace(theta=self._common_start(start))
+
+    def _facts(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
+        """What is told to the other owners: no function of the records, nor of their number."""
+        latents = start.prior.unflatten(start.theta)
+        return {
+            "the same": {
+                "versions": [__version__, torch.__version__, pyro.__version__],
+                **self._settings,
+                **start.settings,
+                "initial_params": comparable(start.theta) if start.is_given else None,
+                "latents": {name: list(value.shape) for name, value in latents.items()},
+                "data": density.described_data(),
+                "precision": str(start.prior.dtype),
+            },
+            "noise": self._noise,
+            "entropy": os.urandom(32).hex(),
+        }
+
+    def _read(self, texts: list[str]) -> list[dict[str, Any]]:
+        everyone = []
+        for rank, text in enumerate(texts):
+            try:
+                facts = json.loads(text)
+                noises = [float(value) for value in facts["noise"].values()]
+                if not noises or not all(0 < value < math.inf for value in noises):
+                    raise ValueError
+                str.encode(facts["entropy"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise OwnerError(
+                    f"rank {rank} sent settings that cannot be read: run the same version of this"
+                    " library on all ranks."
+                ) from None
+            everyone.append(facts)
+        return everyone
+
+    def _compare_densities(self, density: RecordDensity) -> None:
+        """Prior and likelihood at two points, on rows that the first rank made up."""
+        made_up = density.made_up
+        with torch.no_grad(), without_value_checks():
+            theta = self._of_first(made_up.theta)
+            rows = made_up.rows(_COMPARED_ROWS)
+            for k, row in enumerate(rows):
+                plain = torch.view_as_real(row) if row.is_complex() else row
+                shared = self._of_first(plain)
+                rows[k] = torch.view_as_complex(shared) if row.is_complex() else shared
+            prior = torch.tensor([density.prior.log_density(theta)]).to(theta)
+            own = torch.cat([made_up.terms(theta, rows), prior])
+        if different := self._which(not nearly_equal(own, self._of_first(own))):
+            raise OwnerError(
+                f"the model of rank {different[0]} has another density than that of rank 0 on"
+                " made-up records: give all ranks the same model. Nothing was released."
+            )
+
+    def _common_start(self, start: ChainStart) -> Tensor:
+        theta = start.theta
+        for _ in range(1 if start.is_given else _DRAWS):
+            theta = self._of_first(theta)
+            if not self._which(not start.is_possible(theta)):
+                return theta
+            theta = start.prior.sample()
+        raise ArgumentError(
+            "the owners found no start at which the model can be evaluated: pass initial_params= to"
+            " MCMC, made without data.",
+            code="pyro-start",
+        )
+
+    # -- one iteration -----------------------------------------------------------------------------
+
+    @contextmanager
+    def in_iteration(self, iteration: int) -> Iterator[None]:
+        """Around everything that an iteration does: what ends it is told to the others."""
+        ranks = self._ranks_here()
+        if not self._together:
+            raise OwnerError(
+                "the owners are not in a run together: call pyro.infer.MCMC(kernel, ...).run(own"
+                " data) on all ranks."
+            )
+        self._tested = False
+        with self._stopping_together(ranks):
+            yield
+
+    def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
+        """Numbers that all owners draw alike."""
+        return SharedRandomness(self._seed, iteration, stage)
+
+    def agreed_point(
+        self,
+        theta: Tensor,
+        accepted: int,
+        charges: Callable[[], list[tuple[DpEvent, int]]],
+        accountant: PrivacyAccountant,
+    ) -> Tensor:
+        """The first rank's θ, which differs from this one's by round-off if their processors
+        differ; once all can pay.
+        """
+        together = [SelfComposedDpEvent(event, count) for event, count in charges()]
+        if accountant.remaining(ComposedDpEvent(together)) < 1:
+            raise PrivacyBudgetExceeded(
+                "the budget of this owner does not allow for another iteration: start a run with a"
+                " larger one. Nothing of it was charged or released; earlier draws are in"
+                " kernel.get_samples()."
+            )
+        numbers = {"the number of messages": self._messages, "accept decisions": accepted}
+        assert self._ranks is not None
+        norm = float(torch.linalg.vector_norm(theta.double()))
+        self._ranks.check_consistent(ITERATION, numbers, compare=2, norm=norm)
+        return self._of_first(theta)
+
+    def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
+        """The sum of all owners' noisy gradients.
+
+        Raises:
+            InvalidPoint: one of them cannot evaluate the model at θ.
+        """
+        total = torch.zeros(len(read) + 1, dtype=torch.float64)
+        try:
+            total[:-1] = own().cpu()
+        except InvalidPoint:  # for made-up records; the others have to hear of it
+            total[-1] = 1.0
+        total = self._sum(total)
+        if total[-1]:
+            raise InvalidPoint
+        return total[:-1].to(read.device)
+
+    def can_hide_ratio(self, bound: float, multiplier: float) -> bool:
+        """Whether this owner's noise, and that of all, hides what one record does."""
+        return all(
+            can_hide(scale) for scale in (bound, multiplier * bound, self.total_multiplier * bound)
+        )
+
+    def accepts(
+        self, noisy_ratio: float, log_uniform: float, rest: float, bound: float, multiplier: float
+    ) -> tuple[bool, float]:
+        """The accept decision of all owners, and the sum of their noisy log ratios."""
+        variance = (self.total_multiplier * bound) ** 2
+        return self._tested_together(noisy_ratio, log_uniform - rest + variance / 2)
+
+    def end_iteration(self) -> None:
+        """Where the point is invalid here, others may have found it valid, and wait for this rank's
+        ratio.
+        """
+        if not self._tested:
+            self._tested_together(0.0, 0.0, invalid=True)
+
+    def _tested_together(
+        self, noisy: float, threshold: float, invalid: bool = False
+    ) -> tuple[bool, float]:
+        """Accept where the noisy log ratio of all owners is above the first rank's
+        ``threshold``.
+        """
+        assert self._ranks is not None
+        self._tested = True
+        public = threshold if self._ranks.rank == 0 else 0.0
+        sent = torch.tensor([noisy, public, float(invalid)], dtype=torch.float64)
+        noisy, first, invalids = self._sum(sent).tolist()
+        return (False, math.nan) if invalids else (noisy > first, noisy)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def end_chain(self, iteration: int) -> None:
+        """Tell the others, who may be waiting."""
+        if self._together and self._ranks is not None and self._pid == os.getpid():
+            self._together = False
+            with suppress(RankError):  # what the others say no longer matters here
+                self._ranks.check_consistent(CHAIN_END, {}, compare=0)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Σ over the owners, (n,) in float64; once all are at the same message."""
+        assert self._ranks is not None
+        numbers = {"the number of messages": self._messages}
+        self._ranks.check_consistent(ITERATION, numbers, compare=1)
+        self._messages += 1
+        total = values.detach().reshape(-1).to("cpu", torch.float64, copy=True)
+        self._ranks.all_reduce(total)
+        return total
+
+    def _of_first(self, values: Tensor) -> Tensor:
+        """The first rank's ``values``, on all ranks."""
+        assert self._ranks is not None
+        own = values if self._ranks.rank == 0 else torch.zeros_like(values)
+        return self._sum(own).reshape(values.shape).to(values)
+
+    def _which(self, flag: bool) -> list[int]:
+        """The ranks whose ``flag`` is set, on all ranks."""
+        assert self._ranks is not None
+        rows = self._ranks.check_consistent(SET_UP, {"a flag": int(flag)}, compare=0)
+        return [rank for rank, row in enumerate(rows) if row[0]]
+
+    def _ranks_here(self) -> Ranks:
+        if self._ranks is None or self._pid != os.getpid():
+            raise OwnerError(
+                "this kernel was copied into another process than its owner's, where parallel"
+                " chains cannot run: leave out num_chains=, and call run() more than once. Nothing"
+                " was released."
+            )
+        return self._ranks
+
+    @contextmanager
+    def _stopping_together(self, ranks: Ranks) -> Iterator[Ranks]:
+        """An error inside ends the chain of all owners, who are not told its text."""
+        try:
+            with ranks.reporting():
+                yield ranks
+        except RankError as error:
+            self._together = False
+            if ranks.is_broken:
+                raise OwnerError(
+                    "the other owners cannot be reached: start all of them again, with"
+                    f" initial_params= at the last draw. {_CHARGED}"
+                ) from error
+            raise OwnerError(f"{error} {_CHARGED}") from error
+        except BaseException:
+            self._together = False
+            raise
+
+
+class SharedRandomness(GaussianNoise):
+    """Standard normal numbers that all ranks draw alike. They hide nothing."""
+
+    def __init__(self, *seed: int) -> None:
+        super().__init__()
+        self._random = np.random.default_rng(seed)
+
+    def standard_normal(
+        self, size: int, *, dtype: torch.dtype, device: torch.device, hides: Any = ()
+    ) -> Tensor:
+        return torch.from_numpy(self._random.standard_normal(size)).to(device, dtype)
+
+
+def _compare_facts(everyone: list[dict[str, Any]]) -> None:
+    differences, missing = [], object()
+    for rank, theirs in enumerate(everyone):
+        for topic in ("the same", "noise"):
+            expected, found = everyone[0][topic], theirs[topic]
+            for key in sorted({*expected, *found}):
+                values = [facts.get(key, missing) for facts in (expected, found)]
+                if missing in values or (topic != "noise" and values[0] != values[1]):
+                    differences.append(
+                        f"{key} is {expected.get(key)!r:.200} on rank 0 and"
+                        f" {found.get(key)!r:.200} on rank {rank}"
+                    )
+    if differences:
+        raise OwnerError(
+            f"the owners differ: {'; '.join(differences)}. Give all ranks the same model,"
+            " settings and versions; noise multipliers and accountants may differ. Nothing was"
+            " released."
+        )
+
+
+def comparable(value: Any) -> Any:
+    """A setting in a form in which owners can compare it."""
+    if isinstance(value, Tensor):
+        numbers = value.detach().cpu().double().contiguous().numpy().tobytes()
+        return f"tensor {tuple(value.shape)}, {hashlib.sha256(numbers).hexdigest()[:16]}"
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

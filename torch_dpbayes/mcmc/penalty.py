@@ -12,7 +12,7 @@ from ..accounting.events import DpEvent
 from ..density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from ..noise import check_clip_bound
 from .kernel import Outcome, PrivateKernel, check_noise, noise_event
-from .proposals import Moves, Proposal
+from .proposals import Proposal, RandomWalk
 
 
 class DPPenalty(PrivateKernel):
@@ -77,8 +77,8 @@ class DPPenalty(PrivateKernel):
         proposal: Proposal | None = None,
         target_accept_prob: float | None = 0.23,
     ) -> None:
-        super().__init__(model, accountant, target_accept_prob if proposal is None else None)
-        self._moves = Moves(proposal_scale, proposal)
+        self._walk = RandomWalk(proposal_scale, proposal)
+        super().__init__(model, accountant, target_accept_prob, self._walk)
         self._slope = check_clip_bound(
             "log_ratio_slope",
             log_ratio_slope,
@@ -106,9 +106,6 @@ class DPPenalty(PrivateKernel):
         )
         return self._density.prior
 
-    def _require_shape(self, dimension: int) -> None:
-        self._moves.require_dimension(dimension)
-
     def _reads(self, prior: Prior) -> Tensor:
         assert self._density is not None
         return self._density.read
@@ -120,17 +117,15 @@ class DPPenalty(PrivateKernel):
     def _start(self, theta: Tensor) -> None:
         self._terms = None
 
-    @property
-    def _scale(self) -> float:
-        return self._moves.scale * math.exp(self._log_scale)
-
     def _charges(self) -> list[tuple[DpEvent, int]]:
-        return [(noise_event(self._multiplier), 1), *self._moves.charges()]
+        proposal = self._walk.proposal
+        moves = [] if proposal is None else [(proposal.event, 1)]
+        return [(noise_event(self._multiplier), 1), *moves]
 
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         assert self._density is not None
         self._charge(*self._charges())
-        moved, log_proposal_ratio = self._propose(self._moves, theta)
+        moved, log_proposal_ratio = self._propose(self._walk, theta)
         log_prior = self._log_prior_at(moved)
         if not math.isfinite(log_prior):
             return theta, Outcome(False, math.nan)

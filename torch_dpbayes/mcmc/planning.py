@@ -199,45 +199,33 @@ def plan(
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     chains = events.positive_count(num_chains, "num_chains")
-    neighboring = neighboring_relation(neighboring)
-    history = tuple(history)
+    neighboring, history = neighboring_relation(neighboring), tuple(history)
+    of_penalty = {"noise_multiplier": noise_multiplier}
+    of_hmc = {
+        "ratio_noise_multiplier": ratio_noise_multiplier,
+        "grad_noise_multiplier": grad_noise_multiplier,
+    }
     is_hmc = kernel in (DPHMC, MultiOwnerHMC)
     if is_hmc:
-        if num_steps is None:
-            raise ArgumentError(
-                "num_steps is needed for DPHMC, the number L of leapfrog steps of an iteration."
-            )
+        given, superfluous = of_hmc, of_penalty
         steps = events.positive_count(num_steps, "num_steps")
-        given = {
-            "ratio_noise_multiplier": ratio_noise_multiplier,
-            "grad_noise_multiplier": grad_noise_multiplier,
-        }
-        _require_none("DPHMC", noise_multiplier=noise_multiplier)
     elif kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
-        steps, given = 0, {"noise_multiplier": noise_multiplier}
-        of_hmc = {"num_steps": num_steps, "max_grad_norm": max_grad_norm}
-        _require_none(
-            kernel.__name__,
-            ratio_noise_multiplier=ratio_noise_multiplier,
-            grad_noise_multiplier=grad_noise_multiplier,
-            **of_hmc,
-        )
+        given, steps = of_penalty, 0
+        superfluous = {**of_hmc, "num_steps": num_steps, "max_grad_norm": max_grad_norm}
     else:
         raise ArgumentError(
             "kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or"
             f" MultiOwnerHMC, got {kernel!r}."
         )
-    slope = norm = None
-    if log_ratio_slope is not None:
-        slope = check_positive(
-            "log_ratio_slope",
-            log_ratio_slope,
-            "a bound on |log-likelihood ratio| / distance of a record",
+    if wrong := [name for name, value in superfluous.items() if value is not None]:
+        raise ArgumentError(
+            f"{' and '.join(wrong)} says nothing about a {kernel.__name__}: leave it out."
         )
-    if max_grad_norm is not None:
-        norm = check_positive(
-            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
-        )
+    bounds = {"log_ratio_slope": log_ratio_slope, "max_grad_norm": max_grad_norm}
+    slope, norm = (
+        None if value is None else check_positive(name, value, "a clip bound of a record")
+        for name, value in bounds.items()
+    )
     noises = {
         name: events.gaussian_noise_multiplier(value, name)
         for name, value in given.items()
@@ -246,19 +234,14 @@ def plan(
     if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
         raise ArgumentError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
 
-    extra = 0 if reuse_gradients else 1  # gradients an iteration beyond L
-
     def start(noises: dict[str, float]) -> DpEvent:
-        gradient = (
-            [GaussianDpEvent(noises["grad_noise_multiplier"])] if is_hmc and reuse_gradients else []
-        )
-        return ComposedDpEvent([SelfComposedDpEvent(event, chains) for event in gradient])
+        kept = list(noises.values())[1:] if reuse_gradients else []
+        return ComposedDpEvent([SelfComposedDpEvent(GaussianDpEvent(z), chains) for z in kept])
 
     def each(noises: dict[str, float]) -> DpEvent:
         ratio, *gradient = (GaussianDpEvent(value) for value in noises.values())
-        return ComposedDpEvent(
-            [ratio, *(SelfComposedDpEvent(event, steps + extra) for event in gradient)]
-        )
+        count = steps if reuse_gradients else steps + 1
+        return ComposedDpEvent([ratio, *(SelfComposedDpEvent(event, count) for event in gradient)])
 
     if num_iterations is None:
         limited = _accountant(history, epsilon, delta, neighboring)
@@ -318,10 +301,3 @@ def _accountant(
                 code="budget-spent",
             ) from error
     return accountant
-
-
-def _require_none(kernel: str, **arguments: Any) -> None:
-    if superfluous := [name for name, value in arguments.items() if value is not None]:
-        raise ArgumentError(
-            f"{' and '.join(superfluous)} says nothing about a {kernel}: leave it out."
-        )

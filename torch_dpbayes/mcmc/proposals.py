@@ -1,5 +1,5 @@
-"""Where a kernel goes: the random walk or the user's proposal of a penalty kernel, and the free
-moves of the latents that no record reads.
+"""Where a kernel goes: the random walk or the user's proposal of a penalty kernel, the momenta of
+DP-HMC, and the free moves of the latents that no record reads.
 """
 
 from __future__ import annotations
@@ -35,11 +35,42 @@ class Proposal(Protocol):
 
 
 class Moves:
-    """The two arguments that say where to go: exactly one of them is given.
+    """How a kernel moves, in the coordinates that records read.
 
     Args:
-        proposal_scale: of a Gaussian random walk with a public covariance: a number, (dimension,)
-            or lower triangular (dimension, dimension).
+        argument: which one of the kernel's says so.
+        scale: of the moves, before warm-up adapts it.
+        factor: the standard deviation of a Gaussian vector in each coordinate, (dimension,), or the
+            lower triangular factor of its covariance, (dimension, dimension). None: 1 everywhere.
+    """
+
+    proposal: Proposal | None = None
+
+    def __init__(self, argument: str, scale: float, factor: Tensor | None) -> None:
+        self._argument, self.scale, self._factor = argument, scale, factor
+
+    def require_dimension(self, dimension: int) -> None:
+        """Refuse a factor for another number of coordinates."""
+        if self._factor is not None and len(self._factor) != dimension:
+            raise ArgumentError(
+                f"{self._argument} is for {len(self._factor)} coordinates, records read"
+                f" {dimension} unconstrained ones of the model."
+            )
+
+    def vector(self, standard: Tensor) -> Tensor:
+        """The Gaussian vector, made of a standard one."""
+        if self._factor is None:
+            return standard
+        factor = self._factor.to(standard)
+        return factor * standard if factor.dim() == 1 else factor @ standard
+
+
+class RandomWalk(Moves):
+    """A Gaussian random walk with a public covariance, or the user's proposal in its place: exactly
+    one of them is given.
+
+    Args:
+        proposal_scale: a number, (dimension,) or lower triangular (dimension, dimension).
         proposal: a :class:`Proposal`.
     """
 
@@ -57,36 +88,19 @@ class Moves:
                 " NoOpDpEvent() if it does not use the data."
             )
         self.proposal = proposal
-        self._factor: Tensor | None = None
-        self.scale = math.nan
+        scale, factor = math.nan, None
         if isinstance(proposal_scale, Tensor):
-            self._factor, self.scale = (
-                _factor(proposal_scale),
-                float(torch.linalg.vector_norm(proposal_scale)) / math.sqrt(len(proposal_scale)),
-            )
+            factor = _factor(proposal_scale)
+            scale = float(torch.linalg.vector_norm(factor)) / math.sqrt(len(factor))
         elif proposal_scale is not None:
-            self.scale = check_positive(
+            scale = check_positive(
                 "proposal_scale", proposal_scale, "a standard deviation in unconstrained space"
             )
-
-    def require_dimension(self, dimension: int) -> None:
-        """Refuse a scale for another number of coordinates."""
-        if self._factor is not None and len(self._factor) != dimension:
-            raise ArgumentError(
-                f"proposal_scale is for {len(self._factor)} coordinates, records read {dimension}"
-                " unconstrained ones of the model."
-            )
-
-    def charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What a move releases."""
-        return [] if self.proposal is None else [(self.proposal.event, 1)]
+        super().__init__("proposal_scale", scale, factor)
 
     def step(self, standard: Tensor) -> Tensor:
         """A step of the random walk from a standard Gaussian vector."""
-        if self._factor is None:
-            return self.scale * standard
-        factor = self._factor.to(standard)
-        return factor * standard if factor.dim() == 1 else factor @ standard
+        return self.scale * standard if self._factor is None else self.vector(standard)
 
 
 def _factor(scale: Tensor) -> Tensor:
@@ -106,6 +120,52 @@ def _factor(scale: Tensor) -> Tensor:
             " torch.linalg.cholesky(covariance)."
         )
     return scale.detach().clone()
+
+
+class Mass(Moves):
+    """Momenta p ~ N(0, M) of trajectories.
+
+    Args:
+        step_size: of the leapfrog integrator.
+        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension). None: identity.
+    """
+
+    def __init__(self, step_size: float, mass_matrix: Tensor | None) -> None:
+        scale = check_positive("step_size", step_size, "of the leapfrog integrator")
+        factor = None if mass_matrix is None else _mass_factor(mass_matrix.detach())
+        super().__init__("mass_matrix", scale, factor)
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        """M⁻¹p."""
+        if self._factor is None:
+            return momentum
+        factor = self._factor.to(momentum)
+        if factor.dim() == 1:
+            return momentum / factor**2
+        return torch.cholesky_solve(momentum[:, None], factor)[:, 0]
+
+    def kinetic_energy(self, momentum: Tensor) -> float:
+        """p·M⁻¹p/2."""
+        return 0.5 * float((momentum.double() * self.velocity(momentum.double())).sum())
+
+
+def _mass_factor(matrix: Tensor) -> Tensor:
+    if (
+        matrix.dim() not in (1, 2)
+        or matrix.shape[0] != matrix.shape[-1]
+        or not matrix.isfinite().all()
+    ):
+        raise ArgumentError(
+            "mass_matrix is a finite tensor (dimension,) or (dimension, dimension)."
+        )
+    if matrix.dim() == 1:
+        if not matrix.gt(0).all():
+            raise ArgumentError("a diagonal mass_matrix needs positive entries.")
+        return matrix.sqrt()
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if int(failed) or not torch.allclose(matrix, matrix.T, rtol=1e-5):
+        raise ArgumentError("mass_matrix must be symmetric and positive definite.")
+    return factor
 
 
 # -- latents that no record reads ------------------------------------------------------------------
