@@ -180,9 +180,9 @@ class Ranks:
                 )
         return [row[2:] for row in rows]
 
-    def compare(self, described: Mapping[str, Any]) -> None:
+    def compare(self, described: Mapping[str, Any], place: int = MAKE_PRIVATE) -> None:
         """Raise on every rank if one of them describes anything differently from rank 0."""
-        self.check_consistent(MAKE_PRIVATE, {}, compare=0)
+        self.check_consistent(place, {}, compare=0)
         own = {name: repr(value) for name, value in described.items()}
         everyone = [json.loads(text) for text in self.texts(json.dumps(own))]
         for rank, theirs in enumerate(everyone):
@@ -196,8 +196,8 @@ class Ranks:
                     )
                     self._raise(
                         RankError(
-                            f"rank {rank} and rank 0 differ in {name}{shown}: all ranks train one"
-                            " model on one data set with the same settings. Nothing was charged."
+                            f"rank {rank} and rank 0 differ in {name}{shown}: give all ranks"
+                            " the same model and settings. Nothing was charged."
                         )
                     )
 

@@ -266,7 +266,7 @@ REFUSED = [
     (two_data_plates, "'again' is observed outside the plate"),
     (one_name_twice, "."),  # Pyro itself, or we
     (unplated_observation, "'total' is observed outside the plate"),
-    (factor_outside, "'total' is observed outside the plate"),
+    (factor_outside, "prior changes when"),
     (longer_than_the_plate, "."),
     (broadcast_observation, "another length"),
     (hard_coded_size, "take its size from the data"),

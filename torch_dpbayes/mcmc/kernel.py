@@ -27,7 +27,7 @@ from torch import Tensor
 from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
-from ..density import Model, Prior, UnfitModel
+from ..density import Model, Prior, RecordDensity, UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise
 from .mixing import complaint_of, mixing_of
@@ -38,7 +38,7 @@ _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
 _SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
 # not pickled: it stems from the data without a charge, or belongs to this process
-_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior")
+_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_density")
 _UNIFORMS = 64  # drawn at a time
 
 Draw = dict[str, Tensor]  # values by site
@@ -126,6 +126,7 @@ class PrivateKernel(MCMCKernel):
 
     def _forget(self) -> None:
         self._prior: Prior | None = None
+        self._density: RecordDensity | None = None
         self._noise: GaussianNoise | None = None
         self._public: GaussianNoise | None = None
         self._theta: Tensor | None = None
@@ -159,11 +160,13 @@ class PrivateKernel(MCMCKernel):
 
     def _reads(self, prior: Prior) -> Tensor:
         """Whether records' terms depend on a coordinate of θ, ``[dimension]``."""
-        return torch.ones(prior.dimension, dtype=torch.bool)
+        assert self._density is not None
+        return self._density.read
 
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
-        return True
+        assert self._density is not None
+        return self._density.is_valid(theta)
 
     # -- Pyro's contract ---------------------------------------------------------------------------
 
@@ -252,7 +255,8 @@ class PrivateKernel(MCMCKernel):
             "initial_params given": self._initial is not None,
         }
         is_given = self._initial is not None
-        return ChainStart(prior, self._first_point(prior), is_given, self._can_start, settings)
+        theta = self._first_point(prior)
+        return ChainStart(self._density, theta, is_given, self._can_start, settings)
 
     def _first_point(self, prior: Prior) -> Tensor:
         if self._initial is not None:
@@ -276,7 +280,7 @@ class PrivateKernel(MCMCKernel):
             PrivacyBudgetExceeded: the iteration does not fit into the budget; nothing was released.
                 The draws so far: :meth:`get_samples`.
         """
-        with self._owners.in_iteration(self._iteration), torch.no_grad():
+        with self._owners.in_iteration(), torch.no_grad():
             if self._prior is None or self._public is None:
                 raise StateError(
                     "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"
@@ -364,7 +368,7 @@ class PrivateKernel(MCMCKernel):
         """Called by Pyro at the end of a chain: lets go of the data and of the start, and
         returns to the ledger what was reserved and not used.
         """
-        self._owners.end_chain(self._iteration)
+        self._owners.end_chain()
         is_first = self._started  # Pyro calls it twice
         self._forget()
         self._initial, self._starts_given = None, 0

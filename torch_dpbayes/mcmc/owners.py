@@ -9,7 +9,6 @@ sees what.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -25,8 +24,7 @@ from torch import Tensor
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.events import ComposedDpEvent, DpEvent, SelfComposedDpEvent
-from ..density import InvalidPoint, Model, Prior, RecordDensity, without_value_checks
-from ..density.arguments import filled_if_empty
+from ..density import InvalidPoint, Prior, RecordDensity, without_value_checks
 from ..density.pyro_runs import nearly_equal
 from ..distributed import CHAIN_END, ITERATION, SET_UP, Ranks
 from ..errors import ArgumentError, OwnerError, RankError
@@ -41,14 +39,14 @@ class ChainStart(NamedTuple):
     """What a kernel has set up before a chain begins.
 
     Attributes:
-        prior: θ's coordinates and log prior.
+        density: of the records.
         theta: where this owner would start.
         is_given: whether the user said so.
         is_possible: whether a chain can start at a θ, whatever the data are.
         settings: public, of this run.
     """
 
-    prior: Prior
+    density: RecordDensity | None
     theta: Tensor
     is_given: bool
     is_possible: Callable[[Tensor], bool]
@@ -60,17 +58,13 @@ class SoleOwner:
     owners have to agree, or to add up what each of them has.
     """
 
-    def density(
-        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
-    ) -> RecordDensity:
-        """The record terms of the data."""
-        return RecordDensity(model, args, kwargs, **options)
+    are_several = False
 
     def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
         """How the chain starts, after ``set_up()``."""
         return set_up()
 
-    def in_iteration(self, iteration: int) -> AbstractContextManager[None]:
+    def in_iteration(self) -> AbstractContextManager[None]:
         """Around everything that an iteration does."""
         return nullcontext()
 
@@ -113,8 +107,8 @@ class SoleOwner:
     def end_iteration(self) -> None:
         """The iteration has released all that it is going to."""
 
-    def end_chain(self, iteration: int) -> None:
-        """The chain ends after ``iteration`` iterations."""
+    def end_chain(self) -> None:
+        """The chain ends."""
 
 
 class ManyOwners(SoleOwner):
@@ -129,6 +123,8 @@ class ManyOwners(SoleOwner):
     Attributes:
         total_multiplier: the noise multiplier of the log ratio of all owners together.
     """
+
+    are_several = True
 
     def __init__(
         self, group: dist.ProcessGroup | None, noise: dict[str, float], settings: dict[str, Any]
@@ -151,26 +147,14 @@ class ManyOwners(SoleOwner):
         self._pid = os.getpid()
         self._noise, self._settings = noise, settings
         self._together = self._tested = False
-        self._seed = self._messages = 0
-        self._made: RecordDensity | None = None
+        self._seed: list[int] = []
+        self._messages = 0
         self.total_multiplier = math.nan
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None, "_ranks": None, "_together": False}
+        return {**self.__dict__, "_ranks": None, "_together": False}
 
     # -- set-up ------------------------------------------------------------------------------------
-
-    def density(
-        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
-    ) -> RecordDensity:
-        """The record terms of this owner's data. Where it has no records, there are rows for their
-        shapes alone, which all count as zero.
-        """
-        (args, kwargs), is_empty = filled_if_empty(args, kwargs)
-        self._made = RecordDensity(model, args, kwargs, **options)
-        if is_empty:
-            self._made.leave_out_all_records()
-        return self._made
 
     def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
         """Compare what has to be the same, and agree on a seed and a start.
@@ -183,57 +167,42 @@ class ManyOwners(SoleOwner):
         with self._stopping_together(self._ranks_here()) as ranks:
             self._together = True
             start = set_up()
-            assert self._made is not None
-            facts, density, self._made = self._facts(start, self._made), self._made, None
-            ranks.check_consistent(SET_UP, {}, compare=0)
-            everyone = self._read(ranks.texts(json.dumps(facts)))
-            _compare_facts(everyone)
-            self._compare_densities(density)
-            entropy = "".join(theirs["entropy"] for theirs in everyone)
-            self._seed = int.from_bytes(hashlib.sha256(entropy.encode()).digest(), "little")
-            ratio = next(iter(self._noise))
-            self.total_multiplier = math.hypot(
-                *(float(theirs["noise"][ratio]) for theirs in everyone)
-            )
-            with torch.no_grad():
-                return start._replace(theta=self._common_start(start))
-
-    def _facts(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
-        """What is told to the other owners: no function of the records, nor of their number."""
-        latents = start.prior.unflatten(start.theta)
-        return {
-            "the same": {
-                "versions": [__version__, torch.__version__, pyro.__version__],
-                **self._settings,
-                **start.settings,
-                "initial_params": comparable(start.theta) if start.is_given else None,
-                "latents": {name: list(value.shape) for name, value in latents.items()},
-                "data": density.described_data(),
-                "precision": str(start.prior.dtype),
-            },
-            "noise": self._noise,
-            "entropy": os.urandom(32).hex(),
-        }
-
-    def _read(self, texts: list[str]) -> list[dict[str, Any]]:
-        everyone = []
-        for rank, text in enumerate(texts):
+            assert start.density is not None
             try:
-                facts = json.loads(text)
-                noises = [float(value) for value in facts["noise"].values()]
-                if not noises or not all(0 < value < math.inf for value in noises):
-                    raise ValueError
-                str.encode(facts["entropy"])
-            except (ValueError, KeyError, TypeError, AttributeError):
+                ranks.compare(self._described(start, start.density), SET_UP)
+                self._share_numbers()
+            except (ValueError, TypeError, AttributeError):  # of texts that are not ours
                 raise OwnerError(
-                    f"rank {rank} sent settings that cannot be read: run the same version of this"
+                    "another rank sent settings that cannot be read: run the same version of this"
                     " library on all ranks."
                 ) from None
-            everyone.append(facts)
-        return everyone
+            self._compare_densities(start.density)
+            with torch.no_grad():
+                return start._replace(theta=self._common_start(start, start.density.prior))
+
+    def _described(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
+        """What has to be the same for all: no function of the records, nor of their number."""
+        latents = density.prior.unflatten(start.theta)
+        return {
+            "versions": [__version__, torch.__version__, pyro.__version__],
+            **self._settings,
+            **start.settings,
+            "initial_params": comparable(start.theta) if start.is_given else None,
+            "latents": {name: list(value.shape) for name, value in latents.items()},
+            "data": density.described_data(),
+            "precision": str(density.prior.dtype),
+        }
+
+    def _share_numbers(self) -> None:
+        """A seed that every owner has a part in, and the noise of all together."""
+        words = torch.tensor(np.frombuffer(os.urandom(32), "<u4").astype(float))
+        own = next(iter(self._noise.values()))
+        variance, *seed = self._sum(torch.cat([torch.tensor([own**2]).double(), words])).tolist()
+        self._seed = [int(word) for word in seed]
+        self.total_multiplier = math.sqrt(variance)
 
     def _compare_densities(self, density: RecordDensity) -> None:
-        """Prior and likelihood at two points, on rows that the first rank made up."""
+        """Prior and likelihood on rows that the first rank made up."""
         made_up = density.made_up
         with torch.no_grad(), without_value_checks():
             theta = self._of_first(made_up.theta)
@@ -242,21 +211,21 @@ class ManyOwners(SoleOwner):
                 plain = torch.view_as_real(row) if row.is_complex() else row
                 shared = self._of_first(plain)
                 rows[k] = torch.view_as_complex(shared) if row.is_complex() else shared
-            prior = torch.tensor([density.prior.log_density(theta)]).to(theta)
-            own = torch.cat([made_up.terms(theta, rows), prior])
-        if different := self._which(not nearly_equal(own, self._of_first(own))):
+            values = made_up.terms(theta, rows), theta.new_tensor(density.prior.log_density(theta))
+            different = not all([nearly_equal(own, self._of_first(own)) for own in values])
+        if others := self._which(different):
             raise OwnerError(
-                f"the model of rank {different[0]} has another density than that of rank 0 on"
+                f"the model of rank {others[0]} has another density than that of rank 0 on"
                 " made-up records: give all ranks the same model. Nothing was released."
             )
 
-    def _common_start(self, start: ChainStart) -> Tensor:
+    def _common_start(self, start: ChainStart, prior: Prior) -> Tensor:
         theta = start.theta
         for _ in range(1 if start.is_given else _DRAWS):
             theta = self._of_first(theta)
             if not self._which(not start.is_possible(theta)):
                 return theta
-            theta = start.prior.sample()
+            theta = prior.sample()
         raise ArgumentError(
             "the owners found no start at which the model can be evaluated: pass initial_params= to"
             " MCMC, made without data.",
@@ -266,7 +235,7 @@ class ManyOwners(SoleOwner):
     # -- one iteration -----------------------------------------------------------------------------
 
     @contextmanager
-    def in_iteration(self, iteration: int) -> Iterator[None]:
+    def in_iteration(self) -> Iterator[None]:
         """Around everything that an iteration does: what ends it is told to the others."""
         ranks = self._ranks_here()
         if not self._together:
@@ -280,7 +249,7 @@ class ManyOwners(SoleOwner):
 
     def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
         """Numbers that all owners draw alike."""
-        return SharedRandomness(self._seed, iteration, stage)
+        return SharedRandomness(*self._seed, iteration, stage)
 
     def agreed_point(
         self,
@@ -300,9 +269,8 @@ class ManyOwners(SoleOwner):
                 " kernel.get_samples()."
             )
         numbers = {"the number of messages": self._messages, "accept decisions": accepted}
-        assert self._ranks is not None
         norm = float(torch.linalg.vector_norm(theta.double()))
-        self._ranks.check_consistent(ITERATION, numbers, compare=2, norm=norm)
+        self._ranks_here().check_consistent(ITERATION, numbers, compare=2, norm=norm)
         return self._of_first(theta)
 
     def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
@@ -347,16 +315,15 @@ class ManyOwners(SoleOwner):
         """Accept where the noisy log ratio of all owners is above the first rank's
         ``threshold``.
         """
-        assert self._ranks is not None
         self._tested = True
-        public = threshold if self._ranks.rank == 0 else 0.0
+        public = threshold if self._ranks_here().rank == 0 else 0.0
         sent = torch.tensor([noisy, public, float(invalid)], dtype=torch.float64)
         noisy, first, invalids = self._sum(sent).tolist()
         return (False, math.nan) if invalids else (noisy > first, noisy)
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def end_chain(self, iteration: int) -> None:
+    def end_chain(self) -> None:
         """Tell the others, who may be waiting."""
         if self._together and self._ranks is not None and self._pid == os.getpid():
             self._together = False
@@ -365,24 +332,21 @@ class ManyOwners(SoleOwner):
 
     def _sum(self, values: Tensor) -> Tensor:
         """Σ over the owners, (n,) in float64; once all are at the same message."""
-        assert self._ranks is not None
-        numbers = {"the number of messages": self._messages}
-        self._ranks.check_consistent(ITERATION, numbers, compare=1)
+        ranks, numbers = self._ranks_here(), {"the number of messages": self._messages}
+        ranks.check_consistent(ITERATION, numbers, compare=1)
         self._messages += 1
         total = values.detach().reshape(-1).to("cpu", torch.float64, copy=True)
-        self._ranks.all_reduce(total)
+        ranks.all_reduce(total)
         return total
 
     def _of_first(self, values: Tensor) -> Tensor:
         """The first rank's ``values``, on all ranks."""
-        assert self._ranks is not None
-        own = values if self._ranks.rank == 0 else torch.zeros_like(values)
+        own = values if self._ranks_here().rank == 0 else torch.zeros_like(values)
         return self._sum(own).reshape(values.shape).to(values)
 
     def _which(self, flag: bool) -> list[int]:
         """The ranks whose ``flag`` is set, on all ranks."""
-        assert self._ranks is not None
-        rows = self._ranks.check_consistent(SET_UP, {"a flag": int(flag)}, compare=0)
+        rows = self._ranks_here().check_consistent(SET_UP, {"a flag": int(flag)}, compare=0)
         return [rank for rank, row in enumerate(rows) if row[0]]
 
     def _ranks_here(self) -> Ranks:
@@ -424,26 +388,6 @@ class SharedRandomness(GaussianNoise):
         self, size: int, *, dtype: torch.dtype, device: torch.device, hides: Any = ()
     ) -> Tensor:
         return torch.from_numpy(self._random.standard_normal(size)).to(device, dtype)
-
-
-def _compare_facts(everyone: list[dict[str, Any]]) -> None:
-    differences, missing = [], object()
-    for rank, theirs in enumerate(everyone):
-        for topic in ("the same", "noise"):
-            expected, found = everyone[0][topic], theirs[topic]
-            for key in sorted({*expected, *found}):
-                values = [facts.get(key, missing) for facts in (expected, found)]
-                if missing in values or (topic != "noise" and values[0] != values[1]):
-                    differences.append(
-                        f"{key} is {expected.get(key)!r:.200} on rank 0 and"
-                        f" {found.get(key)!r:.200} on rank {rank}"
-                    )
-    if differences:
-        raise OwnerError(
-            f"the owners differ: {'; '.join(differences)}. Give all ranks the same model,"
-            " settings and versions; noise multipliers and accountants may differ. Nothing was"
-            " released."
-        )
 
 
 def comparable(value: Any) -> Any:

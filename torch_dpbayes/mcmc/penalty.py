@@ -89,30 +89,22 @@ class DPPenalty(PrivateKernel):
 
     def _forget(self) -> None:
         super()._forget()
-        self._density: RecordDensity | None = None
         self._terms: Tensor | None = None  # of the records, at the point where the chain is
 
     def _private_state(self) -> tuple[str, ...]:
-        return ("_density", "_terms")
+        return ("_terms",)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        self._density = self._owners.density(
+        self._density = RecordDensity(
             self.model,
             args,
             kwargs,
             data_plate=self._plate,
             gradients=False,
             count_is_public=self._accountant.neighboring == "replace_one",
+            may_be_empty=self._owners.are_several,
         )
         return self._density.prior
-
-    def _reads(self, prior: Prior) -> Tensor:
-        assert self._density is not None
-        return self._density.read
-
-    def _is_valid(self, theta: Tensor) -> bool:
-        assert self._density is not None
-        return self._density.is_valid(theta)
 
     def _start(self, theta: Tensor) -> None:
         self._terms = None
