@@ -7,7 +7,6 @@ from torch_dpbayes import density
 
 ORDER = [
     "pyro_runs",
-    "refusals",
     "pieces",
     "recording",
     "prior",

@@ -13,7 +13,7 @@ shapes alone.
 
 Each file needs only those above it:
 
-* ``pyro_runs``: how the user's model is run; ``refusals``: what of Pyro's it may not use;
+* ``pyro_runs``: how the user's model is run;
   ``recording``: functions as graphs of operations;
 * ``prior``: the latents as one vector θ, and its density;
 * ``arguments``: which arguments are data, and their rows;

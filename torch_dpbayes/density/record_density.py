@@ -17,9 +17,9 @@ from .program import FEW_ROWS, Program, Recorder
 from .pyro_runs import (
     InvalidPoint,
     Model,
+    WithoutParameters,
     without_value_checks,
 )
-from .refusals import WithoutParameters
 from .structure import find_structure
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches

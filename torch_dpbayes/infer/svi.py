@@ -19,7 +19,7 @@ from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.events import positive_count
 from ..batches.sampler import PoissonSampler
 from ..density import Model, RecordDensity
-from ..density.refusals import frozen_ones_kept
+from ..density.pyro_runs import frozen_ones_kept
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
 from ..noise import check_clip_bound
 from ..noise_aware.budget import public_num_data

@@ -9,7 +9,7 @@ for the next one.
 * ``kernel``: what all kernels share; ``proposals``: where a penalty kernel goes;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
 * ``owners``, ``multi_owner``: records of one owner, or of several;
-* ``planning``, ``reach``: noise for a budget, and how far it carries.
+* ``planning``: noise for a budget, and how far it carries.
 """
 
 from .chains import MCMC

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..density import Model, RecordDensity, UnfitModel, without_value_checks
-from ..density.pyro_runs import FLAVOURS, public_randomness, sample_sites
-from ..density.refusals import WithoutParameters
+from ..density.pyro_runs import FLAVOURS, WithoutParameters, public_randomness, sample_sites
 from ..errors import ArgumentError, ArgumentTypeError
 
 Role = Literal["observed", "public", "numbers", "category"]
