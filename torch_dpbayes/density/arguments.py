@@ -180,18 +180,3 @@ class Arguments:
     def _shape(self, k: int, of_records: list[int]) -> list[int]:
         shape, dim = list(self._leaves[k].shape), self.row_dims[k]
         return shape[:dim] + of_records + shape[dim + 1 :]
-
-
-def filled_if_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, bool]:
-    """Arguments with rows in place of tensors that have none, as many as nothing else here is
-    long; and whether there were such tensors.
-    """
-    leaves, nesting = tree_flatten((args, kwargs))
-    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    lengths = {length for leaf in tensors.values() for length in leaf.shape}
-    count = next(n for n in itertools.count(2) if n not in lengths)
-    empty = [k for k, leaf in tensors.items() if leaf.shape[:1] == (0,)]
-    for k in empty:
-        leaves[k] = leaves[k].new_zeros((count, *leaves[k].shape[1:]))
-    args, kwargs = tree_unflatten(leaves, nesting)
-    return (args, kwargs), bool(empty)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Arguments, Call, filled_if_empty
+from .arguments import Arguments, Call
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import FEW_ROWS, Program, Recorder
@@ -44,8 +44,6 @@ class RecordDensity:
         count_is_public: whether errors may depend on the number of records. False, as under
             add-or-remove-one: every tensor but single numbers is data, one row a record along its
             first dimension, and the model is checked on another number of rows.
-        may_be_empty: whether there may be no records. Then there are rows for their shapes alone,
-            which all count as zero.
 
     Attributes:
         prior: θ's coordinates and log prior, a :class:`Prior`.
@@ -75,11 +73,7 @@ class RecordDensity:
         chunk_bytes: int = _CHUNK_BYTES,
         expected_batch_size: float | None = None,
         count_is_public: bool = True,
-        may_be_empty: bool = False,
     ) -> None:
-        is_empty = False
-        if may_be_empty:
-            (args, kwargs), is_empty = filled_if_empty(tuple(args), dict(kwargs or {}))
         self._arguments = Arguments(args, kwargs)
         model = WithoutParameters(model)
         seen = self._arguments if count_is_public else self._arguments.standing_in()
@@ -93,9 +87,6 @@ class RecordDensity:
         self.observed = structure.observed
         self._dims = list(self._arguments.row_dims.values())
         self._left_out: Tensor | None = None
-        if is_empty:
-            device = self.prior.device
-            self._left_out = torch.ones(self.num_records, dtype=torch.bool, device=device)
         together = self.num_records
         if expected_batch_size is not None:  # most Poisson batches fit into one chunk
             together = math.ceil(expected_batch_size + 2 * math.sqrt(expected_batch_size))

@@ -130,8 +130,7 @@ class DPHMC(PrivateKernel):
             args,
             kwargs,
             data_plate=self._plate,
-            count_is_public=self._accountant.neighboring == "replace_one",
-            may_be_empty=self._owners.are_several,
+            count_is_public=self._count_is_public,
         )
         return self._density.prior
 

@@ -163,6 +163,10 @@ class PrivateKernel(MCMCKernel):
         assert self._density is not None
         return self._density.read
 
+    @property
+    def _count_is_public(self) -> bool:
+        return self._accountant.neighboring == "replace_one" and not self._owners.are_several
+
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
         assert self._density is not None

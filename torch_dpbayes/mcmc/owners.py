@@ -58,6 +58,7 @@ class SoleOwner:
     owners have to agree, or to add up what each of them has.
     """
 
+    # of several the others must not see how many records one has, nor whether there are any
     are_several = False
 
     def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:

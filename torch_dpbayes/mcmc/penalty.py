@@ -101,8 +101,7 @@ class DPPenalty(PrivateKernel):
             kwargs,
             data_plate=self._plate,
             gradients=False,
-            count_is_public=self._accountant.neighboring == "replace_one",
-            may_be_empty=self._owners.are_several,
+            count_is_public=self._count_is_public,
         )
         return self._density.prior
 

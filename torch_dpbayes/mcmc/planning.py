@@ -32,17 +32,6 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import noise_multiplier_for
-from ..accounting.events import (
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    Neighboring,
-    NeighboringRelation,
-    SelfComposedDpEvent,
-    check_delta,
-    check_epsilon,
-    neighboring_relation,
-)
 from ..errors import ArgumentError
 from ..noise import check_positive
 from .exponential_family import ExponentialFamilyPenalty
@@ -168,7 +157,7 @@ def plan(
     jitter: float = 0.2,
     reuse_gradients: bool = True,
     num_chains: int = 1,
-    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
+    neighboring: events.Neighboring | events.NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> Plan:
     r"""Noise multipliers for a number of iterations, or a number of iterations for noise
@@ -214,9 +203,9 @@ def plan(
 
     **Privacy.** A number from public numbers: nothing is released or charged.
     """
-    epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
+    epsilon, delta = events.check_epsilon(target_epsilon), events.check_delta(target_delta)
     chains = events.positive_count(num_chains, "num_chains")
-    neighboring, history = neighboring_relation(neighboring), tuple(history)
+    neighboring, history = events.neighboring_relation(neighboring), tuple(history)
     of_penalty = {"noise_multiplier": noise_multiplier}
     of_hmc = {
         "ratio_noise_multiplier": ratio_noise_multiplier,
@@ -251,14 +240,18 @@ def plan(
     if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
         raise ArgumentError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
 
-    def start(noises: dict[str, float]) -> DpEvent:
+    def start(noises: dict[str, float]) -> events.DpEvent:
         kept = list(noises.values())[1:] if reuse_gradients else []
-        return ComposedDpEvent([SelfComposedDpEvent(GaussianDpEvent(z), chains) for z in kept])
+        return events.ComposedDpEvent(
+            [events.SelfComposedDpEvent(events.GaussianDpEvent(z), chains) for z in kept]
+        )
 
-    def each(noises: dict[str, float]) -> DpEvent:
-        ratio, *gradient = (GaussianDpEvent(value) for value in noises.values())
+    def each(noises: dict[str, float]) -> events.DpEvent:
+        ratio, *gradient = (events.GaussianDpEvent(value) for value in noises.values())
         count = steps if reuse_gradients else steps + 1
-        return ComposedDpEvent([ratio, *(SelfComposedDpEvent(event, count) for event in gradient)])
+        return events.ComposedDpEvent(
+            [ratio, *(events.SelfComposedDpEvent(event, count) for event in gradient)]
+        )
 
     if num_iterations is None:
         limited = _accountant(history, epsilon, delta, neighboring)
@@ -279,9 +272,9 @@ def plan(
         def scaled(z: float) -> dict[str, float]:
             return dict(zip(given, (z, z * split), strict=False))
 
-        def run(z: float) -> DpEvent:
-            return ComposedDpEvent(
-                [start(scaled(z)), SelfComposedDpEvent(each(scaled(z)), iterations)]
+        def run(z: float) -> events.DpEvent:
+            return events.ComposedDpEvent(
+                [start(scaled(z)), events.SelfComposedDpEvent(each(scaled(z)), iterations)]
             )
 
         targets = {"target_epsilon": epsilon, "target_delta": delta}
@@ -299,7 +292,7 @@ def _accountant(
     history: Iterable[tuple[Any, ...]],
     epsilon: float | None,
     delta: float,
-    neighboring: Neighboring,
+    neighboring: events.Neighboring,
 ) -> PrivacyAccountant:
     accountant = PrivacyAccountant(epsilon, delta, neighboring=neighboring)
     for event, count, *rest in history:
