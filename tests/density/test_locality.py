@@ -268,7 +268,7 @@ REFUSED = [
     (unplated_observation, "'total' is observed outside the plate"),
     (factor_outside, "prior changes when"),
     (longer_than_the_plate, "."),
-    (broadcast_observation, "another length"),
+    (broadcast_observation, "changes when"),
     (hard_coded_size, "take its size from the data"),
     (centred, "changes when"),
     (scaled_by_the_largest, "changes when"),

@@ -165,17 +165,12 @@ class Arguments:
             for k in self.row_dims
         ]
 
-    def described(self) -> list[dict[str, Any]]:
-        """Shape and type of the data's rows; no function of the records, nor of their number."""
-        return [
-            {
-                "argument": k,
-                "dtype": str(self._leaves[k].dtype),
-                "records along": dim,
-                "shape of one": self._shape(k, []),
-            }
-            for k, dim in self.row_dims.items()
-        ]
+    def described(self) -> list[Any]:
+        """Of every data argument its number and type, and the dimension of its records and the
+        shape of one; no function of the records, nor of their number.
+        """
+        leaves, dims = self._leaves, self.row_dims.items()
+        return [(k, str(leaves[k].dtype), dim, self._shape(k, [])) for k, dim in dims]
 
     def _shape(self, k: int, of_records: list[int]) -> list[int]:
         shape, dim = list(self._leaves[k].shape), self.row_dims[k]

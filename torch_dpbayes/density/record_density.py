@@ -251,7 +251,7 @@ class RecordDensity:
 
     # -- for owners who compare their models -------------------------------------------------------
 
-    def described_data(self) -> list[dict[str, Any]]:
+    def described_data(self) -> list[Any]:
         """Shape and type of the data's rows; no function of the records, nor of their number."""
         return self._arguments.described()
 

@@ -58,7 +58,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     """
     trace = _traced(model, arguments)
     dim, size = _data_plate(trace, plate)
-    observed, discrete, outside = _sites(trace, plate, dim, size)
+    observed, discrete, outside = _sites(trace, plate)
     factors = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
     for name in factors:
         if not _is_factor(trace.nodes[name]):
@@ -159,7 +159,7 @@ def _subsamples(plate: str) -> UnfitModel:
     )
 
 
-def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], list[str], list[str]]:
+def _sites(trace: Trace, plate: str) -> tuple[list[str], list[str], list[str]]:
     """Names of the observed sites and of the discrete latents in the plate, and of the observed
     sites outside of it.
     """
@@ -174,7 +174,6 @@ def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], li
         if site["is_observed"] and not inside:
             outside.append(name)
         elif site["is_observed"]:
-            _require_row_by_row(name, site, plate, dim, size)
             observed.append(name)
         elif (whole := name.removesuffix("_unobserved")) != name and inside:
             raise UnfitModel(
@@ -212,21 +211,3 @@ def _is_left_by_reparam(site: Any) -> bool:
 
 def _is_factor(site: Any) -> bool:
     return type(site["fn"]).__name__ == "Unit"
-
-
-def _require_row_by_row(name: str, site: Any, plate: str, plate_dim: int, size: int) -> None:
-    """Refuse an observed site that has not one entry for each record."""
-    batch = site["fn"].batch_shape
-    if len(batch) >= -plate_dim and batch[plate_dim] != size:
-        raise UnfitModel(
-            f"site {name!r} has another number of entries along the data plate {plate!r} than the"
-            " plate: give every record exactly one."
-        )
-    if site["value"].numel() and not _is_factor(site):
-        dim = plate_dim - site["fn"].event_dim
-        length = site["value"].shape[dim] if site["value"].dim() >= -dim else 1
-        if length != size:
-            raise UnfitModel(
-                f"the observation of site {name!r} has another length along the data plate"
-                f" {plate!r} than the plate: give every record exactly one row."
-            )

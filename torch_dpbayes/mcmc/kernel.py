@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -34,6 +34,9 @@ from .mixing import complaint_of, mixing_of
 from .owners import ChainStart, SoleOwner
 from .proposals import Moves, RandomWalk, free_move
 
+if TYPE_CHECKING:
+    from .chains import Chain
+
 _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
 _SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
@@ -43,18 +46,6 @@ _UNIFORMS = 64  # drawn at a time
 
 Draw = dict[str, Tensor]  # values by site
 Start = Draw | None  # where a chain starts; None: nobody said
-
-
-class ParallelChain(Protocol):
-    """What a kernel knows of the chain that it runs, if that has a process of its own."""
-
-    def begin(self, accountant: PrivacyAccountant) -> None:
-        """Called before anything is charged there."""
-        ...
-
-    def send(self, draw: Draw) -> None:
-        """Hand on a draw, which was charged."""
-        ...
 
 
 class Outcome(NamedTuple):
@@ -114,7 +105,7 @@ class PrivateKernel(MCMCKernel):
         self._chains: list[list[Draw]] = []
         self._epsilon = (-math.inf, 0.0, "")
         self._run_begin, self._is_run = 0, False
-        self._chain: ParallelChain | None = None
+        self._chain: Chain | None = None
         self._log_scale = 0.0
         self._begin()
         self._forget()
@@ -455,7 +446,7 @@ class PrivateKernel(MCMCKernel):
         self._chains += begun
         return begun
 
-    def for_chain(self, chain: ParallelChain, start: Start) -> PrivateKernel:
+    def for_chain(self, chain: Chain, start: Start) -> PrivateKernel:
         """For :class:`MCMC`: a copy that runs one of several parallel chains."""
         other = copy(self)
         initial = self._initial if start is None else start

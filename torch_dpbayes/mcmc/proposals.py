@@ -90,7 +90,12 @@ class RandomWalk(Moves):
         self.proposal = proposal
         scale, factor = math.nan, None
         if isinstance(proposal_scale, Tensor):
-            factor = _factor(proposal_scale)
+            factor = _checked("proposal_scale", proposal_scale)
+            if factor.dim() == 2 and not torch.equal(factor, factor.tril()):
+                raise ArgumentError(
+                    "proposal_scale as a matrix is the lower Cholesky factor of the covariance:"
+                    " torch.linalg.cholesky(covariance)."
+                )
             scale = float(torch.linalg.vector_norm(factor)) / math.sqrt(len(factor))
         elif proposal_scale is not None:
             scale = check_positive(
@@ -103,25 +108,6 @@ class RandomWalk(Moves):
         return self.scale * standard if self._factor is None else self.vector(standard)
 
 
-def _factor(scale: Tensor) -> Tensor:
-    if scale.dim() not in (1, 2) or scale.shape[0] != scale.shape[-1] or not scale.isfinite().all():
-        raise ArgumentError(
-            "proposal_scale as a tensor is finite: (dimension,) standard deviations or a triangular"
-            " (dimension, dimension)."
-        )
-    if not (scale if scale.dim() == 1 else scale.diagonal()).gt(0).all():
-        raise ArgumentError(
-            "proposal_scale needs positive entries (on its diagonal): else the chain cannot reach"
-            " the whole space."
-        )
-    if scale.dim() == 2 and not torch.equal(scale, scale.tril()):
-        raise ArgumentError(
-            "proposal_scale as a matrix is the lower Cholesky factor of the covariance:"
-            " torch.linalg.cholesky(covariance)."
-        )
-    return scale.detach().clone()
-
-
 class Mass(Moves):
     """Momenta p ~ N(0, M) of trajectories.
 
@@ -132,7 +118,14 @@ class Mass(Moves):
 
     def __init__(self, step_size: float, mass_matrix: Tensor | None) -> None:
         scale = check_positive("step_size", step_size, "of the leapfrog integrator")
-        factor = None if mass_matrix is None else _mass_factor(mass_matrix.detach())
+        factor = None if mass_matrix is None else _checked("mass_matrix", mass_matrix)
+        if factor is not None and factor.dim() == 1:
+            factor = factor.sqrt()
+        elif factor is not None:
+            matrix = factor
+            factor, failed = torch.linalg.cholesky_ex(matrix)
+            if int(failed) or not torch.allclose(matrix, matrix.T, rtol=1e-5):
+                raise ArgumentError("mass_matrix must be symmetric and positive definite.")
         super().__init__("mass_matrix", scale, factor)
 
     def velocity(self, momentum: Tensor) -> Tensor:
@@ -149,23 +142,18 @@ class Mass(Moves):
         return 0.5 * float((momentum.double() * self.velocity(momentum.double())).sum())
 
 
-def _mass_factor(matrix: Tensor) -> Tensor:
-    if (
-        matrix.dim() not in (1, 2)
-        or matrix.shape[0] != matrix.shape[-1]
-        or not matrix.isfinite().all()
-    ):
+def _checked(argument: str, given: Tensor) -> Tensor:
+    """A tensor (dimension,) or (dimension, dimension) that lets a chain reach the whole space."""
+    if given.dim() not in (1, 2) or given.shape[0] != given.shape[-1] or not given.isfinite().all():
         raise ArgumentError(
-            "mass_matrix is a finite tensor (dimension,) or (dimension, dimension)."
+            f"{argument} as a tensor is finite, and (dimension,) or (dimension, dimension)."
         )
-    if matrix.dim() == 1:
-        if not matrix.gt(0).all():
-            raise ArgumentError("a diagonal mass_matrix needs positive entries.")
-        return matrix.sqrt()
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if int(failed) or not torch.allclose(matrix, matrix.T, rtol=1e-5):
-        raise ArgumentError("mass_matrix must be symmetric and positive definite.")
-    return factor
+    if not (given if given.dim() == 1 else given.diagonal()).gt(0).all():
+        raise ArgumentError(
+            f"{argument} needs positive entries (on its diagonal): else the chain cannot reach the"
+            " whole space."
+        )
+    return given.detach().clone()
 
 
 # -- latents that no record reads ------------------------------------------------------------------
