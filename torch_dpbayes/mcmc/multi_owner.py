@@ -135,7 +135,7 @@ def _owners(
 ) -> ManyOwners:
     given = inspect.signature(kernel).bind(model, **options)
     given.apply_defaults()
-    arguments = given.arguments
-    noise = {name: float(arguments[name]) for name in _NOISE if name in arguments}
-    settings = {n: comparable(v) for n, v in arguments.items() if n not in _NOT_COMPARED}
-    return ManyOwners(group, noise, {"kernel": kernel.__name__, **settings})
+    settings = {"kernel": kernel.__name__}
+    settings |= {n: comparable(v) for n, v in given.arguments.items() if n not in _NOT_COMPARED}
+    noise = {name: float(options[name]) for name in _NOISE if name in options}
+    return ManyOwners(group, noise, settings)

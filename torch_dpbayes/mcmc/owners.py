@@ -36,21 +36,13 @@ _CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
 
 
 class ChainStart(NamedTuple):
-    """What a kernel has set up before a chain begins.
-
-    Attributes:
-        density: of the records.
-        theta: where this owner would start.
-        is_given: whether the user said so.
-        is_possible: whether a chain can start at a θ, whatever the data are.
-        settings: public, of this run.
-    """
+    """What a kernel has set up before a chain begins."""
 
     density: RecordDensity | None
-    theta: Tensor
-    is_given: bool
-    is_possible: Callable[[Tensor], bool]
-    settings: dict[str, Any]
+    theta: Tensor  # where this owner would start
+    is_given: bool  # by the user
+    is_possible: Callable[[Tensor], bool]  # for a chain to start at a θ, whatever the data are
+    settings: dict[str, Any]  # public, of this run
 
 
 class SoleOwner:
@@ -70,8 +62,8 @@ class SoleOwner:
         return nullcontext()
 
     def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
-        """Where proposals, momenta and thresholds come from, which hide nothing; ``stage`` 0 as a
-        chain begins, 1 in the iteration, 2 in the free move after it.
+        """Where proposals, momenta and thresholds come from, which hide nothing; a stage each for
+        the start of a chain, the iteration, and the free move after it.
         """
         return own
 
@@ -299,28 +291,24 @@ class ManyOwners(SoleOwner):
     def accepts(
         self, noisy_ratio: float, log_uniform: float, rest: float, bound: float, multiplier: float
     ) -> tuple[bool, float]:
-        """The accept decision of all owners, and the sum of their noisy log ratios."""
-        variance = (self.total_multiplier * bound) ** 2
-        return self._tested_together(noisy_ratio, log_uniform - rest + variance / 2)
+        """The accept decision of all owners by the first rank's threshold, and the sum of their
+        noisy log ratios.
+        """
+        threshold = log_uniform - rest + (self.total_multiplier * bound) ** 2 / 2
+        first = self._ranks_here().rank == 0
+        noisy, threshold, invalids = self._test(noisy_ratio, threshold if first else 0.0, 0.0)
+        return (False, math.nan) if invalids else (noisy > threshold, noisy)
 
     def end_iteration(self) -> None:
         """Where the point is invalid here, others may have found it valid, and wait for this rank's
         ratio.
         """
         if not self._tested:
-            self._tested_together(0.0, 0.0, invalid=True)
+            self._test(0.0, 0.0, 1.0)
 
-    def _tested_together(
-        self, noisy: float, threshold: float, invalid: bool = False
-    ) -> tuple[bool, float]:
-        """Accept where the noisy log ratio of all owners is above the first rank's
-        ``threshold``.
-        """
+    def _test(self, *numbers: float) -> list[float]:
         self._tested = True
-        public = threshold if self._ranks_here().rank == 0 else 0.0
-        sent = torch.tensor([noisy, public, float(invalid)], dtype=torch.float64)
-        noisy, first, invalids = self._sum(sent).tolist()
-        return (False, math.nan) if invalids else (noisy > first, noisy)
+        return self._sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
     # -- messages ----------------------------------------------------------------------------------
 
