@@ -285,11 +285,13 @@ def symmetric(y):
 
 
 def conjugate(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
     guide = dist.Beta(1 + y.sum(), 1 + (1 - y).sum())
     with poutine.reparam(config={"p": ConjugateReparam(guide)}):
         p = pyro.sample("p", dist.Beta(1.0, 1.0))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Bernoulli(p), obs=y)
+        pyro.sample("again", dist.Normal(mean, 1.0), obs=y)
 
 
 def collapsed(y):
@@ -312,9 +314,9 @@ def collapsed_from_outside(y):
     [
         (stable, normals, "cannot be recorded"),
         (symmetric, normals, "cannot be recorded"),
-        (conjugate, coins, "prior changes"),
-        (collapsed, coins, "made-up"),
-        (collapsed_from_outside, coins, "made-up"),
+        (conjugate, coins, "changes when"),
+        (collapsed, coins, "does not run on made-up data"),
+        (collapsed_from_outside, coins, "does not run on made-up data"),
     ],
 )
 def test_what_no_kernel_can_run_with_is_refused(model, made, message, count_is_public):
