@@ -3,10 +3,10 @@ posterior.
 
 One algorithm is one file, with the same parts in the same order: the formula, source, arguments and
 privacy of the class; its settings; what it forgets and never pickles; ``_prepare`` (the model and
-the data), ``_is_valid``, ``_start``, ``_scale``, ``_charges`` and ``_iterate``. Copy ``penalty.py``
-for the next one.
+the data), ``_is_valid``, ``_start``, ``_charges`` and ``_iterate``. Copy ``penalty.py`` for the next
+one.
 
-* ``kernel``: what all kernels share; ``proposals``: where a penalty kernel goes;
+* ``kernel``: what all kernels share; ``proposals``: where it goes;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
 * ``owners``, ``multi_owner``: records of one owner, or of several;
 * ``planning``: noise for a budget, and how far it carries.

@@ -13,9 +13,9 @@ The noise of the others protects it too, against those who see the samples only,
 credit for that. The *samples* are right only if all owners follow the protocol.
 
 **What is not protected.** That an owner takes part; when its budget ends; how long it computes,
-which hints at the number of its records; and what is compared at set-up: settings, noise
-multipliers, shapes and types of the data but for the number of records, densities on made-up
-records. A person with records at several owners is released by each of them: such losses add up
+which hints at the number of its records; and what is told at set-up: settings, the sum of all
+squared noise multipliers, shapes and types of the data but for the number of records, densities on
+made-up records. A person with records at several owners is released by each of them: such losses add up
 over the owners' accountants. Process groups neither encrypt nor authenticate: run them inside a
 private network. What others send is read as numbers and text, and never unpickled.
 
