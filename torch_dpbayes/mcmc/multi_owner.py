@@ -15,9 +15,9 @@ credit for that. The *samples* are right only if all owners follow the protocol.
 **What is not protected.** That an owner takes part; when its budget ends; how long it computes,
 which hints at the number of its records; and what is told at set-up: settings, the sum of all
 squared noise multipliers, shapes and types of the data but for the number of records, densities on
-made-up records. A person with records at several owners is released by each of them: such losses add up
-over the owners' accountants. Process groups neither encrypt nor authenticate: run them inside a
-private network. What others send is read as numbers and text, and never unpickled.
+made-up records. A person with records at several owners is released by each of them: such losses
+add up over the owners' accountants. Process groups neither encrypt nor authenticate: run them
+inside a private network. What others send is read as numbers and text, and never unpickled.
 
 **In step.** Before a sum every rank says where it is. A rank that fails, is interrupted, has no
 budget left, or runs something else, is known to all in the same message; one that says nothing any
