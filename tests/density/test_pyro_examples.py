@@ -18,7 +18,6 @@ from pyro.infer.reparam import (
     SymmetricStableReparam,
 )
 from pyro.nn import PyroModule, PyroSample
-from pyro.poutine.collapse_messenger import CollapseMessenger
 
 from torch_dpbayes.density import RecordDensity
 
@@ -301,12 +300,6 @@ def collapsed(y):
             pyro.sample("y", dist.Bernoulli(p), obs=y)
 
 
-def collapsed_from_outside(y):
-    """With a handler that was made before, for which funsor is needed."""
-    with object.__new__(CollapseMessenger):
-        collapsed(y)
-
-
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("count_is_public", [True, False])
 @pytest.mark.parametrize(
@@ -316,7 +309,6 @@ def collapsed_from_outside(y):
         (symmetric, normals, "cannot be recorded"),
         (conjugate, coins, "changes when"),
         (collapsed, coins, "does not run on made-up data"),
-        (collapsed_from_outside, coins, "does not run on made-up data"),
     ],
 )
 def test_what_no_kernel_can_run_with_is_refused(model, made, message, count_is_public):
