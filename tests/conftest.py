@@ -101,3 +101,11 @@ def _logs_as_before():
     yield
     log.setLevel(level)
     logging.disable(disabled)
+
+
+@pytest.fixture
+def double():
+    """New tensors have 64 bits, so that closed forms can be compared to the last digits."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

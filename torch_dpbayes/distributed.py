@@ -10,7 +10,7 @@ which is as long as the parameters, whatever the number of records.
 If one rank raises, every rank raises: it reports the error in its next message.
 
 The owners of a private chain use the same messages, but do not trust each other: they hide their
-sums by noise before they send them (``mcmc/many_owners.py``), and errors travel without their
+sums by noise before they send them (``mcmc/owners.py``), and errors travel without their
 texts.
 """
 
@@ -180,9 +180,9 @@ class Ranks:
                 )
         return [row[2:] for row in rows]
 
-    def compare(self, described: Mapping[str, Any]) -> None:
+    def compare(self, described: Mapping[str, Any], place: int = MAKE_PRIVATE) -> None:
         """Raise on every rank if one of them describes anything differently from rank 0."""
-        self.check_consistent(MAKE_PRIVATE, {}, compare=0)
+        self.check_consistent(place, {}, compare=0)
         own = {name: repr(value) for name, value in described.items()}
         everyone = [json.loads(text) for text in self.texts(json.dumps(own))]
         for rank, theirs in enumerate(everyone):
@@ -196,8 +196,8 @@ class Ranks:
                     )
                     self._raise(
                         RankError(
-                            f"rank {rank} and rank 0 differ in {name}{shown}: all ranks train one"
-                            " model on one data set with the same settings. Nothing was charged."
+                            f"rank {rank} and rank 0 differ in {name}{shown}: give all ranks"
+                            " the same model and settings. Nothing was charged."
                         )
                     )
 

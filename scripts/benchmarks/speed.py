@@ -48,7 +48,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 from torch_dpbayes.batches.sampler import PoissonSampler
-from torch_dpbayes.mcmc import DPPenalty, MultiOwnerPenalty, RecordDensity
+from torch_dpbayes.density import RecordDensity
+from torch_dpbayes.mcmc import DPPenalty, MultiOwnerPenalty
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 Work = Callable[[], Any]

@@ -35,6 +35,7 @@ from reproduction import Panel, Row, Run, columns, finish, having, parser_of
 from torch import Tensor
 
 import torch_dpbayes as dpb
+from torch_dpbayes.density import RecordDensity
 
 DELTA, EPSILON = 1e-6, 8.0
 NUTS_WARMUP, NUTS_DRAWS, HMC_DRAWS, STEPS = 150, 500, 400, 3
@@ -257,7 +258,7 @@ def with_privacy(example: Example, data: tuple[Tensor, ...]) -> Row:
             )
         except dpb.DPBayesError as error:
             return {"refused": str(error)}
-    seconds, prior = time.process_time() - start, dpb.mcmc.RecordDensity(example.model, data).prior
+    seconds, prior = time.process_time() - start, RecordDensity(example.model, data).prior
     draws = post.sample(4 * NUTS_DRAWS)
     rows = torch.stack(
         [

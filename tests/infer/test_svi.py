@@ -607,7 +607,7 @@ def centred(x):
 
 
 def test_models_that_cannot_be_protected_are_refused():
-    """As by the kernels, which read models in the same way (tests/mcmc/density)."""
+    """As by the kernels, which read models in the same way (tests/density)."""
     svi = make(centred)
     with pytest.raises(ValueError):
         svi.step(rows())

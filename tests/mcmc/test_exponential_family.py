@@ -164,7 +164,7 @@ def test_the_data_are_looked_at_once():
 
 
 def test_more_rows_than_are_taken_at_once(monkeypatch):
-    monkeypatch.setattr("torch_dpbayes.mcmc.density.record_statistics._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("torch_dpbayes.density.record_statistics._ROWS_AT_ONCE", 7)
     x = torch.randn(50)
     kernel = make()
     kernel.setup(0, x)

@@ -20,8 +20,8 @@ from support.conjugate_chains import (
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
 import torch_dpbayes as dpb
+from torch_dpbayes.density import Prior
 from torch_dpbayes.mcmc import DPHMC
-from torch_dpbayes.mcmc.density import Prior
 
 pytestmark = pytest.mark.usefixtures("double")
 

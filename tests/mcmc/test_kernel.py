@@ -36,7 +36,8 @@ from support.conjugate_chains import (
 )
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, clipped_ratio_sum
+from torch_dpbayes.density import clipped_ratio_sum
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -468,44 +469,17 @@ def test_what_has_another_dimension_than_the_model_is_refused(make, options):
     assert counts(kernel.accountant) == {}
 
 
-def no_plate(x):
-    pyro.sample("x", dist.Normal(gaussian_prior(1), 1.0).expand(x.shape).to_event(2), obs=x)
-
-
-def two_data_plates(x):
-    mean = gaussian_prior(1)
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
-    with pyro.plate("more data", len(x)):
-        pyro.sample("again", dist.Normal(mean, 1.0).to_event(1), obs=x)
-
-
 def unplated_observation(x):
     gaussian(x)
     pyro.sample("total", dist.Normal(0.0, 1.0), obs=x.sum())
 
 
-def another_length_than_the_plate(x):
-    mean = gaussian_prior(1)
-    with pyro.plate("data", len(x) + 1):
-        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
-
-
 @pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=1)], ids=["penalty", "HMC"])
-@pytest.mark.parametrize(
-    "model, message",
-    [
-        (no_plate, "it has no plate"),
-        (two_data_plates, "'again' is observed outside the plate"),
-        (unplated_observation, "'total' is observed outside the plate"),
-        (another_length_than_the_plate, "does not run on made-up data|another length"),
-    ],
-)
-def test_bad_models_are_refused_before_a_charge(make, model, message):
+def test_bad_models_are_refused_before_a_charge(make):
     target = Gaussian()
-    target.model = model
+    target.model = unplated_observation
     kernel = make(target)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="'total' is observed outside the plate"):
         MCMC(kernel, num_samples=1, disable_progbar=True).run(*target.args)
     assert counts(kernel.accountant) == {}
 

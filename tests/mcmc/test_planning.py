@@ -188,7 +188,7 @@ def test_the_split_between_ratio_and_gradients_is_the_best_one(slope, num_steps,
 @pytest.mark.parametrize(
     "kernel, arguments, message",
     [
-        (DPHMC, {"num_iterations": 5}, "num_steps is needed"),
+        (DPHMC, {"num_iterations": 5}, "num_steps must be"),
         (DPHMC, {"num_iterations": 5, "num_steps": 2}, "log_ratio_slope and max_grad_norm"),
         (DPHMC, {"num_steps": 2, "ratio_noise_multiplier": 5.0}, "either num_iterations, or"),
         (DPHMC, {"num_steps": 2, "noise_multiplier": 5.0}, "says nothing about a DPHMC"),

@@ -16,7 +16,7 @@ from support.conjugate_chains import Gaussian
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, plan
-from torch_dpbayes.mcmc.reach import Iteration, squared_distance, tuned
+from torch_dpbayes.mcmc.planning import Iteration, squared_distance, tuned
 
 pytestmark = pytest.mark.usefixtures("double")
 

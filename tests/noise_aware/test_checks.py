@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.density import Prior
 from torch_dpbayes.noise_aware import posterior
 from torch_dpbayes.noise_aware.checks import note, prior_p_value, release_p_values
 from torch_dpbayes.noise_aware.latents import Latents

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.density import Prior
 from torch_dpbayes.noise_aware import (
     ExponentialFamily,
     LinearRegression,

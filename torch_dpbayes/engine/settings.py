@@ -107,15 +107,15 @@ class Settings(Generic[ModuleT]):
         if target is not None and self.noise_multiplier is not None:
             raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
         if self.calibrate is not None:
-            self._check_calibrate(self.calibrate)
+            self._check_calibrate(self.calibrate, has_target=target is not None)
         epochs = self.epochs
         if epochs is not None and (
             isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1
         ):
             raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}")
 
-    def _check_calibrate(self, share: float) -> None:
-        if not self.has_target or not 0 < share < 1:
+    def _check_calibrate(self, share: float, *, has_target: bool) -> None:
+        if not has_target or not isinstance(share, int | float) or not 0 < share < 1:
             raise ArgumentError(
                 f"calibrate={share!r} is a share of the target, as .02: pass it with target_epsilon"
                 " or additional_epsilon"

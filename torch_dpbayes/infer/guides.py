@@ -18,10 +18,10 @@ from pyro.infer.autoguide import (
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..density import Prior, without_value_checks
+from ..density.arguments import Call
+from ..density.pyro_runs import public_randomness
 from ..errors import ArgumentError, ArgumentTypeError, StateError
-from ..mcmc.density import Prior, without_value_checks
-from ..mcmc.density.arguments import Call
-from ..mcmc.density.pyro_runs import public_randomness
 
 # exactly these classes: a subclass may have a forward() that looks at data
 _GAUSSIAN = (AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.events import positive_count
 from ..batches.sampler import PoissonSampler
+from ..density import Model, RecordDensity
+from ..density.pyro_runs import frozen_ones_kept
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
-from ..mcmc.checks import check_clip_bound
-from ..mcmc.density import Model, RecordDensity
-from ..mcmc.density.refusals import frozen_ones_kept
+from ..noise import check_clip_bound
 from ..noise_aware.budget import public_num_data
 from ..optim.settings import Settings
 from ..per_sample.gradient_source import GradientSource
@@ -107,7 +107,7 @@ class DPSVI:
 
     Args:
         model: a Pyro model with one data plate that takes its data as arguments, without a
-            ``pyro.param`` to train (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says more).
+            ``pyro.param`` to train (:class:`~torch_dpbayes.density.RecordDensity` says more).
         guide: an ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or
             ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from
             synthetic records; an ``init_loc_fn`` of the caller's must not know the data.

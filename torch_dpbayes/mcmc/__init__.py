@@ -3,19 +3,16 @@ posterior.
 
 One algorithm is one file, with the same parts in the same order: the formula, source, arguments and
 privacy of the class; its settings; what it forgets and never pickles; ``_prepare`` (the model and
-the data), ``_is_valid``, ``_start``, ``_scale``, ``_charges`` and ``_iterate``. Copy ``penalty.py``
-for the next one.
+the data), ``_is_valid``, ``_start``, ``_charges`` and ``_iterate``. Copy ``penalty.py`` for the
+next one.
 
-* ``kernel``: what all kernels share; ``proposals``: where a penalty kernel goes;
-* ``density``: record terms and gradients of a Pyro model, the only thing here that reads data
-  besides ``exponential_family``;
+* ``kernel``: what all kernels share; ``proposals``: where it goes;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
-* ``owners``, ``many_owners``, ``multi_owner``: records of one owner, or of several;
-* ``planning``, ``reach``: noise for a budget, and how far it carries.
+* ``owners``, ``multi_owner``: records of one owner, or of several;
+* ``planning``: noise for a budget, and how far it carries.
 """
 
 from .chains import MCMC
-from .density import RecordDensity, clipped_ratio_sum
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
 from .multi_owner import MultiOwnerHMC, MultiOwnerPenalty
@@ -32,8 +29,6 @@ __all__ = [
     "MultiOwnerPenalty",
     "Plan",
     "Proposal",
-    "RecordDensity",
-    "clipped_ratio_sum",
     "plan",
 ]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
-from .checks import check_clip_bound, check_noise
-from .density import Model, Prior, UnfitModel
-from .density.record_statistics import RecordStatistics
-from .kernel import Outcome, PrivateKernel, noise_event
-from .proposals import Moves, Proposal
+from ..density import Model, Prior, UnfitModel
+from ..density.record_statistics import RecordStatistics
+from ..noise import check_clip_bound
+from .kernel import Outcome, PrivateKernel, check_noise, noise_event
+from .proposals import Proposal, RandomWalk
 
 
 class ExponentialFamilyPenalty(PrivateKernel):
@@ -87,8 +87,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
         proposal: Proposal | None = None,
         target_accept_prob: float | None = 0.23,
     ) -> None:
-        super().__init__(prior, accountant, target_accept_prob if proposal is None else None)
-        self._moves = Moves(proposal_scale, proposal)
+        self._walk = RandomWalk(proposal_scale, proposal)
+        super().__init__(prior, accountant, target_accept_prob, self._walk)
         self._statistics, self._natural, self._normalizer = (
             sufficient_statistics,
             natural_parameters,
@@ -147,9 +147,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
         self._count = self._num_data or len(args[0])
         return prior
 
-    def _require_shape(self, dimension: int) -> None:
-        self._moves.require_dimension(dimension)
-
     def _reads(self, prior: Prior) -> Tensor:
         return prior.read_by(lambda values: (self._natural(values), self._normalizer(values)))
 
@@ -159,17 +156,15 @@ class ExponentialFamilyPenalty(PrivateKernel):
     def _start(self, theta: Tensor) -> None:
         self._current = self._evaluate(theta)
 
-    @property
-    def _scale(self) -> float:
-        return self._moves.scale * math.exp(self._log_scale)
-
     def _charges(self) -> list[tuple[DpEvent, int]]:
-        return [(noise_event(self._multiplier), 1), *self._moves.charges()]
+        proposal = self._walk.proposal
+        moves = [] if proposal is None else [(proposal.event, 1)]
+        return [(noise_event(self._multiplier), 1), *moves]
 
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         assert self._sum is not None and self._current is not None
         self._charge(*self._charges())
-        moved, log_proposal_ratio = self._propose(self._moves, theta)
+        moved, log_proposal_ratio = self._propose(self._walk, theta)
         log_prior, there = self._log_prior_at(moved), self._evaluate(moved)
         if not math.isfinite(log_prior) or there is None:
             return theta, Outcome(False, math.nan)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
+from ..density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from ..errors import ArgumentError, StateError
-from .checks import check_clip_bound, check_noise, check_positive
-from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
-from .kernel import Outcome, PrivateKernel, noise_event
+from ..noise import check_clip_bound
+from .kernel import Outcome, PrivateKernel, check_noise, noise_event
+from .proposals import Mass
 
 
 class DPHMC(PrivateKernel):
@@ -43,7 +44,7 @@ class DPHMC(PrivateKernel):
 
     Args:
         model: Pyro model with one vectorised data plate, see
-            :class:`~torch_dpbayes.mcmc.RecordDensity`.
+            :class:`~torch_dpbayes.density.RecordDensity`.
         step_size: η.
         num_steps: L.
         log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of
@@ -97,8 +98,8 @@ class DPHMC(PrivateKernel):
         reuse_gradients: bool = True,
         target_accept_prob: float | None = 0.65,
     ) -> None:
-        super().__init__(model, accountant, target_accept_prob)
-        self._step_size = check_positive("step_size", step_size, "of the leapfrog integrator")
+        self._mass = Mass(step_size, mass_matrix)
+        super().__init__(model, accountant, target_accept_prob, self._mass)
         self._num_steps = positive_count(num_steps, "num_steps")
         self._slope = check_clip_bound(
             "log_ratio_slope",
@@ -111,36 +112,27 @@ class DPHMC(PrivateKernel):
         self._ratio_multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
         self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
         self._plate = data_plate
-        self._mass = _Mass(mass_matrix)
         self._jitter, self._reuse = checked_jitter(jitter), bool(reuse_gradients)
 
     def _forget(self) -> None:
         super()._forget()
-        self._density: RecordDensity | None = None
         self._terms: Tensor | None = None
         self._gradient: Tensor | None = None
         self._shift = 0.0
 
     def _private_state(self) -> tuple[str, ...]:
-        return ("_density", "_terms", "_gradient")
+        return ("_terms", "_gradient")
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         _require_gradients()
-        self._density = self._owners.density(
+        self._density = RecordDensity(
             self.model,
             args,
             kwargs,
             data_plate=self._plate,
-            count_is_public=self._accountant.neighboring == "replace_one",
+            count_is_public=self._count_is_public,
         )
         return self._density.prior
-
-    def _require_shape(self, dimension: int) -> None:
-        self._mass.require_dimension(dimension)
-
-    def _reads(self, prior: Prior) -> Tensor:
-        assert self._density is not None
-        return self._density.read
 
     def _is_valid(self, theta: Tensor) -> bool:
         assert self._density is not None
@@ -153,10 +145,6 @@ class DPHMC(PrivateKernel):
                 torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
             )
         )
-
-    @property
-    def _scale(self) -> float:
-        return self._step_size * math.exp(self._log_scale)
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
         gradients = self._num_steps + (self._gradient is None or not self._reuse)
@@ -173,7 +161,7 @@ class DPHMC(PrivateKernel):
             if total is None:
                 total = self._gradient = self._noisy_sum(theta)
             step = self._scale * (1.0 + self._jitter * (2.0 * self._halton() - 1.0))
-            momentum = self._mass.momentum(self._gaussian(len(read), public=True))
+            momentum = self._mass.vector(self._gaussian(len(read), public=True))
             kinetic = self._mass.kinetic_energy(momentum)
             moved, slope = theta, self._potential_gradient(total, theta)
             for _ in range(self._num_steps):
@@ -261,53 +249,3 @@ def checked_jitter(jitter: float) -> float:
             f" {jitter!r}."
         )
     return float(jitter)
-
-
-class _Mass:
-    """The mass matrix M of p ~ N(0, M)."""
-
-    def __init__(self, matrix: Tensor | None) -> None:
-        self._matrix = self._factor = None
-        if matrix is None:
-            return
-        matrix = matrix.detach().clone()
-        if (
-            matrix.dim() not in (1, 2)
-            or matrix.shape[0] != matrix.shape[-1]
-            or not matrix.isfinite().all()
-        ):
-            raise ArgumentError(
-                "mass_matrix is a finite tensor (dimension,) or (dimension, dimension)."
-            )
-        if matrix.dim() == 1:
-            if not matrix.gt(0).all():
-                raise ArgumentError("a diagonal mass_matrix needs positive entries.")
-            self._factor = matrix.sqrt()
-        else:
-            self._factor, failed = torch.linalg.cholesky_ex(matrix)
-            if int(failed) or not torch.allclose(matrix, matrix.T, rtol=1e-5):
-                raise ArgumentError("mass_matrix must be symmetric and positive definite.")
-        self._matrix = matrix
-
-    def require_dimension(self, dimension: int) -> None:
-        if self._matrix is not None and len(self._matrix) != dimension:
-            raise ArgumentError(
-                f"mass_matrix is for {len(self._matrix)} coordinates, records read {dimension}"
-                " unconstrained ones of the model."
-            )
-
-    def momentum(self, standard: Tensor) -> Tensor:
-        if self._factor is None:
-            return standard
-        factor = self._factor.to(standard)
-        return factor * standard if factor.dim() == 1 else factor @ standard
-
-    def velocity(self, momentum: Tensor) -> Tensor:
-        if self._matrix is None or self._factor is None:
-            return momentum
-        if self._matrix.dim() == 1:
-            return momentum / self._matrix.to(momentum)
-        return torch.cholesky_solve(momentum[:, None], self._factor.to(momentum))[:, 0]
-
-    def kinetic_energy(self, momentum: Tensor) -> float:
-        return 0.5 * float((momentum.double() * self.velocity(momentum.double())).sum())

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -27,34 +27,25 @@ from torch import Tensor
 from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
+from ..density import Model, Prior, RecordDensity, UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise
-from .density import Model, Prior, UnfitModel
 from .mixing import complaint_of, mixing_of
 from .owners import ChainStart, SoleOwner
-from .proposals import Moves, free_move
+from .proposals import Moves, RandomWalk, free_move
+
+if TYPE_CHECKING:
+    from .chains import Chain
 
 _DRAWS = 100
 # of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
 _SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
 # not pickled: it stems from the data without a charge, or belongs to this process
-_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior")
+_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_density")
 _UNIFORMS = 64  # drawn at a time
 
 Draw = dict[str, Tensor]  # values by site
 Start = Draw | None  # where a chain starts; None: nobody said
-
-
-class ParallelChain(Protocol):
-    """What a kernel knows of the chain that it runs, if that has a process of its own."""
-
-    def begin(self, accountant: PrivacyAccountant) -> None:
-        """Called before anything is charged there."""
-        ...
-
-    def send(self, draw: Draw) -> None:
-        """Hand on a draw, which was charged."""
-        ...
 
 
 class Outcome(NamedTuple):
@@ -74,6 +65,7 @@ class PrivateKernel(MCMCKernel):
             processes share.
         target_accept_prob: what warm-up adapts the scale of the moves to, by the noisy accept
             decisions alone. None: no adaptation.
+        moves: where it goes.
 
     **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
     they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
@@ -90,6 +82,7 @@ class PrivateKernel(MCMCKernel):
         model: Model,
         accountant: PrivacyAccountant,
         target_accept_prob: float | None,
+        moves: Moves,
     ) -> None:
         if not isinstance(accountant, PrivacyAccountant):
             raise ArgumentTypeError(
@@ -104,14 +97,15 @@ class PrivateKernel(MCMCKernel):
         self.model = model
         self._transforms: dict[str, Any] | None = None
         self._accountant = accountant
-        self._target = target_accept_prob
+        self._target = target_accept_prob if moves.proposal is None else None
+        self._moves = moves
         self._initial: Start = None
         self._starts_given = 0  # since the last set-up
         self._saved: list[str] | None = None
         self._chains: list[list[Draw]] = []
         self._epsilon = (-math.inf, 0.0, "")
         self._run_begin, self._is_run = 0, False
-        self._chain: ParallelChain | None = None
+        self._chain: Chain | None = None
         self._log_scale = 0.0
         self._begin()
         self._forget()
@@ -123,6 +117,7 @@ class PrivateKernel(MCMCKernel):
 
     def _forget(self) -> None:
         self._prior: Prior | None = None
+        self._density: RecordDensity | None = None
         self._noise: GaussianNoise | None = None
         self._public: GaussianNoise | None = None
         self._theta: Tensor | None = None
@@ -146,9 +141,6 @@ class PrivateKernel(MCMCKernel):
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
 
-    def _require_shape(self, dimension: int) -> None:
-        """Refuse moves for another number of coordinates than records read."""
-
     @abstractmethod
     def _start(self, theta: Tensor) -> None:
         """A chain begins at ``theta``, or was put there."""
@@ -159,11 +151,17 @@ class PrivateKernel(MCMCKernel):
 
     def _reads(self, prior: Prior) -> Tensor:
         """Whether records' terms depend on a coordinate of θ, ``[dimension]``."""
-        return torch.ones(prior.dimension, dtype=torch.bool)
+        assert self._density is not None
+        return self._density.read
+
+    @property
+    def _count_is_public(self) -> bool:
+        return self._accountant.neighboring == "replace_one" and not self._owners.are_several
 
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
-        return True
+        assert self._density is not None
+        return self._density.is_valid(theta)
 
     # -- Pyro's contract ---------------------------------------------------------------------------
 
@@ -243,7 +241,7 @@ class PrivateKernel(MCMCKernel):
         self._read, self._unread = (
             places.nonzero()[:, 0].to(prior.device) for places in (is_read, ~is_read)
         )
-        self._require_shape(len(self._read))
+        self._moves.require_dimension(len(self._read))
         self._noise, self._public = GaussianNoise(), GaussianNoise()
         settings = {
             "target_accept_prob": self._target,
@@ -252,7 +250,8 @@ class PrivateKernel(MCMCKernel):
             "initial_params given": self._initial is not None,
         }
         is_given = self._initial is not None
-        return ChainStart(prior, self._first_point(prior), is_given, self._can_start, settings)
+        theta = self._first_point(prior)
+        return ChainStart(self._density, theta, is_given, self._can_start, settings)
 
     def _first_point(self, prior: Prior) -> Tensor:
         if self._initial is not None:
@@ -276,7 +275,7 @@ class PrivateKernel(MCMCKernel):
             PrivacyBudgetExceeded: the iteration does not fit into the budget; nothing was released.
                 The draws so far: :meth:`get_samples`.
         """
-        with self._owners.in_iteration(self._iteration), torch.no_grad():
+        with self._owners.in_iteration(), torch.no_grad():
             if self._prior is None or self._public is None:
                 raise StateError(
                     "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"
@@ -364,7 +363,7 @@ class PrivateKernel(MCMCKernel):
         """Called by Pyro at the end of a chain: lets go of the data and of the start, and
         returns to the ledger what was reserved and not used.
         """
-        self._owners.end_chain(self._iteration)
+        self._owners.end_chain()
         is_first = self._started  # Pyro calls it twice
         self._forget()
         self._initial, self._starts_given = None, 0
@@ -447,7 +446,7 @@ class PrivateKernel(MCMCKernel):
         self._chains += begun
         return begun
 
-    def for_chain(self, chain: ParallelChain, start: Start) -> PrivateKernel:
+    def for_chain(self, chain: Chain, start: Start) -> PrivateKernel:
         """For :class:`MCMC`: a copy that runs one of several parallel chains."""
         other = copy(self)
         initial = self._initial if start is None else start
@@ -471,9 +470,9 @@ class PrivateKernel(MCMCKernel):
     # -- parts of an iteration ---------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def _scale(self) -> float:
         """The scale of the moves in force."""
+        return self._moves.scale * math.exp(self._log_scale)
 
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
         """What the next iteration releases, for owners who ask whether all can pay for it."""
@@ -498,17 +497,17 @@ class PrivateKernel(MCMCKernel):
         assert source is not None
         return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
 
-    def _propose(self, moves: Moves, theta: Tensor) -> tuple[Tensor, float]:
+    def _propose(self, walk: RandomWalk, theta: Tensor) -> tuple[Tensor, float]:
         """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves the coordinates that records
         read.
         """
         assert self._prior is not None
-        if moves.proposal is None:
-            step = moves.step(self._gaussian(len(self._read), public=True))
+        if walk.proposal is None:
+            step = walk.step(self._gaussian(len(self._read), public=True))
             moved = theta.clone()
             moved[self._read] += math.exp(self._log_scale) * step
             return moved, 0.0
-        params, ratio = moves.proposal.propose(self._prior.unflatten(theta.clone()))
+        params, ratio = walk.proposal.propose(self._prior.unflatten(theta.clone()))
         return self._prior.flatten(params), float(ratio)
 
     def _distance(self, theta: Tensor, moved: Tensor) -> float:
@@ -557,6 +556,11 @@ def _share_that_moved(chains: list[dict[str, Tensor]]) -> float:
     ]
     together = torch.cat(moved) if moved else torch.empty(0)
     return float(together.double().mean()) if len(together) else 0.0
+
+
+def check_noise(name: str, value: float) -> float:
+    """``value`` as 0 or a valid noise multiplier."""
+    return float(value) if value == 0 else events.gaussian_noise_multiplier(value, name)
 
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:

@@ -13,11 +13,11 @@ The noise of the others protects it too, against those who see the samples only,
 credit for that. The *samples* are right only if all owners follow the protocol.
 
 **What is not protected.** That an owner takes part; when its budget ends; how long it computes,
-which hints at the number of its records; and what is compared at set-up: settings, noise
-multipliers, shapes and types of the data but for the number of records, densities on made-up
-records. A person with records at several owners is released by each of them: such losses add up
-over the owners' accountants. Process groups neither encrypt nor authenticate: run them inside a
-private network. What others send is read as numbers and text, and never unpickled.
+which hints at the number of its records; and what is told at set-up: settings, the sum of all
+squared noise multipliers, shapes and types of the data but for the number of records, densities on
+made-up records. A person with records at several owners is released by each of them: such losses
+add up over the owners' accountants. Process groups neither encrypt nor authenticate: run them
+inside a private network. What others send is read as numbers and text, and never unpickled.
 
 **In step.** Before a sum every rank says where it is. A rank that fails, is interrupted, has no
 budget left, or runs something else, is known to all in the same message; one that says nothing any
@@ -31,11 +31,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..density import Model
 from ..errors import ArgumentError
-from .density import Model
 from .hmc import DPHMC
 from .kernel import PrivateKernel
-from .many_owners import ManyOwners, comparable
+from .owners import ManyOwners, comparable
 from .penalty import DPPenalty
 
 _NOISE = ("noise_multiplier", "ratio_noise_multiplier", "grad_noise_multiplier")
@@ -135,7 +135,7 @@ def _owners(
 ) -> ManyOwners:
     given = inspect.signature(kernel).bind(model, **options)
     given.apply_defaults()
-    arguments = given.arguments
-    noise = {name: float(arguments[name]) for name in _NOISE if name in arguments}
-    settings = {n: comparable(v) for n, v in arguments.items() if n not in _NOT_COMPARED}
-    return ManyOwners(group, noise, {"kernel": kernel.__name__, **settings})
+    settings = {"kernel": kernel.__name__}
+    settings |= {n: comparable(v) for n, v in given.arguments.items() if n not in _NOT_COMPARED}
+    noise = {name: float(options[name]) for name in _NOISE if name in options}
+    return ManyOwners(group, noise, settings)

@@ -1,38 +1,48 @@
-"""Whose records a chain runs over: those of one owner, here; those of several, in
-:mod:`~torch_dpbayes.mcmc.many_owners`.
+"""Whose records a chain runs over: those of one owner, or of several who do not show them to each
+other. What several do together: agree on a start, pay, add up, and decide.
+
+Every owner is a rank of a process group. Between them travel the messages of ``distributed.py``: a
+few numbers that say where a rank is, then a sum. See :mod:`~torch_dpbayes.mcmc.multi_owner` for who
+sees what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyro
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
-from ..noise import GaussianNoise
-from .checks import can_hide
-from .density import Model, Prior, RecordDensity
+from .. import __version__
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..accounting.events import ComposedDpEvent, DpEvent, SelfComposedDpEvent
+from ..density import InvalidPoint, Prior, RecordDensity, without_value_checks
+from ..density.pyro_runs import nearly_equal
+from ..distributed import CHAIN_END, ITERATION, SET_UP, Ranks
+from ..errors import ArgumentError, OwnerError, RankError
+from ..noise import GaussianNoise, can_hide
+
+_COMPARED_ROWS = 5
+_DRAWS = 100
+_CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
 
 
 class ChainStart(NamedTuple):
-    """What a kernel has set up before a chain begins.
+    """What a kernel has set up before a chain begins."""
 
-    Attributes:
-        prior: θ's coordinates and log prior.
-        theta: where this owner would start.
-        is_given: whether the user said so.
-        is_possible: whether a chain can start at a θ, whatever the data are.
-        settings: public, of this run.
-    """
-
-    prior: Prior
-    theta: Tensor
-    is_given: bool
-    is_possible: Callable[[Tensor], bool]
-    settings: dict[str, Any]
+    density: RecordDensity | None
+    theta: Tensor  # where this owner would start
+    is_given: bool  # by the user
+    is_possible: Callable[[Tensor], bool]  # for a chain to start at a θ, whatever the data are
+    settings: dict[str, Any]  # public, of this run
 
 
 class SoleOwner:
@@ -40,23 +50,20 @@ class SoleOwner:
     owners have to agree, or to add up what each of them has.
     """
 
-    def density(
-        self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
-    ) -> RecordDensity:
-        """The record terms of the data."""
-        return RecordDensity(model, args, kwargs, **options)
+    # of several the others must not see how many records one has, nor whether there are any
+    are_several = False
 
     def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
         """How the chain starts, after ``set_up()``."""
         return set_up()
 
-    def in_iteration(self, iteration: int) -> AbstractContextManager[None]:
+    def in_iteration(self) -> AbstractContextManager[None]:
         """Around everything that an iteration does."""
         return nullcontext()
 
     def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
-        """Where proposals, momenta and thresholds come from, which hide nothing; ``stage`` 0 as a
-        chain begins, 1 in the iteration, 2 in the free move after it.
+        """Where proposals, momenta and thresholds come from, which hide nothing; a stage each for
+        the start of a chain, the iteration, and the free move after it.
         """
         return own
 
@@ -93,5 +100,288 @@ class SoleOwner:
     def end_iteration(self) -> None:
         """The iteration has released all that it is going to."""
 
-    def end_chain(self, iteration: int) -> None:
-        """The chain ends after ``iteration`` iterations."""
+    def end_chain(self) -> None:
+        """The chain ends."""
+
+
+class ManyOwners(SoleOwner):
+    """This process' part in a chain over the records of several owners: sums are sums over the
+    owners, and everything else is the same for all of them.
+
+    Args:
+        group: the process group. None: that of all processes.
+        noise: this owner's noise multipliers by argument, that of the log ratio first.
+        settings: the kernel's, which have to be the same for all owners.
+
+    Attributes:
+        total_multiplier: the noise multiplier of the log ratio of all owners together.
+    """
+
+    are_several = True
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, noise: dict[str, float], settings: dict[str, Any]
+    ) -> None:
+        for argument, value in noise.items():
+            if not value:
+                raise ArgumentError(
+                    f"{argument} must be positive: without noise of its own an owner sends the"
+                    " exact sum over its records to the others."
+                )
+        if not dist.is_available() or not dist.is_initialized():
+            raise OwnerError(
+                "there is no process group: start one process for each owner (torchrun) and call"
+                ' torch.distributed.init_process_group("gloo", timeout=...) in each before the'
+                " kernel is made."
+            )
+        world = dist.group.WORLD if group is None else group
+        assert world is not None
+        self._ranks: Ranks | None = Ranks(world, shares_errors=False)
+        self._pid = os.getpid()
+        self._noise, self._settings = noise, settings
+        self._together = self._tested = False
+        self._seed: list[int] = []
+        self._messages = 0
+        self.total_multiplier = math.nan
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ranks": None, "_together": False}
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
+        """Compare what has to be the same, and agree on a seed and a start.
+
+        Raises:
+            ValueError: this owner's model or data are not fit; nothing was released.
+            OwnerError: the owners differ, or another could not set up or be reached.
+        """
+        self._messages = 0
+        with self._stopping_together(self._ranks_here()) as ranks:
+            self._together = True
+            start = set_up()
+            assert start.density is not None
+            try:
+                ranks.compare(self._described(start, start.density), SET_UP)
+                self._share_numbers()
+            except (ValueError, TypeError, AttributeError):  # of texts that are not ours
+                raise OwnerError(
+                    "another rank sent settings that cannot be read: run the same version of this"
+                    " library on all ranks."
+                ) from None
+            self._compare_densities(start.density)
+            with torch.no_grad():
+                return start._replace(theta=self._common_start(start, start.density.prior))
+
+    def _described(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
+        """What has to be the same for all: no function of the records, nor of their number."""
+        latents = density.prior.unflatten(start.theta)
+        return {
+            "versions": [__version__, torch.__version__, pyro.__version__],
+            **self._settings,
+            **start.settings,
+            "initial_params": comparable(start.theta) if start.is_given else None,
+            "latents": {name: list(value.shape) for name, value in latents.items()},
+            "data": density.described_data(),
+            "precision": str(density.prior.dtype),
+        }
+
+    def _share_numbers(self) -> None:
+        """A seed that every owner has a part in, and the noise of all together."""
+        words = torch.tensor(np.frombuffer(os.urandom(32), "<u4").astype(float))
+        own = next(iter(self._noise.values()))
+        variance, *seed = self._sum(torch.cat([torch.tensor([own**2]).double(), words])).tolist()
+        self._seed = [int(word) for word in seed]
+        self.total_multiplier = math.sqrt(variance)
+
+    def _compare_densities(self, density: RecordDensity) -> None:
+        """Prior and likelihood on rows that the first rank made up."""
+        made_up = density.made_up
+        with torch.no_grad(), without_value_checks():
+            theta = self._of_first(made_up.theta)
+            rows = made_up.rows(_COMPARED_ROWS)
+            for k, row in enumerate(rows):
+                plain = torch.view_as_real(row) if row.is_complex() else row
+                shared = self._of_first(plain)
+                rows[k] = torch.view_as_complex(shared) if row.is_complex() else shared
+            values = made_up.terms(theta, rows), theta.new_tensor(density.prior.log_density(theta))
+            different = not all([nearly_equal(own, self._of_first(own)) for own in values])
+        if others := self._which(different):
+            raise OwnerError(
+                f"the model of rank {others[0]} has another density than that of rank 0 on"
+                " made-up records: give all ranks the same model. Nothing was released."
+            )
+
+    def _common_start(self, start: ChainStart, prior: Prior) -> Tensor:
+        theta = start.theta
+        for _ in range(1 if start.is_given else _DRAWS):
+            theta = self._of_first(theta)
+            if not self._which(not start.is_possible(theta)):
+                return theta
+            theta = prior.sample()
+        raise ArgumentError(
+            "the owners found no start at which the model can be evaluated: pass initial_params= to"
+            " MCMC, made without data.",
+            code="pyro-start",
+        )
+
+    # -- one iteration -----------------------------------------------------------------------------
+
+    @contextmanager
+    def in_iteration(self) -> Iterator[None]:
+        """Around everything that an iteration does: what ends it is told to the others."""
+        ranks = self._ranks_here()
+        if not self._together:
+            raise OwnerError(
+                "the owners are not in a run together: call pyro.infer.MCMC(kernel, ...).run(own"
+                " data) on all ranks."
+            )
+        self._tested = False
+        with self._stopping_together(ranks):
+            yield
+
+    def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
+        """Numbers that all owners draw alike."""
+        return SharedRandomness(*self._seed, iteration, stage)
+
+    def agreed_point(
+        self,
+        theta: Tensor,
+        accepted: int,
+        charges: Callable[[], list[tuple[DpEvent, int]]],
+        accountant: PrivacyAccountant,
+    ) -> Tensor:
+        """The first rank's θ, which differs from this one's by round-off if their processors
+        differ; once all can pay.
+        """
+        together = [SelfComposedDpEvent(event, count) for event, count in charges()]
+        if accountant.remaining(ComposedDpEvent(together)) < 1:
+            raise PrivacyBudgetExceeded(
+                "the budget of this owner does not allow for another iteration: start a run with a"
+                " larger one. Nothing of it was charged or released; earlier draws are in"
+                " kernel.get_samples()."
+            )
+        numbers = {"the number of messages": self._messages, "accept decisions": accepted}
+        norm = float(torch.linalg.vector_norm(theta.double()))
+        self._ranks_here().check_consistent(ITERATION, numbers, compare=2, norm=norm)
+        return self._of_first(theta)
+
+    def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
+        """The sum of all owners' noisy gradients.
+
+        Raises:
+            InvalidPoint: one of them cannot evaluate the model at θ.
+        """
+        total = torch.zeros(len(read) + 1, dtype=torch.float64)
+        try:
+            total[:-1] = own().cpu()
+        except InvalidPoint:  # for made-up records; the others have to hear of it
+            total[-1] = 1.0
+        total = self._sum(total)
+        if total[-1]:
+            raise InvalidPoint
+        return total[:-1].to(read.device)
+
+    def can_hide_ratio(self, bound: float, multiplier: float) -> bool:
+        """Whether this owner's noise, and that of all, hides what one record does."""
+        return all(
+            can_hide(scale) for scale in (bound, multiplier * bound, self.total_multiplier * bound)
+        )
+
+    def accepts(
+        self, noisy_ratio: float, log_uniform: float, rest: float, bound: float, multiplier: float
+    ) -> tuple[bool, float]:
+        """The accept decision of all owners by the first rank's threshold, and the sum of their
+        noisy log ratios.
+        """
+        threshold = log_uniform - rest + (self.total_multiplier * bound) ** 2 / 2
+        first = self._ranks_here().rank == 0
+        noisy, threshold, invalids = self._test(noisy_ratio, threshold if first else 0.0, 0.0)
+        return (False, math.nan) if invalids else (noisy > threshold, noisy)
+
+    def end_iteration(self) -> None:
+        """Where the point is invalid here, others may have found it valid, and wait for this rank's
+        ratio.
+        """
+        if not self._tested:
+            self._test(0.0, 0.0, 1.0)
+
+    def _test(self, *numbers: float) -> list[float]:
+        self._tested = True
+        return self._sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def end_chain(self) -> None:
+        """Tell the others, who may be waiting."""
+        if self._together and self._ranks is not None and self._pid == os.getpid():
+            self._together = False
+            with suppress(RankError):  # what the others say no longer matters here
+                self._ranks.check_consistent(CHAIN_END, {}, compare=0)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Σ over the owners, (n,) in float64; once all are at the same message."""
+        ranks, numbers = self._ranks_here(), {"the number of messages": self._messages}
+        ranks.check_consistent(ITERATION, numbers, compare=1)
+        self._messages += 1
+        total = values.detach().reshape(-1).to("cpu", torch.float64, copy=True)
+        ranks.all_reduce(total)
+        return total
+
+    def _of_first(self, values: Tensor) -> Tensor:
+        """The first rank's ``values``, on all ranks."""
+        own = values if self._ranks_here().rank == 0 else torch.zeros_like(values)
+        return self._sum(own).reshape(values.shape).to(values)
+
+    def _which(self, flag: bool) -> list[int]:
+        """The ranks whose ``flag`` is set, on all ranks."""
+        rows = self._ranks_here().check_consistent(SET_UP, {"a flag": int(flag)}, compare=0)
+        return [rank for rank, row in enumerate(rows) if row[0]]
+
+    def _ranks_here(self) -> Ranks:
+        if self._ranks is None or self._pid != os.getpid():
+            raise OwnerError(
+                "this kernel was copied into another process than its owner's, where parallel"
+                " chains cannot run: leave out num_chains=, and call run() more than once. Nothing"
+                " was released."
+            )
+        return self._ranks
+
+    @contextmanager
+    def _stopping_together(self, ranks: Ranks) -> Iterator[Ranks]:
+        """An error inside ends the chain of all owners, who are not told its text."""
+        try:
+            with ranks:
+                yield ranks
+        except RankError as error:
+            self._together = False
+            if ranks.is_broken:
+                raise OwnerError(
+                    "the other owners cannot be reached: start all of them again, with"
+                    f" initial_params= at the last draw. {_CHARGED}"
+                ) from error
+            raise OwnerError(f"{error} {_CHARGED}") from error
+        except BaseException:
+            self._together = False
+            raise
+
+
+class SharedRandomness(GaussianNoise):
+    """Standard normal numbers that all ranks draw alike. They hide nothing."""
+
+    def __init__(self, *seed: int) -> None:
+        super().__init__()
+        self._random = np.random.default_rng(seed)
+
+    def standard_normal(
+        self, size: int, *, dtype: torch.dtype, device: torch.device, hides: Any = ()
+    ) -> Tensor:
+        return torch.from_numpy(self._random.standard_normal(size)).to(device, dtype)
+
+
+def comparable(value: Any) -> Any:
+    """A setting in a form in which owners can compare it."""
+    if isinstance(value, Tensor):
+        numbers = value.detach().cpu().double().contiguous().numpy().tobytes()
+        return f"tensor {tuple(value.shape)}, {hashlib.sha256(numbers).hexdigest()[:16]}"
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

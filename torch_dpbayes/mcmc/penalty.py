@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from .checks import check_clip_bound, check_noise
-from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
-from .kernel import Outcome, PrivateKernel, noise_event
-from .proposals import Moves, Proposal
+from ..density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
+from ..noise import check_clip_bound
+from .kernel import Outcome, PrivateKernel, check_noise, noise_event
+from .proposals import Proposal, RandomWalk
 
 
 class DPPenalty(PrivateKernel):
@@ -35,7 +35,7 @@ class DPPenalty(PrivateKernel):
 
     Args:
         model: Pyro model with one vectorised data plate, see
-            :class:`~torch_dpbayes.mcmc.RecordDensity`.
+            :class:`~torch_dpbayes.density.RecordDensity`.
         proposal_scale: standard deviation of the random walk: a number, or a tensor (dimension,)
             for each coordinate of θ (sites sorted by name), or a lower triangular factor
             (dimension, dimension) of its covariance. A public constant, or made from earlier
@@ -77,8 +77,8 @@ class DPPenalty(PrivateKernel):
         proposal: Proposal | None = None,
         target_accept_prob: float | None = 0.23,
     ) -> None:
-        super().__init__(model, accountant, target_accept_prob if proposal is None else None)
-        self._moves = Moves(proposal_scale, proposal)
+        self._walk = RandomWalk(proposal_scale, proposal)
+        super().__init__(model, accountant, target_accept_prob, self._walk)
         self._slope = check_clip_bound(
             "log_ratio_slope",
             log_ratio_slope,
@@ -89,48 +89,34 @@ class DPPenalty(PrivateKernel):
 
     def _forget(self) -> None:
         super()._forget()
-        self._density: RecordDensity | None = None
         self._terms: Tensor | None = None  # of the records, at the point where the chain is
 
     def _private_state(self) -> tuple[str, ...]:
-        return ("_density", "_terms")
+        return ("_terms",)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        self._density = self._owners.density(
+        self._density = RecordDensity(
             self.model,
             args,
             kwargs,
             data_plate=self._plate,
             gradients=False,
-            count_is_public=self._accountant.neighboring == "replace_one",
+            count_is_public=self._count_is_public,
         )
         return self._density.prior
-
-    def _require_shape(self, dimension: int) -> None:
-        self._moves.require_dimension(dimension)
-
-    def _reads(self, prior: Prior) -> Tensor:
-        assert self._density is not None
-        return self._density.read
-
-    def _is_valid(self, theta: Tensor) -> bool:
-        assert self._density is not None
-        return self._density.is_valid(theta)
 
     def _start(self, theta: Tensor) -> None:
         self._terms = None
 
-    @property
-    def _scale(self) -> float:
-        return self._moves.scale * math.exp(self._log_scale)
-
     def _charges(self) -> list[tuple[DpEvent, int]]:
-        return [(noise_event(self._multiplier), 1), *self._moves.charges()]
+        proposal = self._walk.proposal
+        moves = [] if proposal is None else [(proposal.event, 1)]
+        return [(noise_event(self._multiplier), 1), *moves]
 
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         assert self._density is not None
         self._charge(*self._charges())
-        moved, log_proposal_ratio = self._propose(self._moves, theta)
+        moved, log_proposal_ratio = self._propose(self._walk, theta)
         log_prior = self._log_prior_at(moved)
         if not math.isfinite(log_prior):
             return theta, Outcome(False, math.nan)

@@ -1,5 +1,5 @@
-"""Where a kernel goes: the random walk or the user's proposal of a penalty kernel, and the free
-moves of the latents that no record reads.
+"""Where a kernel goes: the random walk or the user's proposal of a penalty kernel, the momenta of
+DP-HMC, and the free moves of the latents that no record reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accounting import events
 from ..errors import ArgumentError, ArgumentTypeError
-from .checks import check_positive
+from ..noise import check_positive
 
 
 class Proposal(Protocol):
@@ -35,11 +35,42 @@ class Proposal(Protocol):
 
 
 class Moves:
-    """The two arguments that say where to go: exactly one of them is given.
+    """How a kernel moves, in the coordinates that records read.
 
     Args:
-        proposal_scale: of a Gaussian random walk with a public covariance: a number, (dimension,)
-            or lower triangular (dimension, dimension).
+        argument: which one of the kernel's says so.
+        scale: of the moves, before warm-up adapts it.
+        factor: the standard deviation of a Gaussian vector in each coordinate, (dimension,), or the
+            lower triangular factor of its covariance, (dimension, dimension). None: 1 everywhere.
+    """
+
+    proposal: Proposal | None = None
+
+    def __init__(self, argument: str, scale: float, factor: Tensor | None) -> None:
+        self._argument, self.scale, self._factor = argument, scale, factor
+
+    def require_dimension(self, dimension: int) -> None:
+        """Refuse a factor for another number of coordinates."""
+        if self._factor is not None and len(self._factor) != dimension:
+            raise ArgumentError(
+                f"{self._argument} is for {len(self._factor)} coordinates, records read"
+                f" {dimension} unconstrained ones of the model."
+            )
+
+    def vector(self, standard: Tensor) -> Tensor:
+        """The Gaussian vector, made of a standard one."""
+        if self._factor is None:
+            return standard
+        factor = self._factor.to(standard)
+        return factor * standard if factor.dim() == 1 else factor @ standard
+
+
+class RandomWalk(Moves):
+    """A Gaussian random walk with a public covariance, or the user's proposal in its place: exactly
+    one of them is given.
+
+    Args:
+        proposal_scale: a number, (dimension,) or lower triangular (dimension, dimension).
         proposal: a :class:`Proposal`.
     """
 
@@ -57,55 +88,72 @@ class Moves:
                 " NoOpDpEvent() if it does not use the data."
             )
         self.proposal = proposal
-        self._factor: Tensor | None = None
-        self.scale = math.nan
+        scale, factor = math.nan, None
         if isinstance(proposal_scale, Tensor):
-            self._factor, self.scale = (
-                _factor(proposal_scale),
-                float(torch.linalg.vector_norm(proposal_scale)) / math.sqrt(len(proposal_scale)),
-            )
+            factor = _checked("proposal_scale", proposal_scale)
+            if factor.dim() == 2 and not torch.equal(factor, factor.tril()):
+                raise ArgumentError(
+                    "proposal_scale as a matrix is the lower Cholesky factor of the covariance:"
+                    " torch.linalg.cholesky(covariance)."
+                )
+            scale = float(torch.linalg.vector_norm(factor)) / math.sqrt(len(factor))
         elif proposal_scale is not None:
-            self.scale = check_positive(
+            scale = check_positive(
                 "proposal_scale", proposal_scale, "a standard deviation in unconstrained space"
             )
-
-    def require_dimension(self, dimension: int) -> None:
-        """Refuse a scale for another number of coordinates."""
-        if self._factor is not None and len(self._factor) != dimension:
-            raise ArgumentError(
-                f"proposal_scale is for {len(self._factor)} coordinates, records read {dimension}"
-                " unconstrained ones of the model."
-            )
-
-    def charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What a move releases."""
-        return [] if self.proposal is None else [(self.proposal.event, 1)]
+        super().__init__("proposal_scale", scale, factor)
 
     def step(self, standard: Tensor) -> Tensor:
         """A step of the random walk from a standard Gaussian vector."""
+        return self.scale * standard if self._factor is None else self.vector(standard)
+
+
+class Mass(Moves):
+    """Momenta p ~ N(0, M) of trajectories.
+
+    Args:
+        step_size: of the leapfrog integrator.
+        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension). None: identity.
+    """
+
+    def __init__(self, step_size: float, mass_matrix: Tensor | None) -> None:
+        scale = check_positive("step_size", step_size, "of the leapfrog integrator")
+        factor = None if mass_matrix is None else _checked("mass_matrix", mass_matrix)
+        if factor is not None and factor.dim() == 1:
+            factor = factor.sqrt()
+        elif factor is not None:
+            matrix = factor
+            factor, failed = torch.linalg.cholesky_ex(matrix)
+            if int(failed) or not torch.allclose(matrix, matrix.T, rtol=1e-5):
+                raise ArgumentError("mass_matrix must be symmetric and positive definite.")
+        super().__init__("mass_matrix", scale, factor)
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        """M⁻¹p."""
         if self._factor is None:
-            return self.scale * standard
-        factor = self._factor.to(standard)
-        return factor * standard if factor.dim() == 1 else factor @ standard
+            return momentum
+        factor = self._factor.to(momentum)
+        if factor.dim() == 1:
+            return momentum / factor**2
+        return torch.cholesky_solve(momentum[:, None], factor)[:, 0]
+
+    def kinetic_energy(self, momentum: Tensor) -> float:
+        """p·M⁻¹p/2."""
+        return 0.5 * float((momentum.double() * self.velocity(momentum.double())).sum())
 
 
-def _factor(scale: Tensor) -> Tensor:
-    if scale.dim() not in (1, 2) or scale.shape[0] != scale.shape[-1] or not scale.isfinite().all():
+def _checked(argument: str, given: Tensor) -> Tensor:
+    """A tensor (dimension,) or (dimension, dimension) that lets a chain reach the whole space."""
+    if given.dim() not in (1, 2) or given.shape[0] != given.shape[-1] or not given.isfinite().all():
         raise ArgumentError(
-            "proposal_scale as a tensor is finite: (dimension,) standard deviations or a triangular"
-            " (dimension, dimension)."
+            f"{argument} as a tensor is finite, and (dimension,) or (dimension, dimension)."
         )
-    if not (scale if scale.dim() == 1 else scale.diagonal()).gt(0).all():
+    if not (given if given.dim() == 1 else given.diagonal()).gt(0).all():
         raise ArgumentError(
-            "proposal_scale needs positive entries (on its diagonal): else the chain cannot reach"
-            " the whole space."
+            f"{argument} needs positive entries (on its diagonal): else the chain cannot reach the"
+            " whole space."
         )
-    if scale.dim() == 2 and not torch.equal(scale, scale.tril()):
-        raise ArgumentError(
-            "proposal_scale as a matrix is the lower Cholesky factor of the covariance:"
-            " torch.linalg.cholesky(covariance)."
-        )
-    return scale.detach().clone()
+    return given.detach().clone()
 
 
 # -- latents that no record reads ------------------------------------------------------------------

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ..accounting.events import DpEvent, GaussianDpEvent, Neighboring
+from ..density import UnfitModel
 from ..errors import ArgumentError
-from ..mcmc.density import UnfitModel
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
 

@@ -15,9 +15,9 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 from torch.func import grad, jacrev
 
+from ..density import UnfitModel
 from ..errors import ArgumentError
-from ..mcmc.checks import check_clip_bound, check_positive
-from ..mcmc.density import UnfitModel
+from ..noise import check_clip_bound, check_positive
 
 Values = Mapping[str, Tensor]
 

@@ -12,7 +12,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import total_multiplier
 from ..accounting.events import positive_count
 from ..errors import ArgumentError, ArgumentTypeError
-from ..mcmc.checks import check_clip_bound
+from ..noise import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
 from ..ops.softmax import Softmax

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mcmc.density import NonCentred, Prior, is_hierarchical
+from ..density import Prior
+from .noncentred import NonCentred, is_hierarchical
 
 _DRAWS = 500  # of a prior, of which quantiles are taken
 _STEP = 1e-4  # of a prior's deviation, by which its gradient is differenced

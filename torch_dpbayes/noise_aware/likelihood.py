@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..mcmc.density import InvalidPoint, RecordDensity
+from ..density import InvalidPoint, RecordDensity
 from .covariates import Covariates
 from .latents import Latents
 from .records import ModelRecords, clipped, log_likelihoods, scores

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
-from ..mcmc.checks import check_positive
-from ..mcmc.density import UnfitModel
+from ..noise import check_positive
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
 

@@ -18,10 +18,9 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..density import Model, RecordDensity, UnfitModel, without_value_checks
+from ..density.pyro_runs import FLAVOURS, WithoutParameters, public_randomness, sample_sites
 from ..errors import ArgumentError, ArgumentTypeError
-from ..mcmc.density import Model, RecordDensity, UnfitModel, without_value_checks
-from ..mcmc.density.pyro_runs import FLAVOURS, public_randomness, sample_sites
-from ..mcmc.density.refusals import WithoutParameters
 
 Role = Literal["observed", "public", "numbers", "category"]
 

@@ -16,8 +16,8 @@ from torch.func import jacrev, vmap
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import total_multiplier
 from ..accounting.events import GaussianDpEvent
+from ..density import Prior, RecordStatistics, UnfitModel
 from ..errors import ArgumentTypeError
-from ..mcmc.density import Prior, RecordStatistics, UnfitModel
 from ..noise import GaussianNoise
 from ..ops.models import using_pyro
 from .budget import budget_of, public_num_data, statement_of_charge

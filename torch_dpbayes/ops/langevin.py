@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..accounting.events import positive_count
-from ..mcmc.checks import check_positive
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, check_positive
 from ..words import shown
 from .models import Density, Target
 

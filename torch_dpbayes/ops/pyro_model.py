@@ -1,5 +1,5 @@
 """Pyro models as posteriors. What the records say is read by
-:class:`~torch_dpbayes.mcmc.RecordDensity`.
+:class:`~torch_dpbayes.density.RecordDensity`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributions import transforms
 
+from ..density import InvalidPoint, Prior, RecordDensity
 from ..errors import CertificateError
-from ..mcmc.density import InvalidPoint, Prior, RecordDensity
 from .models import using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record

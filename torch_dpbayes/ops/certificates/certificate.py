@@ -21,8 +21,7 @@ from ...accounting.events import (
     neighboring_relation,
 )
 from ...errors import ArgumentTypeError, CertificateError
-from ...mcmc.checks import check_positive
-from ...noise import GaussianNoise
+from ...noise import GaussianNoise, check_positive
 from ..langevin import Sampler
 from ..models import Density, Model
 from ..nuts import no_u_turn

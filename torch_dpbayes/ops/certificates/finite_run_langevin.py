@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
-from ...mcmc.checks import check_positive
+from ...noise import check_positive
 from ...noise import GaussianNoise
 from ..langevin import mu_of_last_state, overdamped
 from ..models import Model

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
-from ...mcmc.checks import check_positive
+from ...noise import check_positive
 from ..models import Density, Model
 from .certificate import ROUND_UP, Asserted, ExactDraw, Setting, Statement
 

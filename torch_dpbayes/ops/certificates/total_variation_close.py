@@ -9,7 +9,7 @@ import numpy as np
 
 from ...accounting.events import check_delta
 from ...errors import CertificateError
-from ...mcmc.checks import check_positive
+from ...noise import check_positive
 from ..langevin import Sampler
 from ..models import Model
 from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, Setting, TooFar, exact_delta

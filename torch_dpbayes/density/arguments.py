@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...errors import ArgumentTypeError
+from ..errors import ArgumentTypeError
 from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
@@ -43,7 +43,6 @@ class Arguments:
                     " tensors, torch.as_tensor(...)."
                 )
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._are_own = False
         self.count_is_public = True
         self.num_records = 0
         self.row_dims: dict[int, int] = {}  # number of a data argument -> dimension of its records
@@ -124,21 +123,12 @@ class Arguments:
             leaves[k] = row
         (count,) = {leaves[k].shape[dim] for k, dim in self.row_dims.items()}
         other = copy(self)
-        other.__dict__.update(_leaves=leaves, _are_own=False, num_records=count)
+        other.__dict__.update(_leaves=leaves, num_records=count)
         return other
 
-    def of(self, records: Tensor) -> Arguments:
-        """The same with copies of some rows of the data, given by their numbers."""
-        leaves = list(self._leaves)
-        for k, dim in self.row_dims.items():
-            leaves[k] = leaves[k].index_select(dim, records.to(leaves[k].device))
-        chosen = copy(self)
-        chosen.__dict__.update(_leaves=leaves, _are_own=True, num_records=len(records))
-        return chosen
-
-    def pick(self, rows: Sequence[Tensor], index: Iterable[int]) -> list[Tensor]:
-        """The rows with these numbers."""
-        chosen = torch.tensor(list(index))
+    def pick(self, rows: Sequence[Tensor], index: Sequence[int] | Tensor) -> list[Tensor]:
+        """Copies of the rows with these numbers."""
+        chosen = torch.as_tensor(index)
         return [
             row.index_select(dim, chosen.to(row.device))
             for row, dim in zip(rows, self.row_dims.values(), strict=True)
@@ -156,15 +146,6 @@ class Arguments:
         other = copy(self)
         other.__dict__.update(_leaves=leaves)
         return other
-
-    def overwrite(self, number: int, rows: Sequence[Tensor], source: int) -> None:
-        """Replace record ``number`` by row ``source`` of ``rows``, in a copy of the data."""
-        if not self._are_own:
-            for k in self.row_dims:
-                self._leaves[k] = self._leaves[k].clone()
-            self._are_own = True
-        for (k, dim), row in zip(self.row_dims.items(), rows, strict=True):
-            self._leaves[k].select(dim, number).copy_(row.select(dim, source))
 
     # -- shapes and made-up values -----------------------------------------------------------------
 
@@ -184,33 +165,13 @@ class Arguments:
             for k in self.row_dims
         ]
 
-    def described(self) -> list[dict[str, Any]]:
-        """Shape and type of the data's rows; no function of the records, nor of their number."""
-        return [
-            {
-                "argument": k,
-                "dtype": str(self._leaves[k].dtype),
-                "records along": dim,
-                "shape of one": self._shape(k, []),
-            }
-            for k, dim in self.row_dims.items()
-        ]
+    def described(self) -> list[Any]:
+        """Of every data argument its number and type, and the dimension of its records and the
+        shape of one; no function of the records, nor of their number.
+        """
+        leaves, dims = self._leaves, self.row_dims.items()
+        return [(k, str(leaves[k].dtype), dim, self._shape(k, [])) for k, dim in dims]
 
     def _shape(self, k: int, of_records: list[int]) -> list[int]:
         shape, dim = list(self._leaves[k].shape), self.row_dims[k]
         return shape[:dim] + of_records + shape[dim + 1 :]
-
-
-def filled_if_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, bool]:
-    """Arguments with rows in place of tensors that have none, as many as nothing else here is
-    long; and whether there were such tensors.
-    """
-    leaves, nesting = tree_flatten((args, kwargs))
-    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    lengths = {length for leaf in tensors.values() for length in leaf.shape}
-    count = next(n for n in itertools.count(2) if n not in lengths)
-    empty = [k for k, leaf in tensors.items() if leaf.shape[:1] == (0,)]
-    for k in empty:
-        leaves[k] = leaves[k].new_zeros((count, *leaves[k].shape[1:]))
-    args, kwargs = tree_unflatten(leaves, nesting)
-    return (args, kwargs), bool(empty)

@@ -13,8 +13,7 @@ from support.pyro_models import (
     weights,
 )
 
-from torch_dpbayes.mcmc import RecordDensity
-from torch_dpbayes.mcmc.density import UnfitModel
+from torch_dpbayes.density import RecordDensity, UnfitModel
 
 pytestmark = pytest.mark.usefixtures("double")
 

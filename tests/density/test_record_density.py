@@ -22,8 +22,7 @@ from support.pyro_models import (
 )
 from torch import nn
 
-from torch_dpbayes.mcmc import RecordDensity, clipped_ratio_sum
-from torch_dpbayes.mcmc.density import InvalidPoint
+from torch_dpbayes.density import InvalidPoint, RecordDensity, clipped_ratio_sum
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -47,12 +46,6 @@ def hierarchical(group, y):
         pyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
 
 
-def network(x, y):
-    first, bias, second = weights("first", 3, 6), weights("bias", 6), weights("second", 6)
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(torch.tanh(x @ first + bias) @ second, 1.0), obs=y)
-
-
 class Net(PyroModule):
     def __init__(self):
         super().__init__()
@@ -74,17 +67,6 @@ def mixture(y):
     with pyro.plate("data", len(y)):
         z = pyro.sample("z", dist.Categorical(share))
         pyro.sample("y", dist.Normal(mean[z], 1.0), obs=y)
-
-
-def two_discrete_latents(y):
-    rate = pyro.sample("rate", dist.Beta(2.0, 2.0))
-    mean = weights("mean", 3)
-    with pyro.plate("data", len(y)):
-        on = pyro.sample("on", dist.Bernoulli(rate))
-        z = pyro.sample(
-            "z", dist.Categorical(torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])[on.long()])
-        )
-        pyro.sample("y", dist.Normal(mean[z] + on, 1.0), obs=y)
 
 
 def two_sites_with_mask(y, count, seen):
@@ -133,10 +115,8 @@ def kinds():
         "logistic": (logistic, lambda: (x(), torch.randint(0, 2, (RECORDS,)).double()), {}),
         "gaussian rows": (gaussian_rows, lambda: (x(),), {}),
         "hierarchical": (hierarchical, lambda: (torch.randint(0, 4, (RECORDS,)), y()), {}),
-        "network": (network, lambda: (x(), y()), {}),
         "PyroModule": (Net, lambda: (x(), y()), {}),
         "mixture": (mixture, lambda: (y(),), {}),
-        "two discrete latents": (two_discrete_latents, lambda: (y(),), {}),
         "ordered": (ordered, lambda: (y(), torch.randint(0, 3, (RECORDS,))), {}),
         "two sites with mask": (
             two_sites_with_mask,

@@ -31,12 +31,11 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import MultivariateNormal, TransformedDistribution, constraints
-from torch.func import vmap
 from torch.fx import GraphModule
 
-from .prior import Prior
-from .pyro_runs import public_randomness, without_value_checks
-from .recording import recorded
+from ..density import Prior, without_value_checks
+from ..density.pyro_runs import public_randomness
+from ..density.recording import of_rows, recorded
 
 _SHARES = (0.15865525393145707, 0.5, 0.8413447460685429)
 
@@ -60,7 +59,7 @@ class NonCentred:
         with without_value_checks():
             if self._outer is None:
                 self._outer = self._recorded(self._outer_of_one, xi[0])
-            theta, log_jacobian = _of_rows(self._outer, xi)
+            theta, log_jacobian = of_rows(self._outer, xi)
         return theta, log_jacobian
 
     def inner(self, theta: Tensor) -> Tensor:
@@ -68,7 +67,7 @@ class NonCentred:
         with without_value_checks():
             if self._inner is None:
                 self._inner = self._recorded(self._inner_of_one, theta[0])
-            (xi,) = _of_rows(self._inner, theta)
+            (xi,) = of_rows(self._inner, theta)
         return xi
 
     def _recorded(self, function: Callable[..., Any], example: Tensor) -> GraphModule:
@@ -177,11 +176,3 @@ class _Location:
         else:
             entries = self.scale.expand(like.shape)
         return entries.log().sum()
-
-
-def _of_rows(graph: GraphModule, rows: Tensor) -> tuple[Tensor, ...]:
-    try:
-        found: tuple[Tensor, ...] = vmap(graph)(rows)
-    except RuntimeError:  # vmap lacks an operation of the model, whatever the values are
-        found = tuple(map(torch.stack, zip(*map(graph, rows), strict=True)))
-    return found

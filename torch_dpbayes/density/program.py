@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacfwd, vmap
+from torch.func import grad, vmap
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
@@ -20,10 +20,9 @@ from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces
 from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
 from .recording import most_bytes, parts_read, recorded
-from .refusals import branching_reparam
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
-_FEW_ROWS = 16  # on which a program's need of memory is measured
+FEW_ROWS = 16  # on which a program's need of memory is measured
 
 
 class Program:
@@ -32,21 +31,18 @@ class Program:
     Args:
         graph: those for ``rows`` rows.
         rows: how many.
-        few: the same for :attr:`few_rows` rows.
+        few: the same for :data:`FEW_ROWS` rows.
     """
-
-    few_rows = _FEW_ROWS
 
     def __init__(self, graph: GraphModule, rows: int, few: GraphModule) -> None:
         self._graph, self.rows, self._few = graph, rows, few
 
-    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """One result for each of ``self.rows`` rows."""
-        result: Tensor = self._graph(theta, *rows)
-        return result
+    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Any:
+        """One number for each of ``self.rows`` rows."""
+        return self._graph(theta, *rows)
 
     def of_few(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        """One result for each of :attr:`few_rows` made-up rows, None where it fails at θ."""
+        """One result for each of :data:`FEW_ROWS` made-up rows, None where it fails at θ."""
         try:
             result: Tensor = self._few(theta, *rows)
         except torch.OutOfMemoryError:
@@ -61,7 +57,7 @@ class Program:
 
 
 class Gradients(Program):
-    """The gradients of records, in pieces of their columns.
+    """The gradients of records.
 
     Args:
         graph, rows, few: as of a :class:`Program`, with results ``(rows, dimension)``.
@@ -72,18 +68,12 @@ class Gradients(Program):
         self._pieces = None if rewritten is None else rewritten[1]
         super().__init__(graph if rewritten is None else rewritten[0], rows, few)
 
-    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """``(self.rows, dimension)``."""
+    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> list[Piece]:
+        """Those of ``self.rows`` rows, in pieces of their columns."""
+        outputs = self._graph(theta, *rows)
         if self._pieces is None:
-            return super().__call__(theta, rows)
-        return dense(self.pieces(theta, rows), self._pieces.dimension)
-
-    def pieces(self, theta: Tensor, rows: Sequence[Tensor]) -> list[Piece]:
-        """The same of ``self.rows`` rows."""
-        if self._pieces is None:
-            gradients = super().__call__(theta, rows)
-            return [Piece(0, gradients.shape[1], gradients, None)]
-        return self._pieces.of(self._graph(theta, *rows))
+            return [Piece(0, outputs.shape[1], outputs, None)]
+        return self._pieces.of(outputs)
 
 
 class Recorder:
@@ -116,12 +106,12 @@ class Recorder:
 
     def gradients(self) -> Gradients:
         """The gradient of a record's term."""
-        ways = [
-            *(vmap(grad(term), in_dims=self._in_dims) for term in self._row_terms),
-            *(jacfwd(vmap(term, in_dims=self._in_dims)) for term in self._row_terms),
-        ]
+        ways = [vmap(grad(term), in_dims=self._in_dims) for term in self._row_terms]
 
-        def is_right(output: Tensor, weights: Tensor, theta: Tensor, rows: list[Tensor]) -> bool:
+        def is_right(
+            pieces: list[Piece], weights: Tensor, theta: Tensor, rows: list[Tensor]
+        ) -> bool:
+            output = dense(pieces, len(theta))
             with torch.enable_grad():
                 point = theta.detach().requires_grad_()
                 (expected,) = torch.autograd.grad(
@@ -159,8 +149,6 @@ class Recorder:
                         return program
                 problems.append("it computes with numpy, or with .item()?")
             except Exception as error:
-                if (reason := branching_reparam(error)) is not None:
-                    raise UnfitModel(reason) from error
                 problems.append(first_line(error))
         raise UnfitModel(
             "the record terms cannot be recorded as tensor operations on one row:"
@@ -172,9 +160,9 @@ class Recorder:
     def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:
         """In chunks of about equal length that keep within the bound on memory."""
         made_up = self._made_up
-        few = made_up.rows(_FEW_ROWS)
+        few = made_up.rows(FEW_ROWS)
         of_few = recorded(way, made_up.theta, *few)
-        each = most_bytes(of_few, made_up.theta, *few) / _FEW_ROWS
+        each = most_bytes(of_few, made_up.theta, *few) / FEW_ROWS
         limit = max(1, int(self._chunk_bytes / max(each, 1)))
         chunks = math.ceil(self._num_records / limit)
         count = max(1, math.ceil(self._num_records / chunks))

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from pyro import poutine
 
 from .arguments import ROWS_ONLY, Arguments
@@ -19,11 +18,9 @@ from .pyro_runs import (
     first_line,
     improper,
     is_plate,
-    nearly_equal,
     public_randomness,
     sample_sites,
 )
-from .refusals import handlers_refused
 
 _log = logging.getLogger("torch_dpbayes")
 
@@ -61,12 +58,22 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     """
     trace = _traced(model, arguments)
     dim, size = _data_plate(trace, plate)
-    observed, discrete, outside = _sites(trace, plate, dim, size)
-    if outside:
-        _require_data_free(model, arguments, plate, outside)
+    observed, discrete, outside = _sites(trace, plate)
     factors = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
+    for name in factors:
+        if not _is_factor(trace.nodes[name]):
+            raise UnfitModel(
+                f"site {name!r} is observed outside the plate {plate!r}, so nothing bounds what one"
+                " record can do: move it into the plate."
+            )
     if factors:
-        _say_what_counts_as_prior(plate, factors)
+        # a number that they close over cannot be told from a public constant
+        _log.warning(
+            "sites %s outside the plate %r count as part of the prior, at no charge: what they"
+            " close over must be free of the records",
+            factors,
+            plate,
+        )
     deepest = max(
         -frame.dim
         for node in trace.nodes.values()
@@ -81,7 +88,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
 def _traced(model: Model, arguments: Arguments) -> Trace:
     errors = []
     for flavour in ("zeros", *FLAVOURS):
-        with public_randomness(), poutine.block(), handlers_refused():
+        with public_randomness(), poutine.block():
             args, kwargs = arguments.made_up_call(flavour)
             try:
                 return poutine.trace(model).get_trace(*args, **kwargs)
@@ -152,7 +159,7 @@ def _subsamples(plate: str) -> UnfitModel:
     )
 
 
-def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], list[str], list[str]]:
+def _sites(trace: Trace, plate: str) -> tuple[list[str], list[str], list[str]]:
     """Names of the observed sites and of the discrete latents in the plate, and of the observed
     sites outside of it.
     """
@@ -167,7 +174,6 @@ def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], li
         if site["is_observed"] and not inside:
             outside.append(name)
         elif site["is_observed"]:
-            _require_row_by_row(name, site, plate, dim, size)
             observed.append(name)
         elif (whole := name.removesuffix("_unobserved")) != name and inside:
             raise UnfitModel(
@@ -196,51 +202,6 @@ def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], li
     return observed, discrete, outside
 
 
-def _require_data_free(model: Model, arguments: Arguments, plate: str, outside: list[str]) -> None:
-    """Refuse sites outside the plate that depend on data, or observe a constant, which may be data
-    that came another way. What this overlooks is refused as a prior that depends on data, or costs
-    no privacy: priors only ever see made-up data.
-    """
-    left = list(outside)
-    for flavour in FLAVOURS:
-        with public_randomness(), poutine.block():
-            first, second = arguments.made_up_call(flavour), arguments.made_up_call(flavour)
-            try:
-                trace = poutine.trace(model).get_trace(*first[0], **first[1])
-                latents = {
-                    name: site["value"]
-                    for name, site in sample_sites(trace).items()
-                    if not site["is_observed"]
-                }
-                same = poutine.trace(poutine.condition(model, latents))
-                of_other_data = same.get_trace(*second[0], **second[1])
-                of_other_latents = poutine.trace(model).get_trace(*first[0], **first[1])
-                left = [
-                    name
-                    for name in outside
-                    if not _equal(trace.nodes[name], of_other_data.nodes[name])
-                    or _is_constant(trace.nodes[name], of_other_latents.nodes[name])
-                ]
-                break
-            except Exception:  # as the values may be impossible ones
-                continue
-    for name in left:
-        raise UnfitModel(
-            f"site {name!r} is observed outside the plate {plate!r}, so nothing bounds what one"
-            " record can do: move it into the plate."
-        )
-
-
-def _say_what_counts_as_prior(plate: str, factors: list[str]) -> None:
-    """A number that such a site closes over cannot be told from a public constant."""
-    _log.warning(
-        "sites %s outside the plate %r count as part of the prior, at no charge: what they close"
-        " over must be free of the records",
-        factors,
-        plate,
-    )
-
-
 def _is_left_by_reparam(site: Any) -> bool:
     distribution = site["fn"]
     while (inner := getattr(distribution, "base_dist", None)) is not None:
@@ -250,33 +211,3 @@ def _is_left_by_reparam(site: Any) -> bool:
 
 def _is_factor(site: Any) -> bool:
     return type(site["fn"]).__name__ == "Unit"
-
-
-def _is_constant(site: Any, other: Any) -> bool:
-    """Whether the same is observed whatever the latents are."""
-    return not _is_factor(site) and torch.equal(site["value"], other["value"])
-
-
-def _equal(site: Any, other: Any) -> bool:
-    value, its = site["value"], other["value"]
-    return nearly_equal(value, its) and nearly_equal(
-        site["fn"].log_prob(value), other["fn"].log_prob(its)
-    )
-
-
-def _require_row_by_row(name: str, site: Any, plate: str, plate_dim: int, size: int) -> None:
-    """Refuse an observed site that has not one entry for each record."""
-    batch = site["fn"].batch_shape
-    if len(batch) >= -plate_dim and batch[plate_dim] != size:
-        raise UnfitModel(
-            f"site {name!r} has another number of entries along the data plate {plate!r} than the"
-            " plate: give every record exactly one."
-        )
-    if site["value"].numel() and not _is_factor(site):
-        dim = plate_dim - site["fn"].event_dim
-        length = site["value"].shape[dim] if site["value"].dim() >= -dim else 1
-        if length != size:
-            raise UnfitModel(
-                f"the observation of site {name!r} has another length along the data plate"
-                f" {plate!r} than the plate: give every record exactly one row."
-            )

@@ -1,14 +1,14 @@
 """Whether the term of a record depends on other records: seen on made-up rows, before the data.
 
-A model that mixes rows would become another model when it is run on one row at a time. So made-up
-rows are exchanged, dropped, and set to NaN or to large values: where that changes the term of
-another row, or the prior, the model is refused.
+A model that mixes rows would become another model when it is run on one row at a time. So it is run
+on made-up rows together and on each alone, and on such of which one has missing or large values:
+where a row's term, or the prior, differs, the model is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -30,7 +30,7 @@ from .pyro_runs import (
 from .record_terms import RecordTerms
 from .structure import Structure
 
-_ROWS = 7  # made-up rows of the checks, and one to exchange for
+_ROWS = 7  # made-up rows of the checks
 _LARGE = 10**4
 _PERTURBED, _FEW = 8, 1e-5  # times, and at most by this share, to see what of a term is rounding
 _SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite, or mostly rounding
@@ -53,16 +53,14 @@ class MadeUpRecords:
 
     def __init__(self, model: Model, arguments: Arguments, structure: Structure) -> None:
         self._arguments = arguments
-        count = _ROWS + 1 if abs(arguments.num_records - _ROWS) > 1 else _ROWS + 4
-        self._count = count - 1  # without the one to exchange for
+        self._count = _ROWS if arguments.num_records != _ROWS else _ROWS + 3
         error: Exception | None = None
         with_rounding: dict[str, Any] = {}  # the first that has finite terms
         for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
             with public_randomness():
                 try:
-                    rows = arguments.made_up_rows(count, flavour)
-                    call = arguments.with_rows(arguments.pick(rows, range(count - 1)))
-                    self.prior = Prior(model, *call, factors=structure.outside)
+                    rows = arguments.made_up_rows(self._count, flavour)
+                    self.prior = Prior(model, *arguments.with_rows(rows), factors=structure.outside)
                     uniform = torch.rand(
                         self.prior.dimension, dtype=self.prior.dtype, device=self.prior.device
                     )
@@ -87,9 +85,10 @@ class MadeUpRecords:
             return
         if error is not None:
             raise UnfitModel(
-                f"the model does not run on {count} made-up rows: {first_line(error)}. Its plate"
-                f" has to take its size from the data, pyro.plate({structure.plate!r}, len(y));"
-                " bind arguments that are no data with functools.partial."
+                f"the model does not run on {self._count} made-up rows: {first_line(error)}. Its"
+                " plate has to take its size from the data, pyro.plate"
+                f"({structure.plate!r}, len(y)). Bind arguments that are no data with"
+                " functools.partial."
             ) from error
         raise UnfitModel(
             "the log likelihood of made-up rows, normal, uniform, 0/1 or counts, is not finite: let"
@@ -120,7 +119,7 @@ class MadeUpRecords:
 
     def few(self) -> list[Tensor]:
         """Each of the rows once."""
-        return self.rows(self._count)
+        return self._rows
 
     def _with_observations(
         self, model: Model, structure: Structure, rows: list[Tensor]
@@ -166,8 +165,7 @@ class MadeUpRecords:
         """Refuse a model in which what happens to one row changes the term of another, or the
         prior.
         """
-        last = self._count
-        everything = self._arguments.pick(self._rows, range(last))
+        last, everything = self._count, self._rows
         expected, prior = self._evaluated(everything)
         if not nearly_equal(self.terms(self.theta, everything), expected):
             raise UnfitModel(
@@ -175,35 +173,26 @@ class MadeUpRecords:
                 " that are no sample sites (dropout?). Switch them off, model.eval()."
             )
 
-        def require(what: str, terms: Tensor, whose: list[int], other_prior: Tensor) -> None:
-            _require_equal(what, terms, expected[whose], other_prior, prior)
-
-        others = list(range(1, last))
-        # what happens, the rows after it, and which of the rows before it the first of these are
-        cases = [
-            ("another row is exchanged", [*others, last], others),
-            ("another row is left out", others, others),
-            *(("all other rows are left out", [j], [j]) for j in range(last)),
-        ]
-        for what, numbers, kept in cases:
-            try:
-                terms, other_prior = self._evaluated(self._arguments.pick(self._rows, numbers))
-            except Exception as error:
-                raise UnfitModel(
-                    f"the model fails when {what}: {first_line(error)}. The data plate has to take"
-                    f" its size from the data: pyro.plate({plate!r}, len(y))."
-                ) from error
-            require(what, terms[: len(kept)], kept, other_prior)
+        try:
+            each = [self._evaluated(self._arguments.pick(everything, [j])) for j in range(last)]
+        except Exception as error:
+            raise UnfitModel(
+                f"the model fails when all other rows are left out: {first_line(error)}. The data"
+                f" plate has to take its size from the data: pyro.plate({plate!r}, len(y))."
+            ) from error
+        for j, (term, other_prior) in enumerate(each):
+            _require_equal("all others are left out", term, expected[j : j + 1], other_prior, prior)
         odd = last // 2
-        others.insert(0, 0)
-        others.remove(odd)
+        others = [j for j in range(last) if j != odd]
         for what, rows in self._odd_rows(everything, odd):
             try:
                 terms, other_prior = self._evaluated(rows)
                 (alone,) = self.terms(self.theta, self._arguments.pick(rows, [odd]))
             except Exception:  # as the values may be impossible ones
                 continue
-            require(f"another row {what}", terms[others], others, other_prior)
+            _require_equal(
+                f"another row {what}", terms[others], expected[others], other_prior, prior
+            )
             own = terms[odd]
             if not nearly_equal(alone, own) and (alone - own).abs() <= self._rounding(rows, odd):
                 alone = own
@@ -230,21 +219,14 @@ class MadeUpRecords:
         """
         dims = list(self._arguments.row_dims.values())
 
-        def altered(chosen: Iterable[int], alter: Callable[[Tensor], object]) -> list[Tensor]:
+        def altered(chosen: Iterable[int], value: float, every: int = 1) -> list[Tensor]:
             result = list(rows)
             for k in chosen:
                 result[k] = rows[k].clone()
-                alter(result[k].select(dims[k], odd))
+                entries = result[k].select(dims[k], odd)
+                numbers = torch.arange(entries.numel(), device=entries.device)
+                entries.masked_fill_(numbers.reshape(entries.shape) % every == 0, value)
             return result
-
-        def fill(value: float) -> Callable[[Tensor], object]:
-            return lambda entries: entries.fill_(value)
-
-        def forget_some(entries: Tensor) -> None:
-            missing = (
-                torch.arange(entries.numel(), device=entries.device).reshape(entries.shape) % 2 == 0
-            )
-            entries.masked_fill_(missing, math.nan)
 
         floating = [k for k, row in enumerate(rows) if row.is_floating_point()]
         # On a GPU an index out of range would end the process.
@@ -254,12 +236,12 @@ class MadeUpRecords:
             if not row.is_floating_point() and row.dtype != torch.bool and row.device.type == "cpu"
         ]
         for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
-            yield "is not a number", altered(chosen, fill(math.nan))
-            yield "lacks some values", altered(chosen, forget_some)
-            yield "is very large", altered(chosen, fill(_LARGE))
-            yield "is very small", altered(chosen, fill(-_LARGE))
+            yield "is not a number", altered(chosen, math.nan)
+            yield "lacks some values", altered(chosen, math.nan, every=2)
+            yield "is very large", altered(chosen, _LARGE)
+            yield "is very small", altered(chosen, -_LARGE)
         for k in whole:
-            yield "is very large", altered([k], fill(min(_LARGE, torch.iinfo(rows[k].dtype).max)))
+            yield "is very large", altered([k], min(_LARGE, torch.iinfo(rows[k].dtype).max))
 
 
 def _require_equal(

@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.distributions import MaskedDistribution, SineBivariateVonMises, SineSkewed, VonMises
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.func import grad_and_value, vmap
+from torch.func import grad_and_value
 from torch.fx import GraphModule
 
 from .pyro_runs import (
@@ -26,8 +26,7 @@ from .pyro_runs import (
     public_randomness,
     without_value_checks,
 )
-from .recording import parts_read, recorded
-from .refusals import branching_reparam
+from .recording import of_rows, parts_read, recorded
 
 # to torch their support is the whole line
 _ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
@@ -98,8 +97,7 @@ class Prior:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         self.device = samples[0].device
         self._sizes = [shape.numel() for shape in self._shapes.values()]
-        self._value: GraphModule | None = None
-        self._value_and_gradient: GraphModule | None = None
+        self._programs: dict[str, GraphModule] = {}
 
     # -- coordinates -------------------------------------------------------------------------------
 
@@ -160,41 +158,40 @@ class Prior:
 
     def log_density(self, theta: Tensor) -> float:
         """log p(θ) with the Jacobian terms."""
-        if self._value is None:
-            self._value = self._recorded(self._log_density, theta)
         with torch.no_grad():
-            return float(self._value(theta))
+            return float(self._program(self._log_density, theta)(theta))
 
     def log_densities(self, thetas: Tensor) -> Tensor:
         """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
-        # sites that do not count, like discrete ones in the data plate, are drawn all the same
-        with torch.no_grad(), without_value_checks(), public_randomness():
-            try:
-                values: Tensor = vmap(self._log_density, randomness="different")(thetas)
-            except RuntimeError:  # vmap lacks an operation of the model, whatever the values are
-                values = torch.stack([self._log_density(theta) for theta in thetas])
+        with torch.no_grad(), public_randomness():
+            values: Tensor = of_rows(self._program(self._log_density, thetas[0]), thetas)
         return values
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""
         with torch.no_grad():
-            gradient, value = self._gradient_program(theta)(theta)
+            gradient, value = self._program(self._gradient, theta)(theta)
         return float(value), gradient
 
     def log_densities_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """The same for every row of ``thetas``, (rows,) and (rows, d)."""
-        with torch.no_grad():
-            program = self._gradient_program(thetas[0])
-            try:
-                gradients, values = vmap(program)(thetas)
-            except RuntimeError:
-                gradients, values = map(torch.stack, zip(*map(program, thetas), strict=True))
+        with torch.no_grad(), public_randomness():
+            gradients, values = of_rows(self._program(self._gradient, thetas[0]), thetas)
         return values, gradients
 
-    def _gradient_program(self, theta: Tensor) -> GraphModule:
-        if self._value_and_gradient is None:
-            self._value_and_gradient = self._recorded(grad_and_value(self._log_density), theta)
-        return self._value_and_gradient
+    def _log_density(self, theta: Tensor) -> Tensor:
+        return self.log_density_with(theta, self._args, self._kwargs)
+
+    def _gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = grad_and_value(self._log_density)(theta)
+        return found
+
+    def _program(self, function: Callable[[Tensor], Any], theta: Tensor) -> GraphModule:
+        """One of the two functions above, recorded when it is used first."""
+        name = function.__name__
+        if name not in self._programs:
+            self._programs[name] = self._recorded(function, theta)
+        return self._programs[name]
 
     def log_density_with(
         self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -241,11 +238,7 @@ class Prior:
         Raises:
             ValueError: its draws are not finite.
         """
-        for _ in range(_DRAWS):
-            theta = self._draws(1)[0]
-            if theta.isfinite().all() and math.isfinite(self.log_density(theta)):
-                return theta
-        raise _no_finite_density()
+        return self.samples(1)[0]
 
     def samples(self, count: int) -> Tensor:
         """As many draws of θ from the prior, ``(count, d)``.
@@ -255,29 +248,24 @@ class Prior:
         """
         found: list[Tensor] = []
         for _ in range(_DRAWS):
-            thetas = self._draws(count)
-            thetas = thetas[thetas.isfinite().all(1)]
-            found += thetas[self.log_densities(thetas).isfinite()] if len(thetas) else []
+            with public_randomness(), without_value_checks():
+                sites = [self.trace().nodes for _ in range(count)]
+            for drawn in sites:
+                values = {n: t(drawn[n]["value"]) for n, t in self.transforms.items()}
+                theta = self.flatten(values)
+                if theta.isfinite().all() and math.isfinite(self.log_density(theta)):
+                    found.append(theta)
             if len(found) >= count:
                 return torch.stack(found[:count])
-        raise _no_finite_density()
-
-    def _draws(self, count: int) -> Tensor:
-        with public_randomness(), without_value_checks():
-            sites = [self.trace().nodes for _ in range(count)]
-        return torch.stack(
-            [
-                self.flatten({n: self.transforms[n](drawn[n]["value"]) for n in self._shapes})
-                for drawn in sites
-            ]
+        raise UnfitModel(
+            f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC,"
+            " made without the data.",
+            code="pyro-start",
         )
 
     def run(self) -> Any:
         """Runs the model under the handlers of the caller."""
         return self._model(*self._args, **self._kwargs)
-
-    def _log_density(self, theta: Tensor) -> Tensor:
-        return self.log_density_with(theta, self._args, self._kwargs)
 
     def _recorded(self, function: Callable[..., Any], theta: Tensor) -> GraphModule:
         try:
@@ -285,8 +273,6 @@ class Prior:
                 # make_fx counts the arguments of a bound method wrongly
                 return recorded(lambda theta: function(theta), theta)
         except Exception as error:
-            if (reason := branching_reparam(error)) is not None:
-                raise UnfitModel(reason) from error
             raise UnfitModel(
                 f"the prior cannot be recorded as tensor operations: {first_line(error)}. Write the"
                 " model without Python branches on values, .item(), .numpy(), one_hot (instead:"
@@ -304,14 +290,6 @@ class Prior:
                 return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)
             except NotImplementedError as error:
                 raise improper(error) from error
-
-
-def _no_finite_density() -> UnfitModel:
-    return UnfitModel(
-        f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC, made"
-        " without the data.",
-        code="pyro-start",
-    )
 
 
 def _require_proper(name: str, site: Any) -> None:

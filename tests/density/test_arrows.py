@@ -3,15 +3,13 @@
 import ast
 from pathlib import Path
 
-from torch_dpbayes.mcmc import density
+from torch_dpbayes import density
 
 ORDER = [
     "pyro_runs",
-    "refusals",
     "pieces",
     "recording",
     "prior",
-    "noncentred",
     "arguments",
     "structure",
     "record_terms",

@@ -9,7 +9,7 @@ from support.pyro_models import (
     weights,
 )
 
-from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.density import Prior
 
 pytestmark = pytest.mark.usefixtures("double")
 

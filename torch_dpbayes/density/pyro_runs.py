@@ -1,5 +1,5 @@
 """How a user's Pyro model is run here: without the data, without the caller's random numbers,
-and without checks whose errors depend on values.
+without parameters, and without checks whose errors depend on values.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
+from torch.nn import Module, Parameter
 
-from ...errors import UnfitModel as UnfitModel
-from ...noise import fresh_generator
+from ..errors import UnfitModel as UnfitModel
+from ..noise import fresh_generator
 
 Model = Callable[..., Any]
 Trace = Any  # pyro.poutine.trace_struct.Trace
@@ -127,3 +129,51 @@ def nearly_equal(a: Tensor, b: Tensor) -> bool:
     tolerance = 1e-9 if a.dtype == torch.float64 else 1e-4 if a.dtype == torch.float32 else 3e-2
     scale = float(b.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * (scale + 1e-30), equal_nan=True)
+
+
+class WithoutParameters:
+    """A model in which :func:`pyro.param` raises :class:`UnfitModel`: what it returns may come from
+    Pyro's store, where a run that was not private has left what it fitted to the same records.
+    Frozen parameters of modules are public and stay frozen, whereas Pyro would let them be trained.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model itself, with an empty store, from which nothing fitted can be read where a
+        handler in the model hides a parameter.
+        """
+        with pyro.get_param_store().scope() as used, _RefusesParameters():
+            result = self._model(*args, **kwargs)
+        for name in used["params"]:
+            raise _parameter(name)
+        return result
+
+
+@contextmanager
+def frozen_ones_kept(model: Model) -> Iterator[None]:
+    """Pyro lets a module's frozen parameters be trained whenever it runs; not afterwards."""
+    own = list(model.parameters()) if isinstance(model, Module) else []
+    frozen = [p for p in own if not p.requires_grad]
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+class _RefusesParameters(Messenger):
+    def _pyro_param(self, message: Any) -> None:
+        name, *start = message["args"]
+        if not start or not isinstance(start[0], Parameter) or start[0].requires_grad:
+            raise _parameter(name)
+        message["value"], message["done"] = start[0], True
+
+
+def _parameter(name: str) -> UnfitModel:
+    return UnfitModel(
+        f"the model has a parameter {name!r}, which may have been fitted to the records but would"
+        " count as public: make it a pyro.sample site, write a public number, or freeze its module"
+        " (requires_grad_(False))."
+    )

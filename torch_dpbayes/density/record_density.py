@@ -5,27 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .arguments import Arguments, Call
 from .locality import MadeUpRecords
-from .pieces import Piece, dense, norms_of
-from .program import Program, Recorder
+from .pieces import dense, norms_of
+from .program import FEW_ROWS, Program, Recorder
 from .pyro_runs import (
     InvalidPoint,
     Model,
+    WithoutParameters,
     without_value_checks,
 )
-from .refusals import WithoutParameters
 from .structure import find_structure
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 _NUMBERS_IN_FLOAT64 = 2**17  # likewise
 _ROWS_IN_FLOAT64 = 2**13  # a sum of more loses digits, one number after the other
-T = TypeVar("T")
 
 
 class RecordDensity:
@@ -93,7 +92,7 @@ class RecordDensity:
             together = math.ceil(expected_batch_size + 2 * math.sqrt(expected_batch_size))
         recorder = Recorder(self.made_up, self._dims, max(1, together), chunk_bytes)
         self._terms = recorder.terms()
-        self._few_rows = self.made_up.rows(self._terms.few_rows)
+        self._few_rows = self.made_up.rows(FEW_ROWS)
         # what cannot be recorded is refused before anything is charged
         self.prior.log_density(self.made_up.theta)
         if gradients:
@@ -143,11 +142,9 @@ class RecordDensity:
 
     def of(self, records: Tensor) -> RecordDensity:
         """The same for the records with these numbers, each at most once. Private data."""
-        chosen, left_out = copy(self), self._left_out
-        chosen.__dict__.update(
-            _arguments=self._arguments.of(records),
-            _left_out=None if left_out is None else left_out[records],
-        )
+        chosen = self.with_rows(self._arguments.pick(self.rows(), records))
+        if self._left_out is not None:
+            chosen.__dict__.update(_left_out=self._left_out[records])
         return chosen
 
     # -- what kernels use --------------------------------------------------------------------------
@@ -155,7 +152,7 @@ class RecordDensity:
     @torch.no_grad()
     def is_valid(self, theta: Tensor) -> bool:
         """Whether made-up records have terms at θ. No function of the data."""
-        terms = self._of_made_up(self._terms, theta)
+        terms = self._terms.of_few(theta, self._few_rows)
         return terms is not None and not bool(terms.isnan().all())
 
     @torch.no_grad()
@@ -164,11 +161,7 @@ class RecordDensity:
 
         Where they can, no record decides whether those of the others are.
         """
-        return self.is_valid(theta) and self._of_made_up(self._gradients, theta) is not None
-
-    def _of_made_up(self, program: Program, theta: Tensor) -> Tensor | None:
-        """The program's results for made-up records, None where it cannot be run at θ."""
-        return program.of_few(theta, self._few_rows)
+        return self.is_valid(theta) and self._gradients.of_few(theta, self._few_rows) is not None
 
     @torch.no_grad()
     def log_likelihoods(self, theta: Tensor) -> Tensor:
@@ -179,7 +172,7 @@ class RecordDensity:
                 what the model can compute.
         """
         result = torch.empty(self.num_records, dtype=self.prior.dtype, device=self.prior.device)
-        for records, terms in self._by_chunks(self._terms, self._terms, theta):
+        for records, terms in self._by_chunks(self._terms, theta):
             result[records] = terms[: records.stop - records.start]
         if self._left_out is not None:
             result[self._left_out] = math.nan
@@ -193,9 +186,9 @@ class RecordDensity:
         Raises:
             InvalidPoint: the model cannot be evaluated at θ.
         """
-        size, program = self.prior.dimension, self._gradients
+        size = self.prior.dimension
         result = torch.empty(self.num_records, size, dtype=torch.float64, device=self.prior.device)
-        for records, pieces in self._by_chunks(program, program.pieces, theta):
+        for records, pieces in self._by_chunks(self._gradients, theta):
             own = [piece.of(slice(records.stop - records.start)).in_float64() for piece in pieces]
             result[records] = dense(own, size)
         if self._left_out is not None:
@@ -215,43 +208,7 @@ class RecordDensity:
         Raises:
             InvalidPoint: the model cannot be evaluated at θ.
         """
-        result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
-        for block, factors in self._clipped_blocks(theta, max_norm):
-            for piece in block:
-                result[piece.columns] += piece.weighted_sum(factors)
-        return result
-
-    def _clipped_blocks(
-        self, theta: Tensor, max_norm: float
-    ) -> Iterator[tuple[list[Piece], Tensor]]:
-        """Blocks of the records' finite gradients in float64, and the factors that clip them."""
-        for block, norms in self._blocks(theta):
-            finite = norms.isfinite()
-            if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
-                block, norms = [piece.of(finite) for piece in block], norms[finite]
-            yield block, (max_norm / norms).clamp_(max=1.0)
-
-    def _blocks(
-        self, theta: Tensor, chosen: Tensor | None = None
-    ) -> Iterator[tuple[list[Piece], Tensor]]:
-        """Blocks of the gradients of records in the mask ``chosen``, or of all, in float64, and
-        their norms.
-        """
-        program = self._gradients
-        for records, gradients in self._by_chunks(program, program.pieces, theta):
-            gradients = [piece.of(slice(records.stop - records.start)) for piece in gradients]
-            kept = None if chosen is None else chosen[records]
-            if self._left_out is not None:
-                sound = ~self._left_out[records]
-                kept = sound if kept is None else kept & sound
-            if kept is not None:
-                gradients = [piece.of(kept) for piece in gradients]
-            each = sum(piece.values[:1].numel() for piece in gradients)
-            rows = min(_ROWS_IN_FLOAT64, max(1, _NUMBERS_IN_FLOAT64 // max(1, each)))
-            for start in range(0, len(gradients[0].values), rows):
-                some = slice(start, start + rows)
-                block = [piece.of(some).in_float64() for piece in gradients]
-                yield block, norms_of(block)
+        return self._weighted_sum(theta, lambda norms: (max_norm / norms).clamp_(max=1.0))
 
     @torch.no_grad()
     def gradient_sum(self, theta: Tensor, chosen: Tensor) -> Tensor:
@@ -261,73 +218,86 @@ class RecordDensity:
         Raises:
             InvalidPoint: the model cannot be evaluated at θ.
         """
+        return self._weighted_sum(theta, torch.ones_like, chosen)
+
+    def _weighted_sum(
+        self, theta: Tensor, weights: Callable[[Tensor], Tensor], kept: Tensor | None = None
+    ) -> Tensor:
+        """Σ weight·g_i over the records in the mask ``kept``, or all, whose gradients are finite;
+        ``weights`` of their norms.
+        """
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
-        for block, norms in self._blocks(theta, chosen):
-            finite = norms.isfinite()
-            ones = torch.ones_like(norms[finite])
-            for piece in block:
-                result[piece.columns] += piece.of(finite).weighted_sum(ones)
+        for records, gradients in self._by_chunks(self._gradients, theta):
+            some = torch.ones(records.stop - records.start, dtype=torch.bool, device=theta.device)
+            if kept is not None:
+                some &= kept[records]
+            if self._left_out is not None:  # also those that were found to fail a moment ago
+                some &= ~self._left_out[records]
+            pieces = [piece.of(slice(len(some))) for piece in gradients]
+            if not some.all():
+                pieces = [piece.of(some) for piece in pieces]
+            each = sum(piece.values[:1].numel() for piece in pieces)
+            rows = min(_ROWS_IN_FLOAT64, max(1, _NUMBERS_IN_FLOAT64 // max(1, each)))
+            for start in range(0, len(pieces[0].values), rows):
+                block = [piece.of(slice(start, start + rows)).in_float64() for piece in pieces]
+                norms = norms_of(block)
+                finite = norms.isfinite()
+                if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
+                    block, norms = [piece.of(finite) for piece in block], norms[finite]
+                factors = weights(norms)
+                for piece in block:
+                    result[piece.columns] += piece.weighted_sum(factors)
         return result
 
     # -- for owners who compare their models -------------------------------------------------------
 
-    def described_data(self) -> list[dict[str, Any]]:
+    def described_data(self) -> list[Any]:
         """Shape and type of the data's rows; no function of the records, nor of their number."""
         return self._arguments.described()
 
-    def leave_out_all_records(self) -> None:
-        """From now on no record contributes anything."""
-        self._left_out = torch.ones(self.num_records, dtype=torch.bool, device=self.prior.device)
-
     # -- chunks of records -------------------------------------------------------------------------
 
-    def _by_chunks(
-        self, program: Program, run: Callable[[Tensor, list[Tensor]], T], theta: Tensor
-    ) -> Iterator[tuple[slice, T]]:
-        """Which records, and what ``run``, of the program, gives for them and rows after them."""
+    def _by_chunks(self, program: Program, theta: Tensor) -> Iterator[tuple[slice, Any]]:
+        """Which records, and what ``program`` gives for them and rows after them."""
         # asked of made-up rows alone: no record decides whether a trajectory ends here
-        ready = self.is_valid if program is self._terms else self.has_gradients
-        if not ready(theta):
+        if not (self.is_valid if program is self._terms else self.has_gradients)(theta):
             raise InvalidPoint
         for start in range(0, self.num_records, program.rows):
-            count = min(program.rows, self.num_records - start)
-            yield slice(start, start + count), self._run(program, run, theta, start)
+            rows = self._rows(program, start)
+            try:
+                result = program(theta, rows)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # not of all rows: it runs on made-up ones at this θ
+                self._leave_out_failing(program, theta, start, rows)
+                result = program(theta, self._rows(program, start))
+            yield slice(start, min(start + program.rows, self.num_records)), result
 
     def _rows(self, program: Program, start: int) -> list[Tensor]:
-        """Rows of the data, filled up with made-up ones to the recorded number."""
+        """Rows of the data, filled up with made-up ones to the recorded number, and made-up ones
+        in place of those that are left out.
+        """
         count = min(program.rows, self.num_records - start)
         rows = self._arguments.rows(start, count)
-        if count == program.rows:
-            return rows
-        return [
-            torch.cat([row, more.to(row.dtype)], dim)
-            for row, more, dim in zip(
-                rows, self.made_up.rows(program.rows - count), self._dims, strict=True
-            )
-        ]
-
-    def _run(
-        self,
-        program: Program,
-        run: Callable[[Tensor, list[Tensor]], T],
-        theta: Tensor,
-        start: int,
-    ) -> T:
-        rows = self._rows(program, start)
-        try:
-            return run(theta, rows)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # not of all rows: it runs on made-up ones at this θ
-            self._leave_out_failing(program, theta, start, rows)
-            return run(theta, self._rows(program, start))
+        if count < program.rows:
+            filling = self.made_up.rows(program.rows - count)
+            rows = [
+                torch.cat([row, more.to(row.dtype)], dim)
+                for row, more, dim in zip(rows, filling, self._dims, strict=True)
+            ]
+        if self._left_out is not None:
+            (gone,) = self._left_out[start : start + count].nonzero(as_tuple=True)
+            filling = self.made_up.rows(len(gone))
+            rows = [
+                row.index_copy(dim, gone.to(row.device), more.to(row.dtype))
+                for row, more, dim in zip(rows, filling, self._dims, strict=True)
+            ]
+        return rows
 
     def _leave_out_failing(
         self, program: Program, theta: Tensor, start: int, rows: list[Tensor]
     ) -> None:
-        """Exchange the rows at which the computation fails for made-up ones, for good; they
-        contribute 0 from now on.
-        """
+        """Leave out the rows at which the computation fails: they contribute 0 from now on."""
         filling = self.made_up.rows(program.rows)
 
         def failing(first: int, last: int) -> list[int]:
@@ -352,7 +322,6 @@ class RecordDensity:
             )
         for i in found:
             self._left_out[start + i] = True
-            self._arguments.overwrite(start + i, filling, i)
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from torch_dpbayes.mcmc import RecordDensity
-from torch_dpbayes.mcmc.density.pieces import dense, in_pieces
-from torch_dpbayes.mcmc.density.recording import recorded
+from torch_dpbayes.density import RecordDensity
 
 pytestmark = pytest.mark.usefixtures("double")
 COUNT, GROUPS = 300, 7
@@ -112,7 +110,7 @@ def test_where_a_record_picks_one_entry_its_zeros_are_left_out(name):
     model, make, _, used = MODELS[name]
     density = RecordDensity(model, make())
     program = density._gradients
-    made = program.pieces(density.made_up.theta, density.made_up.rows(program.rows))
+    made = program(density.made_up.theta, density.made_up.rows(program.rows))
     assert used is None or any(piece.column is not None for piece in made) == used
 
 
@@ -142,47 +140,3 @@ def test_a_record_whose_number_is_not_finite_counts_as_zero():
     total = expected(term, theta, [v[sound] for v in (group, x, y)], 0.7)
     density = RecordDensity(model, (group, x, y))
     torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)
-
-
-def one_number(values, column, width):
-    zeros = torch.zeros(len(values), width)
-    rows = torch.arange(len(values))
-    return torch.ops.aten.index_put(zeros, [rows, column], values, True)
-
-
-def test_sums_of_parts_without_a_common_column_stay_in_parts_and_others_are_added():
-    column, values = torch.tensor([0, 2, 1, 1]), torch.randn(4)
-    zeros = torch.zeros(4, 3)
-
-    def apart(values, column):
-        left = torch.cat([one_number(values, column, 3), zeros.new_zeros(4, 3)], 1)
-        return left + torch.cat([zeros.new_zeros(4, 3), values[:, None] * torch.ones(3)], 1)
-
-    def together(values, column):
-        twice = one_number(values, column, 3) + one_number(values, column.flip(0), 3)
-        return torch.cat([twice, one_number(values, column, 3)], 1)
-
-    for function, columns in ((apart, [True, False]), (together, [False, True])):
-        graph, pieces = in_pieces(recorded(function, values, column))
-        found = pieces.of(graph(values, column))
-        assert [piece.column is not None for piece in found] == columns
-        torch.testing.assert_close(dense(found, 6), function(values, column))
-
-
-def test_zeros_that_are_written_to_are_not_zeros():
-    column, values = torch.tensor([0, 2, 1, 1]), torch.randn(4)
-
-    def function(values, column):
-        return torch.cat([torch.zeros(4, 2).fill_(3.0), one_number(values, column, 3)], 1)
-
-    assert in_pieces(recorded(function, values, column)) is None
-
-
-def test_a_number_for_every_pair_of_a_row_and_a_column_is_not_one_for_each_row():
-    column, values = torch.tensor([0, 2, 1, 1]), torch.randn(4)
-
-    def function(values, column):
-        rows, zeros = torch.arange(4)[:, None], torch.zeros(4, 3)
-        return torch.ops.aten.index_put(zeros, [rows, column], values, True)
-
-    assert in_pieces(recorded(function, values, column)) is None

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from torch_dpbayes.mcmc.density import NonCentred, Prior, is_hierarchical
+from torch_dpbayes.density import Prior
+from torch_dpbayes.noise_aware.noncentred import NonCentred, is_hierarchical
 
 DOUBLE = torch.float64
 ONE = torch.ones((), dtype=DOUBLE)

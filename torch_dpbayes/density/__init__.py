@@ -13,10 +13,9 @@ shapes alone.
 
 Each file needs only those above it:
 
-* ``pyro_runs``: how the user's model is run; ``refusals``: what of Pyro's it may not use;
+* ``pyro_runs``: how the user's model is run;
   ``recording``: functions as graphs of operations;
-* ``prior``: the latents as one vector θ, and its density; ``noncentred``: other coordinates for
-  those of hierarchical models;
+* ``prior``: the latents as one vector θ, and its density;
 * ``arguments``: which arguments are data, and their rows;
 * ``structure``: from shapes, which sites belong to the records;
 * ``record_terms``: the terms of any rows, as Pyro computes them;
@@ -27,7 +26,6 @@ Each file needs only those above it:
   likewise the statistics of an exponential family. Only these files and ``arguments`` touch data.
 """
 
-from .noncentred import NonCentred, is_hierarchical
 from .prior import Prior
 from .pyro_runs import InvalidPoint, Model, UnfitModel, without_value_checks
 from .record_density import RecordDensity, clipped_ratio_sum
@@ -36,12 +34,10 @@ from .record_statistics import RecordStatistics
 __all__ = [
     "InvalidPoint",
     "Model",
-    "NonCentred",
     "Prior",
     "RecordDensity",
     "RecordStatistics",
     "UnfitModel",
     "clipped_ratio_sum",
-    "is_hierarchical",
     "without_value_checks",
 ]
