@@ -63,7 +63,6 @@ EXAMPLES = {
     ),
     "MuGaussianDpEvent": MuGaussianDpEvent(0.5),
     "ZCDpEvent": ZCDpEvent(0.1, 0.05),
-    "RepeatAndSelectDpEvent": dpa.dp_event.RepeatAndSelectDpEvent(GaussianDpEvent(2.0), 5.0, 1.0),
     "PureDpEvent": PureDpEvent(0.3),
     "BoundedRangeDpEvent": BoundedRangeDpEvent(0.3),
     "FailureDpEvent": FailureDpEvent(1e-6),

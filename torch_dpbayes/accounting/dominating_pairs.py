@@ -182,17 +182,6 @@ class Concentrated:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
-    """The best of a hidden number of runs, each of which makes the releases ``parts``: pairs with
-    how often. Known by its Renyi curve only, see :mod:`selection`.
-    """
-
-    parts: tuple[tuple[Pair, int], ...]
-    mean: float
-    shape: float
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     """Loss +infinity with probability ``delta``, else 0; its own reverse."""
 
@@ -218,7 +207,6 @@ Pair = (
     | Pure
     | BoundedRange
     | Concentrated
-    | Repeated
     | Failure
     | NonPrivate
 )
@@ -474,7 +462,7 @@ def _(pair: Mixed) -> float:
 
 
 @dominating_mu.register
-def _(pair: Concentrated | Repeated) -> float:
+def _(pair: Concentrated) -> float:
     raise ArgumentError(
         "a release known by its Renyi curve only implies no Gaussian differential privacy, on which"
         " this accountant's adaptive guarantee rests since its first charge: charge it to an"

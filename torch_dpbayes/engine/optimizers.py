@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import calibrated
+from ..accounting.calibration import noise_multiplier_for
 from ..accounting.events import DpEvent, GaussianDpEvent
 from ..batches.poisson_loader import PoissonLoader
 from ..distributed import CALIBRATION, Ranks
@@ -219,14 +219,14 @@ def _calibrated(
 
     low = 0.01
     if not is_held(accountant):
-        low = calibrated(
+        low = noise_multiplier_for(
             event,
-            epsilon,
-            delta,
-            steps,
-            accountant.neighboring,
-            accountant.history,
-            accountant.method,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            steps=steps,
+            neighboring=accountant.neighboring,
+            history=accountant.history,
+            method=accountant.method,
         )
     high = low
     # the budget is kept by another rule than the one that the target is priced by: method "rdp", or

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import calibrated
+from ..accounting.calibration import noise_multiplier_for
 from ..accounting.events import (
     ComposedDpEvent,
     DpEvent,
@@ -119,14 +119,14 @@ def total_multiplier(
         )
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
     try:
-        found = calibrated(
+        found = noise_multiplier_for(
             GaussianDpEvent,
-            epsilon,
-            delta,
-            1,
-            accountant.neighboring,
-            accountant.history,
-            accountant.method,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            steps=1,
+            neighboring=accountant.neighboring,
+            history=accountant.history,
+            method=accountant.method,
         )
     except ValueError as error:
         if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):

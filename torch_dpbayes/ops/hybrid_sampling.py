@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.calibration import calibrated
+from ..accounting.calibration import noise_multiplier_for
 from ..accounting.events import (
     ComposedDpEvent,
     GaussianDpEvent,
@@ -155,9 +155,15 @@ def hybrid(
     noise = None
     if start_share is not None:
         first = make(start_share * epsilon, delta, accountant, num_data=num_data)
-        history = [*accountant.history, (first.event, 1)]
-        relation, method = accountant.neighboring, accountant.method
-        noise = calibrated(of_noise, epsilon, delta, steps, relation, history, method)
+        noise = noise_multiplier_for(
+            of_noise,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            steps=steps,
+            neighboring=accountant.neighboring,
+            history=[*accountant.history, (first.event, 1)],
+            method=accountant.method,
+        )
     module, chain, private = PrivacyEngine(accountant).make_private(
         module=module,
         optimizer=partial(optimizer, **prior, **cold),
