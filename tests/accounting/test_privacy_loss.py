@@ -11,7 +11,7 @@ from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, fft_composition
 from torch_dpbayes.accounting.dominating_pairs import Sampled
-from torch_dpbayes.accounting.mixture_bounds import Near, mixtures
+from torch_dpbayes.accounting.mixture_bounds import mixtures
 
 DELTA = 1e-5
 KINDS = ("directed", "antipodal", "symmetric")
@@ -140,8 +140,7 @@ def test_a_release_is_dominated_by_the_mixture_of_its_corners(kind, rates, noise
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
         patch.setattr("torch_dpbayes.accounting.mixture_bounds._WORTH", 1.0)
-        near = Near(1.0, -5.0, False)
-        found = mixtures([(Sampled(kind, rate, noise), 1), *ends], 1e9, 2, near)
+        found = mixtures([(Sampled(kind, rate, noise), 1), *ends], 2)
     if found is None:  # the release is one of the corners
         return
     assert len(found.corners) <= 4
