@@ -445,6 +445,7 @@ def compose(
     reverse: bool | None = None,
     mixed: bool = True,
     is_pilot: bool = False,
+    finest: float = 0.0,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -458,6 +459,7 @@ def compose(
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
         is_pilot: a very wide window gets a coarse grid, since another composition may follow.
+        finest: the smallest interval that is worth its time.
     """
     total = sum(levels.values())
     grows = delta is not None and epsilon is not None
@@ -479,6 +481,7 @@ def compose(
                 tail = tail_of(max(math.exp(window.log_delta), SMALLEST), total)
                 if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
                     window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
+            window = window._replace(interval=max(window.interval, finest))
             if is_pilot and (window.upper - window.lower) / window.interval > _WIDE_WINDOW:
                 window = window._replace(interval=(window.upper - window.lower) / _PILOT_SIZE)
             composition = Composition(window, levels, direction, tail, mixed)

@@ -92,10 +92,7 @@ def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, nodes:
     shift = sensitivity / noise
     # coordinates in which the cost of a release of small loss is exp(2 (x + y))
     place = np.log(rate), np.log(shift) + _log_expm1_over(2 / noise**2) / 2
-    size = np.exp(place[0] - place[0].max() + place[1] - place[1].max())
-    # far out, where a tilt is large, the largest losses decide
-    cost, cost_of_tail = count * size**2, count * size**6
-    cost = cost / cost.sum() + cost_of_tail / cost_of_tail.sum()
+    cost = count * np.exp(2 * (place[0] - place[0].max() + place[1] - place[1].max()))
     column, row = (_nodes(at, cost, nodes) for at in place)
     rates, shifts = rate[column], shift[row]
     rates[-1], shifts[-1] = rate.max(), shift.max()  # of numbers with equal logarithms
