@@ -11,9 +11,6 @@ import torch
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
-    events,
-    mechanisms,
-    random_allocation,
 )
 from torch_dpbayes.accounting.calibration import get_noise_multiplier
 from torch_dpbayes.accounting.events import (
@@ -320,11 +317,6 @@ def test_bad_events_are_refused(event):
 def test_bad_counts_are_refused(count):
     with pytest.raises(ValueError, match="whole number"):
         PrivacyAccountant().compose(STEP, count)
-
-
-def test_events_are_exported():
-    homes = (events, random_allocation, mechanisms, dpa.dp_event)
-    assert all(any(hasattr(home, name) for home in homes) for name in EXAMPLES)
 
 
 # --- Opacus ---------------------------------------------------------------------------------------
