@@ -37,6 +37,7 @@ from .dominating_pairs import Array, Sampled, SampledKind
 Indices = NDArray[np.int64]
 
 _BINS = 400
+_MORE = 8  # times as many noises, where there are few rates
 _WORTH = 0.7  # corners for each release, up to which mixtures are faster
 _MOST_GROUPS = 4096  # releases up to which each is a group of its own
 _LARGEST_RATE = 1 - 1e-6  # of a corner, unless a release has a larger one
@@ -92,8 +93,13 @@ def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, nodes:
     shift = sensitivity / noise
     # coordinates in which the cost of a release of small loss is exp(2 (x + y))
     place = np.log(rate), np.log(shift) + _log_expm1_over(2 / noise**2) / 2
-    cost = count * np.exp(2 * (place[0] - place[0].max() + place[1] - place[1].max()))
-    column, row = (_nodes(at, cost, nodes) for at in place)
+    # the cost that decides: flatter where losses are large and grow less, steeper far out, where
+    # the largest ones count most; the grid serves both
+    size = np.exp(place[0] - place[0].max() + place[1] - place[1].max())
+    near, far = count * size**1.5, count * size**4
+    cost = near / near.sum() + far / far.sum()
+    column = _nodes(place[0], cost, nodes)
+    row = _nodes(place[1], cost, min(nodes**2 // len(column), _MORE * nodes))
     rates, shifts = rate[column], shift[row]
     rates[-1], shifts[-1] = rate.max(), shift.max()  # of numbers with equal logarithms
     column, of_rate = _chord(rates, rate, lambda low, high: high - low)
