@@ -105,11 +105,11 @@ def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
 def test_groups_of_close_releases_stand_for_them(monkeypatch):
     """The mean of a group, and the bound on what that changes, against each release by itself."""
     rng = np.random.default_rng(12)
-    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 900))
-    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 900))
+    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 1500))
+    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 1500))
     counts = {Sampled("directed", float(q), float(z)): 1 for z, q in zip(noise, rate, strict=True)}
     alone, grouped = [], []
-    for groups, found in ((4096, alone), (700, grouped), (300, grouped)):
+    for groups, found in ((4096, alone), (1200, grouped), (500, grouped)):
         monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", groups)
         (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
         epsilon = composed.upper_epsilon(DELTA)

@@ -30,7 +30,7 @@ _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 _CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
 _MOST_TIMES = 16.0  # that a composition may grow on its grid
-_MIXED_NODES = 32  # rates, and noises, of the grid of mixtures at ACCURACY
+_MIXED_NODES = 28  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 
 
