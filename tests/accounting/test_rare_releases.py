@@ -114,8 +114,9 @@ def test_a_bounded_range_in_closed_form(neighboring, power, share, log_delta):
     delta = 10**log_delta
     found = bounds.upper_epsilon({pair: 1}, delta)
     assert exact(found) <= delta
+    # delta is rounded up by 1e-12 of itself, which moves epsilon farther where delta is nearly 1
     least = found - 4e-12 * pair.epsilon
-    assert least <= 0 or exact(least) >= delta
+    assert least <= 0 or exact(least) >= delta * (1 - 3e-12)
 
 
 def test_what_no_attack_sees_at_delta_costs_nothing():
