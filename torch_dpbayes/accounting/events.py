@@ -154,10 +154,9 @@ def positive_count(value: Any, what: str = "count") -> int:
 
 def real(value: Any, what: str) -> float:
     # float(): dp_accounting drops multipliers that are not Python floats inside a composed event.
+    number = None if isinstance(value, str | bytes) else value
     try:
-        if not isinstance(value, str | bytes):
-            return float(value)
-        raise TypeError
+        return float(number)
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"{what} must be a number, got {value!r}.") from None
 
