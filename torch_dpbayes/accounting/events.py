@@ -154,7 +154,7 @@ def positive_count(value: Any, what: str = "count") -> int:
 
 def real(value: Any, what: str) -> float:
     # float(): dp_accounting drops multipliers that are not Python floats inside a composed event.
-    number = None if isinstance(value, str | bytes) else value
+    number: Any = None if isinstance(value, str | bytes) else value
     try:
         return float(number)
     except (TypeError, ValueError):
