@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from torch_dpbayes.accounting import bounds
 from torch_dpbayes.accounting.dominating_pairs import (
     BoundedRange,
     Failure,
@@ -109,6 +110,12 @@ def test_curves_are_concave_inverse_to_each_other_and_grow_with_releases(counts)
     x, y = found[0].vertices
     back = found[-1](1 - y)
     assert np.max(np.abs(back - (1 - x))[y < 1 - 1e-6]) < 2e-3
+
+
+def test_the_advantage_is_that_of_a_composition_made_for_it():
+    counts = {Sampled("symmetric", 1e-3, 0.7): 30}
+    (curve,) = curves(counts)
+    tightly(curve.advantage, bounds.upper_delta(counts, 0.0), 2e-5)
 
 
 def test_what_fails_or_reveals_everything():
