@@ -304,24 +304,14 @@ def of_best(mu: float, mean: float, shape: float, fine: int = 1) -> Law:
     probability generating function of K.
     """
     x, w = line(-12.0, mu + 12.0, 0.04 / fine)
-    if math.isinf(shape):  # a Poisson number; of none, nothing is released
+    gamma = Repetitions(mean, shape).gamma
 
-        def log_slope(cdf: Array) -> Array:
-            return math.log(mean) + mean * (cdf - 1)
-    else:
-        gamma = Repetitions(mean, shape).gamma
-
-        def log_slope(cdf: Array) -> Array:
-            return -(shape + 1) * np.log1p(-(1 - gamma) * cdf)
+    def log_slope(cdf: Array) -> Array:
+        return -(shape + 1) * np.log1p(-(1 - gamma) * cdf)
 
     log_p, log_q = (log_slope(special.ndtr(x - m)) + normal(x, m, 1.0) for m in (mu, 0.0))
-    if math.isinf(shape):
-        x_none = np.array([-mean])
-        law = both_ways(np.append(log_p, x_none), np.append(log_q, x_none), np.append(w, 0.0))
-    else:
-        scale = special.logsumexp(log_q + w)
-        law = both_ways(log_p - scale, log_q - scale, w)
-    return law
+    scale = special.logsumexp(log_q + w)
+    return both_ways(log_p - scale, log_q - scale, w)
 
 
 # --- the integral ---------------------------------------------------------------------------------
@@ -581,12 +571,6 @@ class Draws:
         event = selection_event(run, Repetitions(mean, shape), own, relation)  # type: ignore[arg-type]
         return event, partial(of_best, mu, mean, shape), 0.0
 
-    def repeated(self) -> Drawn:
-        mu, mean = self.log(0.1, 1.0), self.log(1.5, 20.0)
-        shape = float(self.rng.choice([1.0, 0.0, -0.5, math.inf]))
-        event = dpa.dp_event.RepeatAndSelectDpEvent(events.MuGaussianDpEvent(mu), mean, shape)
-        return event, partial(of_best, mu, mean, shape), 0.0
-
     def concentrated(self) -> Drawn:
         rho = self.log(1e-3, 0.3)
         return events.ZCDpEvent(rho), partial(of_gaussian, math.sqrt(2 * rho)), 0.0
@@ -600,8 +584,8 @@ ONE_RELATION = {
     False: ("mixture", "sampled_laplace", "sampled_discrete_gaussian"),
     True: ("response",),
 }
-ONLY_RENYI = ("repeated", "concentrated")
-FEW = {"allocation": 20, "selection": 2, "repeated": 2, "failure": 3, "epsilon_delta": 3}
+ONLY_RENYI = ("concentrated",)
+FEW = {"allocation": 20, "selection": 2, "failure": 3, "epsilon_delta": 3}
 
 
 def composition(rng: np.random.Generator, wanted: str | None = None) -> dict[str, Any]:

@@ -11,9 +11,6 @@ import torch
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
-    events,
-    mechanisms,
-    random_allocation,
 )
 from torch_dpbayes.accounting.calibration import get_noise_multiplier
 from torch_dpbayes.accounting.events import (
@@ -63,7 +60,6 @@ EXAMPLES = {
     ),
     "MuGaussianDpEvent": MuGaussianDpEvent(0.5),
     "ZCDpEvent": ZCDpEvent(0.1, 0.05),
-    "RepeatAndSelectDpEvent": dpa.dp_event.RepeatAndSelectDpEvent(GaussianDpEvent(2.0), 5.0, 1.0),
     "PureDpEvent": PureDpEvent(0.3),
     "BoundedRangeDpEvent": BoundedRangeDpEvent(0.3),
     "FailureDpEvent": FailureDpEvent(1e-6),
@@ -325,11 +321,6 @@ def test_bad_events_are_refused(event):
 def test_bad_counts_are_refused(count):
     with pytest.raises(ValueError, match="whole number"):
         PrivacyAccountant().compose(STEP, count)
-
-
-def test_events_are_exported():
-    homes = (events, random_allocation, mechanisms, dpa.dp_event)
-    assert all(any(hasattr(home, name) for home in homes) for name in EXAMPLES)
 
 
 # --- Opacus ---------------------------------------------------------------------------------------

@@ -64,17 +64,9 @@ def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_pure_release_fits_a_budget_of_its_own_epsilon(method):
-    accountant = PrivacyAccountant(1.0, DELTA, method=method)
-    assert accountant.remaining(PureDpEvent(1.0)) == 1
-    assert accountant.compose(PureDpEvent(1.0)).get_epsilon() <= 1.0
-    with pytest.raises(PrivacyBudgetExceeded):
-        accountant.compose(PureDpEvent(0.5))
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("epsilons", "budget"), [((1.0, 2.0), 3.0), ((0.1,) * 3, 0.3), ((0.7, 0.1, 0.1), 0.9)]
+    ("epsilons", "budget"),
+    [((1.0,), 1.0), ((1.0, 2.0), 3.0), ((0.1,) * 3, 0.3), ((0.7, 0.1, 0.1), 0.9)],
 )
 def test_basic_composition_fits_whatever_floats_add_up_to(method, epsilons, budget):
     accountant = PrivacyAccountant(budget, 1e-9, method=method)
@@ -82,3 +74,6 @@ def test_basic_composition_fits_whatever_floats_add_up_to(method, epsilons, budg
         accountant.compose(PureDpEvent(epsilon))
     assert accountant.get_epsilon() <= budget
     assert accountant.get_delta(budget) == 0.0
+    assert accountant.remaining(PureDpEvent(0.5)) == 0
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(PureDpEvent(0.5))

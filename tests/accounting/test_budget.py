@@ -20,6 +20,7 @@ from torch_dpbayes.accounting.dominating_pairs import (
     Pure,
     Sampled,
     added,
+    uncovered,
 )
 from torch_dpbayes.accounting.fft_composition import compose, mean_transform
 from torch_dpbayes.accounting.gdp import gaussian_delta
@@ -176,6 +177,17 @@ def test_what_was_given_back_fits_once():
         limits.spend(other, 1)
         counts = added(counts, {other: 1})
     assert bounds.upper_epsilon(counts, DELTA) <= 1.0 and counts[other] <= 8
+
+
+def test_only_what_dominates_a_release_stands_for_it():
+    held = {Gaussian(0.1): 3, Sampled("directed", 0.02, 1.0): 2, Pure(1.0): 1}
+    less = Sampled("directed", 0.01, 1.0)
+    assert uncovered(held, {less: 3, Gaussian(0.2): 1, Pure(0.5): 1, Gaussian(0.05): 2}) == {
+        less: 1,
+        Gaussian(0.2): 1,
+        Pure(0.5): 1,
+    }
+    assert list(held.values()) == [1, 0, 1]
 
 
 @pytest.mark.parametrize("rule", [None, Filter.gaussian(1.0, 1e-5), Filter("renyi", 8.0, 1.0)])

@@ -15,7 +15,6 @@ from torch_dpbayes.accounting import (
     get_num_steps,
     noise_multiplier_for,
 )
-from torch_dpbayes.accounting.calibration import calibrated
 from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.events import (
     GaussianDpEvent,
@@ -67,7 +66,6 @@ USES = {
     "noise_multiplier_for": lambda relation, _: noise_multiplier_for(
         sampled, **TARGET, steps=100, neighboring=relation
     ),
-    "calibrated": lambda relation, _: calibrated(sampled, 1.0, 1e-5, 100, relation, (), "rdp"),
     "plan, noise": lambda relation, _: (
         PLANNED(num_iterations=50, neighboring=relation).noise_multipliers
     ),
@@ -101,8 +99,8 @@ def test_every_use_of_a_relation_tells_the_two_apart_and_takes_nothing_else(use,
 
 OPTIONS = {
     "method": lambda word: PrivacyAccountant(method=word),
-    "method of calibrated": lambda word: calibrated(
-        sampled, 1.0, 1e-5, 100, "replace_one", (), word
+    "method of noise_multiplier_for": lambda word: noise_multiplier_for(
+        sampled, **TARGET, steps=100, method=word
     ),
     "sampling of DPSGLD": lambda word: bare(dpb.optim.DPSGLD, sampling=word),
     "sampling of DPSGHMC": lambda word: bare(dpb.optim.DPSGHMC, sampling=word),
@@ -132,6 +130,17 @@ WORDS = ["", *"Poisson RDP Full Matched Hooks Sum Gram Bernoulli Posterior none"
 def test_a_misspelt_option_is_an_error(option, word):
     with pytest.raises(ValueError):
         OPTIONS[option](word)
+
+
+@pytest.mark.parametrize("name", ["epsilon", "delta"])
+@pytest.mark.parametrize("value", ["1", b"1", None, [1.0]])
+def test_what_is_no_number_is_an_error_that_says_so(name, value):
+    numbers = {"epsilon": 1.0, "delta": 1e-5} | {name: value}
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be a number"):
+        get_noise_multiplier(**TAKEN | {f"target_{name}": value})
+    if value is not None:
+        with pytest.raises(TypeError, match=f"{name} must be a number"):
+            PrivacyAccountant(**numbers)
 
 
 @pytest.mark.parametrize("flag", ["Adaptive", "", None, True, "adaptiv"])

@@ -504,13 +504,6 @@ def test_a_child_never_returns_a_block_of_its_parent(path):
 # --- which guarantee ------------------------------------------------------------------------------
 
 
-def test_one_job_has_the_tight_guarantee(path):
-    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 1000)
-    assert accountant.guarantee == "fixed"
-    assert accountant.get_epsilon() == PrivacyAccountant().compose(STEP, 1000).get_epsilon(DELTA)
-    assert "fixed before" in accountant.summary()
-
-
 def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path):
     first = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 500, label="first")
     first.close()
@@ -574,22 +567,6 @@ def test_a_refused_declaration_leaves_everything_as_it_was(where, path):
     assert len(accountant) == 1 and (where == "memory" or counted(path) == 1)
 
 
-def test_without_a_budget_later_jobs_have_no_guarantee(path):
-    PrivacyAccountant(path=path).compose(STEP, 100).close()
-    second = later_job(path=path).compose(STEP, 10)
-    assert second.guarantee == "none" and "none for jobs" in second.summary()
-    assert (second.get_epsilon(DELTA), second.get_delta(1.0)) == (math.inf, 1.0)
-    assert len(second) == 110
-
-
-def test_jobs_that_opened_an_empty_file_were_all_fixed_in_advance(path):
-    jobs = [later_job(3.0, DELTA, path=path) for _ in range(3)]
-    for job in jobs:
-        job.compose(STEP, 10)
-    assert {job.guarantee for job in jobs} == {"fixed"}
-    assert later_job(path=path).compose(STEP).guarantee == "filter"
-
-
 # --- saving ---------------------------------------------------------------------------------------
 
 
@@ -644,22 +621,6 @@ def test_a_descendant_with_its_ancestors_pid_is_another_process(path, monkeypatc
     accountant.close()
     assert int(os.read(reader, 10)) == 12
     assert len(PrivacyAccountant(path=path)) == 12
-
-
-def test_an_accountant_in_memory_is_not_its_descendants(monkeypatch):
-    accountant = PrivacyAccountant(3.0, DELTA)
-    accountant.compose(STEP, 5)
-    parent, (reader, writer) = os.getpid(), os.pipe()
-    if (child := os.fork()) == 0:
-        monkeypatch.setattr(os, "getpid", lambda: parent)
-        try:
-            accountant.compose(STEP)
-        except RuntimeError:
-            os.write(writer, b"refused")
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    assert os.read(reader, 10) == b"refused"
 
 
 def test_an_interrupted_charge_is_read_from_the_file(path, monkeypatch):

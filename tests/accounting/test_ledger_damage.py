@@ -20,8 +20,6 @@ from torch_dpbayes.accounting.ledger import file
 from torch_dpbayes.accounting.ledger.schema import LedgerError
 
 BUDGET = {"epsilon": 3.0, "delta": DELTA, "neighboring": "replace_one"}
-SETTINGS = ["epsilon", "delta", "method", "neighboring", "unit", "id", "created", "seal"]
-COLUMNS = "seq time job writer later kind label event count flag block digest".split()
 
 
 @pytest.fixture
@@ -94,89 +92,9 @@ OF_BYTES = [
     another_length,
     a_page_in_the_place_of_another,
 ]
-VALUES = [
-    *(None, b"", b"abc", b"\xff\xfe", 0, 1, -1, 2**62, -(2**63), 1.5, float("inf"), "x" * 100_000),
-    *(
-        "",
-        "null",
-        "[]",
-        "{}",
-        "NaN",
-        "1e999",
-        "3.0",
-        "true",
-        '"x"',
-        '"replace-one"',
-        "[[[",
-        "[" * 9999,
-    ),
-    *(
-        '["GaussianDpEvent", 1.0]',
-        '["GaussianDpEvent", "loud"]',
-        '["GaussianDpEvent"]',
-        '["__all__"]',
-    ),
-    *(
-        "charge",
-        "return",
-        "block",
-        "plan",
-        "filter",
-        "fixed",
-        "adaptive",
-        "registered",
-        "renyi 0.5",
-    ),
-]
-STATEMENTS = [
-    *("DROP TABLE rows", "DROP TABLE settings", "DROP INDEX returned_once", "DELETE FROM settings"),
-    *("DELETE FROM rows", "DELETE FROM rows WHERE seq = (SELECT max(seq) FROM rows)"),
-    *("ALTER TABLE rows RENAME COLUMN count TO number", "ALTER TABLE settings RENAME TO other"),
-    *("PRAGMA application_id = 1", "PRAGMA user_version = 0", "PRAGMA user_version = 1"),
-]
-
-
-def by_sql(rng, path):
-    """Values and types that the columns would refuse are among them."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.text_factory = bytes
-    value = rng.choice(VALUES) if rng.random() < 0.8 else rng.randbytes(rng.randrange(40))
-    given = rng.choice(["?", "?", "CAST(? AS TEXT)"])
-    with contextlib.suppress(sqlite3.Error):  # not every statement makes sense in every ledger
-        if rng.random() < 0.3:
-            connection.execute("PRAGMA writable_schema = ON")
-            connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
-            connection.close()
-            connection = sqlite3.connect(path, isolation_level=None)
-        (last,) = connection.execute("SELECT max(seq) FROM rows").fetchone()
-        row = rng.choice([1, last or 1, rng.randint(1, last or 1)])
-        what = rng.choice(["cell", "cell", "setting", "setting", "name", "row", "statement"])
-        if what == "cell":
-            connection.execute(
-                f"UPDATE rows SET {rng.choice(COLUMNS)} = {given} WHERE seq = {row}", (value,)
-            )
-        elif what in ("setting", "name"):
-            column, name = "value" if what == "setting" else "name", rng.choice(SETTINGS)
-            connection.execute(
-                f"UPDATE settings SET {column} = {given} WHERE name = '{name}'", (value,)
-            )
-        elif what == "row" and rng.random() < 0.5:
-            connection.execute(f"DELETE FROM rows WHERE seq = {row}")
-        elif what == "row":
-            columns = ", ".join(COLUMNS[1:])
-            connection.execute(
-                f"INSERT INTO rows SELECT seq + {rng.randint(1, 4)}, {columns} FROM rows WHERE seq"
-                f" = {row}"
-            )
-        else:
-            connection.execute(rng.choice(STATEMENTS))
-    connection.close()
 
 
 def damage(rng, path):
-    if rng.random() < 0.4:
-        by_sql(rng, path)
-        return
     content = bytearray(path.read_bytes())
     rng.choice(OF_BYTES)(rng, content)
     path.write_bytes(content)

@@ -152,17 +152,6 @@ def test_the_budget_is_never_passed(tmp_path, number, steps):
     assert epsilon_of(path) <= 1.2
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_spawned_worker_is_the_same_job(tmp_path, method):
-    path = tmp_path / "budget.db"
-    parent = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 10)
-    told = run_workers(Shared(parent), 1, 20, [1.0], method)
-    assert set(told.values()) == {20}
-    assert len(parent) == 30
-    assert parent.guarantee == "fixed"
-
-
 def compose_in_pool(accountant):
     with accountant:
         return accountant.compose(STEP).guarantee

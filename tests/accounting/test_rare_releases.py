@@ -114,8 +114,9 @@ def test_a_bounded_range_in_closed_form(neighboring, power, share, log_delta):
     delta = 10**log_delta
     found = bounds.upper_epsilon({pair: 1}, delta)
     assert exact(found) <= delta
+    # delta is rounded up by 1e-12 of itself, which moves epsilon farther where delta is nearly 1
     least = found - 4e-12 * pair.epsilon
-    assert least <= 0 or exact(least) >= delta * (1 - 1e-11)  # as delta is told from epsilon
+    assert least <= 0 or exact(least) >= delta * (1 - 3e-12)
 
 
 def test_what_no_attack_sees_at_delta_costs_nothing():
@@ -159,16 +160,6 @@ def test_two_rare_releases_against_an_integral(rate, noise, delta):
         lambda e: math.log(two_releases(rate, noise, e) / delta), found / 1.2, found * 1.2
     )
     assert truth * (1 - 1e-7) <= found <= truth * 1.001
-
-
-@pytest.mark.parametrize(
-    ("rate", "noise", "count", "delta", "epsilon"),
-    [(1e-7, 0.412, 100, 3.8e-13, 0.4206), (1e-6, 0.5, 1000, 1e-10, 0.1384)],
-)
-def test_many_rare_releases(rate, noise, count, delta, epsilon):
-    """Another accountant's bounds are 0.420 and 0.138, to so many digits."""
-    found = bounds.upper_epsilon({Sampled("directed", rate, noise): count}, delta)
-    assert epsilon * 0.998 <= found <= epsilon * 1.001
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])

@@ -5,7 +5,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
@@ -95,35 +94,24 @@ def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, lo
 
 
 @given(mu=st.floats(0.05, 2.0), mean=means, shape=shapes, log_delta=st.floats(-9.0, -2.0),
-       up=st.booleans(), is_poisson=st.booleans())  # fmt: skip
+       up=st.booleans())  # fmt: skip
 @settings(max_examples=25)
-def test_the_best_of_gaussians(mu, mean, shape, log_delta, up, is_poisson):
-    """Scored by the released number, or by its negative, with densities by quadrature; prices of
-    this library, and that of dp-accounting's event, which takes Poisson numbers of runs, too.
-    """
+def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
+    """Scored by the released number, or by its negative, with densities by quadrature."""
     repetitions, delta = Repetitions(mean, shape), 10**log_delta
     gamma = repetitions.gamma
     x = np.linspace(-10.0, 10.0 + mu, 40_001)
 
     def density(center):
         above = stats.norm.sf(x - center) if up else stats.norm.cdf(x - center)
-        weight = mean * (
-            np.exp(-mean * above)
-            if is_poisson
-            else (gamma / (gamma + (1 - gamma) * above)) ** (1 + shape)
-        )
+        weight = mean * (gamma / (gamma + (1 - gamma) * above)) ** (1 + shape)
         return stats.norm.pdf(x - center) * weight * (x[1] - x[0])
 
     there, absent = density(mu), density(0.0)
-    assert there.sum() == pytest.approx(1 - math.exp(-mean) * is_poisson, abs=1e-6)
-    counts = {Gaussian(mu): 1}
-    event = RepeatAndSelectDpEvent(GaussianDpEvent(1 / mu), mean, math.inf if is_poisson else shape)
-    prices = [PrivacyAccountant(method="rdp").compose(event).get_epsilon(delta)]
-    if not is_poisson:
-        prices.append(selection._by_profile(counts, repetitions, delta))
-    for price in prices:
-        for one, other in ((there, absent), (absent, there)):
-            assert np.maximum(one - math.exp(price) * other, 0).sum() <= delta
+    assert there.sum() == pytest.approx(1, abs=1e-6)
+    price = selection._by_profile({Gaussian(mu): 1}, repetitions, delta)
+    for one, other in ((there, absent), (absent, there)):
+        assert np.maximum(one - math.exp(price) * other, 0).sum() <= delta
 
 
 def test_pure_runs_meet_the_known_factor():

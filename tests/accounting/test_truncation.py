@@ -10,7 +10,6 @@ import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from scipy import stats
 
-from torch_dpbayes.accounting import PrivacyAccountant, mechanisms, renyi
 from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.fft_composition import compose
 
@@ -64,25 +63,3 @@ def test_small_batches_are_covered(neighboring, run):
                 bound = max(c.upper_delta(epsilon) for c in both)
                 assert truth <= bound * (1 + 1e-6) + 1e-7
     assert found.upper_delta(0.0) <= 1
-
-
-@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
-def test_the_renyi_curve_is_that_of_the_mixture(neighboring):
-    event = TruncatedSubsampledGaussianDpEvent(100, 0.1, random.randint(8, 16), 1.3)
-    pair = dominating_pair(event, neighboring)
-    orders = np.array([1.5, 3.0, 8.0])
-    curves = [(w, renyi.divergences(part, orders)) for w, part in pair.parts]
-    moments = sum(w * np.exp((orders - 1) * curve) for w, curve in curves)
-    assert renyi.divergences(pair, orders) == pytest.approx(np.log(moments) / (orders - 1))
-    fixed = PrivacyAccountant(neighboring=neighboring, method="rdp").compose(event, 20)
-    tight = PrivacyAccountant(neighboring=neighboring).compose(event, 20)
-    assert tight.get_epsilon(1e-5) <= fixed.get_epsilon(1e-5)
-
-
-@pytest.mark.parametrize("run", range(5))
-def test_how_often_a_batch_is_full_and_the_record_in_it(run):
-    others, rate = random.randint(1, 40), random.uniform(0.01, 0.99)
-    most = random.randint(1, others)
-    drawn = stats.binom.pmf(np.arange(most, others + 1), others, rate)
-    joins = drawn @ (rate * most / (np.arange(most, others + 1) + 1)) / drawn.sum()
-    assert mechanisms._displacing(others, rate, most) == pytest.approx((drawn.sum(), joins))

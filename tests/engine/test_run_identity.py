@@ -97,7 +97,8 @@ def test_copies_in_memory_say_so_and_copies_with_a_ledger_are_counted(path, capl
         assert "path=" in caplog.text
         step(alone)
         assert len(alone.accountant) == 6
-        assert "resumed from a saved state" in alone.accountant.summary()
+        said = alone.accountant.summary()
+        assert "resumed from a saved state" in said and "parameters were fixed before" in said
         assert "another copy" in " ".join(saved(alone)["private_step"]["accountant"]["notes"])
     caplog.clear()
     for _ in range(2):

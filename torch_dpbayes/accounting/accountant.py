@@ -393,7 +393,7 @@ class PrivacyAccountant:
 
     def get_delta(self, epsilon: float) -> float:
         """An upper bound on delta at ``epsilon`` >= 0, for everything charged so far."""
-        epsilon = float(epsilon)
+        epsilon = events.real(epsilon, "epsilon")
         if not 0 <= epsilon < math.inf:
             raise ArgumentError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
         with LOCK:

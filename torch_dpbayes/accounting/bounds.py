@@ -23,7 +23,6 @@ from .dominating_pairs import (
     Mixed,
     NonPrivate,
     Pair,
-    Repeated,
     Sampled,
     directions,
     dominating_mu,
@@ -72,11 +71,6 @@ def require_loss_distribution(pair: Pair) -> None:
             "zero-concentrated differential privacy has no privacy loss distribution: use"
             " PrivacyAccountant(method='rdp'), or, if the release is a Gaussian, charge"
             " MuGaussianDpEvent(sqrt(2 * rho)), which costs less."
-        )
-    if isinstance(pair, Repeated):
-        raise ArgumentError(
-            "a selection is bounded by Renyi curves: use PrivacyAccountant(method='rdp'), or charge"
-            " accounting.selection.selection_event(...), which is bounded by a profile."
         )
 
 

@@ -39,11 +39,11 @@ from .dominating_pairs import (
     Pure,
     Sampled,
     added,
-    covers,
     dominating_mu,
     has_two_directions,
     largest_added_loss,
     merge,
+    uncovered,
 )
 from .events import Method
 from .fft_composition import Composition, Transform, compose, mean_transform
@@ -362,7 +362,7 @@ class Budget:
         else:
             self._recent = added(self._recent, {pair: count})
             self._last = added(self._last, {pair: count})
-            if self._held and _beyond(self._held, {pair: count}):
+            if self._held and uncovered(self._held, {pair: count}):
                 self._held = {}
 
     # --- deciding ---------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ class Budget:
         return max(largest(excess, start=max(n + n // 4, 1)), n)
 
     def _keeps(self, wanted: Counts) -> bool:
-        if self._held and not _beyond(dict(self._held), wanted):
+        if self._held and not uncovered(dict(self._held), wanted):
             return True
         return self._renyi.keep(wanted)
 
@@ -504,17 +504,3 @@ def _alike(counts: Counts) -> dict[Pair, int]:
         else:
             found |= {pair: counts[pair] for pair in pairs}
     return found
-
-
-def _beyond(held: dict[Pair, int], need: Counts) -> dict[Pair, int]:
-    """Takes ``need`` out of ``held``, as far as that covers it, and returns the rest."""
-    rest = {}
-    for pair, count in need.items():
-        for kept in (pair, *held):
-            if count and held.get(kept, 0) and covers(kept, pair):
-                used = min(count, held[kept])
-                held[kept] -= used
-                count -= used
-        if count:
-            rest[pair] = count
-    return rest

@@ -43,6 +43,7 @@ def noise_multiplier_for(
     steps: int,
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
+    method: Method = "pld",
 ) -> float:
     """The smallest noise multiplier z such that ``history`` and ``steps`` times ``make_event(z)``
     meet the target.
@@ -54,27 +55,13 @@ def noise_multiplier_for(
         steps: how many steps are planned.
         neighboring: the accountant's relation, as :class:`PrivacyAccountant` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
+        method: the accountant's: ``"rdp"`` reports more, and wants a little more noise for it.
 
     Returns:
         z, at most 0.05 percent above the smallest that meets the target.
 
     Raises:
         ArgumentError: the history alone passes the target, or no noise up to 1e7 meets it.
-    """
-    return calibrated(make_event, target_epsilon, target_delta, steps, neighboring, history, "pld")
-
-
-def calibrated(
-    make_event: Callable[[float], DpEvent],
-    target_epsilon: float,
-    target_delta: float,
-    steps: int,
-    neighboring: Neighboring | NeighboringRelation,
-    history: Iterable[tuple[Any, ...]],
-    method: Method,
-) -> float:
-    """:func:`noise_multiplier_for` an accountant of this method: ``"rdp"`` reports more, and
-    wants a little more noise for it.
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     upper = renyi.upper_epsilon if accounting_method(method) == "rdp" else bounds.upper_epsilon
@@ -86,12 +73,22 @@ def calibrated(
             f" alone{': no noise is large enough for another step.' if not why else '. ' + why}"
         )
 
-    def excess(counts: dict[Pair, int]) -> float:
+    steps = events.positive_count(steps, "steps")
+
+    def excess(log_noise: float) -> float:
+        planned = _counts([(make_event(math.exp(log_noise)), steps)], neighboring)
+        counts = added(before, planned)
         if why := without_delta(counts, delta):
             raise ArgumentError(f"no noise multiplier meets the target. {why}")
         return upper(counts, delta) - epsilon
 
-    return _smallest_noise(make_event, before, steps, neighboring, excess)
+    found = _crossing(excess, math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE))
+    if found is None:
+        raise ArgumentError(
+            f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
+            " smaller sampling rate, or a larger target."
+        )
+    return math.exp(found)
 
 
 def get_noise_multiplier(
@@ -120,10 +117,14 @@ def get_noise_multiplier(
     """
     rate = events.sampling_rate(sample_rate)
 
-    def make_event(noise: float) -> DpEvent:
-        return PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
-
-    return calibrated(make_event, target_epsilon, target_delta, steps, neighboring, history, "pld")
+    return noise_multiplier_for(
+        lambda noise: PoissonSampledDpEvent(rate, GaussianDpEvent(noise)),
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        steps=steps,
+        neighboring=neighboring,
+        history=history,
+    )
 
 
 def get_num_steps(
@@ -178,14 +179,14 @@ def total_multiplier(
         )
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
     try:
-        found = calibrated(
+        found = noise_multiplier_for(
             GaussianDpEvent,
-            epsilon,
-            delta,
-            1,
-            accountant.neighboring,
-            accountant.history,
-            accountant.method,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            steps=1,
+            neighboring=accountant.neighboring,
+            history=accountant.history,
+            method=accountant.method,
         )
     except ValueError as error:
         if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):
@@ -195,31 +196,6 @@ def total_multiplier(
             f" {epsilon:g}. State epsilon= in each run, or pass a new accountant."
         ) from error
     return found * (1 + _ROUNDING)
-
-
-def _smallest_noise(
-    make_event: Callable[[float], DpEvent],
-    before: dict[Pair, int],
-    steps: int,
-    neighboring: Neighboring | NeighboringRelation,
-    excess: Callable[[dict[Pair, int]], float],
-) -> float:
-    """The smallest noise multiplier at which ``excess`` of everything is at most 0."""
-    steps = events.positive_count(steps, "steps")
-
-    def excess_at(log_noise: float) -> float:
-        return excess(
-            added(before, _counts([(make_event(math.exp(log_noise)), steps)], neighboring))
-        )
-
-    least, most = math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE)
-    log_noise = _crossing(excess_at, least, most)
-    if log_noise is None:
-        raise ArgumentError(
-            f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
-            " smaller sampling rate, or a larger target."
-        )
-    return math.exp(log_noise)
 
 
 def _crossing(excess: Callable[[float], float], least: float, most: float) -> float | None:

@@ -182,17 +182,6 @@ class Concentrated:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
-    """The best of a hidden number of runs, each of which makes the releases ``parts``: pairs with
-    how often. Known by its Renyi curve only, see :mod:`selection`.
-    """
-
-    parts: tuple[tuple[Pair, int], ...]
-    mean: float
-    shape: float
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     """Loss +infinity with probability ``delta``, else 0; its own reverse."""
 
@@ -218,7 +207,6 @@ Pair = (
     | Pure
     | BoundedRange
     | Concentrated
-    | Repeated
     | Failure
     | NonPrivate
 )
@@ -474,7 +462,7 @@ def _(pair: Mixed) -> float:
 
 
 @dominating_mu.register
-def _(pair: Concentrated | Repeated) -> float:
+def _(pair: Concentrated) -> float:
     raise ArgumentError(
         "a release known by its Renyi curve only implies no Gaussian differential privacy, on which"
         " this accountant's adaptive guarantee rests since its first charge: charge it to an"
@@ -507,18 +495,18 @@ def added(counts: Mapping[Pair, int], more: Mapping[Pair, int], times: int = 1) 
     return total
 
 
-def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
-    """Takes ``count`` of what covers ``pair`` out of ``tokens``, and says what that was;
-    ``None``: nothing does.
-    """
-    left = tokens.get(pair, 0)
-    if left < count:
-        found = next((p for p, n in tokens.items() if n >= count and covers(p, pair)), None)
-        if found is None:
-            return None
-        pair, left = found, tokens[found]
-    tokens[pair] = left - count
-    return pair
+def uncovered(held: dict[Pair, int], need: Mapping[Pair, int]) -> dict[Pair, int]:
+    """Takes ``need`` out of ``held``, as far as that covers it, and returns the rest."""
+    rest = {}
+    for pair, count in need.items():
+        for kept in (pair, *held):
+            if count and held.get(kept, 0) and covers(kept, pair):
+                used = min(count, held[kept])
+                held[kept] -= used
+                count -= used
+        if count:
+            rest[pair] = count
+    return rest
 
 
 # --- fewer different releases ---------------------------------------------------------------------

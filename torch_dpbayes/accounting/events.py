@@ -82,7 +82,7 @@ def privacy_unit(value: Any) -> Unit:
 
 def check_epsilon(epsilon: Any) -> float:
     """``epsilon`` as a positive finite ``float``."""
-    value = float(epsilon)
+    value = real(epsilon, "epsilon")
     if not 0 < value < math.inf:
         raise ArgumentError(
             f"epsilon must be positive and finite, got {epsilon!r}. No limit is epsilon=None."
@@ -92,7 +92,7 @@ def check_epsilon(epsilon: Any) -> float:
 
 def check_delta(delta: Any) -> float:
     """``delta`` as a ``float`` in [1e-30, 1)."""
-    value = float(delta)
+    value = real(delta, "delta")
     if not 0 < value < 1:
         raise ArgumentError(
             f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of"
@@ -108,7 +108,7 @@ def check_delta(delta: Any) -> float:
 
 def check_probability(value: Any, what: str) -> float:
     """``value`` as a ``float`` in (0, 1)."""
-    number = float(value)
+    number = real(value, what)
     if not 0 < number < 1:
         raise ArgumentError(f"{what} must lie between 0 and 1, both excluded, got {value!r}.")
     return number
@@ -154,8 +154,9 @@ def positive_count(value: Any, what: str = "count") -> int:
 
 def real(value: Any, what: str) -> float:
     # float(): dp_accounting drops multipliers that are not Python floats inside a composed event.
+    number: Any = None if isinstance(value, str | bytes) else value
     try:
-        return float(value)
+        return float(number)
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"{what} must be a number, got {value!r}.") from None
 
@@ -296,7 +297,7 @@ def parts_of(event: Any, count: int) -> Parts:
     raise ArgumentTypeError(
         f"{type(event).__name__} is not accounted for here: charge what its guarantee is under the"
         " accountant's relation, PureDpEvent(epsilon), MuGaussianDpEvent(mu) or"
-        " EpsilonDeltaDpEvent(epsilon, delta)."
+        " EpsilonDeltaDpEvent(epsilon, delta); for a selection selection_event(...)."
     )
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy import fft, signal
 
 from .dominating_pairs import Array, Pair, directions, scattered_of
-from .mixture_bounds import Mixtures, Near, mixtures
+from .mixture_bounds import Mixtures, mixtures
 from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
 from .tilted_window import (
     ACCURACY,
@@ -146,10 +146,9 @@ def _transform(
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
     sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
-    excess, fewest = window.excess, window.fewest
-    near = Near(window.tilt, window.log_delta, reverse)
+    nodes = window.nodes
     while sampled:
-        groups = mixtures(sampled, excess, fewest, near)
+        groups = mixtures(sampled, nodes)
         if groups is None:
             others = dict(levels)
             break
@@ -157,8 +156,7 @@ def _transform(
         if found is not None:
             total = found
             break
-        # fewer corners, of which more frequencies fit into memory
-        excess, fewest = 4 * excess, max(2, fewest // 2)
+        nodes = max(2, nodes // 2)  # fewer corners, of which more frequencies fit into memory
     for pair, count in others.items():
         total = total.followed_by(_transform_of(pair, window, size, reverse, tail), count)
     return total
@@ -447,6 +445,7 @@ def compose(
     reverse: bool | None = None,
     mixed: bool = True,
     is_pilot: bool = False,
+    finest: float = 0.0,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -460,6 +459,7 @@ def compose(
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
         is_pilot: a very wide window gets a coarse grid, since another composition may follow.
+        finest: the smallest interval that is worth its time.
     """
     total = sum(levels.values())
     grows = delta is not None and epsilon is not None
@@ -481,6 +481,7 @@ def compose(
                 tail = tail_of(max(math.exp(window.log_delta), SMALLEST), total)
                 if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
                     window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
+            window = window._replace(interval=max(window.interval, finest))
             if is_pilot and (window.upper - window.lower) / window.interval > _WIDE_WINDOW:
                 window = window._replace(interval=(window.upper - window.lower) / _PILOT_SIZE)
             composition = Composition(window, levels, direction, tail, mixed)

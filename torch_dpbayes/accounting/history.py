@@ -21,7 +21,6 @@ from .dominating_pairs import (
     Gaussian,
     NonPrivate,
     Pair,
-    Repeated,
     added,
     dominating_pair,
 )
@@ -42,7 +41,7 @@ Counts = Mapping[Pair, int]
 
 RESUMED = (
     "resumed from a saved state: nothing was released after it was saved, nor from another copy"
-    " of it"
+    " of it, and parameters were fixed before the first release"
 )
 _RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend on other records"
 _NOTHING = "Nothing was recorded; release nothing."
@@ -237,9 +236,7 @@ class History:
     def lower_epsilon(self, delta: float) -> float:
         """No accountant that knows only the events can prove less than this."""
         known: dict[Pair, int] = {
-            pair: count
-            for pair, count in self.counts.items()
-            if not isinstance(pair, Concentrated | Repeated)
+            pair: count for pair, count in self.counts.items() if not isinstance(pair, Concentrated)
         }
         return bounds.lower_epsilon(known, delta) if known else 0.0
 

@@ -25,20 +25,17 @@ from scipy import special
 from . import renyi
 from .bounds import without_extremes
 from .dominating_pairs import (
-    EXACT_LEVELS,
     Array,
     Gaussian,
-    GaussianMixture,
     NonPrivate,
     Pair,
     directions,
     merge,
 )
 from .events import Method
-from .fft_composition import Composition, compose, tail_of
+from .fft_composition import compose
 from .gdp import gaussian_delta, gaussian_epsilon
 from .privacy_loss import apart, failing, largest_sum, loss_nodes
-from .tilted_window import choose_window
 
 if TYPE_CHECKING:
     from .history import History
@@ -52,12 +49,7 @@ _POINTS = 700  # epsilons of a profile, evenly spaced, and as many towards 0
 SMALLEST = 1e-36  # delta up to which they reach
 # delta that compositions are tuned for, beside the advantage
 _DELTAS = (1e-3, 1e-8, 1e-16, 1e-30)
-# relative excess of epsilon that discretisation aims at; of many different levels
-_ACCURACY, _ROUGH_ACCURACY = 5e-4, 1e-3
-_OF_ADVANTAGE = 2e-5  # of the advantage
-_REFINED = 3  # times at most, until that is met
-_MOST_LOSSES = 2**18  # on the grid, of one release, for the advantage
-_MOST_BEYOND = 2**15  # the same for larger losses, and for mixtures, whose inverse is by bisection
+_MOST_LOSSES = 2**18  # on the grid, of one release
 
 # --- trade-off curves -----------------------------------------------------------------------------
 
@@ -127,35 +119,19 @@ class TradeOff:
         right = prior * self.true_positive_rates + (1 - prior) * (1 - self.false_positive_rates)
         return float(min(np.max(right) * (1 + _ROUND_OFF), 1.0))
 
-    def delta(self, epsilon: float) -> float:
-        """The hockey-stick divergence at ``epsilon`` at most."""
-        rise = math.exp(min(epsilon, _LARGEST_LOSS))
-        excess = self.true_positive_rates - rise * self.false_positive_rates
-        return float(np.clip(np.max(excess), 0.0, 1.0))
-
-    def epsilon(self, delta: float) -> float:
-        """The least epsilon >= 0 with ``delta(epsilon) <= delta``; infinite if there is none."""
-        rates, excess = self._above(delta)
-        if not len(rates) or rates[0] <= 0:
-            return math.inf if len(rates) else 0.0
-        slope = float(np.max(excess / rates))
-        return max(math.log(slope) * (1 + _ROUND_OFF), 0.0) if slope > 0 else 0.0
-
     def mu(self, slack: float) -> float:
         """The least mu of a Gaussian whose true-positive rate, and ``slack`` more, is nowhere
         passed; infinite if there is none.
         """
-        rates, powers = self._above(max(slack, _LEAST_SLACK))
+        slack = max(slack, _LEAST_SLACK)
+        above = self.true_positive_rates > slack
+        rates, powers = self.false_positive_rates[above], self.true_positive_rates[above] - slack
         if not len(rates) or rates[0] <= 0:
             return math.inf if len(rates) else 0.0
         # A line between two points of the curve stays below a concave function that is above both.
         with np.errstate(invalid="ignore"):
             mus = special.ndtri(powers) - special.ndtri(rates)
         return max(float(np.nanmax(mus)) * (1 + 1e-9), 0.0)
-
-    def _above(self, slack: float) -> tuple[Array, Array]:
-        above = self.true_positive_rates > slack
-        return self.false_positive_rates[above], self.true_positive_rates[above] - slack
 
 
 def _envelope(slopes: list[float], intercepts: list[float]) -> tuple[Array, Array]:
@@ -273,49 +249,20 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
     """A composition on a tilted grid is accurate near the delta for which its tilt was chosen: a
     few are made, and the smallest of their bounds is taken at each epsilon.
     """
-    few = len(levels) <= EXACT_LEVELS
-    accuracy = _ACCURACY if few else _ROUGH_ACCURACY
-    mixed = any(isinstance(pair, GaussianMixture) for pair in levels)
-    most = _MOST_BEYOND if mixed else _MOST_LOSSES
-    widest = max(float(np.ptp(loss_nodes(pair, 1e-20).losses)) for pair in levels)
-    least = widest / most if few else 0.0
-    tail = tail_of(SMALLEST, sum(levels.values()))
+    finest = max(float(np.ptp(loss_nodes(pair, 1e-20).losses)) for pair in levels) / _MOST_LOSSES
     found = []
-    for target in _DELTAS:
-        window = choose_window(levels, reverse, tail, accuracy=accuracy, log_delta=math.log(target))
-        interval = max(window.interval, least * most / min(most, _MOST_BEYOND))
-        found += compose(levels, delta=target, interval=interval, reverse=reverse)
-    window = choose_window(levels, reverse, tail, accuracy=accuracy, epsilon=0.0)
-    finest, last = max(window.interval, least), found[0]
-    for _ in range(_REFINED if few else 1):
-        interval = max(finest, min(_interval_for_advantage(last), last.interval)) if few else finest
-        if last is not found[0] and last.interval <= 1.5 * interval:
-            break
-        (last,) = compose(levels, epsilon=0.0, interval=interval, reverse=reverse)
-        found.append(last)
+    for delta in (*_DELTAS, None):
+        epsilon = 0.0 if delta is None else None
+        found += compose(
+            levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=True, finest=finest
+        )
     # of very small losses the bounds do not reach the smallest delta: then to one that they reach
     ends = (
-        min(composition.upper_epsilon(delta) for composition in found)
-        for delta in (SMALLEST, *reversed(_DELTAS))
+        min(composition.upper_epsilon(target) for composition in found)
+        for target in (SMALLEST, *reversed(_DELTAS))
     )
     at = points(next(filter(math.isfinite, ends), _LARGEST_LOSS))
     return Profile(at, np.min([composition.profile()(at) for composition in found], axis=0))
-
-
-def _interval_for_advantage(composition: Composition) -> float:
-    """The grid on which rounding, of variance h^2 / 6 for each release, adds little to delta at 0:
-    half of that variance times the density of the losses there.
-    """
-    near = np.abs(composition.losses) <= 10 * composition.interval
-    scale = composition.log_scale - composition.window.tilt * composition.losses[near]
-    mass = float(
-        np.sum(np.maximum(composition.tilted[near], 0.0) * np.exp(np.minimum(scale, 600.0)))
-    )
-    density = mass / (21 * composition.interval)
-    if not density > 0:
-        return 0.0
-    variance = 2 * _OF_ADVANTAGE * composition.upper_delta(0.0) / density
-    return math.sqrt(6 * variance / composition.transform.count)
 
 
 # --- the risk of a history ------------------------------------------------------------------------

@@ -14,19 +14,7 @@ function of K. For this law f' is a power of gamma + (1 - gamma)(1 - F), so that
 
 where T is the trade-off curve of M (its largest true-positive rate at false-positive rate u). That
 is Koskela, Redberg and Wang (2024) with their free epsilon at its best value: each line above T
-gives one of their bounds. dp-accounting's event of private selection is charged by Renyi curves:
-for all orders a > 1 and b > 1 (Papernot, Steinke 2022, Theorem 2),
-
-.. math:: D_a(A) \le D_a(M) + (1 + \eta)\Big(1 - \frac1b\Big) D_b(M)
-    + \frac{1 + \eta}{b} \log\frac1\gamma + \frac{\log E[K]}{a - 1}.
-
-and where K is a Poisson number (shape infinity), and what is released at K = 0 has nothing to do
-with the data (Theorem 6),
-
-.. math:: D_a + E[K]\,\delta + \frac{\log E[K]}{a - 1}, \qquad
-    \text{one run being } \Big(\log\frac{a}{a - 1}, \delta\Big)\text{-private}.
-
-Divergences grow with the order, so that the bound at a larger order holds at a smaller one.
+gives one of their bounds.
 """
 
 from __future__ import annotations
@@ -37,25 +25,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from dp_accounting.dp_event import RepeatAndSelectDpEvent, SelfComposedDpEvent
 from scipy import optimize
 
-from ..errors import ArgumentError, ArgumentTypeError
-from . import bounds, events, renyi
-from .dominating_pairs import Array, Pair, Repeated, added, dominating_pair, pair_of
+from ..errors import ArgumentError
+from . import bounds, events
+from .dominating_pairs import Array, Pair, dominating_pair
 from .events import (
     ComposedDpEvent,
     DpEvent,
     FailureDpEvent,
     Neighboring,
     NeighboringRelation,
-    NonPrivateDpEvent,
-    Parts,
     PureDpEvent,
     UserLevelDpEvent,
     check_delta,
     neighboring_relation,
-    parts_of,
 )
 from .risk import profiles, trade_offs
 
@@ -215,67 +199,3 @@ def selection_event(
         )
     selection = ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
     return UserLevelDpEvent(selection) if True in units else selection
-
-
-# --- repeat-and-select ----------------------------------------------------------------------------
-
-_LEAST_MEAN = 1 + 1e-6  # smaller ones count as this, which costs more
-_MARGIN = 1e-9  # relative, by far that of gamma
-
-
-@parts_of.register
-def _(event: RepeatAndSelectDpEvent, count: int) -> Parts:
-    mean, shape = float(event.mean), float(event.shape)
-    if not 1 <= mean <= 1e100:
-        raise ArgumentError(f"the mean number of runs must be from 1 to 1e100, got {event.mean!r}.")
-    if not shape > -1:
-        raise ArgumentError(
-            f"shape must be above -1, or math.inf for a Poisson number, got {event.shape!r}."
-        )
-    parts = [*parts_of(event.event, 1)]
-    if any(isinstance(part, NonPrivateDpEvent | FailureDpEvent) for part, _ in parts):
-        raise ArgumentError(
-            "runs that may fail outright have no Renyi curve: charge"
-            " accounting.selection.selection_event(...), which prices them by their profile."
-        )
-    if any(isinstance(part, UserLevelDpEvent) for part, _ in parts):
-        raise ArgumentTypeError(
-            "a selection holds a UserLevelDpEvent: write UserLevelDpEvent(selection)."
-        )
-    if mean == 1 and math.isfinite(shape):  # one run, always
-        yield from ((part, count * times) for part, times in parts)
-    elif parts:
-        run = ComposedDpEvent(tuple(SelfComposedDpEvent(part, n) for part, n in parts))
-        yield RepeatAndSelectDpEvent(run, mean, shape), count
-
-
-@pair_of.register
-def _(event: RepeatAndSelectDpEvent, replace: bool) -> Pair:
-    counts: dict[Pair, int] = {}
-    for part, times in parts_of(event.event, 1):
-        counts = added(counts, {pair_of(part, replace): times})
-    return Repeated(tuple(counts.items()), event.mean, event.shape)
-
-
-@renyi.divergences.register
-def _(pair: Repeated, alpha: Array) -> Array:
-    # a larger order is never cheaper than a smaller one
-    orders = np.union1d(alpha, np.array(renyi.ORDERS))
-    found = _at(pair, orders)
-    found = np.minimum.accumulate(found[::-1])[::-1]
-    return np.asarray(found[np.searchsorted(orders, alpha)])
-
-
-def _at(pair: Repeated, orders: Array) -> Array:
-    counts = dict(pair.parts)
-    once = renyi.curve(counts, orders.tolist())
-    mean = max(pair.mean, _LEAST_MEAN) * (1 + _MARGIN)
-    of_number = math.log(mean) / (orders - 1)
-    if math.isinf(pair.shape):
-        curve = renyi.curve(counts)
-        limits = np.log1p(1 / (orders - 1)) * (1 - 1e-15)
-        failing = np.array([renyi.delta(curve, limit) for limit in limits.tolist()])
-        return np.asarray(once + mean * failing + of_number)
-    log_gamma = math.log(gamma_of(mean, pair.shape)) * (1 + _MARGIN) - _MARGIN
-    of_all = (1 + pair.shape) * ((1 - 1 / orders) * once - log_gamma / orders)
-    return np.asarray(once + float(np.min(of_all)) + of_number)

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import calibrated, total_multiplier
+from ..accounting.calibration import noise_multiplier_for, total_multiplier
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from ..batches.poisson_loader import PoissonLoader
 from ..distributed import CALIBRATION, Ranks
@@ -222,14 +222,14 @@ def _calibrated(
 
     low = 0.01
     if not is_held(accountant):
-        low = calibrated(
+        low = noise_multiplier_for(
             event,
-            epsilon,
-            delta,
-            steps,
-            accountant.neighboring,
-            [*accountant.history, *((later, 1) for later in after)],
-            accountant.method,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            steps=steps,
+            neighboring=accountant.neighboring,
+            history=[*accountant.history, *((later, 1) for later in after)],
+            method=accountant.method,
         )
     high = low
     # the budget is kept by another rule than the one that the target is priced by: method "rdp", or

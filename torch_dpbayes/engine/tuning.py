@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.dominating_pairs import Pair, added, dominating_pair, take
+from ..accounting.dominating_pairs import Pair, added, dominating_pair, uncovered
 from ..accounting.events import (
     DpEvent,
     Neighboring,
@@ -145,12 +145,11 @@ class _PlannedAccountant(PrivacyAccountant):
     ) -> PrivacyAccountant:
         """Records a release, or raises before anything is recorded."""
         left = dict(self._left)
-        for pair, times in self._pairs(event, count).items():
-            if not _covered(left, pair, times):
-                raise PrivacyBudgetExceeded(
-                    f"a run of best_of_runs may release no more than schedule=, which does not"
-                    f" cover {count} x {in_words(event)}. Nothing was recorded; release nothing."
-                )
+        if uncovered(left, self._pairs(event, count)):
+            raise PrivacyBudgetExceeded(
+                f"a run of best_of_runs may release no more than schedule=, which does not"
+                f" cover {count} x {in_words(event)}. Nothing was recorded; release nothing."
+            )
         super().compose(event, count, label)
         self._left = left
         return self
@@ -158,22 +157,13 @@ class _PlannedAccountant(PrivacyAccountant):
     def remaining(self, event: DpEvent) -> int | float:
         """How many times the rest of the schedule covers ``event``."""
         need, left, times = self._pairs(event, 1), dict(self._left), 0
-        while need and all(_covered(left, pair, count) for pair, count in need.items()):
+        while need and not uncovered(left, need):
             times += 1
         return times if need else math.inf
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refused: a run starts afresh."""
         raise ArgumentError("a run of best_of_runs starts afresh: it loads no saved accountant.")
-
-
-def _covered(left: dict[Pair, int], pair: Pair, times: int) -> bool:
-    """Takes releases that dominate ``times`` times ``pair`` out of ``left``."""
-    while times and (kept := take(left, pair, 1)) is not None:
-        more = min(times - 1, left[kept])
-        left[kept] -= more
-        times -= more + 1
-    return not times
 
 
 def _require_fresh(result: Any, seen: list[Any]) -> None:

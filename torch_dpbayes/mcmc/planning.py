@@ -277,10 +277,15 @@ def plan(
                 [start(scaled(z)), events.SelfComposedDpEvent(each(scaled(z)), iterations)]
             )
 
-        targets = {"target_epsilon": epsilon, "target_delta": delta}
-        noises = scaled(
-            noise_multiplier_for(run, **targets, steps=1, neighboring=neighboring, history=history)
+        noise = noise_multiplier_for(
+            run,
+            target_epsilon=epsilon,
+            target_delta=delta,
+            steps=1,
+            neighboring=neighboring,
+            history=history,
         )
+        noises = scaled(noise)
     accountant = _accountant(history, None, delta, neighboring)
     if iterations:
         accountant.compose(start(noises)).compose(each(noises), iterations)

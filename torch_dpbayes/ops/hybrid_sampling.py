@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.calibration import calibrated
+from ..accounting.calibration import noise_multiplier_for
 from ..accounting.events import (
     ComposedDpEvent,
     GaussianDpEvent,
@@ -124,11 +124,14 @@ def hybrid(
     first = OnePosteriorSample(
         model, certificate, start_share * epsilon, delta, accountant, num_data=num_data
     )
-    noise = calibrated(
+    noise = noise_multiplier_for(
         lambda multiplier: PoissonSampledDpEvent(rate, GaussianDpEvent(multiplier)),
-        *(epsilon, delta, steps, accountant.neighboring),
-        [*accountant.history, (first.event, 1)],
-        accountant.method,
+        target_epsilon=epsilon,
+        target_delta=delta,
+        steps=steps,
+        neighboring=accountant.neighboring,
+        history=[*accountant.history, (first.event, 1)],
+        method=accountant.method,
     )
     if "temperature" not in getattr(optimizer, "keywords", {}):
         optimizer = partial(optimizer, temperature=1.0)  # else the given clip norm would decide it

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
-from ...noise import check_positive
-from ...noise import GaussianNoise
+from ...noise import GaussianNoise, check_positive
 from ..langevin import mu_of_last_state, overdamped
 from ..models import Model
 from .certificate import ROUND_UP, Asserted, Setting, Statement, StepTooLarge
