@@ -212,7 +212,6 @@ class Release(Charged):
         """Fixed tensors, and what runs on whole batches, are as they were."""
         if self._fixed is not None:
             self._fixed.require_unchanged()
-        self.source.require_unchanged()
 
     def _require_whole(self, records: int, total: int | None) -> None:
         """Every record of the delivered batch came once; ``total``: of a draw that it completes."""
