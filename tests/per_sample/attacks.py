@@ -239,17 +239,11 @@ def a_penalty(net, optimizer, x, t):
     step(optimizer, rows(net(x), t).mean() + x.std() * net[2].weight.square().sum())
 
 
-def saved_tensors_around_the_model(net, optimizer, x, t):
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: v, lambda v: v * flip(v.abs().max())):
-        out = net(x)
-    step(optimizer, rows(out, t).mean())
-
-
 LOOPS = (
     *(custom_function, without_torch_functions, hook_on_the_outputs, backward_with_a_gradient),
     *(gradients_by_autograd, a_second_pass_with_what_is_known, a_backward_pass_of_zero),
     *(a_refusal_that_is_caught, targets_changed_in_place, weights_beside_the_model),
-    *(a_penalty, saved_tensors_around_the_model),
+    a_penalty,
 )
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------

@@ -78,8 +78,8 @@ def lstm_cell(net, x):
     return net.head(h)
 
 
-def checkpointed(net, x, is_reentrant=False):
-    return net.head(checkpoint(net.second, net.first(x), use_reentrant=is_reentrant).tanh())
+def checkpointed(net, x):
+    return net.head(checkpoint(net.second, net.first(x), use_reentrant=False).tanh())
 
 
 def head(width=6):
@@ -147,7 +147,6 @@ MODELS = {
         None,
     ),
     "checkpoint": (lambda: Of(checkpointed, **three()), FLAT),
-    "old checkpoint": (lambda: Of(lambda net, x: checkpointed(net, x, True), **three()), FLAT),
     "weight norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), head()),
         FLAT,
@@ -391,11 +390,6 @@ def catching(h):
         return -h
 
 
-def with_saved_tensors(h):
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        return h.tanh()
-
-
 REFUSED = {
     "vmap rule": Own.apply,
     "generated vmap rule": Generated.apply,
@@ -410,7 +404,7 @@ REFUSED = {
     "index_fill": lambda h: h.index_fill(1, (h[0, :1] > 0).long(), 3.0),
     "caught error": catching,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
-    "hooks on saved tensors": with_saved_tensors,
+    "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
     "item": lambda h: h / max(1.0, h.norm().item()),
     "one_hot without num_classes": lambda h: h + F.one_hot(h.argmax(-1)).sum(),
@@ -427,6 +421,25 @@ def test_what_sees_more_than_one_record_is_refused(name, mode):
         private(net, x, y, grad_sample_mode=mode)
         net(*delivered(x))
     assert error.value.code == "model-map", error.value
+
+
+@SOURCES
+@pytest.mark.parametrize("place", ["in the model", "around the loop"])
+def test_hooks_on_saved_tensors_are_not_called(make, place):
+    called = []
+
+    def hooks():
+        return torch.autograd.graph.saved_tensors_hooks(called.append, called.append)
+
+    def function(h):
+        with hooks() if place == "in the model" else contextlib.nullcontext():
+            return h.tanh()
+
+    make(net := Call(function))
+    x, y = delivered(torch.randn(5, 6), torch.randint(3, (5,)))
+    with hooks() if place == "around the loop" else contextlib.nullcontext():
+        F.cross_entropy(net(x), y).backward()
+    assert not called
 
 
 @SOURCES

@@ -28,7 +28,7 @@ from .arithmetic import full_precision
 from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import SAVED_TENSORS, InnerTransform, RecordMap, require_no_modes
+from .record_map import InnerTransform, RecordMap, as_traced, require_no_modes
 
 
 class UsedElsewhere(RuntimeError):
@@ -197,7 +197,7 @@ class BookkeepingGradientSource(GradientSource):
             if self._is_one_layer(rows):
                 require_no_modes()
                 self.record_map = _WholeBatch()
-                with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+                with as_traced():
                     return of_one(rows, ()), anchors
             copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
             self._copies = list(zip(direct, copies, strict=True))

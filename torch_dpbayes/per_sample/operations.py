@@ -25,9 +25,9 @@ from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
 from .plain_functions import FUNCTIONS, LOSSES_OF_BATCHES
 from .record_map import (
-    SAVED_TENSORS,
     CannotBeMapped,
     RecordMap,
+    as_traced,
     in_plain_words,
     require_no_modes,
     without_values,
@@ -81,7 +81,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name in ("backward", *kinds.METADATA):
             return operation.run()
-        with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+        with as_traced():
             return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
@@ -90,7 +90,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     except Exception as error:
         if name == "backward":
             raise
-        what = SAVED_TENSORS if str(error) == SAVED_TENSORS else without_values(error)
+        what = without_values(error)
     raise operation.batch.refuse(f"{name}: {what}")
 
 
