@@ -292,8 +292,8 @@ def choose_convolution(
             if columns >= 16 * 9:
                 times["grouped"] = products * _GPU_GROUPED + weights * _GPU_GROUP
         is_kept = weights <= _KEPT * held
-        if not is_kept:
-            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram  # in float64, or by blocks
+        if machine.has_double and not is_kept:
+            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram
         return min(times, key=lambda w: times[w]), is_kept
     is_onednn = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
     times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
