@@ -64,6 +64,9 @@ _TORCHS_WORDS = {
         " use_reentrant=False to checkpoint(); for Bloom write block.mlp.gelu_impl ="
         " nn.GELU('tanh'), for every block"
     ),
+    "Batch norm got a batched tensor": (
+        "its statistics follow the records: leave out track_running_stats"
+    ),
     "would mutate a captured Tensor": (
         "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
         " x *= 2"
