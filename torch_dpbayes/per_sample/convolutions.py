@@ -79,10 +79,7 @@ class Geometry:
         """Per-record gradients of the weight, (records, numel), some records at a time; in the type
         of the layer, so that their norms have to be taken of what is found here.
         """
-        if way == "loop":
-            for i in range(len(backprops)):
-                yield self.weight_gradient(inputs[i : i + 1], backprops[i : i + 1]).view(1, -1)
-        elif way == "grouped":
+        if way == "grouped":
             numbers = max(self.numel, inputs[0].numel())
             for part in chunks(len(backprops), numbers, backprops.device):
                 a, g = inputs[part].flatten(0, 1)[None], backprops[part].flatten(0, 1)[None]

@@ -245,8 +245,8 @@ def is_known(module: nn.Module) -> bool:
 
 # Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a
 # multiply-add in a matrix product, in one of float64 and in a oneDNN convolution, a number copied
-# by unfold, a number written to fresh memory, a call of a convolution.
-_MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.044, 0.012, 0.5, 1.0, 80e3
+# by unfold, a number written to fresh memory.
+_MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE = 0.022, 0.044, 0.012, 0.5, 1.0
 
 
 # The same of GPUs, in multiply-adds of float32 in a matrix product, by the ratio of arithmetic to
@@ -277,8 +277,8 @@ def choose_linear(
 def choose_convolution(
     weights: int, groups: int, inputs: Tensor, backprops: Tensor, machine: arithmetic.Machine
 ) -> tuple[str, bool]:
-    """``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"``, and whether the per-record
-    gradients are kept for the sum.
+    """``"gram"``, ``"unfold"`` or ``"grouped"``, and whether the per-record gradients are kept for
+    the sum.
     """
     positions = backprops[0, 0].numel()
     held = inputs[0].numel() + backprops[0].numel()
@@ -297,10 +297,8 @@ def choose_convolution(
         return min(times, key=lambda w: times[w]), is_kept
     is_onednn = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
     times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
-    if is_onednn:
-        times["loop"] = products * _CONVOLUTION + _CALL
-        if inputs.shape[1] // groups % 16 == 0 and backprops.shape[1] // groups % 16 == 0:
-            times["grouped"] = products * _CONVOLUTION + weights * 2 * _WRITE
+    if is_onednn and not (inputs.shape[1] // groups % 16 or backprops.shape[1] // groups % 16):
+        times["grouped"] = products * _CONVOLUTION + weights * 2 * _WRITE
     way = min(times, key=lambda w: times[w])
     # the weighted sum, from inputs and output gradients
     again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD
