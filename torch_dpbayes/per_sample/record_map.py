@@ -61,8 +61,7 @@ _TORCHS_WORDS = {
     ),
     "must override the setup_context staticmethod": (
         "it calls an autograd.Function of the old style, which cannot run for one record: pass"
-        " use_reentrant=False to checkpoint(); for Bloom write block.mlp.gelu_impl ="
-        " nn.GELU('tanh'), for every block"
+        " use_reentrant=False to checkpoint(), and write other functions by operations of torch"
     ),
     "Batch norm got a batched tensor": (
         "its statistics follow the records: leave out track_running_stats"
