@@ -147,6 +147,8 @@ COUNTS: dict[str, Callable[..., Any]] = {
     "split": lambda out, t: len(t.split(1)),
     "storage": lambda out, t: t.untyped_storage().size() // 4,
     "meta": lambda out, t: t.to("meta").shape[0],
+    "what the shape makes": lambda out, t: len(torch.randn(t.shape)) + torch.zeros(t.shape).numel(),
+    "the shape's number": lambda out, t: int(t.shape[0]) + len(range(out.size(0))),
     "a slice that is empty or not": lambda out, t: len(t[N - 1 :]),
     "trial of a view": lambda out, t: caught(lambda: t.view(N, 1)),
 }

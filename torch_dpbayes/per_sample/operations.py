@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +24,7 @@ from . import function_kinds as kinds
 from .derived import as_plain, derived, holds_records
 from .followed import PRIME, Batch, Count, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
-from .plain_functions import FUNCTIONS, LOSSES_OF_BATCHES
+from .plain_functions import FUNCTIONS, gaussian_nll
 from .record_map import (
     CannotBeMapped,
     RecordMap,
@@ -97,22 +98,20 @@ def _run(function: Any, name: str, *given: Any) -> Any:
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
 
+@dataclass(eq=False)
 class _Operation:
     """One torch function on followed tensors of an open batch."""
 
-    def __init__(
-        self,
-        function: Any,
-        name: str,
-        args: Any,
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        spec: Any,
-        batch: Batch,
-    ) -> None:
-        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
-        self.leaves, self.spec, self.batch = leaves, spec, batch
-        self.followed = [v for v in leaves if isinstance(v, Followed)]
+    function: Any
+    name: str
+    args: Any
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: Any
+    batch: Batch
+
+    def __post_init__(self) -> None:
+        self.followed = [v for v in self.leaves if isinstance(v, Followed)]
 
     def run(self) -> Any:
         name, first, batch = self.name, self.followed[0], self.batch
@@ -155,7 +154,7 @@ class _Operation:
             return first.like(self._called([first._rows]))
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
-        if name in kinds.LOSSES and ("reduction" in self.kwargs or name in LOSSES_OF_BATCHES):
+        if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
             return self._loss()
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
@@ -299,8 +298,8 @@ class _Operation:
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
-            is_ours = name in LOSSES_OF_BATCHES
-            found = LOSSES_OF_BATCHES[name](*self.args, **kwargs) if is_ours else self._mapped()
+            is_ours = name == "gaussian_nll_loss"
+            found = gaussian_nll(*self.args, **kwargs) if is_ours else self._mapped()
             if how == "none":
                 return found
             rows = found._rows

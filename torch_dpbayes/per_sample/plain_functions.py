@@ -206,8 +206,8 @@ LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
-    """torch's own raises an error where a record's variance is negative."""
+def gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
+    """On followed tensors; torch's own raises an error where a record's variance is negative."""
     with torch._C._EnableTorchFunction():  # noqa: SLF001
         if not isinstance(var, Tensor):
             var = torch.full_like(input, var)
@@ -216,7 +216,3 @@ def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: fl
         var = var.clamp(min=eps).detach() + (var - var.detach())
         loss = 0.5 * (var.log() + (input - target) ** 2 / var)
         return loss + 0.5 * math.log(2 * math.pi) if full else loss
-
-
-# on followed tensors
-LOSSES_OF_BATCHES: dict[str, Callable[..., Any]] = {"gaussian_nll_loss": _gaussian_nll}
