@@ -71,6 +71,19 @@ def test_reparametrised_samples_have_the_gradients_of_their_records(samples):
     torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_compiler_is_given_no_values():
+    given = []
+
+    def backend(graph, inputs):
+        given.extend(inputs)
+        return graph.forward
+
+    net, _, _, _, a, b = batch()
+    loss = torch.compile(lambda out, y: F.cross_entropy(out.tanh(), y), backend=backend)
+    loss(net(a), b).backward()
+    assert not given
+
+
 def test_an_ordinary_tensor_that_is_given_the_batch_has_no_values():
     x, t = delivered(torch.randn(4, 3), torch.zeros(4)), torch.zeros(2)
     t.data = x[0]

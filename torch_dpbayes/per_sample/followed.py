@@ -49,7 +49,6 @@ REMEDIES = {
         "Other networks run under torch.no_grad(); a learned number is a parameter of the module,"
         " returned beside the output: self.scale.expand(len(x)); for penalties take prior_std="
     ),
-    "loss-compiled": "Compile the model, torch.compile(net), and leave the loss as it is",
     "loss-option": 'Write reduction="mean" or "sum"',
     "loss-vector": "Call loss.mean().backward()",
     "loss-constant": "Compute it from net(x) in training mode, without torch.no_grad()",
@@ -113,6 +112,7 @@ class Count(int):
         return int, (int(self),)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if Followed in types:
             return NotImplemented
@@ -191,6 +191,7 @@ class Followed(Tensor):
         pass
 
     @classmethod
+    @torch.compiler.disable  # a backend would be given the values
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)

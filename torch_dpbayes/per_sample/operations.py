@@ -196,7 +196,7 @@ class _Operation:
         if name == "backward":
             return self._backward(*self.args[1:], **self.kwargs)
         if name == "grad_fn":
-            raise batch.refuse("grad_fn is read, as torch.compile does", "loss-compiled")
+            raise batch.refuse("grad_fn is read", "loss-backward")
         if name in ("__repr__", "__str__"):
             return f"Followed(shape={tuple(first.shape)}, values after backward())"
         if name in kinds.NUMBERS:
