@@ -34,8 +34,6 @@ from .record_map import (
     without_values,
 )
 
-_NON_FINITE = " before backward() (a record that is not finite counts as zero)"
-
 
 class Delivery:
     """Hands out batches as followed tensors, one open batch at a time.
@@ -536,7 +534,7 @@ class _Operation:
                 raise batch.refuse(f"{name}: a mean or sum over the records meets records")
             what = f"{name} of a reduced loss"
             if name in ("isnan", "isfinite"):
-                what = f"{name}(loss){_NON_FINITE}"
+                what = f"{name}(loss) before backward() (what is not finite counts as zero)"
             elif name in kinds.LINEAR and is_one:
                 what = (
                     "a reduced loss meets a tensor in a product or a sum (GradScaler does that; for"
