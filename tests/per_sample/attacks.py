@@ -147,6 +147,8 @@ COUNTS: dict[str, Callable[..., Any]] = {
     "split": lambda out, t: len(t.split(1)),
     "storage": lambda out, t: t.untyped_storage().size() // 4,
     "meta": lambda out, t: t.to("meta").shape[0],
+    "what the shape makes": lambda out, t: len(torch.randn(t.shape)) + torch.zeros(t.shape).numel(),
+    "the shape's number": lambda out, t: int(t.shape[0]) + len(range(out.size(0))),
     "a slice that is empty or not": lambda out, t: len(t[N - 1 :]),
     "trial of a view": lambda out, t: caught(lambda: t.view(N, 1)),
 }
@@ -239,17 +241,11 @@ def a_penalty(net, optimizer, x, t):
     step(optimizer, rows(net(x), t).mean() + x.std() * net[2].weight.square().sum())
 
 
-def saved_tensors_around_the_model(net, optimizer, x, t):
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: v, lambda v: v * flip(v.abs().max())):
-        out = net(x)
-    step(optimizer, rows(out, t).mean())
-
-
 LOOPS = (
     *(custom_function, without_torch_functions, hook_on_the_outputs, backward_with_a_gradient),
     *(gradients_by_autograd, a_second_pass_with_what_is_known, a_backward_pass_of_zero),
     *(a_refusal_that_is_caught, targets_changed_in_place, weights_beside_the_model),
-    *(a_penalty, saved_tensors_around_the_model),
+    a_penalty,
 )
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------

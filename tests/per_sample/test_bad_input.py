@@ -1,5 +1,6 @@
 """What cannot run says so in one sentence, with a code; and the line that it gives works."""
 
+import copy
 import pickle
 from dataclasses import dataclass
 
@@ -266,7 +267,7 @@ MODELS = {
     "unused": ("model-unused", with_unused, unused_frozen),
     "backward hook": ("model-backward-hook", hooked, unhooked),
     "statistics of records": (
-        "model-buffer",
+        "model-map",
         lambda: Images(
             nn.InstanceNorm2d(1, affine=True, track_running_stats=True), nn.Flatten(1), head()
         ),
@@ -479,6 +480,18 @@ def test_hooks_give_padding_no_gradient(is_twice):
     )
     entropy(net(x), y).backward()
     torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("code", ["loss-twice", "model-copied"])
+def test_hooks_say_what_opacus_does_not(code):
+    net = copy.deepcopy(HooksGradientSource(mlp())._module)
+    if code == "loss-twice":
+        HooksGradientSource(net := mlp())
+    with pytest.raises(StepError) as error:
+        loss = entropy(net(X), Y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert error.value.code == code
 
 
 def test_packed_sequences_are_refused_by_hooks():

@@ -123,13 +123,13 @@ def test_bfloat16_adds_no_more_than_the_clip_norm(name, machine):
 @given(
     widths=st.tuples(st.sampled_from([1, 3, 70, 200]), st.sampled_from([1, 5, 130])),
     positions=st.integers(2, 9),
-    powers=st.tuples(st.integers(-30, 18), st.integers(-30, 18)),
+    powers=st.tuples(st.integers(-30, 8), st.integers(-30, 8)),
     closeness=st.sampled_from([1.0, 1e-2, 1e-4, 0.0]),
     has_bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**20),
 )
-def test_gram_norms_of_float32_are_never_too_small(
+def test_norms_in_float32_are_never_too_small(
     widths, positions, powers, closeness, has_bias, dtype, seed
 ):
     """Also where positions cancel, and where numbers or their squares nearly underflow."""
@@ -147,7 +147,8 @@ def test_gram_norms_of_float32_are_never_too_small(
         each = torch.cat([each, g.double().sum(1)], 1)
     truth, terms = each.norm(dim=1), found.size.double()
     assert (norm >= truth * (1 - 2**-22)).all()
-    assert (norm.square() <= truth.square() * 1.001 + (5e-5 * terms.square()) + 1e-70).all()
+    lost = 2**-16 if dtype == torch.bfloat16 else 2**-23 * positions
+    assert (norm <= truth * (1 + 2**-20) + lost * terms + 2e-17).all()
 
 
 @pytest.mark.parametrize("machine", [None, H200], ids=["CPU", "H200"])
@@ -226,26 +227,6 @@ def test_tied_tables_are_instantiated_for_records_that_cancel_alone():
     assert seen == [1]
     expected = (whole * (clip / whole.norm(dim=1, keepdim=True).clamp(min=clip))).sum(0)
     torch.testing.assert_close(out[table], expected, rtol=0.0, atol=1e-10 * clip)
-
-
-@pytest.mark.parametrize("name", ["alike convolutions, Gram", "alike linear layers, Gram"])
-def test_gram_matrices_are_never_made_in_tf32(name, monkeypatch):
-    """Their error is bounded by that of float32."""
-    net, x = model(name)
-    inside, seen = [], []
-
-    @contextmanager
-    def coarse(_device):
-        inside.append(1)
-        yield
-        inside.pop()
-
-    real = contributions.gram
-    monkeypatch.setattr(arithmetic, "tf32", coarse)
-    monkeypatch.setattr(contributions, "gram", lambda *a: seen.append(list(inside)) or real(*a))
-    with on(T4, tf32=True):
-        clipped(BookkeepingGradientSource(net), net, x, weights_of(net, x, 1.0), 1.0)
-    assert seen and not any(seen)
 
 
 def test_tied_weights_are_not_instantiated():

@@ -78,8 +78,8 @@ def lstm_cell(net, x):
     return net.head(h)
 
 
-def checkpointed(net, x, is_reentrant=False):
-    return net.head(checkpoint(net.second, net.first(x), use_reentrant=is_reentrant).tanh())
+def checkpointed(net, x):
+    return net.head(checkpoint(net.second, net.first(x), use_reentrant=False).tanh())
 
 
 def head(width=6):
@@ -147,7 +147,6 @@ MODELS = {
         None,
     ),
     "checkpoint": (lambda: Of(checkpointed, **three()), FLAT),
-    "old checkpoint": (lambda: Of(lambda net, x: checkpointed(net, x, True), **three()), FLAT),
     "weight norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), head()),
         FLAT,
@@ -391,11 +390,6 @@ def catching(h):
         return -h
 
 
-def with_saved_tensors(h):
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        return h.tanh()
-
-
 REFUSED = {
     "vmap rule": Own.apply,
     "generated vmap rule": Generated.apply,
@@ -410,7 +404,7 @@ REFUSED = {
     "index_fill": lambda h: h.index_fill(1, (h[0, :1] > 0).long(), 3.0),
     "caught error": catching,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
-    "hooks on saved tensors": with_saved_tensors,
+    "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
     "item": lambda h: h / max(1.0, h.norm().item()),
     "one_hot without num_classes": lambda h: h + F.one_hot(h.argmax(-1)).sum(),
@@ -427,6 +421,25 @@ def test_what_sees_more_than_one_record_is_refused(name, mode):
         private(net, x, y, grad_sample_mode=mode)
         net(*delivered(x))
     assert error.value.code == "model-map", error.value
+
+
+@SOURCES
+@pytest.mark.parametrize("place", ["in the model", "around the loop"])
+def test_hooks_on_saved_tensors_are_not_called(make, place):
+    called = []
+
+    def hooks():
+        return torch.autograd.graph.saved_tensors_hooks(called.append, called.append)
+
+    def function(h):
+        with hooks() if place == "in the model" else contextlib.nullcontext():
+            return h.tanh()
+
+    make(net := Call(function))
+    x, y = delivered(torch.randn(5, 6), torch.randint(3, (5,)))
+    with hooks() if place == "around the loop" else contextlib.nullcontext():
+        F.cross_entropy(net(x), y).backward()
+    assert not called
 
 
 @SOURCES
@@ -472,63 +485,37 @@ def test_a_layer_with_code_of_its_own_stays_in_the_map():
     assert [layer.name for layer in BookkeepingGradientSource(net)._layers] == ["4"]
 
 
-OWN_CODE = {
-    "a function": lambda layer: setattr(layer, "_conv_forward", lambda x, w, b: x - x.mean(0)),
-    "a class": lambda layer: setattr(layer, "__class__", type("Own", (nn.Conv2d,), {})),
-    "a parameter's class": lambda layer: setattr(
-        layer.weight, "__class__", type("Own", (nn.Parameter,), {})
-    ),
+EXCHANGED = {
+    "forward of all layers": (nn.Linear, "forward"),
+    "forward of one layer": (None, "forward"),
+    "a class": (None, "__class__"),
+    "a function of Python": (F, "layer_norm"),
+    "a function of C++": (F, "linear"),
+    "what a function calls": (torch, "layer_norm"),
 }
 
 
-@pytest.mark.parametrize("name", OWN_CODE)
-def test_a_layer_that_gets_code_of_its_own_later_is_refused(name):
-    source = BookkeepingGradientSource(net := nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(1)))
-    x, y = delivered(torch.randn(5, 2, 3, 3), torch.randint(3, (5,)))
-    F.cross_entropy(net(x), y).backward()
-    source.require_unchanged()
-    OWN_CODE[name](net[0])
-    with pytest.raises(DPBayesError) as error:
-        source.require_unchanged()
-    assert error.value.code == "step-changed"
-
-
-@pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear")])
-def test_a_function_that_is_exchanged_for_all_layers(place, name, monkeypatch):
-    """Before make_private the layers stay in the map; later nothing is released."""
-    before, source = getattr(place, name), BookkeepingGradientSource(Call())
-    monkeypatch.setattr(place, name, lambda *given: before(*given))
-    assert not BookkeepingGradientSource(Call())._layers
-    with pytest.raises(DPBayesError) as error:
-        source.require_unchanged()
-    assert error.value.code == "step-changed"
-
-
-@pytest.mark.parametrize("is_inside", [False, True], ids=["around the model", "in the model"])
-@pytest.mark.parametrize(
-    "place, name",
-    [
-        (nn.Linear, "forward"),
-        (F, "linear"),
-        (None, "class"),
-        (F, "layer_norm"),
-        (torch, "layer_norm"),
-    ],
-)
-def test_code_that_is_exchanged_during_one_pass(place, name, is_inside, monkeypatch):
-    """It would see the whole batch, and be gone when step() looks."""
-
-    class Other(nn.Linear):
-        pass
+@pytest.mark.parametrize("when", ["before make_private", "around a pass", "in the model"])
+@pytest.mark.parametrize("what", EXCHANGED)
+def test_code_in_the_place_of_torchs_sees_one_record(what, when, monkeypatch):
+    """Layers run torch's functions of C++ on the whole batch; any other code stays in the map."""
+    place, name = EXCHANGED[what]
+    seen = []
 
     @contextlib.contextmanager
-    def exchanged():
+    def exchanged(layer):
+        before = getattr(layer if place is None else place, name)
+
+        def watching(*given):
+            seen.append(len(next(t for t in given if isinstance(t, torch.Tensor))))
+            return before(*given)
+
+        other = type("Other", (nn.Linear,), {"forward": lambda self, x: watching(self, x)})
+        if name == "__class__":
+            before = nn.Linear.forward
         with monkeypatch.context() as patch:
-            if place is None:
-                patch.setattr(net.layer, "__class__", Other)
-            else:
-                before = getattr(place, name)
-                patch.setattr(place, name, lambda *given: before(*given))
+            value = other if name == "__class__" else watching
+            patch.setattr(layer if place is None else place, name, value)
             yield
 
     class Net(nn.Module):
@@ -537,15 +524,26 @@ def test_code_that_is_exchanged_during_one_pass(place, name, is_inside, monkeypa
             self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 3)
 
         def forward(self, x):
-            with exchanged() if is_inside else contextlib.nullcontext():
+            with exchanged(self.layer) if when == "in the model" else contextlib.nullcontext():
                 return self.layer(self.norm(x)).tanh()
 
-    BookkeepingGradientSource(net := Net())
+    net = Net()
+    early = exchanged(net.layer) if when == "before make_private" else contextlib.nullcontext()
+    late = exchanged(net.layer) if when == "around a pass" else contextlib.nullcontext()
+    with early:
+        BookkeepingGradientSource(net)
+        x, y = delivered(torch.randn(7, 6), torch.randint(3, (7,)))
+        with contextlib.suppress(DPBayesError), late:
+            F.cross_entropy(net(x), y).backward()
+    assert 7 not in seen
+
+
+def test_a_layer_of_another_class_is_refused():
+    source = BookkeepingGradientSource(net := nn.Sequential(nn.Linear(6, 3)))
+    assert source._layers
+    net[0].__class__ = type("Other", (nn.Linear,), {"forward": lambda self, x: x})
     x, _ = delivered(torch.randn(7, 6), torch.randint(3, (7,)))
-    with (
-        pytest.raises(DPBayesError) as error,
-        contextlib.nullcontext() if is_inside else exchanged(),
-    ):
+    with pytest.raises(DPBayesError) as error:
         net(x)
     assert error.value.code == "step-changed"
 

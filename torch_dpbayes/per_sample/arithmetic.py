@@ -106,27 +106,6 @@ def cut(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.int32).bitwise_and(_TF32_MASK).view(torch.float32)
 
 
-_BLOCK = 64  # terms of a dot product that are added up in float32 before their sum is
-
-
-def gram(t: Tensor, machine: Machine) -> tuple[Tensor, float]:
-    """The products of all pairs of a record's rows, and at most how far that of rows s and t lies
-    off, in units of ‖s‖·‖t‖.
-
-    In float64, as good as exact, where that is fast. In float32 a dot product of k terms lies off
-    by k·2⁻²⁴ of Σ|terms| at most, in whatever order they are added (Higham, Accuracy and Stability
-    of Numerical Algorithms, 2002, section 3.1); by blocks of b by b + k/b.
-    """
-    if machine.has_double or t.dtype == torch.float64:
-        t = t.double()
-        return torch.bmm(t, t.transpose(1, 2)), 0.0
-    parts = t.float().split(_BLOCK, dim=2)
-    found = torch.bmm(parts[0], parts[0].transpose(1, 2))
-    for part in parts[1:]:
-        found.baddbmm_(part, part.transpose(1, 2))
-    return found, (min(t.shape[2], _BLOCK) + len(parts)) * 2.0**-24
-
-
 # -- precision -------------------------------------------------------------------------------------
 
 # Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without

@@ -14,11 +14,9 @@ and raises an error.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from .arithmetic import full_precision
 from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import SAVED_TENSORS, InnerTransform, RecordMap, require_no_modes
+from .record_map import InnerTransform, RecordMap, as_traced, require_no_modes
 
 
 class UsedElsewhere(RuntimeError):
@@ -75,9 +73,9 @@ class BookkeepingGradientSource(GradientSource):
         self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
         self._versions: list[tuple[Tensor, int]] = []  # of parameters, in the last forward pass
         self._layers = [_Layer(self, *found) for found in self._recorded_layers(module)]
-        self.code = {kind: _code_of({kind}) for kind in {layer.kind for layer in self._layers}}
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
         self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._gelus = [_Gelu(m, []) for m in module.modules() if type(m).__name__ == "BloomGelu"]
         recorded = {p for layer in self._layers for _, p in layer.known}
         in_map = [p for p in self._parameters if p not in recorded]
         self.mapped = MappedForward(module, self, in_map, loss)
@@ -164,7 +162,7 @@ class BookkeepingGradientSource(GradientSource):
     def remove(self) -> None:
         super().remove()
         self.mapped.remove()
-        for layer in self._layers:
+        for layer in (*self._layers, *self._gelus):
             layer.remove()
 
     def _refuse_gradient(self, parameter: Tensor) -> None:
@@ -176,12 +174,6 @@ class BookkeepingGradientSource(GradientSource):
                 " torch.autograd.grad for gradients of inputs.",
                 code="step-unclipped",
             )
-
-    def require_unchanged(self) -> None:
-        for code in self.code.values():
-            _require_same(code)
-        for layer in self._layers:
-            layer.require_own_code()
 
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
@@ -207,7 +199,7 @@ class BookkeepingGradientSource(GradientSource):
             if self._is_one_layer(rows):
                 require_no_modes()
                 self.record_map = _WholeBatch()
-                with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+                with as_traced():
                     return of_one(rows, ()), anchors
             copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
             self._copies = list(zip(direct, copies, strict=True))
@@ -235,7 +227,7 @@ class BookkeepingGradientSource(GradientSource):
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and no data."""
         empty: dict[str, Any] = {k: [] for k in ("_handles", "_noted", "_copies", "_held")}
-        return {**self.__dict__, **empty, "code": {}, "is_copy": True}
+        return {**self.__dict__, **empty, "is_copy": True}
 
 
 class VmapGradientSource(BookkeepingGradientSource):
@@ -258,7 +250,15 @@ class _WholeBatch:
 
     @staticmethod
     def call_batched(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        return run(*tensors)
+        with torch._C.DisableTorchFunction():
+            return run(*tensors)
+
+
+class _Gelu(ReplacedForward):
+    """In the place of Bloom's GELU, an autograd.Function of the old style."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
 
 
 class _Layer(ReplacedForward):
@@ -267,22 +267,12 @@ class _Layer(ReplacedForward):
     """
 
     def __init__(self, source: BookkeepingGradientSource, name: str, module: nn.Module) -> None:
-        self.source, self.name, self.kind = source, name, type(module)
-        self.kernel = layers.KINDS[type(module)].kernel
+        self.source, self.name, self.kind = source, name, layers.KINDS[type(module)]
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        super().__init__(module, [module])
-        self._attributes = set(vars(module))
+        super().__init__(module, [])
 
-    def require_own_code(self) -> None:
-        """Raise if the layer has another class than it had, or code of its own."""
-        new = vars(self.module).keys() - self._attributes
-        if type(self.module) is not self.kind or _has_code_of_its_own(self.module, new):
-            raise StepError(_CHANGED.format(self.name), code="step-changed")
-        self._attributes |= new
-
-    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         record_map = self.source.record_map
         if record_map is None or not torch.is_grad_enabled():
@@ -295,54 +285,45 @@ class _Layer(ReplacedForward):
         if not any(p.requires_grad for _, p in self.known):
             return self.original(*args, **kwargs)
         inputs = (*args, *kwargs.values())
-        if (kwargs and len(inputs) > 1) or not all(isinstance(t, Tensor) for t in inputs):
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise UsedElsewhere("with arguments beside its input", (p for _, p in self.known))
-        return self._forward_in_map(record_map, inputs)
+        if type(self.module).forward is not self.kind.forward:
+            raise StepError(_CHANGED.format(self.name), code="step-changed")
+        return self._forward_in_map(record_map, inputs[0])
 
-    def _forward_in_map(
-        self, record_map: RecordMap | _WholeBatch, inputs: Sequence[Tensor]
-    ) -> Tensor:
+    def _forward_in_map(self, record_map: RecordMap | _WholeBatch, given: Tensor) -> Tensor:
         """The whole batch at once; several rows of one record are several calls."""
-        # code that stands there during this call alone would see the whole batch too
-        _require_same(self.source.code[self.kind])
-        self.require_own_code()
-        shape = inputs[0].shape[isinstance(record_map, _WholeBatch) :]
-        is_one, is_several = layers.rows_of(self.module, shape)
+        shape = given.shape[isinstance(record_map, _WholeBatch) :]
+        is_one, is_several = layers.rows_of(self.kind, self.module, shape)
 
-        def run(*given: Tensor) -> Tensor:
-            n, rows = given[0].shape[:2] if is_one or is_several else (len(given[0]), 1)
+        def run(whole: Tensor) -> Tensor:
             if is_one:
-                given = tuple(t.squeeze(1) for t in given)
-            elif is_several:
-                given = tuple(t.flatten(0, 1) for t in given)
-            out = self._record(given, rows)
-            if is_one:
-                return out.unsqueeze(1)
-            return out.unflatten(0, (n, rows)) if is_several else out
+                return self._record(whole.squeeze(1), 1).unsqueeze(1)
+            if is_several:
+                n, rows = whole.shape[:2]
+                return self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))
+            return self._record(whole, 1)
 
         try:
-            return record_map.call_batched(run, inputs)
+            return record_map.call_batched(run, [given])
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 
-    def _record(self, inputs: Sequence[Tensor], rows: int) -> Tensor:
-        receive = self._receiver(
-            [t.clone() if t.is_inference() else t.detach() for t in inputs], rows
-        )
-        out: Tensor
-        if any(t.requires_grad for t in inputs):
-            out = self.run_with({p: p.detach() for _, p in self.known}, inputs, {})
-            if out.requires_grad:
-                out.register_hook(receive)
-                return out
-        else:
-            with torch.no_grad():
-                out = self.original(*inputs)
+    def _record(self, given: Tensor, rows: int) -> Tensor:
+        receive = self._receiver(given.clone() if given.is_inference() else given.detach(), rows)
+        values = self.module._parameters
+        weight, bias = (None if p is None else p.detach() for p in map(values.get, _NAMES))
+        with torch.set_grad_enabled(given.requires_grad):
+            out: Tensor = self.kind.run(self.module, given, weight, bias)
+        if out.requires_grad:
+            out.register_hook(receive)
+            return out
         return _Start.apply(out.clone() if out._base is not None else out, self.anchor, receive)
 
-    def _receiver(self, inputs: list[Tensor], rows: int) -> Callable[[Tensor], None]:
+    def _receiver(self, given: Tensor, rows: int) -> Callable[[Tensor], None]:
         """What takes the gradient of what came out of one call, of so many rows a record."""
-        source, step, versions, is_done = self.source, self.source.step, _versions(inputs), False
+        source, step, is_done = self.source, self.source.step, False
+        inputs, version = [given], given._version
         if self.calls_of_step != step:
             self.calls, self.calls_of_step = 0, step
         self.calls += 1
@@ -350,7 +331,7 @@ class _Layer(ReplacedForward):
         def receive(backprops: Tensor) -> None:
             nonlocal is_done
             require_first_backward(is_done or step != source.step)
-            if _versions(inputs) != versions:
+            if inputs[0]._version != version:
                 raise StepError(
                     _WRITTEN.format(self.name, "forward() and backward()"), code="step-changed"
                 )
@@ -363,10 +344,8 @@ class _Layer(ReplacedForward):
                         code="model-gradient-hook",
                     )
             is_done, g = True, backprops.detach()
-            calls = [layers.Call(list(inputs), g)]
-            if rows > 1:
-                calls = [layers.Call([t[k::rows] for t in inputs], g[k::rows]) for k in range(rows)]
-            inputs.clear()
+            a = inputs.pop()
+            calls = [layers.Call([a[k::rows]], g[k::rows]) for k in range(rows)]
             noted = [self.contribution(calls)] if self.calls == 1 else calls
             for what in noted:
                 source.note(self, what)
@@ -375,11 +354,7 @@ class _Layer(ReplacedForward):
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
         with full_precision(calls[0].backprops.device):
-            return self.kernel(self.module, calls)
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [t._version for t in tensors]
+            return self.kind.kernel(self.module, calls)
 
 
 class _Start(torch.autograd.Function):
@@ -403,67 +378,17 @@ _WRITTEN = (
     "the input of layer {!r}, or the gradient of its output, was changed in place between {}: write"
     " x = x + y instead of x += y, F.relu(x) instead of F.relu_(x)"
 )
-_PLAIN = (Tensor, nn.Parameter, type(None))
 _CHANGED = (
-    "the code of layer {!r} is not what it was when the model was made private, and it runs on"
-    " whole batches: undo that, or call make_private again"
+    "the class of layer {!r}, or its forward(), is not what it was when the model was made private:"
+    " undo that, or call make_private again"
 )
-
-
-def _require_same(code: Iterable[tuple[dict[str, Any], str, Any, Any]]) -> None:
-    """Raise if a function is another one than when :func:`_code_of` noted it."""
-    for home, name, value, its_code in code:
-        if home.get(name) is not value or getattr(value, "__code__", None) is not its_code:
-            raise StepError(_CHANGED.format(name), code="step-changed")
-
-
-def _code_of(kinds: set[type]) -> list[tuple[dict[str, Any], str, Any, Any]]:
-    """The functions that layers on whole batches run: where each stands, its name, itself, its
-    code.
-    """
-    classes = {cls for kind in kinds for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]}
-    homes: list[Any] = [
-        (vars(cls), name, value)
-        for cls in classes
-        for name, value in vars(cls).items()
-        if isinstance(value, FunctionType) or name == "forward"
-    ]
-    functions = {name for kind in kinds for name in layers.KINDS[kind].functions}
-    homes += [(vars(F), name, vars(F)[name]) for name in functions]
-    # and what these call: F.layer_norm is a Python function around torch.layer_norm
-    codes = (vars(F)[name].__code__ for name in functions if hasattr(vars(F)[name], "__code__"))
-    called = {name for code in codes for name in code.co_names if callable(vars(torch).get(name))}
-    homes += [(vars(torch), name, vars(torch)[name]) for name in called]
-    return [(home, name, f, getattr(f, "__code__", None)) for home, name, f in homes]
+_NAMES = ("weight", "bias")
 
 
 def _trusted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Layers of torch's own, unchanged, whose rows are known to be computed one by one."""
     for name, layer in module.named_modules():
-        if (
-            any(p is not None and p.requires_grad for p in layer._parameters.values())
-            and layers.is_known(layer)
-            and not _has_code_of_its_own(layer, vars(layer))
-            and not _is_exchanged(type(layer))
-        ):
+        if any(
+            p is not None and p.requires_grad for p in layer._parameters.values()
+        ) and layers.is_known(layer):
             yield name, layer
-
-
-def _has_code_of_its_own(layer: nn.Module, attributes: Iterable[str]) -> bool:
-    """Whether one of these attributes takes the place of a function of the layer's class, or a
-    parameter's class brings code along: either would see the whole batch.
-    """
-    are_plain = all(type(p) in _PLAIN for p in layer._parameters.values())
-    return not are_plain or any(callable(getattr(type(layer), n, None)) for n in attributes)
-
-
-def _is_exchanged(kind: type) -> bool:
-    """Whether somebody exchanged a function of a layer's class, or one of torch.nn.functional that
-    such layers call.
-    """
-    return any(
-        isinstance(f, FunctionType)
-        and f.__globals__
-        is not vars(sys.modules[home["__module__" if "__module__" in home else "__name__"]])
-        for home, _, f, _ in _code_of({kind})
-    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_SPLIT, chunks, gram, is_split, joined, product, split, wide
+from .arithmetic import LOST_IN_SPLIT, chunks, is_split, joined, product, split, wide
 
 
 class Contribution(ABC):
@@ -249,14 +249,17 @@ class Outer(Product):
         return self.backprops.shape, self.inputs.shape, self.backprops.dtype, kept
 
     def set_norms(self, alike: Sequence[Outer]) -> None:
-        n, positions, width = self.backprops.shape
-        each = positions * 2 * (2 * positions + width + self.inputs.shape[2])
-        together = max(1, arithmetic.machine_of(self.backprops.device).piece // (each * n))
+        machine = arithmetic.machine_of(self.backprops.device)
+        (n, positions, width), width_in = self.backprops.shape, self.inputs.shape[2]
+        norms_of, each = _gram_norms, positions * 2 * (2 * positions + width + width_in)
+        if not machine.has_double and self.backprops.dtype != torch.float64:
+            norms_of, each = _instantiated_norms, 2 * width * (width_in + 1)
+        together = max(1, machine.piece // (each * n))
         for start in range(0, len(alike), together):
             some = alike[start : start + together]
             g, a = (beside(t) for t in ([x.backprops for x in some], [x.inputs for x in some]))
             parts = chunks(len(g), each, g.device)
-            found = [_gram_norms(self, g[part], a[part]) for part in parts]
+            found = [norms_of(self, g[part], a[part]) for part in parts]
             norms, sizes = (f[0] if len(f) == 1 else torch.cat(f) for f in zip(*found, strict=True))
             if is_split(self.backprops):
                 norms = norms + LOST_IN_SPLIT * sizes
@@ -304,13 +307,6 @@ class Outer(Product):
             g, a = weighted(self.backprops[part], factor[part], out), self.inputs[part]
             self._add(g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1]), out)
 
-    def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        if self.backprops.dim() > 2:
-            super().add_squares(factor, out)
-            return
-        g = weighted(self.backprops, factor, out).square_()
-        self._add(g, self.inputs.to(g.dtype).square(), out)
-
     def _add(self, g: Tensor, a: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight is not None and self.weight in out:
             weight = out[self.weight].view(self.weight.shape)
@@ -349,51 +345,42 @@ def beside(tensors: Sequence[Tensor]) -> Tensor:
 
 def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: where positions cancel, the squared norm is small
-    beside its terms.
-
-    In float32, entry (s, t) of the products G and A lies off by at most e_G·‖g_s‖·‖g_t‖ and
-    e_A·‖a_s‖·‖a_t‖ (:func:`~torch_dpbayes.per_sample.arithmetic.gram`), their product by one
-    rounding more, so that Σ_st G_st·A_st, added up in float64, lies off by at most
-    (e_G + e_A + e_G·e_A + 2⁻²⁴)·size². Records are divided by their largest number first (2⁻²⁴
-    each), so that nothing overflows; squares that underflow then are below 2⁻¹²⁶ each. Both are
-    added to the squared norm: clipping is never too weak. To norms 2⁻¹²⁶ is added: of float32, they
-    are normal numbers, whose rounding is relative; that of smaller ones would be absolute.
+    beside its terms. Products of all pairs of positions are made in float64, as good as exact.
     """
-    machine, dtype = arithmetic.machine_of(g.device), g.dtype
-    is_double = machine.has_double or dtype == torch.float64
-    unit: Tensor | float = 1.0  # of the results
-    one: Tensor | float = 1.0  # what goes into the bias
-    if is_double:
-        g, a = g.double(), a.double()
-    else:
-        g, unit = _of_size_one(g, 0.0)
-        if like.weight is not None:
-            a, of_a = _of_size_one(a, 0.0 if like.bias is None else 1.0)
-            one, unit = of_a.float().square().reciprocal().view(-1, 1, 1), unit * of_a
-    products, error = gram(g, machine)
-    size = products.diagonal(dim1=1, dim2=2).double()
-    # where squares of float64 underflow and the other factor is huge; or see above
-    lost: Tensor | float = 0.0 if dtype == torch.float64 else _TINY
+    dtype, (g, a) = g.dtype, (g.double(), a.double())
+    products = torch.bmm(g, g.transpose(1, 2))
+    size = products.diagonal(dim1=1, dim2=2)
+    # where squares of float64 underflow and the other factor is huge; norms of float32 are made
+    # normal numbers, whose rounding is relative
+    lost: Tensor | float = 0.0 if dtype == torch.float64 else 2.0**-126
     if like.weight is not None:
-        others, other_error = gram(a, machine)
+        others = torch.bmm(a, a.transpose(1, 2))
         if like.bias is not None:
-            others.add_(one)
-        of_inputs = others.diagonal(dim1=1, dim2=2).double()
+            others.add_(1.0)
+        of_inputs = others.diagonal(dim1=1, dim2=2)
         if dtype == torch.float64:
             lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
             lost += _lost_in_squares(a) * size.sqrt().sum(1)
-        error += other_error
         size = size * of_inputs
         products.mul_(others)
     size = size.clamp(min=0.0).sqrt().sum(1)
-    squared = products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
-    if is_double:
-        return squared.sqrt_().add_(lost), size
-    # a twentieth more for products of errors and for the size's own
-    squared += 1.05 * (error + 6 * _ULP) * size.square()
-    widths = 4.0 * (g.shape[2] + 1) * (a.shape[2] + 1)  # of numbers up to 1: no product is more
-    norm = squared.sqrt_().add_(g.shape[1] * math.sqrt(widths * _TINY))
-    return norm * unit + _TINY, size * unit
+    return products.sum((1, 2)).clamp_(min=0.0).sqrt_().add_(lost), size
+
+
+def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where float64 is slow, of the gradients in float32. An entry, a sum of T terms, lies
+    off by T·2⁻²⁴·Σ|terms| at most (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
+    section 3.1). That is added, and what squares lose: clipping is never too weak.
+    """
+    g, a = g.float(), a.float()
+    size = torch.linalg.vector_norm(g, dim=2)
+    if like.weight is not None:
+        of_inputs = torch.linalg.vector_norm(a, dim=2)
+        size = size * (of_inputs if like.bias is None else of_inputs.hypot(torch.ones(())))
+    size = size.sum(1)
+    rows = torch.cat(list(PerRecord(outer(like.weight, like.bias, a, g)).gradients.values()), 1)
+    norm = torch.linalg.vector_norm(rows, dim=1).add_(_lost_in_squares(rows))
+    return norm.add_(size, alpha=g.shape[1] * 2.0**-24), size
 
 
 class Tokens(Contribution):
@@ -429,13 +416,8 @@ class Tokens(Contribution):
         return squares.index_add_(0, self._records, norms.square()).sqrt_()
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self._add(weighted(self.rows, factor[self._records], out), out)
-
-    def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self._add(weighted(self.rows, factor[self._records], out).square_(), out)
-
-    def _add(self, rows: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight in out:
+            rows = weighted(self.rows, factor[self._records], out)
             out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
 
     def per_record(self, which: Tensor | slice = _ALL) -> dict[Tensor, Tensor]:
@@ -552,16 +534,6 @@ def _norm_above(t: Tensor) -> Tensor:
     number must not hide it.
     """
     return torch.linalg.vector_norm(t, dim=1, dtype=wide(t)).add_(_lost_in_squares(t))
-
-
-_ULP, _TINY = 2.0**-24, 2.0**-126  # of float32: a rounding, and the least normal number
-
-
-def _of_size_one(t: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Records divided by their largest number, or by ``least`` if that is larger; and by what."""
-    t = t.float()
-    size = t.abs().amax((1, 2)).clamp(min=max(least, _TINY))
-    return t / size.view(-1, 1, 1), size.double()
 
 
 def _first_places(tokens: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import arithmetic
@@ -35,7 +34,7 @@ class Geometry:
         self.overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))
 
     def padded(self, inputs: Tensor) -> Tensor:
-        return F.pad(inputs, self._pad, mode=self._mode) if any(self._pad) else inputs
+        return torch._C._nn.pad(inputs, self._pad, self._mode) if any(self._pad) else inputs
 
     def weight_gradient(self, inputs: Tensor, backprops: Tensor, records: int = 1) -> Tensor:
         """Σ over all rows; with ``records`` > 1 these are channels and the groups of one
@@ -51,7 +50,7 @@ class Geometry:
     def unfolded(self, inputs: Tensor) -> Tensor:
         """(records, groups, channels·kernel, positions)."""
         if any(self.padding):
-            inputs = F.pad(inputs, [p for p in reversed(self.padding) for _ in range(2)])
+            inputs = torch._C._nn.pad(inputs, [p for p in reversed(self.padding) for _ in range(2)])
         n, channels, *sizes = inputs.shape
         rows, of_channel, *steps = inputs.stride()
         each = channels // self.groups
@@ -80,10 +79,7 @@ class Geometry:
         """Per-record gradients of the weight, (records, numel), some records at a time; in the type
         of the layer, so that their norms have to be taken of what is found here.
         """
-        if way == "loop":
-            for i in range(len(backprops)):
-                yield self.weight_gradient(inputs[i : i + 1], backprops[i : i + 1]).view(1, -1)
-        elif way == "grouped":
+        if way == "grouped":
             numbers = max(self.numel, inputs[0].numel())
             for part in chunks(len(backprops), numbers, backprops.device):
                 a, g = inputs[part].flatten(0, 1)[None], backprops[part].flatten(0, 1)[None]

@@ -174,9 +174,6 @@ class GradientSource(ABC):
                 code="step-passes",
             )
 
-    def require_unchanged(self) -> None:  # noqa: B027 - code may change where it runs in a map
-        """Raise if code that runs on whole batches is not what it was at ``make_private``."""
-
     def remove(self) -> None:
         """Take the hooks off the model again."""
         self._is_removed = True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, StepError
 from .contributions import Contribution, PerRecord
-from .gradient_source import GradientSource
+from .gradient_source import COPIED, GradientSource, require_first_backward
 from .nested import map_tensors, tensors_in
 
 
@@ -148,6 +148,10 @@ class _Hooks(GradSampleHooks):
     def capture_activations_hook(
         self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor
     ) -> None:
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        is_recorded = module.training and torch.is_grad_enabled()
+        if is_recorded and not all(hasattr(p, "_forward_counter") for p in trained):
+            raise StepError(COPIED, code="model-copied")
         if isinstance(module, RNNLinear):
             rows = len(forward_input[0])
             if rows != getattr(module, "max_batch_len", rows):
@@ -159,6 +163,8 @@ class _Hooks(GradSampleHooks):
         super().capture_activations_hook(module, forward_input, _forward_output)
 
     def capture_backprops_hook(self, module: Any, *given: Any, **options: Any) -> None:
+        if self.hooks_enabled:
+            require_first_backward(not getattr(module, "activations", None))
         super().capture_backprops_hook(module, *given, **options)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             # torch gives the padding row no gradient, Opacus does

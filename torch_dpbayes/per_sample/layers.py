@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
@@ -91,15 +90,6 @@ def embedding(module: nn.Module, calls: Sequence[Call]) -> Contribution:
 def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
 
-    def normal(a: Tensor) -> Tensor:
-        if isinstance(module, nn.LayerNorm):
-            return F.layer_norm(a, module.normalized_shape, eps=module.eps)
-        if isinstance(module, nn.RMSNorm):
-            return F.rms_norm(a, list(module.normalized_shape), eps=module.eps)
-        if isinstance(module, nn.GroupNorm):
-            return F.group_norm(a, module.num_groups, eps=module.eps)
-        return F.instance_norm(a, eps=module.eps)  # type: ignore[arg-type]
-
     def summed(t: Tensor) -> Tensor:
         """Over everything but the records and the parameter's own numbers."""
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -110,11 +100,58 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     for (inputs,), g in calls:
         gradients: dict[Tensor, Tensor] = {}
         if weight is not None:
-            gradients[weight] = summed(normal(inputs.to(g.dtype)).mul_(g))
+            normal = KINDS[type(module)].run(module, inputs.to(g.dtype), None, None)
+            gradients[weight] = summed(normal.mul_(g))
         if bias is not None:
             gradients[bias] = summed(g)
         parts.append(PerRecord(gradients))
     return together(parts)
+
+
+# -- the forward passes, on whole batches. Torch's functions of C++ alone run: no code of the
+# caller's, put in the place of a function of Python, sees more than one record.
+
+_torch: Any = torch._C._VariableFunctions  # noqa: SLF001 - of the same names in torch
+_linear: Any = torch._C._nn.linear
+_pad: Any = torch._C._nn.pad
+_CONVOLVE = {1: _torch.conv1d, 2: _torch.conv2d, 3: _torch.conv3d}
+
+
+def _run_linear(_: Any, x: Tensor, w: Any, b: Any) -> Any:
+    return _linear(x, w, b)
+
+
+def _run_transposed(_: Any, x: Tensor, w: Any, b: Any) -> Any:
+    return _torch.addmm(b, x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], -1)
+
+
+def _run_convolution(module: Any, x: Tensor, w: Any, b: Any) -> Any:
+    padding = module.padding
+    if module.padding_mode != "zeros":
+        x, padding = _pad(x, module._reversed_padding_repeated_twice, module.padding_mode), 0
+    run = _CONVOLVE[len(module.kernel_size)]
+    return run(x, w, b, module.stride, padding, module.dilation, module.groups)
+
+
+def _run_embedding(module: Any, x: Tensor, w: Any, _: Any) -> Any:
+    padding = -1 if module.padding_idx is None else module.padding_idx
+    return _torch.embedding(w, x, padding)
+
+
+def _run_layer_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
+    return _torch.layer_norm(x, module.normalized_shape, w, b, module.eps)
+
+
+def _run_rms_norm(module: Any, x: Tensor, w: Any, _: Any) -> Any:
+    return _torch.rms_norm(x, module.normalized_shape, w, module.eps)
+
+
+def _run_group_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
+    return _torch.group_norm(x, module.num_groups, w, b, module.eps)
+
+
+def _run_instance_norm(module: Any, x: Tensor, w: Any, b: Any) -> Any:
+    return _torch.instance_norm(x, w, b, None, None, True, 0.0, module.eps, True)
 
 
 Kernel = Callable[[nn.Module, Sequence[Call]], Contribution]
@@ -125,49 +162,48 @@ class Kind(NamedTuple):
 
     Attributes:
         kernel: what a call of it adds to every record's gradient.
+        run: ``(layer, input, weight, bias)``, its forward pass.
+        forward: torch's own of the class; a class with another is another kind.
         row_dimensions: how many dimensions one row has that goes in: a number, or a function of the
             layer and of the shape that one record gives to it.
-        functions: those of torch.nn.functional that it calls.
         has_positions: whether further dimensions are positions of one record.
     """
 
     kernel: Kernel
+    run: Callable[[Any, Tensor, Any, Any], Any]
+    forward: Any
     row_dimensions: int | Callable[[Any, Sequence[int]], int]
-    functions: tuple[str, ...]
     has_positions: bool = False
-
-
-_LINEAR = Kind(linear, 1, ("linear",), True)
-_CONVOLUTIONS = [Kind(convolution, 1 + d, (f"conv{d}d", "pad")) for d in (1, 2, 3)]
-_INSTANCE_NORMS = [Kind(normalization, 1 + d, ("instance_norm",)) for d in (1, 2, 3)]
 
 
 def _of_shape(module: Any, _given: Sequence[int]) -> int:
     return len(module.normalized_shape)
 
 
-# A new kind of layer is a function above and a line here.
+# A new kind of layer is two functions above and a line here.
 KINDS: dict[type[nn.Module], Kind] = {
-    nn.Linear: _LINEAR,
-    RNNLinear: _LINEAR,
-    nn.Conv1d: _CONVOLUTIONS[0],
-    nn.Conv2d: _CONVOLUTIONS[1],
-    nn.Conv3d: _CONVOLUTIONS[2],
-    nn.Embedding: Kind(embedding, 0, ("embedding",), True),
-    nn.LayerNorm: Kind(normalization, _of_shape, ("layer_norm",), True),
-    nn.RMSNorm: Kind(normalization, _of_shape, ("rms_norm",), True),
-    nn.GroupNorm: Kind(normalization, lambda _, given: len(given) - 1, ("group_norm",)),
-    nn.InstanceNorm1d: _INSTANCE_NORMS[0],
-    nn.InstanceNorm2d: _INSTANCE_NORMS[1],
-    nn.InstanceNorm3d: _INSTANCE_NORMS[2],
+    kind: Kind(kernel, run, kind.forward, *rest)
+    for kind, kernel, run, *rest in (
+        (nn.Linear, linear, _run_linear, 1, True),
+        (RNNLinear, linear, _run_linear, 1, True),
+        (nn.Conv1d, convolution, _run_convolution, 2),
+        (nn.Conv2d, convolution, _run_convolution, 3),
+        (nn.Conv3d, convolution, _run_convolution, 4),
+        (nn.Embedding, embedding, _run_embedding, 0, True),
+        (nn.LayerNorm, normalization, _run_layer_norm, _of_shape, True),
+        (nn.RMSNorm, normalization, _run_rms_norm, _of_shape, True),
+        (nn.GroupNorm, normalization, _run_group_norm, lambda _, given: len(given) - 1),
+        (nn.InstanceNorm1d, normalization, _run_instance_norm, 2),
+        (nn.InstanceNorm2d, normalization, _run_instance_norm, 3),
+        (nn.InstanceNorm3d, normalization, _run_instance_norm, 4),
+    )
 }
 
 
-def rows_of(module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
+def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
     """Of the shape that one record gives to a layer: whether dimension 0 is one row of the layer's,
     and whether it is several; other rows are positions of the record.
     """
-    kind = KINDS[type(module)]
     of_one_row = kind.row_dimensions
     if not isinstance(of_one_row, int):
         of_one_row = of_one_row(module, given)
@@ -180,29 +216,37 @@ def rows_of(module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
 # What the forward pass of a layer of transformers calls, a linear layer with a transposed weight; a
 # version with another runs in the map.
 _CONV1D = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
-
-
-def _is_transposed_linear(kind: type[nn.Module]) -> bool:
-    theirs = sys.modules.get("transformers.pytorch_utils")
-    if theirs is None or kind is not getattr(theirs, "Conv1D", None):
-        return False
-    return set(kind.forward.__code__.co_names) == _CONV1D
+_PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def is_known(module: nn.Module) -> bool:
     """Whether this is exactly a known kind of layer, with a weight of its own (of which torch's
-    pruning makes an attribute) and no option that sees which tokens the batch has.
+    pruning makes an attribute), no code of its own and no option that sees the whole batch.
     """
-    if type(module) not in KINDS and _is_transposed_linear(type(module)):
-        KINDS[type(module)] = Kind(partial(linear, is_transposed=True), 1, (), True)
-    is_aware = getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False)
-    return type(module) in KINDS and "weight" in module._parameters and not is_aware
+    kind: Any = type(module)
+    theirs: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    if kind is theirs and kind not in KINDS:
+        if set(kind.forward.__code__.co_names) == _CONV1D:
+            of = partial(linear, is_transposed=True)
+            KINDS[kind] = Kind(of, _run_transposed, kind.forward, 1, True)
+    sees_batch = any(
+        getattr(module, option, None)
+        for option in ("max_norm", "scale_grad_by_freq", "track_running_stats")
+    )
+    return (
+        kind in KINDS
+        and kind.forward is KINDS[kind].forward
+        and "weight" in module._parameters
+        and all(type(p) in _PLAIN for p in module._parameters.values())
+        and not any(callable(getattr(kind, name, None)) for name in vars(module))
+        and not sees_batch
+    )
 
 
 # Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a
 # multiply-add in a matrix product, in one of float64 and in a oneDNN convolution, a number copied
-# by unfold, a number written to fresh memory, a call of a convolution.
-_MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.044, 0.012, 0.5, 1.0, 80e3
+# by unfold, a number written to fresh memory.
+_MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE = 0.022, 0.044, 0.012, 0.5, 1.0
 
 
 # The same of GPUs, in multiply-adds of float32 in a matrix product, by the ratio of arithmetic to
@@ -233,8 +277,8 @@ def choose_linear(
 def choose_convolution(
     weights: int, groups: int, inputs: Tensor, backprops: Tensor, machine: arithmetic.Machine
 ) -> tuple[str, bool]:
-    """``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"``, and whether the per-record
-    gradients are kept for the sum.
+    """``"gram"``, ``"unfold"`` or ``"grouped"``, and whether the per-record gradients are kept for
+    the sum.
     """
     positions = backprops[0, 0].numel()
     held = inputs[0].numel() + backprops[0].numel()
@@ -248,15 +292,13 @@ def choose_convolution(
             if columns >= 16 * 9:
                 times["grouped"] = products * _GPU_GROUPED + weights * _GPU_GROUP
         is_kept = weights <= _KEPT * held
-        if not is_kept:
-            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram  # in float64, or by blocks
+        if machine.has_double and not is_kept:
+            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram
         return min(times, key=lambda w: times[w]), is_kept
     is_onednn = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
     times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
-    if is_onednn:
-        times["loop"] = products * _CONVOLUTION + _CALL
-        if inputs.shape[1] // groups % 16 == 0 and backprops.shape[1] // groups % 16 == 0:
-            times["grouped"] = products * _CONVOLUTION + weights * 2 * _WRITE
+    if is_onednn and not (inputs.shape[1] // groups % 16 or backprops.shape[1] // groups % 16):
+        times["grouped"] = products * _CONVOLUTION + weights * 2 * _WRITE
     way = min(times, key=lambda w: times[w])
     # the weighted sum, from inputs and output gradients
     again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD

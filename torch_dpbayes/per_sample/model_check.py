@@ -24,8 +24,7 @@ from .followed import shape_of
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Keywords, Nested, map_tensors, output_of, rows_of, synthetic
 from .operations import Delivery
-from .plain_functions import without_looks
-from .record_map import CannotBeMapped, OutsideTensor, in_plain_words
+from .record_map import CannotBeMapped, OutsideTensor, as_traced, in_plain_words
 
 _INSTEAD = (
     "To vouch that it keeps records apart, write make_private(..., assume_independent_records=True)"
@@ -252,7 +251,7 @@ class _Comparison:
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
-        with self.source.paused(), uncompiled(self.module), without_looks():
+        with self.source.paused(), uncompiled(self.module), as_traced():
             yield
 
     def _rows_of_scalars(self, inputs: tuple[Any, ...]) -> tuple[bool, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -21,19 +22,17 @@ from torch import Tensor
 from ..errors import DPBayesError, LossError
 from . import function_kinds as kinds
 from .derived import as_plain, derived, holds_records
-from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
+from .followed import PRIME, Batch, Count, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
-from .plain_functions import FUNCTIONS, LOSSES_OF_BATCHES
+from .plain_functions import FUNCTIONS, gaussian_nll
 from .record_map import (
-    SAVED_TENSORS,
     CannotBeMapped,
     RecordMap,
+    as_traced,
     in_plain_words,
     require_no_modes,
     without_values,
 )
-
-_NON_FINITE = " before backward() (a record that is not finite counts as zero)"
 
 
 class Delivery:
@@ -81,7 +80,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name in ("backward", *kinds.METADATA):
             return operation.run()
-        with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+        with as_traced():
             return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
@@ -90,34 +89,34 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     except Exception as error:
         if name == "backward":
             raise
-        what = SAVED_TENSORS if str(error) == SAVED_TENSORS else without_values(error)
+        what = without_values(error)
     raise operation.batch.refuse(f"{name}: {what}")
 
 
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
 
+@dataclass(eq=False)
 class _Operation:
     """One torch function on followed tensors of an open batch."""
 
-    def __init__(
-        self,
-        function: Any,
-        name: str,
-        args: Any,
-        kwargs: dict[str, Any],
-        leaves: list[Any],
-        spec: Any,
-        batch: Batch,
-    ) -> None:
-        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
-        self.leaves, self.spec, self.batch = leaves, spec, batch
-        self.followed = [v for v in leaves if isinstance(v, Followed)]
+    function: Any
+    name: str
+    args: Any
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: Any
+    batch: Batch
+
+    def __post_init__(self) -> None:
+        self.followed = [v for v in self.leaves if isinstance(v, Followed)]
 
     def run(self) -> Any:
         name, first, batch = self.name, self.followed[0], self.batch
         if not kinds.is_torchs(self.function):
             raise batch.refuse(f"{name} is not a function of torch")
+        if name in ("shape", "size"):
+            return self._shape(*self.args[1:], **self.kwargs)
         if name in kinds.METADATA:
             return self.function(*self.args, **self.kwargs)
         if batch.refusal is not None:
@@ -133,6 +132,10 @@ class _Operation:
             return self._special()
         if name == "requires_grad_":
             raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
+        if name in kinds.FILLS and first._is_fresh and not self.kwargs.get("generator"):
+            if not any(isinstance(v, Tensor) for v in self.leaves[1:]):
+                self._called([first._rows])
+                return first
         if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if is_metric:
@@ -149,7 +152,7 @@ class _Operation:
             return first.like(self._called([first._rows]))
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
-        if name in kinds.LOSSES and ("reduction" in self.kwargs or name in LOSSES_OF_BATCHES):
+        if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
             return self._loss()
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
@@ -161,6 +164,13 @@ class _Operation:
             dim = None if first._dim is None else first._dim - sum(d < first._dim for d in keep)
             return Followed(first._rows.squeeze([d + 1 for d in keep]), batch, dim)
         return self._mapped()
+
+    def _shape(self, dim: int | None = None) -> Any:
+        first = self.followed[0]
+        sizes: list[int] = list(self.function(first))
+        if first._dim is not None and sizes[first._dim] == self.batch.shown:
+            sizes[first._dim] = Count.of(self.batch, len(first._rows))
+        return torch.Size(sizes) if dim is None else sizes[dim]
 
     def _special(self) -> Any:
         """What is no computation with the values."""
@@ -184,7 +194,7 @@ class _Operation:
         if name == "backward":
             return self._backward(*self.args[1:], **self.kwargs)
         if name == "grad_fn":
-            raise batch.refuse("grad_fn is read, as torch.compile does", "loss-compiled")
+            raise batch.refuse("grad_fn is read", "loss-backward")
         if name in ("__repr__", "__str__"):
             return f"Followed(shape={tuple(first.shape)}, values after backward())"
         if name in kinds.NUMBERS:
@@ -286,8 +296,8 @@ class _Operation:
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
-            is_ours = name in LOSSES_OF_BATCHES
-            found = LOSSES_OF_BATCHES[name](*self.args, **kwargs) if is_ours else self._mapped()
+            is_ours = name == "gaussian_nll_loss"
+            found = gaussian_nll(*self.args, **kwargs) if is_ours else self._mapped()
             if how == "none":
                 return found
             rows = found._rows
@@ -524,7 +534,7 @@ class _Operation:
                 raise batch.refuse(f"{name}: a mean or sum over the records meets records")
             what = f"{name} of a reduced loss"
             if name in ("isnan", "isfinite"):
-                what = f"{name}(loss){_NON_FINITE}"
+                what = f"{name}(loss) before backward() (what is not finite counts as zero)"
             elif name in kinds.LINEAR and is_one:
                 what = (
                     "a reduced loss meets a tensor in a product or a sum (GradScaler does that; for"

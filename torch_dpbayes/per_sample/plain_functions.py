@@ -1,18 +1,14 @@
 """Functions that run inside a map in place of others.
 
 Recurrent layers, cells, bags of embeddings, RMSNorm and losses of classes by operations that
-``vmap`` has rules for, where torch's own would fail or run for one record after another; and what
-other libraries decide by the values of records.
+``vmap`` has rules for, where torch's own would fail or run for one record after another.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -216,8 +212,8 @@ LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
-    """torch's own raises an error where a record's variance is negative."""
+def gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
+    """On followed tensors; torch's own raises an error where a record's variance is negative."""
     with torch._C._EnableTorchFunction():  # noqa: SLF001
         if not isinstance(var, Tensor):
             var = torch.full_like(input, var)
@@ -226,59 +222,3 @@ def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: fl
         var = var.clamp(min=eps).detach() + (var - var.detach())
         loss = 0.5 * (var.log() + (input - target) ** 2 / var)
         return loss + 0.5 * math.log(2 * math.pi) if full else loss
-
-
-# on followed tensors
-LOSSES_OF_BATCHES: dict[str, Callable[..., Any]] = {"gaussian_nll_loss": _gaussian_nll}
-
-
-@contextmanager
-def without_looks() -> Iterator[None]:
-    """Let ``transformers`` build every attention mask, and ``checkpoint`` call its function.
-
-    The former looks at values of tokens to save work, and does not while it is traced; in a map it
-    cannot, where each record may have another answer. The latter would run a part of the model
-    again in the backward pass, where the map is over. Bloom's GELU has no rule.
-    """
-    before = [
-        (home, name, getattr(home, name), instead)
-        for of, name, instead in _REPLACED
-        if (home := sys.modules.get(of)) is not None and hasattr(home, name)
-    ]
-    for home, name, _, instead in before:
-        setattr(home, name, instead)
-    try:
-        yield
-    finally:
-        for home, name, function, _ in before:
-            setattr(home, name, function)
-
-
-def _always(*_: object) -> bool:
-    return True
-
-
-class _PlainCheckpoint:
-    """In the place of ``CheckpointFunction``."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
-    yield
-
-
-_REPLACED = (
-    ("transformers.masking_utils", "is_tracing", _always),
-    ("transformers.modeling_utils", "is_tracing", _always),
-    (
-        "transformers.models.bloom.modeling_bloom",
-        "GeLUFunction",
-        SimpleNamespace(apply=partial(F.gelu, approximate="tanh")),
-    ),
-    ("torch.utils.checkpoint", "CheckpointFunction", _PlainCheckpoint),
-    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", _no_checkpoint),
-    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator_impl", _no_checkpoint),
-)

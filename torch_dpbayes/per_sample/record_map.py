@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 - torch's private state of a map
 """A model run as a map over records: no record's forward or backward pass can see another record.
 
 ``torch.func.vmap`` turns a program for one record into one for a batch. A mean over dimension 0, an
@@ -15,8 +16,8 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -46,10 +47,6 @@ from ..errors import DPBayesError
 from . import plain_functions
 from .derived import LOOKS, holds_records
 
-SAVED_TENSORS = (
-    "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
-    " batch at once: leave them out"
-)
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
         "a mask selects records, whose number depends on them: write (losses * mask).mean()"
@@ -63,8 +60,11 @@ _TORCHS_WORDS = {
         " tensors, pass num_classes"
     ),
     "must override the setup_context staticmethod": (
-        "it calls an autograd.Function of the old style, as checkpoint(use_reentrant=True) does,"
-        " which cannot run for one record: leave it out"
+        "it calls an autograd.Function of the old style, which cannot run for one record: pass"
+        " use_reentrant=False to checkpoint(), and write other functions by operations of torch"
+    ),
+    "Batch norm got a batched tensor": (
+        "its statistics follow the records: leave out track_running_stats"
     ),
     "would mutate a captured Tensor": (
         "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
@@ -83,10 +83,11 @@ _TORCHS_WORDS = {
     ),
 }
 # In torch's errors on programs, and not on the values of a record.
-_OF_PROGRAMS = (
-    *("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),
-    "hooks on saved tensors",
-)
+_OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),)
+
+
+_compiler: Any = torch.compiler
+_trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
 
 
 class CannotBeMapped(DPBayesError, RuntimeError):
@@ -152,12 +153,10 @@ class RecordMap:
         """``function`` of every record's slices of ``tensors``; results have records in dimension
         0.
 
-        Random numbers differ between records. Hooks on saved tensors are off inside, for they would
-        see, and could mix, what the backward pass of all records needs.
+        Random numbers differ between records.
         """
         require_no_modes()
-        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-        with no_hooks, plain_functions.without_looks(), _OfOneRecord(self):
+        with as_traced(), _OfOneRecord(self):
             self._level = level = _vmap_increment_nesting(self.records, "different")
             try:
                 inside = [_add_batch_dim(t, 0, level) for t in tensors]
@@ -245,6 +244,22 @@ class RecordMap:
         return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
 
 
+@contextmanager
+def as_traced() -> Iterator[None]:
+    """Run as while torch traces a program. Hooks on saved tensors are not called, which would see,
+    and could mix, what the backward pass of all records needs; ``checkpoint`` therefore runs its
+    function once. ``transformers`` builds every attention mask, and looks at no values of tokens,
+    for which each record may have another answer.
+    """
+    is_compiling, _compiler._is_compiling_flag = _compiler._is_compiling_flag, True
+    is_tracing = _trace_hooks(True)
+    try:
+        yield
+    finally:
+        _trace_hooks(is_tracing)
+        _compiler._is_compiling_flag = is_compiling
+
+
 def _within(t: Tensor) -> Tensor:
     return get_unwrapped(t) if is_batchedtensor(t) else t
 
@@ -289,6 +304,8 @@ class _OfOneRecord(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
+            func = F.grouped_mm  # for which it stands while torch traces
         self._require_nothing_hidden(func, args, kwargs)
         if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
             raise CannotBeMapped(

@@ -176,7 +176,6 @@ class Release:
             return False
         if self._fixed is not None:
             self._fixed.require_unchanged()
-        self.source.require_unchanged()
         smallest = min([group.noise_multiplier for group in layout.groups])
         if math.isfinite(smallest):
             self.noise.require_usable(layout.device)
@@ -381,7 +380,6 @@ class Release:
         norms = norms_of()
         if self._fixed is not None:
             self._fixed.require_unchanged()
-        self.source.require_unchanged()
         self.noise.require_usable(norms.device)
         event: events.DpEvent = events.GaussianDpEvent(float(noise_multiplier))
         if self.sample_rate < 1:
