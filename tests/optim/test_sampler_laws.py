@@ -259,6 +259,36 @@ def test_thermostat_survives_a_start_far_from_the_posterior():
     assert optimizer.friction == pytest.approx(0.1, abs=0.2)
 
 
+@pytest.mark.slow
+@pytest.mark.chance(2e-6)
+def test_thermostat_absorbs_isotropic_minibatch_noise():
+    """Noise that nobody declared, as large as the privacy noise: SGLD would sample 2T, the
+    thermostat holds T.
+    """
+    kappa, lr, replicas = 1.0, 0.02, 50_000
+    theta = nn.Parameter(torch.zeros(replicas, dtype=torch.float64))
+    z = 0.5 * math.sqrt(2 * RECORDS / lr)
+    optimizer = DPSGNHT(
+        [theta],
+        lr,
+        assume_independent_records=True,
+        num_data=RECORDS,
+        expected_batch_size=RECORDS,
+        max_grad_norm=1.0,
+        prior_std=math.inf,
+        noise_multiplier=z,
+        temperature=1.0,
+        momentum=0.99,
+    )
+    optimizer.release.source = GivenGradients(
+        lambda p: RECORDS * kappa * p + z * torch.randn_like(p), RECORDS
+    )
+    for _ in range(1500):
+        optimizer.step()
+    assert optimizer.friction == pytest.approx(2 * 0.25, rel=0.03)
+    assert abs(relative_error(theta.detach(), 1 / RECORDS)) < 0.02 + tolerance(replicas)
+
+
 @pytest.mark.chance(4e-6)
 @pytest.mark.slow
 def test_thermostat_of_several_groups():
