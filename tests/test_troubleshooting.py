@@ -35,7 +35,6 @@ OF_PYTHON = {
     ("density/pieces.py", "IndexError"),
     ("density/record_statistics.py", "ValueError"),
     ("mcmc/kernel.py", "AttributeError"),
-    ("noise_aware/result.py", "ModuleNotFoundError"),
     ("ops/__init__.py", "AttributeError"),
     ("posterior/files.py", "ModuleNotFoundError"),
 }

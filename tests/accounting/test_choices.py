@@ -117,7 +117,6 @@ OPTIONS = {
         nn.Linear(3, 1), loss_reduction=word
     ),
     "family": lambda word: dpb.ops.GLM(family=word),
-    "temper": lambda word: dpb.ops.Bounded(1.0, temper=word),
 }
 
 
