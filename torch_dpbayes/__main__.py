@@ -33,7 +33,8 @@ def main() -> None:
     for name in torch_dpbayes.__all__:
         value = getattr(torch_dpbayes, name)
         if isinstance(value, type(sys)):
-            lines.append(f"  dpb.{name}: {', '.join(dir(import_module(value.__name__)))}")
+            inside = [n for n in dir(import_module(value.__name__)) if n[0] != "_"]
+            lines.append(f"  dpb.{name}: {', '.join(n for n in inside if n != 'annotations')}")
         elif name != "__version__":
             first = (value.__doc__ or "").strip().partition(".")[0]
             plain = re.sub(r" ?:math:`[^`]*`|``", "", " ".join(first.split()))

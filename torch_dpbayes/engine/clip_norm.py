@@ -97,8 +97,8 @@ def simulate_gradient_norms(
     *,
     criterion: Criterion = nn.functional.cross_entropy,
 ) -> Tensor:
-    """Every record's gradient norm on data that is nobody's secret: pick a clip norm near the
-    median.
+    """Every record's gradient norm on data that is nobody's secret: pick a clip norm that few
+    exceed.
 
     Args:
         module: the model, in training mode, private already or not; it is left as it was.

@@ -114,7 +114,7 @@ def hybrid(
         )
     if type(batch_size) is not int or not 0 < batch_size <= size:
         raise ArgumentError(f"batch_size must be a whole number from 1 to num_data: {batch_size!r}")
-    if not 0 < start_share < 1:
+    if not isinstance(start_share, int | float) or not 0 < start_share < 1:
         raise ArgumentError(f"start_share must lie between 0 and 1, got {start_share!r}")
     if accountant.neighboring == "replace_one":
         num_data = size

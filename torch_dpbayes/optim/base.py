@@ -46,9 +46,7 @@ class PrivateOptimizer(DeclaredOptimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for every torch optimizer.
             ``lr``, ``prior_std`` and ``prior_mean`` may differ between groups.
-        lr, num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, prior_std,
-            prior_mean, log_prior, sampling, accountant, generator, assume_independent_records: as
-            for :class:`~torch_dpbayes.optim.DPSGLD`.
+        lr: step size η. This and all others are as for :class:`~torch_dpbayes.optim.DPSGLD`.
 
     **Privacy.** A step releases S and nothing else. Its sensitivity and event are those of
     :class:`~torch_dpbayes.optim.DPSGLD`; of groups with different z the smallest is charged.

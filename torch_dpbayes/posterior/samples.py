@@ -112,9 +112,9 @@ class PosteriorSamples(Chain):
         """Samples that another method drew, for predictions.
 
         The names are those of a network's trainable parameters: a ``nn.Module`` that
-        ``OnePosteriorSample.for_module`` or ``noise_aware.posterior_for_module`` took,
-        :meth:`.GLM.module` or :meth:`.Softmax.module`, or the network that a Pyro model has, of
-        whose guide ``[guide() for _ in range(100)]`` are draws.
+        ``noise_aware.posterior_for_module`` took, :meth:`.GLM.module` or :meth:`.Softmax.module`,
+        or the network that a Pyro model has, of whose guide ``[guide() for _ in range(100)]`` are
+        draws.
 
         Args:
             draws: by parameter name, ``[draws, ...]``; or draw by draw, a list of them.
