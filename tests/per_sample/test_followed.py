@@ -48,29 +48,6 @@ def test_the_number_of_records_does_not_show_before_backward(records):
     assert out.shape == (records, 4) and "after backward" not in repr(out)
 
 
-@pytest.mark.parametrize("records", [0, 3, 8])
-def test_what_is_made_of_the_shape_has_a_row_of_its_own_for_each_record(records):
-    net, _, x, y, a, b = batch(records)
-    made = [torch.randn(a.shape), torch.empty(2, a.size(0)).uniform_(), torch.full(b.shape, 2.5)]
-    made.append(torch.randint(9, (a.shape[0], 2)))
-    assert [t.shape[0] for t in made] == [5, 2, 5, 5] and copy.deepcopy(a.shape) == (5, 6)
-    F.cross_entropy(net(a) + made[1].mT.sum(1, keepdim=True), b).backward()
-    assert [*map(len, made)] == [records, 2, records, records]
-    assert len(made[0].unique()) == 6 * records and bool((made[2] == 2.5).all())
-
-
-@pytest.mark.parametrize("samples", [(), (10,)])
-def test_reparametrised_samples_have_the_gradients_of_their_records(samples):
-    net, source, x, y, a, b = batch()
-    outputs = net(a)
-    drawn = torch.distributions.Normal(outputs, 1e-6 * torch.ones_like(outputs)).rsample(samples)
-    drawn.square().mean().backward()
-    with source.paused():
-        rows = gradients_of_records(net, lambda net, x, y: net(x).square().mean(), (x, y))
-    expected = clipped_rows(rows, 0.5)
-    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-5)
-
-
 def test_a_compiler_is_given_no_values():
     given = []
 

@@ -205,8 +205,8 @@ def test_ignored_labels_change_no_divisor(ignored):
 
 ROWS = {
     "noise on the inputs": (
-        lambda net, x, y: F.cross_entropy(net(x + torch.randn(len(x), 6)), y),
         lambda net, x, y: F.cross_entropy(net(x + torch.randn(x.shape)), y),
+        lambda net, x, y: F.cross_entropy(net(x + torch.randn_like(x)), y),
     ),
     "a factor for each record": (
         lambda net, x, y: F.cross_entropy(net(torch.rand(len(x), 1) * x), y),

@@ -158,8 +158,6 @@ class PoissonLoader(DPDataLoader):
             )
         require_no_repeats(dataset)
         collate = RecordwiseCollate(users_collate(loader))
-        if isinstance(loader, PoissonLoader):
-            collate.is_vouched = loader.recordwise.is_vouched
         return DataLoader(dataset, batch_size=_ROWS, collate_fn=collate)
 
     def num_charges(self, epochs: int) -> int:

@@ -273,6 +273,7 @@ class _Layer(ReplacedForward):
         self.anchor = torch.zeros((), requires_grad=True)
         super().__init__(module, [])
 
+    @torch.compiler.disable  # a backend would be given whole batches
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         record_map = self.source.record_map
         if record_map is None or not torch.is_grad_enabled():

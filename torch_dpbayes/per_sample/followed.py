@@ -42,8 +42,8 @@ REMEDIES = {
         " else a record's loss needs, compute before the mean, for each record"
     ),
     "loss-rows": (
-        "Write torch.randn_like(x), torch.randn(x.shape) or torch.zeros_like(x), or pass a loss="
-        " that draws its numbers for one record"
+        "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss= that draws"
+        " its numbers for one record"
     ),
     "loss-outside": (
         "Other networks run under torch.no_grad(); a learned number is a parameter of the module,"
@@ -94,48 +94,6 @@ class Batch:
         return LossError(f"{what}. {remedy or REMEDIES[code]}.", code=code)
 
 
-class Count(int):
-    """The number of records that a batch shows, in the shapes of its tensors. What torch makes of
-    it, as ``torch.randn(x.shape)``, has a row of its own for each record.
-    """
-
-    _batch: Batch
-    _records: int
-
-    @staticmethod
-    def of(batch: Batch, records: int) -> Count:
-        count = Count(batch.shown)
-        count._batch, count._records = batch, records
-        return count
-
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
-
-    @classmethod
-    @torch.compiler.disable
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if Followed in types:
-            return NotImplemented
-        kwargs, name = kwargs or {}, name_of(func)
-        at = next((k for k, v in enumerate(args) if isinstance(v, (tuple, list))), None)
-        size = list(args if at is None else args[at])
-        counts = [n for n in size if type(n) is Count and n._batch.is_open]
-        with torch._C.DisableTorchFunctionSubclass():
-            if len(counts) != 1 or name not in _MAKERS or _NOT_FOLLOWED & kwargs.keys():
-                return func(*args, **kwargs)
-            dim, (count,) = size.index(counts[0]), counts
-            size[dim] = 1
-            before, after = ((), ()) if at is None else (args[:at], args[at + 1 :])
-            rows = func(*before, (count._records, *size), *after, **kwargs)
-            made = Followed(rows, count._batch, dim)
-            made._is_fresh = name == "empty"
-            return made
-
-
-_MAKERS = frozenset(("empty", "zeros", "ones", "full", "rand", "randn", "randint"))
-_NOT_FOLLOWED = {"generator", "out", "requires_grad"}
-
-
 class Followed(Tensor):
     """A tensor of a batch whose every operation runs for each record alone.
 
@@ -155,7 +113,6 @@ class Followed(Tensor):
     _how: str | None
     _value: Callable[[], Tensor]
     _freed: Tensor | None = None
-    _is_fresh = False  # memory into which nothing was written
 
     @staticmethod
     def __new__(
@@ -197,7 +154,6 @@ class Followed(Tensor):
         name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             leaves, spec = flatten((args, kwargs))
-            leaves = [int(v) if type(v) is Count else v for v in leaves]
             for v in leaves:
                 if isinstance(v, Followed) and v._batch.is_open:
                     if name == "l1_loss" and Tensor in types and Tensor not in map(type, leaves):
@@ -319,7 +275,7 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 # Types that hold no other values.
 _PLAIN = frozenset(
     (
-        *(Tensor, Derived, Followed, nn.Parameter, Count, int, float, bool, str, type(None)),
+        *(Tensor, Derived, Followed, nn.Parameter, int, float, bool, str, type(None)),
         *(torch.dtype, torch.device),
     )
 )

@@ -55,8 +55,6 @@ LINEAR = PRODUCTS | SUMS | names("neg __neg__ sum mean stack squeeze reshape vie
 SIZES = names(
     "view reshape expand new_zeros new_ones new_full new_empty unflatten broadcast_to repeat"
 )
-# What may be written into memory that is new.
-FILLS = names("normal_ uniform_ exponential_ zero_ fill_")
 LOSSES = frozenset(
     name
     for name in dir(F)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import DPBayesError, LossError
 from . import function_kinds as kinds
 from .derived import as_plain, derived, holds_records
-from .followed import PRIME, Batch, Count, Followed, flatten, is_constant, unflatten
+from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
 from .plain_functions import FUNCTIONS, gaussian_nll
 from .record_map import (
@@ -115,8 +115,6 @@ class _Operation:
         name, first, batch = self.name, self.followed[0], self.batch
         if not kinds.is_torchs(self.function):
             raise batch.refuse(f"{name} is not a function of torch")
-        if name in ("shape", "size"):
-            return self._shape(*self.args[1:], **self.kwargs)
         if name in kinds.METADATA:
             return self.function(*self.args, **self.kwargs)
         if batch.refusal is not None:
@@ -132,10 +130,6 @@ class _Operation:
             return self._special()
         if name == "requires_grad_":
             raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
-        if name in kinds.FILLS and first._is_fresh and not self.kwargs.get("generator"):
-            if not any(isinstance(v, Tensor) for v in self.leaves[1:]):
-                self._called([first._rows])
-                return first
         if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if is_metric:
@@ -164,13 +158,6 @@ class _Operation:
             dim = None if first._dim is None else first._dim - sum(d < first._dim for d in keep)
             return Followed(first._rows.squeeze([d + 1 for d in keep]), batch, dim)
         return self._mapped()
-
-    def _shape(self, dim: int | None = None) -> Any:
-        first = self.followed[0]
-        sizes: list[int] = list(self.function(first))
-        if first._dim is not None and sizes[first._dim] == self.batch.shown:
-            sizes[first._dim] = Count.of(self.batch, len(first._rows))
-        return torch.Size(sizes) if dim is None else sizes[dim]
 
     def _special(self) -> Any:
         """What is no computation with the values."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -87,6 +88,7 @@ _OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "
 
 
 _compiler: Any = torch.compiler
+_lock, _flags = threading.Lock(), list[bool]()  # before each map that runs, in any thread
 _trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
 
 
@@ -251,13 +253,20 @@ def as_traced() -> Iterator[None]:
     function once. ``transformers`` builds every attention mask, and looks at no values of tokens,
     for which each record may have another answer.
     """
-    is_compiling, _compiler._is_compiling_flag = _compiler._is_compiling_flag, True
+    with _lock:
+        _flags.append(_compiler._is_compiling_flag)
+        _compiler._is_compiling_flag = True
     is_tracing = _trace_hooks(True)
     try:
         yield
+        if not _trace_hooks(True):  # by torch.compiler.reset()
+            raise CannotBeMapped("it resets torch's compiler: leave that out of forward")
     finally:
         _trace_hooks(is_tracing)
-        _compiler._is_compiling_flag = is_compiling
+        with _lock:
+            before = _flags.pop()
+            if not _flags:  # the last map of all threads; the others found the flag set
+                _compiler._is_compiling_flag = before
 
 
 def _within(t: Tensor) -> Tensor:

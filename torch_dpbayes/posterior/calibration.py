@@ -69,7 +69,19 @@ def charged_to(
     reserved = None
     if isinstance(loader, PoissonLoader):
         draws = loader.sampler_of_draws
-        accountant, reserved = accountant or draws.accountant, draws.reserved
+        if accountant is not None and draws.accountant not in (None, accountant):
+            raise ArgumentError(
+                "the loader's run is charged to another accountant, which would miss this: leave"
+                " accountant= out"
+            )
+        if draws.scheme == "users":
+            raise ArgumentError(
+                "this loader protects users, and calibrate bounds what one record does: calibrate"
+                " on public records, with an accountant of their own"
+            )
+        # an accountant that holds nothing yet is false
+        accountant = draws.accountant if accountant is None else accountant
+        reserved = draws.reserved
         if draws.ranks is not None:
             raise ArgumentError(
                 "the records are shared by several ranks: save the samples, and calibrate in one"

@@ -15,8 +15,9 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from .. import words
-from ..errors import ArgumentTypeError, SamplesError
-from ..per_sample.nested import TARGETS, named_inputs
+from ..errors import ArgumentTypeError, DPBayesError, SamplesError
+from ..per_sample.nested import TARGETS, Nested, holds_plain_sequence, named_inputs
+from ..per_sample.record_map import RecordMap, without_values
 
 Transform = Callable[[Tensor], Tensor]
 Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
@@ -108,7 +109,7 @@ def evaluate(
 
     is_small = sum(s.numel() for s in samples[0].values()) <= _LARGEST_IN_GROUP
     with _evaluation_mode(model), torch.no_grad():
-        size = _GROUP if is_small else 1
+        size = _GROUP if is_small and not is_alone else 1
         shown = words.shown(batches, "predicting")
         reduced = [reduce(groups(_moved(batch, device), size)) for batch in shown]
     if not reduced:
@@ -225,21 +226,39 @@ def _try_vmap(
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
-    """``function`` of every record as a batch of one, put together."""
-    leaves, structure = pytree.tree_flatten(batch)
-    places = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.dim() > 0]
-    columns = [leaves[k] for k in places]
+    """``function`` of every record as a batch of one, put together.
 
-    def alone(*record: Tensor) -> Tensor:
-        own = list(leaves)
-        for k, value in zip(places, record, strict=True):
-            own[k] = value[None]
-        return function(pytree.tree_unflatten(own, structure))[0]
-
+    Raises:
+        SamplesError: it cannot be run so; the message does not tell what one record caused.
+    """
+    given = Nested(batch)
+    columns = given.tensors
+    if given.strangers or holds_plain_sequence(batch) or not all(t.dim() for t in columns):
+        raise SamplesError(
+            "a batch holds what every record would see, such as texts or a number of all: deliver"
+            " tensors with a row for each record."
+        )
+    records = RecordMap(len(columns[0]))
     try:
-        return vmap(alone)(*columns)
-    except Exception:  # as in _try_vmap
-        return torch.stack([alone(*record) for record in zip(*columns, strict=True)])
+        (found,) = records(
+            lambda slices: [function(given.rebuilt(slices))[0]], [t.unsqueeze(1) for t in columns]
+        )
+    except DPBayesError:
+        raise
+    except Exception as error:
+        raise SamplesError(
+            f"the model cannot be run for one record at a time: {without_values(error)}."
+        ) from None
+    if records.kept():
+        raise SamplesError("the forward pass stores a tensor of a record: return it instead.")
+    return found
+
+
+def synthetic_like(batch: Any) -> Any:
+    """One record of zeros, of the shapes and dtypes of a batch."""
+    return pytree.tree_map(
+        lambda t: torch.zeros_like(t[:1]) if isinstance(t, Tensor) and t.dim() else t, batch
+    )
 
 
 @contextmanager

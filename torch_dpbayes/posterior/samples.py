@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -238,7 +238,8 @@ class PosteriorSamples(Chain):
 
         Raises:
             PrivacyBudgetExceeded: it does not fit the budget; nothing has changed.
-            ValueError, TypeError: model, loader or targets do not suit; nothing was charged.
+            ValueError, TypeError: model, loader or targets do not suit; nothing was charged. An
+                error that a record's values cause comes after the charge, and does not show them.
 
         **Privacy.** A record's score lies in [-1, 1], and is zero where a value is not finite or
         a label is no class. Adding or removing a record moves each sum by at most 1, replacing one
@@ -247,22 +248,30 @@ class PosteriorSamples(Chain):
         """
         require_same_buffers(model, self._buffers)
         accountant, total = calibration.charged_to(loader, accountant, epsilon, delta)
-        targets: list[Tensor] = []
-        found: list[Likelihood] = []
 
-        def batches() -> Iterator[Any]:
-            for batch in PoissonLoader.every_record(loader):
-                targets.append(outputs.target_of(batch))
-                yield batch
+        def score_of(batches: Iterable[Any]) -> Callable[[float], float]:
+            targets: list[Tensor] = []
+            found: list[Likelihood] = []
 
-        def compact(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
-            found[:] = [of]
-            return of.compact(groups, len(self))
+            def with_targets() -> Iterator[Any]:
+                for batch in batches:
+                    targets.append(outputs.target_of(batch))
+                    yield batch
 
-        forms = self._by_likelihood(model, batches(), forward, compact, is_calibrating=True)
-        score = calibration.score_of(found[0], forms, torch.cat(targets))
+            def compact(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+                found[:] = [of]
+                return of.compact(groups, len(self))
+
+            forms = self._by_likelihood(
+                model, with_targets(), forward, compact, is_calibrating=True
+            )
+            return calibration.score_of(found[0], forms, torch.cat(targets))
+
+        records = PoissonLoader.every_record(loader)
+        # what does not suit is found before the charge, on a record without values
+        score_of([outputs.synthetic_like(batch) for batch in itertools.islice(records, 1)])
         accountant.compose(calibration.event_of(total), label="calibration of predictions")
-        t = calibration.estimate(score, total)
+        t = calibration.estimate(score_of(records), total)
         self._temperature = math.exp(2 * t if self.likelihood == "normal" else t)
         return self._temperature
 
