@@ -58,7 +58,7 @@ DELTA, EPSILONS, HIDDEN = 1e-5, (1.0, 3.0, 8.0), 32
 LR, REGRESSION_LR = 0.5, 0.1  # the curvature of a Gaussian's log density, 1/σ², has no bound
 CLIPS, LRS = (0.3, 1.0, 4.0), (0.25, 1.0, 4.0)  # the oracle's grid, beside the tutorials' setting
 AHEAD, IMAGES = 0.95, 12_000
-# batch size and passes: about 250 to 600 steps
+# batch size and passes: about 120 to 600 steps
 SIZES = {
     "digits": (256, 60),
     "breast cancer": (128, 60),

@@ -11,7 +11,7 @@ from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, fft_composition
 from torch_dpbayes.accounting.dominating_pairs import Sampled
-from torch_dpbayes.accounting.mixture_bounds import mixtures
+from torch_dpbayes.accounting.mixture_bounds import Near, mixtures
 
 DELTA = 1e-5
 KINDS = ("directed", "antipodal", "symmetric")
@@ -105,11 +105,11 @@ def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
 def test_groups_of_close_releases_stand_for_them(monkeypatch):
     """The mean of a group, and the bound on what that changes, against each release by itself."""
     rng = np.random.default_rng(12)
-    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 1500))
-    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 1500))
+    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 900))
+    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 900))
     counts = {Sampled("directed", float(q), float(z)): 1 for z, q in zip(noise, rate, strict=True)}
     alone, grouped = [], []
-    for groups, found in ((4096, alone), (1200, grouped), (500, grouped)):
+    for groups, found in ((4096, alone), (700, grouped), (300, grouped)):
         monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", groups)
         (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
         epsilon = composed.upper_epsilon(DELTA)
@@ -121,27 +121,6 @@ def test_groups_of_close_releases_stand_for_them(monkeypatch):
     assert exact <= near * (1 + 1e-7) <= far * (1 + 2e-7)
     assert far <= exact * 1.02
     assert without != far
-
-
-def test_mixtures_lie_where_the_cost_does(monkeypatch):
-    """Of a coarse grid. Its excess was below 10 percent in four draws, and above 39 with the nodes
-    at the cheap end; the test looks again before it fails.
-    """
-    found = []
-    while len(found) < 3 and (not found or found[-1] > 0.25):
-        rng = np.random.default_rng()
-        noise = np.exp(rng.uniform(math.log(0.6), math.log(6.0), 150)).tolist()
-        rate = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), 150)).tolist()
-        counts = {Sampled("directed", q, z): 1 for z, q in zip(noise, rate, strict=True)}
-        with monkeypatch.context() as patch:
-            patch.setattr("torch_dpbayes.accounting.dominating_pairs.EXACT_LEVELS", 150)
-            exact = bounds.upper_epsilon(counts, 1e-9)
-        with monkeypatch.context() as patch:
-            patch.setattr("torch_dpbayes.accounting.mixture_bounds._WORTH", 100.0)
-            patch.setattr("torch_dpbayes.accounting.tilted_window._MIXED_NODES", 8)
-            found.append(bounds.upper_epsilon(counts, 1e-9) / exact - 1)
-        assert found[-1] > -1e-4
-    assert found[-1] <= 0.25, found
 
 
 @given(
@@ -161,7 +140,8 @@ def test_a_release_is_dominated_by_the_mixture_of_its_corners(kind, rates, noise
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
         patch.setattr("torch_dpbayes.accounting.mixture_bounds._WORTH", 1.0)
-        found = mixtures([(Sampled(kind, rate, noise), 1), *ends], 2)
+        near = Near(1.0, -5.0, False)
+        found = mixtures([(Sampled(kind, rate, noise), 1), *ends], 1e9, 2, near)
     if found is None:  # the release is one of the corners
         return
     assert len(found.corners) <= 4

@@ -246,6 +246,20 @@ def check_ignored(model, args, i, chunk_bytes):
         assert clipped_ratio_sum(terms, others, bound) == pytest.approx(expected)
 
 
+def test_a_record_that_fails_may_lie_in_another_chunk_than_the_first():
+    def model(group, y):
+        effect = pyro.sample("effect", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
+
+    group, y = torch.zeros(400, dtype=torch.long), torch.zeros(400)
+    group[-1] = 5  # an entry that does not exist
+    density = RecordDensity(model, (group, y), chunk_bytes=4096)
+    for _ in range(2):
+        assert density.log_likelihoods(torch.zeros(5))[:-1].isfinite().all()
+        assert density.clipped_gradient_sum(torch.zeros(5), 1.0).isfinite().all()
+
+
 def test_ratios_are_clipped_one_by_one():
     current = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf, math.nan, 0.0, math.inf])
     proposed = torch.tensor([0.3, 5.0, -5.0, 0.0, 0.0, 0.0, math.nan, math.inf])

@@ -675,6 +675,42 @@ def test_an_optimizer_that_cannot_be_made_is_refused_before_a_charge(name, argum
     assert not len(svi.accountant) and not svi.transcript
 
 
+def test_an_optimizer_that_fails_in_its_step_is_refused_before_a_charge():
+    class AsksForAClosure(torch.optim.SGD):
+        def step(self, closure):
+            raise AssertionError("it is called without a closure")
+
+    svi = make(optim=pyro.optim.PyroOptim(AsksForAClosure, {"lr": 0.1}))
+    with pytest.raises(ValueError, match=r"AsksForAClosure.*closure"):
+        svi.step(rows())
+    assert not len(svi.accountant)
+
+
+def scheduled():
+    inner = {"optimizer": torch.optim.Adam, "optim_args": {"lr": torch.tensor(0.05)}}
+    return pyro.optim.ExponentialLR(inner | {"gamma": 0.9})
+
+
+@pytest.mark.parametrize(
+    "optim", [adam, scheduled, lambda: pyro.optim.Adam({"lr": 0.05}, {"clip_norm": 10.0})]
+)
+def test_that_it_was_tried_leaves_an_optimizer_as_it_was(optim):
+    svi = make(optim=optim())
+    svi.step(rows())
+    states = [getattr(o, "optimizer", o).state_dict() for o in svi.optim.optim_objs.values()]
+    assert len(states) == 2  # of the locations and the scales
+    for state in states:
+        (group,) = state["param_groups"]
+        assert float(group["lr"]) == pytest.approx(0.05) and int(state["state"][0]["step"]) == 1
+
+
+def test_a_learning_rate_that_decays_has_decayed_once_after_a_step():
+    svi = make(optim=pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.5}))
+    svi.step(rows())
+    for optimizer in svi.optim.optim_objs.values():
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
 @pytest.mark.thorough
 def test_a_batch_larger_than_the_data_is_refused_before_a_charge():
     svi = make(expected_batch_size=401)

@@ -19,7 +19,7 @@ from torch_dpbayes.errors import DPBayesError, ModelError
 from torch_dpbayes.per_sample import contributions
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.nested import Nested
-from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap
+from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, as_traced
 
 pytestmark = pytest.mark.first_cases(1000)
 SOURCES = pytest.mark.parametrize(
@@ -627,3 +627,32 @@ def test_nested_values_are_taken_apart_and_put_together():
     again = nested.rebuilt([t + 1 for t in nested.tensors])
     assert torch.equal(again[0]["a"], torch.full((2,), 2.0)) and again[0]["b"][1:] == [3, None]
     assert again[1].note == "fine" and Nested(object()).strangers
+
+
+def test_maps_of_two_threads_leave_the_compilers_flag_as_it_was():
+    """The first that began ends first."""
+    began, ended, seen = threading.Event(), threading.Event(), []
+
+    def first():
+        with as_traced():
+            assert began.wait(10)
+        ended.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with as_traced():
+        began.set()
+        assert ended.wait(10)
+        seen.append(torch.compiler.is_compiling())
+    thread.join()
+    assert seen == [True] and not torch.compiler.is_compiling()
+
+
+def test_a_model_that_resets_the_compiler_is_refused():
+    def function(slices):
+        torch.compiler.reset()
+        return slices
+
+    with pytest.raises(CannotBeMapped, match="resets"):
+        RecordMap(3)(function, [torch.ones(3, 1, 2)])
+    assert not torch.compiler.is_compiling()

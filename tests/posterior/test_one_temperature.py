@@ -217,6 +217,83 @@ def test_a_model_that_mixes_records_is_run_for_each_alone():
     assert abs(held[0](0.3) - held[1](0.3)) <= 1
 
 
+class Keeps(nn.Module):
+    """Passes records on by a number, a buffer, a tensor of its own, or texts of the whole batch."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.sum, self.last = how, 0.0, None
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x, words=None):
+        if self.how == "a number":
+            self.sum += float(x.mean())
+        elif self.how == "a buffer":
+            self.mean += x.mean(0)
+        elif self.how == "a tensor":
+            self.last = x * 2
+        return (x + self.sum + self.mean) @ self.weight
+
+
+class WithTexts(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x, "rare" if index == 3 else "common", y
+
+
+@pytest.mark.parametrize("how", ["a number", "a buffer", "a tensor", "texts"])
+def test_a_model_that_passes_records_on_is_refused(how):
+    model, samples = Keeps(how), PosteriorSamples("categorical", burn_in=0)
+    samples.collect(model)
+    kind = WithTexts if how == "texts" else TensorDataset
+    data = kind(torch.randn(60, 2), torch.randint(3, (60,)))
+    with pytest.raises(dpb.DPBayesError) as caught:
+        samples.calibrate(model, DataLoader(data), accountant=dpb.PrivacyAccountant(1.0, 1e-5))
+    assert caught.value.code in ("samples", "model-map") and samples.temperature == 1
+
+
+def test_an_error_that_a_record_causes_is_charged_and_does_not_show_it():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 3)
+
+        def forward(self, x):
+            return self.table(x)
+
+    model, samples = Reads(), PosteriorSamples("categorical", burn_in=0)
+    samples.collect(model)
+    tokens = torch.zeros(60, dtype=torch.long)
+    tokens[7] = 4711
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5)
+    loader = DataLoader(TensorDataset(tokens, torch.randint(3, (60,))))
+    with pytest.raises(dpb.DPBayesError) as caught:
+        samples.calibrate(model, loader, accountant=accountant)
+    assert "4711" not in str(caught.value) and len(accountant)
+
+
+def test_another_accountant_than_the_runs_is_refused():
+    net = nn.Linear(2, 3)
+    data = DataLoader(TensorDataset(torch.randn(60, 2), torch.randint(3, (60,))), 20)
+    engine = dpb.PrivacyEngine()
+    net, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+        data_loader=data,
+        noise_multiplier=1.0,
+    )
+    samples = PosteriorSamples("categorical", burn_in=0)
+    for x, y in loader:
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    samples.collect(net)
+    other = dpb.PrivacyAccountant(1.0, 1e-5)
+    with pytest.raises(ValueError, match="another accountant"):
+        samples.calibrate(net, loader, accountant=other)
+    assert not len(other)
+
+
 def test_what_is_refused_charges_and_changes_nothing():
     samples, model, records = problem("categorical", 100)
     held = accountant(epsilon=1.0)

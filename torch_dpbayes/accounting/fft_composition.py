@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy import fft, signal
 
 from .dominating_pairs import Array, Pair, directions, scattered_of
-from .mixture_bounds import Mixtures, mixtures
+from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
 from .tilted_window import (
     ACCURACY,
@@ -146,9 +146,10 @@ def _transform(
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
     sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
-    nodes = window.nodes
+    excess, fewest = window.excess, window.fewest
+    near = Near(window.tilt, window.log_delta, reverse)
     while sampled:
-        groups = mixtures(sampled, nodes)
+        groups = mixtures(sampled, excess, fewest, near)
         if groups is None:
             others = dict(levels)
             break
@@ -156,7 +157,8 @@ def _transform(
         if found is not None:
             total = found
             break
-        nodes = max(2, nodes // 2)  # fewer corners, of which more frequencies fit into memory
+        # fewer corners, of which more frequencies fit into memory
+        excess, fewest = 4 * excess, max(2, fewest // 2)
     for pair, count in others.items():
         total = total.followed_by(_transform_of(pair, window, size, reverse, tail), count)
     return total

@@ -32,12 +32,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from .dominating_pairs import Array, Sampled, SampledKind
+from .dominating_pairs import Array, Sampled, SampledKind, has_two_directions
+from .privacy_loss import loss_nodes
 
 Indices = NDArray[np.int64]
 
+_PILOTS = 6  # rates and noises whose cost says where the grid has to be fine
+_PILOT_TAIL = 1e-20
 _BINS = 400
-_MORE = 8  # times as many noises, where there are few rates
+_STEP = 0.1  # relative, between a release and the ends of a chord around it
+_MOST_NODES = 32  # rates, or noises, of the grid
 _WORTH = 0.7  # corners for each release, up to which mixtures are faster
 _MOST_GROUPS = 4096  # releases up to which each is a group of its own
 _LARGEST_RATE = 1 - 1e-6  # of a corner, unless a release has a larger one
@@ -66,18 +70,39 @@ class Mixtures(NamedTuple):
         return np.asarray(shares, dtype=np.float64)
 
 
-def mixtures(sampled: list[tuple[Sampled, int]], nodes: int) -> Mixtures | None:
+class Near(NamedTuple):
+    """Where a composition is evaluated: delta grows by a factor of about E exp(tilt * L) for a
+    release of loss L, at most to 1.
+    """
+
+    tilt: float
+    log_delta: float
+    reverse: bool
+
+    def growth(self, pair: Sampled) -> float:
+        """That factor, less 1; up to what lies beyond a small tail."""
+        losses, masses, _ = loss_nodes(pair, _PILOT_TAIL)
+        if self.reverse and has_two_directions(pair):
+            losses, masses = -losses, masses * np.exp(-losses)
+        return float(masses @ np.expm1(np.minimum(self.tilt * losses, -self.log_delta)))
+
+
+def mixtures(
+    sampled: list[tuple[Sampled, int]], excess: float, fewest: int, near: Near
+) -> Mixtures | None:
     """The mixtures, or ``None`` if there are hardly fewer corners than different releases.
 
     Args:
         sampled: releases and how often each occurs.
-        nodes: rates, and noises, of the grid of corners, about.
+        excess: of log(delta) that the choice of corners aims at.
+        fewest: rates, and noises, of the grid at least.
+        near: where.
     """
     found = []
     for kind in sorted({pair.kind for pair, _ in sampled}):
         chosen = [(pair.rate, pair.noise, n) for pair, n in sampled if pair.kind == kind]
         rate, noise, count = (np.array(column) for column in zip(*chosen, strict=True))
-        found.append(_placed(kind, rate, noise, count, nodes))
+        found.append(_placed(kind, rate, noise, count, excess, fewest, near))
     if sum(len(part.corners) for part in found) >= _WORTH * len(sampled):
         return None
     starts = np.cumsum([0, *(len(part.corners) for part in found)])
@@ -88,18 +113,23 @@ def mixtures(sampled: list[tuple[Sampled, int]], nodes: int) -> Mixtures | None:
     )
 
 
-def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, nodes: int) -> Mixtures:
+def _placed(
+    kind: SampledKind,
+    rate: Array,
+    noise: Array,
+    count: Indices,
+    excess: float,
+    fewest: int,
+    near: Near,
+) -> Mixtures:
     sensitivity = 2.0 if kind == "antipodal" else 1.0
     shift = sensitivity / noise
     # coordinates in which the cost of a release of small loss is exp(2 (x + y))
     place = np.log(rate), np.log(shift) + _log_expm1_over(2 / noise**2) / 2
-    # the cost that decides: flatter where losses are large and grow less, steeper far out, where
-    # the largest ones count most; the grid serves both
-    size = np.exp(place[0] - place[0].max() + place[1] - place[1].max())
-    near, far = count * size**1.5, count * size**4
-    cost = near / near.sum() + far / far.sum()
-    column = _nodes(place[0], cost, nodes)
-    row = _nodes(place[1], cost, min(nodes**2 // len(column), _MORE * nodes))
+    bends = _bends(kind, rate, noise, place, near)
+    column, row = (
+        _nodes(at, count * bend, excess / 2, fewest) for at, bend in zip(place, bends, strict=True)
+    )
     rates, shifts = rate[column], shift[row]
     rates[-1], shifts[-1] = rate.max(), shift.max()  # of numbers with equal logarithms
     column, of_rate = _chord(rates, rate, lambda low, high: high - low)
@@ -171,18 +201,69 @@ def _groups(cell: Indices, u: Array, v: Array) -> tuple[Indices, Indices]:
     return first, group
 
 
-def _nodes(x: Array, cost: Array, number: int) -> Indices:
+def _bends(
+    kind: SampledKind, rate: Array, noise: Array, place: tuple[Array, Array], near: Near
+) -> tuple[Array, Array]:
+    """About the excess of a chord over each coordinate, divided by the square of its half width:
+    interpolated between a few releases, not a bound.
+    """
+    sensitivity = 2.0 if kind == "antipodal" else 1.0
+    pilots = []
+    for values, at in zip((rate, noise), place, strict=True):
+        order = np.argsort(at)
+        wanted = np.linspace(at[order[0]], at[order[-1]], _PILOTS)
+        index = np.unique(np.clip(np.searchsorted(at[order], wanted), 0, len(at) - 1))
+        pilots.append((values[order[index]], at[order[index]]))
+    (rates, xs), (noises, ys) = pilots
+    bends = np.zeros((2, len(rates), len(noises)))
+    low, high = 1 - _STEP, 1 + _STEP
+    for i, q in enumerate(np.minimum(rates, 1 / high).tolist()):
+        for j, z in enumerate(noises.tolist()):
+            here = near.growth(Sampled(kind, q, z))
+            around = [near.growth(Sampled(kind, q * by, z)) for by in (low, high)]
+            bends[0, i, j] = (around[0] + around[1]) / 2 - here
+            around = [near.growth(Sampled(kind, q, z / by)) for by in (low, high)]
+            shifts = np.array([low, 1.0, high]) * (sensitivity / z)
+            (_,), (up,) = _chord(shifts[[0, 2]], shifts[1:2], _probability_between)
+            bends[1, i, j] = (1 - up) * around[0] + up * around[1] - here
+    bends = np.maximum(bends, 1e-12 * np.max(bends, axis=(1, 2), keepdims=True) + 1e-300)
+    row, u = _between(xs, place[0])
+    column, v = _between(ys, place[1])
+    below, right = np.minimum(row + 1, len(xs) - 1), np.minimum(column + 1, len(ys) - 1)
+    found = []
+    for logs in np.log(bends / _STEP**2):
+        at = (1 - u) * ((1 - v) * logs[row, column] + v * logs[row, right])
+        found.append(np.exp(at + u * ((1 - v) * logs[below, column] + v * logs[below, right])))
+    return found[0], found[1]
+
+
+def _between(nodes: Array, values: Array) -> tuple[Indices, Array]:
+    """The interval of increasing ``nodes`` that holds each value, and the place within it."""
+    if len(nodes) == 1:
+        return np.zeros(len(values), dtype=np.int64), np.zeros(len(values))
+    lower = np.clip(np.searchsorted(nodes, values, "right") - 1, 0, len(nodes) - 2)
+    share = (values - nodes[lower]) / (nodes[lower + 1] - nodes[lower])
+    return lower, np.clip(share, 0.0, 1.0)
+
+
+def _nodes(x: Array, bend: Array, excess: float, fewest: int) -> Indices:
     """Indices of releases whose coordinates ``x`` are the nodes of the grid, in rising order.
 
-    The excess of a cell of width s is about s^2 / 6 times the cost of its members, twice over. So
-    the best spacing is proportional to the density of the cost to the power -1/3.
+    A cell of width s has an excess of s^2 / 6 times the sum of ``bend`` over its members, on
+    average. The best spacing is proportional to the density of that sum to the power -1/3.
     """
     values, index = np.unique(x, return_index=True)
-    if len(values) <= number:
+    if len(values) <= 2:
         return index
     edges = np.linspace(values[0], values[-1], _BINS + 1)
-    density = np.cbrt(np.histogram(x, edges, weights=cost)[0])
-    density = np.maximum(density, 1e-3 * density.max())
+    width = (values[-1] - values[0]) / _BINS
+    density = np.histogram(x, edges, weights=bend)[0] / width
+    density = np.cbrt(np.maximum(density, 1e-9 * density.max()))
+    aimed = (density.sum() * width) ** 3
+    number = math.sqrt(aimed / (6 * excess)) if 6 * excess > 0 else math.inf
+    number = int(min(max(number, fewest), _MOST_NODES))
+    if len(values) <= number:
+        return index
     places = np.concatenate([[0.0], np.cumsum(density)])
     nodes = np.interp(np.linspace(0.0, places[-1], number), places, edges)
     above = np.clip(np.searchsorted(values, nodes), 0, len(values) - 1)

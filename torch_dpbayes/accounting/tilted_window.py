@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .dominating_pairs import Array, Pair, Pure, has_two_directions, scattered_of
-from .mixture_bounds import Mixtures, mixtures
+from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import BEYOND, loss_nodes
 
 ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
@@ -28,9 +28,10 @@ _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floa
 # of a step's mean absolute loss, at which epsilons that are no larger are looked at
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
+_PILOT_EXCESS = 0.5  # of log(delta)
 _CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
 _MOST_TIMES = 16.0  # that a composition may grow on its grid
-_MIXED_NODES = 28  # rates, and noises, of the grid of mixtures at ACCURACY
+_FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 
 
@@ -107,7 +108,8 @@ class Window(NamedTuple):
     upper: float
     log_delta: float  # about that of the answer
     wanted_interval: float  # for the accuracy that was asked for
-    nodes: int  # rates, and noises, of the grid of mixtures
+    excess: float  # of log(delta) that mixtures aim at
+    fewest: int  # rates, and noises, of their grid
 
 
 def choose_window(
@@ -125,25 +127,31 @@ def choose_window(
     """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: for as many more
     such releases as keep both.
     """
-    asked = epsilon
+    asked, asked_log_delta = epsilon, log_delta
     total: float = sum(levels.values())
     sampled, others = scattered_of(levels)
     losses = _Losses(others if sampled else levels, reverse, tail)
-    nodes = max(2, round(_MIXED_NODES * math.sqrt(ACCURACY / accuracy)))
-    if sampled:
-        mixed = mixtures(sampled, nodes)
-        if mixed is None:
-            losses, sampled = _Losses(levels, reverse, tail), []
+    near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
+    for tilts in (_TILTS[::4], _TILTS) if sampled else (_TILTS,):
+        if sampled:
+            mixed = mixtures(sampled, excess, fewest, near)
+            if mixed is None:
+                losses, sampled = _Losses(levels, reverse, tail), []
+            else:
+                losses.set_mixtures(mixed)
+        cumulant, mean, variance = losses.cumulants(tilts)
+        if grows and asked is not None and asked_log_delta is not None:
+            losses.times *= _times(tilts, cumulant, variance, asked, asked_log_delta)
+            cumulant, mean, variance = losses.cumulants(tilts)
+            tilt, epsilon, _ = _tangent(tilts, cumulant, mean, asked, None)
+            log_delta = asked_log_delta
         else:
-            losses.set_mixtures(mixed)
-    cumulant, mean, variance = losses.cumulants(_TILTS)
-    if grows and asked is not None and log_delta is not None:
-        losses.times = _times(_TILTS, cumulant, variance, asked, log_delta)
-        cumulant, mean, variance = losses.cumulants(_TILTS)
-        tilt, epsilon, _ = _tangent(_TILTS, cumulant, mean, asked, None)
-    else:
-        tilt, epsilon, log_delta = _tangent(_TILTS, cumulant, mean, asked, log_delta)
-    tilt = min(tilt, largest_tilt)
+            tilt, epsilon, log_delta = _tangent(tilts, cumulant, mean, asked, asked_log_delta)
+        tilt = min(tilt, largest_tilt)
+        near = Near(tilt, log_delta, reverse)
+        excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
+        fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
+    assert epsilon is not None and log_delta is not None
     total *= losses.times
     if sampled:
         accuracy *= _MIXED_ACCURACY
@@ -192,7 +200,8 @@ def choose_window(
         log_delta=log_delta,
         # of smaller deltas an answer may be loose
         wanted_interval=wanted if log_delta > math.log(SMALLEST) else interval,
-        nodes=nodes,
+        excess=excess,
+        fewest=fewest,
     )
 
 

@@ -128,7 +128,7 @@ class Arguments:
 
     def pick(self, rows: Sequence[Tensor], index: Sequence[int] | Tensor) -> list[Tensor]:
         """Copies of the rows with these numbers."""
-        chosen = torch.as_tensor(index)
+        chosen = torch.as_tensor(index, dtype=torch.long)  # of an empty list, too
         return [
             row.index_select(dim, chosen.to(row.device))
             for row, dim in zip(rows, self.row_dims.values(), strict=True)

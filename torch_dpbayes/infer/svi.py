@@ -12,7 +12,7 @@ import torch
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuide
 from pyro.optim import PyroOptim
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
@@ -111,7 +111,8 @@ class DPSVI:
         guide: an ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or
             ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from
             synthetic records; an ``init_loc_fn`` of the caller's must not know the data.
-        optim: one of Pyro's optimizers, with a dict of arguments.
+        optim: one of Pyro's optimizers, with a dict of arguments. It is tried on synthetic
+            gradients before the first charge.
         loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
         max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Choose one
             that less than 1 % exceed near the truth: nothing released says how many do.
@@ -305,7 +306,7 @@ class DPSVI:
         release.draws = draws
         with frozen_ones_kept(self.model):  # the guide runs the model
             self._gaussian.set_up(call, density.prior)
-        _build(self.optim, self._gaussian.parameters)
+        _require_that_it_steps(self.optim, self._gaussian.parameters)
         prior = density.prior
         theta = torch.zeros(prior.dimension, dtype=torch.float64, device=prior.device)
         theta.requires_grad_()
@@ -330,6 +331,7 @@ class DPSVI:
         self._transcript = [GradientRelease(*parts) for parts in saved["transcript"]]
         # empty where the saved run has made no step
         for p, states in zip(parameters.values(), saved["optim"], strict=False):
+            self.optim([p])  # makes its optimizer; without a gradient it moves nothing
             for part, state in zip(_parts(self.optim.optim_objs[p]), states, strict=True):
                 part.load_state_dict(copy.deepcopy(state))
 
@@ -432,13 +434,16 @@ def _check_optim(optim: Any) -> None:
         )
 
 
-def _build(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
-    """Make the optimizer of each parameter before the first charge: without a gradient it moves
-    nothing, and arguments that it does not take are refused.
-    """
+def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse what would fail after the first charge, by a step on parameters like these."""
+    tried = copy.copy(optim)
+    tried.optim_objs, tried.grad_clip = {}, {}
+    tried.pt_optim_args = copy.deepcopy(optim.pt_optim_args)  # a scheduler may write to tensors
     for name, parameter in parameters.items():
+        made_up = nn.Parameter(torch.ones_like(parameter))
+        made_up.grad = torch.ones_like(made_up)
         try:
-            optim([parameter])
+            tried([made_up])
         except Exception as error:
             kind = getattr(optim.pt_optim_constructor, "__name__", optim.pt_optim_constructor)
             raise ArgumentError(
