@@ -122,12 +122,15 @@ def improper(error: Exception) -> UnfitModel:
     )
 
 
-def nearly_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two results agree but for rounding in their dtype."""
+def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0) -> bool:
+    """Whether two results agree but for rounding in their dtype. ``size``: of what they are sums
+    of, which may cancel.
+    """
     if a.shape != b.shape:
         return False
     tolerance = 1e-9 if a.dtype == torch.float64 else 1e-4 if a.dtype == torch.float32 else 3e-2
     scale = float(b.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
+    scale = max(scale, size)
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * (scale + 1e-30), equal_nan=True)
 
 
