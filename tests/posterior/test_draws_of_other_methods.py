@@ -75,6 +75,7 @@ def test_a_guide_of_a_network():
     )
     svi.run(3, x, y)
     draws = [guide() for _ in range(20)]
+    pyro.clear_param_store()
     samples = PosteriorSamples.from_draws(draws, "categorical")
     wanted = [(x @ d["weight"].T + d["bias"]).softmax(-1) for d in draws]
     assert torch.allclose(samples.predict(net, x), torch.stack(wanted).mean(0), atol=1e-6)

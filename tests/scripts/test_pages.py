@@ -167,6 +167,7 @@ def trained():
 
 
 def records_names(n=2000):
+    pyro.clear_param_store()  # a guide takes nothing over from other tests
     x, y = logistic_records(n)
     return {
         "dpb": dpb,

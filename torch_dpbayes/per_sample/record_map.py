@@ -65,7 +65,7 @@ _TORCHS_WORDS = {
         " use_reentrant=False to checkpoint(), and write other functions by operations of torch"
     ),
     "Batch norm got a batched tensor": (
-        "its statistics follow the records: leave out track_running_stats"
+        "its statistics follow the records: leave out track_running_stats, or take GroupNorm"
     ),
     "would mutate a captured Tensor": (
         "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
