@@ -140,8 +140,9 @@ def in_a_fresh_process(function, *arguments):
     """
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
-    process.join(200)
+    process.join(100)
     process.kill()
+    process.join()
     assert process.exitcode == 0
 
 
@@ -247,6 +248,24 @@ def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path)
         runner.get_samples()["mean"].shape == (16,)
         and len(kernel.get_samples(group_by_chain=True)) == 2
     )
+
+
+def killed_while_it_logs(path):
+    def hold_the_lock(*_):
+        if multiprocessing.current_process().name == "0":
+            runner.sampler.log_queue._wlock.acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    kernel = make("penalty", dpb.PrivacyAccountant(8.0, 1e-5, path=path))
+    runner = parallel(kernel, 2, hook_fn=hold_the_lock)
+    threading.Timer(3.0, lambda: runner.sampler.result_queue.put((0, KeyError("enough")))).start()
+    with pytest.raises(KeyError):
+        runner.run(DATA)
+
+
+@pytest.mark.thorough
+def test_a_chain_that_was_killed_while_it_logged_does_not_keep_the_program_from_ending(tmp_path):
+    in_a_fresh_process(killed_while_it_logs, tmp_path / "budget.db")
 
 
 def wide(x):

@@ -112,6 +112,8 @@ class _ParallelChains(_MultiSampler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # a chain that is killed may hold this queue's lock: the process must end without it
+        self.log_queue.cancel_join_thread()
         self._context: BaseContext = self.ctx.get_context()
         self._sent: SimpleQueue[tuple[int, dict[str, Any]]] = self._context.SimpleQueue()
         # one pipe a chain: an event would be a lock of all, which one that ends may hold
