@@ -1,5 +1,6 @@
 """How Sphinx makes the site: ``scripts/docs`` runs it, offline and with warnings as errors."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,19 @@ sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
 import supported_layers  # noqa: E402
 
 import torch_dpbayes  # noqa: E402
+
+
+def files() -> str:
+    """Every file of the package with the first paragraph of its docstring, room by room."""
+    lines = []
+    package = ROOT / "torch_dpbayes"
+    for path in sorted(package.rglob("*.py"), key=lambda path: (path.parent, path.name)):
+        says = ast.get_docstring(ast.parse(path.read_text())) or ""
+        says = " ".join(re.sub(r":\w+:`~?(\S+)`", r"``\1``", says.split("\n\n")[0]).split())
+        name = path.relative_to(package).as_posix()
+        lines.append(f"* `{name}`: {says.replace('``', '`')}")
+    return "\n".join(lines)
+
 
 project = "torch_dpbayes"
 version = release = torch_dpbayes.__version__
@@ -33,7 +47,7 @@ suppress_warnings = ["myst-nb.lexer"]
 
 myst_enable_extensions = ["dollarmath", "substitution"]
 myst_heading_anchors = 4
-myst_substitutions = {"supported_layers": supported_layers.table()}
+myst_substitutions = {"supported_layers": supported_layers.table(), "files": files()}
 nb_execution_mode = "off"  # notebooks keep their outputs, which the slow tests make anew
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
