@@ -22,7 +22,7 @@ SCRIPTS = {
     "compare_samplers": (
         "--quick",
         {},
-        r"\| banana \| posteriors SGNHT",
+        r"\| posteriors SGNHT",
     ),
     "does_bayes_pay": (
         "table --quick --results {0}/runs.jsonl --csv {0}/a.csv --picture {0}/a.png",
