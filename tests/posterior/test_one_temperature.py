@@ -1,6 +1,7 @@
 """One temperature for predictions: the estimate, what is charged, and what a record can do."""
 
 import math
+import warnings
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import log_softmax, logsumexp
-from scipy.stats import norm
+from scipy.stats import binom, norm
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -132,14 +133,44 @@ def test_the_posterior_of_a_curve_of_the_assumed_shape(t, log10_count):
     def score(at):
         return count * (1 - math.exp(2 * (at - t))) / 2
 
-    assert calibration.estimate(score, 1e-3) == pytest.approx(t, abs=0.03)
+    assert calibration.estimate(score, 1e-3)[0] == pytest.approx(t, abs=0.03)
 
 
 def test_noise_alone_leaves_the_predictions_as_they_are():
     """Noise that no number of records could be seen in; and no result is beyond the grid."""
-    assert calibration.estimate(lambda t: 0.0, 1e12) == pytest.approx(0, abs=0.01)
+    assert calibration.estimate(lambda t: 0.0, 1e12)[0] == pytest.approx(0, abs=0.01)
     for extreme in (1e12, -1e12):
-        assert -2.5 <= calibration.estimate(lambda t, s=extreme: s, 1.0) <= 2.5
+        assert -2.5 <= calibration.estimate(lambda t, s=extreme: s, 1.0)[0] <= 2.5
+
+
+@pytest.mark.chance(1e-3)  # binomial tails of 1 % and, with J = z, of 90 %
+def test_how_often_noise_is_said_to_leave_it_undetermined():
+    """Scores whose J is 200 times the noise determine it, where J is as large as it they do not."""
+    draw, passed = np.random.default_rng(), {}
+    for count, t in ((200.0, 0.0), (1.0, 0.5)):
+        passed[count] = 0
+        for _ in range(60):
+            sample = math.sqrt(count) * draw.normal()
+
+            def score(at, count=count, t=t, sample=sample):
+                return count * (1 - math.exp(2 * (at - t))) / 2 + sample
+
+            passed[count] += calibration.estimate(score, 1.0)[1] > calibration.UNDETERMINED
+    assert binom.sf(passed[200.0] - 1, 60, 0.01) > 5e-4 < binom.cdf(passed[1.0], 60, 0.9)
+
+
+def test_a_warning_says_so_and_no_bar_tells_the_number_of_records(monkeypatch):
+    samples, model, records = problem("categorical", 300)
+    bars = []
+    monkeypatch.setattr("torch_dpbayes.words.tqdm", lambda steps, *_, **__: bars.append(1) or steps)
+    with pytest.warns(UserWarning, match="leaves the temperature undetermined: log T ="):
+        calibrated(samples, model, records, 0.01)
+    assert not bars
+    samples.predict(model, records.tensors[0])
+    assert bars
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrated(samples, model, records)
 
 
 # -- the charge ------------------------------------------------------------------------------------
@@ -186,7 +217,9 @@ def test_a_record_moves_the_sum_by_at_most_one(seed, likelihood):
     def sums(values, labels, table=table):
         seen = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calibration, "estimate", lambda score, total: seen.append(score) or 0.0)
+            patch.setattr(
+                calibration, "estimate", lambda score, total: seen.append(score) or (0.0, 0.0)
+            )
             calibrated(*collected(likelihood, table), TensorDataset(values, labels))
         return np.array([seen[0](t) for t in (-2.0, -0.5, 0.0, 0.7, 2.0)])
 
@@ -211,7 +244,9 @@ def test_a_model_that_mixes_records_is_run_for_each_alone():
     samples, model, records = problem("categorical", 50)
     mixing, held = Mixing(model.table), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "estimate", lambda score, total: held.append(score) or 0.0)
+        patch.setattr(
+            calibration, "estimate", lambda score, total: held.append(score) or (0.0, 0.0)
+        )
         for count in (50, 49):
             calibrated(samples, mixing, TensorDataset(*(t[:count] for t in records.tensors)))
     assert abs(held[0](0.3) - held[1](0.3)) <= 1
@@ -300,7 +335,7 @@ def test_what_is_refused_charges_and_changes_nothing():
     held.compose(dpb.accounting.events.GaussianDpEvent(total_multiplier(held, None, None)))
     with pytest.raises(ValueError, match="nothing is left for this run"):
         calibrated(samples, model, records, 0.5, accountant=held)
-    with pytest.raises(dpb.PrivacyBudgetExceeded):
+    with pytest.raises(dpb.PrivacyBudgetExceeded, match="epsilon=5 is of everything on it"):
         calibrated(samples, model, records, 5.0, accountant=held)
     assert len(held) == 1 and samples.temperature == 1.0
 
@@ -360,6 +395,7 @@ def trained(**options):
     return engine, net, loader, samples
 
 
+@pytest.mark.filterwarnings("ignore:the noise of this calibration leaves")
 def test_a_share_of_the_budget():
     """The noise of the steps leaves room for it, and it is charged when it is used."""
     engine, net, loader, samples = trained(calibrate=0.1)
@@ -372,7 +408,7 @@ def test_a_share_of_the_budget():
     assert charged == calibration.event_of(loader.sampler_of_draws.reserved).events
     state = [charge.count for charge in engine.accountant.history]
     temperature = samples.temperature
-    with pytest.raises(dpb.PrivacyBudgetExceeded):
+    with pytest.raises(dpb.PrivacyBudgetExceeded, match="its share, calibrate=, is used up"):
         samples.calibrate(net, loader)
     assert [charge.count for charge in engine.accountant.history] == state
     assert samples.temperature == temperature

@@ -27,7 +27,7 @@ SCRIPTS = {
     "does_bayes_pay": (
         "table --quick --results {0}/runs.jsonl --csv {0}/a.csv --picture {0}/a.png",
         {},
-        r"\| breast cancer \| 8 \| ours, average",
+        r"\| breast cancer \| 8 \| ours, average, calibrated",
     ),
     "compare_posteriors": (
         "--data-root {0} --folder {0} --repeats 1 --methods non-private objective"

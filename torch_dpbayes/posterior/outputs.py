@@ -46,7 +46,7 @@ def evaluate(
     is_alone: bool = False,
 ) -> list[Tensor]:
     """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each batch.
-    ``is_alone``: the model is run for each record alone, whatever it does.
+    ``is_alone``: private records, for each of which the model is run alone, whatever it does.
     """
     batches = _batches(x)
     parameters = dict(model.named_parameters())
@@ -110,7 +110,8 @@ def evaluate(
     is_small = sum(s.numel() for s in samples[0].values()) <= _LARGEST_IN_GROUP
     with _evaluation_mode(model), torch.no_grad():
         size = _GROUP if is_small and not is_alone else 1
-        shown = words.shown(batches, "predicting")
+        # a bar would show how many private records there are
+        shown = batches if is_alone else words.shown(batches, "predicting")
         reduced = [reduce(groups(_moved(batch, device), size)) for batch in shown]
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
