@@ -246,7 +246,12 @@ def _sampled(pair: Sampled, order: float) -> float:
 def _binomial(q: float, z: float, order: int) -> float:
     """Mironov, Talwar, Zhang 2019, section 3.3."""
     k = np.arange(order + 1)
-    terms = _log_binomial(order) + k * math.log(q) + (order - k) * math.log1p(-q) + k * (k - 1) / (2 * z**2)
+    terms = (
+        _log_binomial(order)
+        + k * math.log(q)
+        + (order - k) * math.log1p(-q)
+        + k * (k - 1) / (2 * z**2)
+    )
     return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
 
 
