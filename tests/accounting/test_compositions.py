@@ -74,19 +74,16 @@ def test_schedules_against_an_integral(law, kind, monkeypatch):
     assert found[-1] <= 2e-2, (law, found)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
 def test_few_large_releases_among_many_small_ones(kind, monkeypatch):
-    """Mixtures of a thousand releases, where all but three cost next to nothing, are 5 per cent
-    high.
-    """
+    """Where all but three of some hundred releases cost next to nothing, against all as they are."""
     draw = np.random.default_rng().uniform
-    small = zip(np.exp(draw(-13.8, -6.9, 997)), np.exp(draw(-1.2, 0.7, 997)), strict=True)
+    small = zip(np.exp(draw(-13.8, -6.9, 297)), np.exp(draw(-1.2, 0.7, 297)), strict=True)
     pairs = [*small, (0.5, 2.0), (0.6, 2.5), (0.7, 3.0)]
     counts = {Sampled(kind, float(q), float(z)): 1 for q, z in pairs}
     mixed = bounds.upper_epsilon(counts, 1e-3)
     monkeypatch.setattr("torch_dpbayes.accounting.dominating_pairs.EXACT_LEVELS", 10_000)
-    assert 0.999 < mixed / bounds.upper_epsilon(counts, 1e-3) < 1.1
+    assert -1e-4 < mixed / bounds.upper_epsilon(counts, 1e-3) - 1 < 5e-3
 
 
 def excess(epsilon, delta, laws):

@@ -532,11 +532,24 @@ def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
 
 
 def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]], dict[Pair, int]]:
-    """Sampled releases, if they are too many to be composed one by one, and the others."""
+    """Sampled releases, if they are too many to be composed one by one, and the others; among
+    these the few large ones, each of more than one part in ``EXACT_LEVELS`` of the cost.
+    """
     sampled = [(pair, count) for pair, count in levels.items() if isinstance(pair, Sampled)]
     if len(sampled) <= EXACT_LEVELS:
         return [], dict(levels)
-    return sampled, {pair: n for pair, n in levels.items() if not isinstance(pair, Sampled)}
+    # E (P/Q - 1)^2 up to a constant: about twice the mean loss, where that is small
+    logs = np.array([math.log(n) + _log_chi_squared(pair) for pair, n in sampled])
+    large = logs > special.logsumexp(logs) - math.log(EXACT_LEVELS)
+    small = [level for level, is_large in zip(sampled, large.tolist(), strict=True) if not is_large]
+    taken = {pair for pair, _ in small}
+    return small, {pair: n for pair, n in levels.items() if pair not in taken}
+
+
+def _log_chi_squared(pair: Sampled) -> float:
+    """log(q^2 (exp(1 / z^2) - 1))."""
+    x = pair.noise**-2
+    return 2 * math.log(pair.rate) + x + math.log(-math.expm1(-x))
 
 
 def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:
