@@ -76,7 +76,7 @@ def test_schedules_against_an_integral(law, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
 def test_few_large_releases_among_many_small_ones(kind, monkeypatch):
-    """Where all but three of some hundred releases cost next to nothing, against all as they are."""
+    """Where all but three of 300 releases cost next to nothing, against all as they are."""
     draw = np.random.default_rng().uniform
     small = zip(np.exp(draw(-13.8, -6.9, 297)), np.exp(draw(-1.2, 0.7, 297)), strict=True)
     pairs = [*small, (0.5, 2.0), (0.6, 2.5), (0.7, 3.0)]
