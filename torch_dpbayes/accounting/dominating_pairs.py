@@ -538,18 +538,13 @@ def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]],
     sampled = [(pair, count) for pair, count in levels.items() if isinstance(pair, Sampled)]
     if len(sampled) <= EXACT_LEVELS:
         return [], dict(levels)
-    # E (P/Q - 1)^2 up to a constant: about twice the mean loss, where that is small
-    logs = np.array([math.log(n) + _log_chi_squared(pair) for pair, n in sampled])
+    rate, noise, count = np.array([(pair.rate, pair.noise, n) for pair, n in sampled]).T
+    # of q^2 (exp(1 / z^2) - 1), about twice the mean loss where that is small
+    logs = np.log(count) + 2 * np.log(rate) + noise**-2 + np.log(-np.expm1(-(noise**-2)))
     large = logs > special.logsumexp(logs) - math.log(EXACT_LEVELS)
-    small = [level for level, is_large in zip(sampled, large.tolist(), strict=True) if not is_large]
-    taken = {pair for pair, _ in small}
-    return small, {pair: n for pair, n in levels.items() if pair not in taken}
-
-
-def _log_chi_squared(pair: Sampled) -> float:
-    """log(q^2 (exp(1 / z^2) - 1))."""
-    x = pair.noise**-2
-    return 2 * math.log(pair.rate) + x + math.log(-math.expm1(-x))
+    few = {pair for (pair, _), is_large in zip(sampled, large.tolist(), strict=True) if is_large}
+    others = {p: n for p, n in levels.items() if p in few or not isinstance(p, Sampled)}
+    return [(pair, n) for pair, n in sampled if pair not in few], others
 
 
 def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:

@@ -425,7 +425,6 @@ def compose(
     delta: float | None = None,
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
-    interval: float | None = None,
     reverse: bool | None = None,
     mixed: bool = True,
     is_pilot: bool = False,
@@ -439,7 +438,6 @@ def compose(
         epsilon: the epsilon near which it will be asked for delta. With both, more such releases
             are to join, until they do not keep them.
         accuracy: relative excess of epsilon that the discretisation aims at.
-        interval: the discretisation interval, instead.
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
         is_pilot: a very wide window gets a coarse grid, since another composition may follow.
@@ -458,7 +456,6 @@ def compose(
                 epsilon=epsilon,
                 log_delta=None if wanted is None else math.log(wanted),
                 accuracy=accuracy,
-                interval=interval,
                 grows=grows,
             )
             if wanted is None:
