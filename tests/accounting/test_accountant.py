@@ -175,6 +175,17 @@ def test_gaussian_filter_is_exact_for_gaussians_and_takes_sampled_releases_unamp
     assert "mu^2" in accountant.summary()
 
 
+def test_a_release_of_nothing_declares_that_what_follows_is_adaptive():
+    with pytest.raises(ValueError, match="needs a budget"):
+        PrivacyAccountant().compose(NoOpDpEvent(), adaptive=True)
+    with pytest.raises(ValueError, match="already holds charges"):
+        PrivacyAccountant(3.0, DELTA).compose(STEP).compose(NoOpDpEvent(), adaptive=True)
+    accountant = PrivacyAccountant(3.0, DELTA).compose(NoOpDpEvent(), adaptive=True)
+    assert accountant.compose(STEP).guarantee == "filter"
+    declared = PrivacyAccountant(3.0, DELTA).compose(STEP, adaptive=True)
+    assert accountant.remaining(STEP) == declared.remaining(STEP)
+
+
 def test_adaptive_needs_a_budget_and_a_fresh_start():
     with pytest.raises(ValueError, match="needs a budget"):
         PrivacyAccountant().compose(STEP, adaptive=True)

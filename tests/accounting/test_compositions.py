@@ -77,8 +77,8 @@ def test_schedules_against_an_integral(law, kind, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
 def test_few_large_releases_among_many_small_ones(kind, monkeypatch):
-    """Mixtures of a thousand releases, where all but three cost next to nothing, are 5 per cent
-    high.
+    """Where all but three of a thousand releases cost next to nothing, against all as they are.
+    Mixtures of all of them are 5 per cent high.
     """
     draw = np.random.default_rng().uniform
     small = zip(np.exp(draw(-13.8, -6.9, 997)), np.exp(draw(-1.2, 0.7, 997)), strict=True)
@@ -86,7 +86,7 @@ def test_few_large_releases_among_many_small_ones(kind, monkeypatch):
     counts = {Sampled(kind, float(q), float(z)): 1 for q, z in pairs}
     mixed = bounds.upper_epsilon(counts, 1e-3)
     monkeypatch.setattr("torch_dpbayes.accounting.dominating_pairs.EXACT_LEVELS", 10_000)
-    assert 0.999 < mixed / bounds.upper_epsilon(counts, 1e-3) < 1.1
+    assert -1e-4 < mixed / bounds.upper_epsilon(counts, 1e-3) - 1 < 5e-3
 
 
 def excess(epsilon, delta, laws):

@@ -4,11 +4,9 @@ A charge fits if one of three bounds shows it, from the cheapest to the one that
 
 1. *Renyi divergences.* At order 1 + lambda those of all releases add up to D, and
    ``delta(epsilon) <= delta * exp(lambda * (D - limit))`` with the limit of Canonne, Kamath and
-   Steinke (2020). Of many different releases, each counts as a mixture of four of a grid that
-   dominates it (:mod:`mixture_bounds`), whose divergences are kept.
+   Steinke (2020).
 2. *One composition.* The history is composed on a grid once. What is charged after that joins by a
-   multiplication of spectra; of many different releases, again, as mixtures. The composition of a
-   sequence that dominates another one bounds it, so what it keeps is kept.
+   multiplication of spectra.
 3. *The composition that is reported.* Only this one refuses.
 
 Where a charge fits by 2 or 3, more releases like it are tried at once. They are *held*: these
@@ -39,26 +37,24 @@ from .dominating_pairs import (
     Pure,
     Sampled,
     added,
+    directions,
     dominating_mu,
-    has_two_directions,
     largest_added_loss,
     merge,
     uncovered,
 )
 from .events import Method
-from .fft_composition import Composition, Transform, compose, mean_transform
+from .fft_composition import Composition, Transform, compose
 from .gdp import gaussian_mu
-from .mixture_bounds import four_corners
 from .privacy_loss import apart, failing
 
 Counts = Mapping[Pair, int]
 
-_GRID = 1.1  # ratio of rates and of noises that stand for many different releases
-_EXACT = 16  # different releases that count as they are
-_KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
 _KEPT_COSTS = 100_000  # different releases whose divergences are kept
+_KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
 _ROUND_OFF = 1e-9  # relative, of sums of divergences and of their limits
 _LOWERED = 1.02  # by how much less noise new releases are tried in advance
+_MOST_HELD = 16  # different releases that are tried in advance
 _ENOUGH = 16  # releases that fit, from which on nothing is looked for
 
 
@@ -141,102 +137,27 @@ def _orders_of(
     return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))
 
 
-class Divergences:
-    """The Renyi divergences of what was charged, beside their limits.
-
-    Args:
-        epsilon, delta: the budget.
-        method: whose orders are used.
-        filter: the limit in force instead.
-    """
-
-    def __init__(self, epsilon: float, delta: float, method: Method, filter: Filter | None) -> None:
-        self._filter = filter
-        if filter is None:
-            orders = _orders_of(epsilon, delta, 0.15, 1.6, 12)
-            if method == "rdp":  # those of the bound that is reported
-                known = np.array(renyi.ORDERS)
-                orders = tuple({float(known[np.argmin(abs(known - o))]): 0 for o in orders})
-            limits, self._left = renyi.allowed(epsilon, delta, orders) - _ROUND_OFF, delta
-        else:
-            orders = (filter.order if filter.kind == "renyi" else 2.0,)
-            limits, self._left = np.array([filter.limit]) * (1 - _ROUND_OFF), 1.0
-        self._orders, self._limits = np.array(orders), limits
-        self._costs: dict[Pair, Array] = {}
-        self._spent = np.zeros(len(orders) + 1)
-
-    def spend(self, pair: Pair, count: int) -> None:
-        """``count`` releases were charged; a negative number was given back."""
-        with np.errstate(invalid="ignore"):  # what is infinite stays so
-            spent = self._spent + count * self._cost(pair)
-        self._spent = np.where(np.isnan(spent), math.inf, spent)
-
-    def keep(self, need: Counts) -> bool:
-        """Whether ``need`` fits too."""
-        spent = self._spent
-        for pair, count in need.items():
-            spent = spent + count * self._cost(pair)
-        left = self._left - spent[-1] * (1 + _ROUND_OFF)  # beside releases that fail outright
-        if not left > 0:
-            return False
-        rise = math.log(left / self._left) / (self._orders - 1)
-        return bool((spent[:-1] <= self._limits + rise).any())
-
-    def _cost(self, pair: Pair) -> Array:
-        """The divergences of one release, and the probability that it fails outright."""
-        if isinstance(pair, Gaussian) and self._filter is None:
-            return np.append(pair.mu**2 / 2 * self._orders, 0.0)
-        cost = self._costs.get(pair)
-        if cost is None:
-            if self._filter is not None and self._filter.kind == "gaussian":
-                cost = np.array([dominating_mu(pair) ** 2, 0.0])
-            elif isinstance(pair, Failure) and self._filter is None:
-                cost = np.append(np.zeros(len(self._orders)), pair.delta)
-            elif isinstance(pair, Sampled) and self._filter is None and len(self._costs) >= _EXACT:
-                cost = np.append(self._of_mixture(*four_corners(pair, _GRID)), 0.0)
-            else:
-                cost = np.append(self._of(pair), 0.0)
-            if len(self._costs) < _KEPT_COSTS:
-                self._costs[pair] = cost
-        return cost
-
-    def _of(self, pair: Pair) -> Array:
-        return renyi.curve({pair: 1}, tuple(self._orders.tolist()))
-
-    def _of_mixture(self, weights: list[float], corners: list[Sampled]) -> Array:
-        power = self._orders - 1
-        with np.errstate(over="ignore", invalid="ignore"):
-            moments = np.expm1(power * [self._of(corner) for corner in corners])
-            found = np.log1p(np.array(weights) @ moments) / power * (1 + 1e-14)
-        return np.nan_to_num(found, nan=math.inf, posinf=math.inf)
-
-
 class Composed:
     """Releases composed on a grid for one budget, which others can join.
 
-    Losses of an added record may be so bounded that they never pass epsilon: then only the other
-    direction is composed.
-
     Args:
+        counts: the releases.
         epsilon: the budget's.
         grids: a composition in each direction, on whose grid the releases are.
         transforms: the releases there.
         kept: single releases there, for all that join.
-        failures: of the releases, those that may fail outright.
-        added_loss: of the releases, as :func:`_added_loss` says.
     """
 
     def __init__(
         self,
+        counts: Counts,
         epsilon: float,
         grids: list[Composition],
         transforms: list[Transform],
         kept: dict[Pair, list[Transform]],
-        failures: dict[Failure, int],
-        added_loss: tuple[bool, float],
     ) -> None:
-        self._epsilon, self._grids, self._transforms = epsilon, grids, transforms
-        self._kept, self._failures, self._added_loss = kept, failures, added_loss
+        self._counts, self._epsilon = counts, epsilon
+        self._grids, self._transforms, self._kept = grids, transforms, kept
 
     @classmethod
     def of(cls, counts: Counts, need: Counts, epsilon: float, delta: float) -> Composed | None:
@@ -247,47 +168,31 @@ class Composed:
         failed = failing(failures)
         if not others or failed > delta / 2 or not _are_on_grids(others):
             return None
-        both = _passes(_added_loss(others, need), epsilon)
         try:
             grids = [
                 compose(merge(others), delta=delta - failed, epsilon=epsilon, reverse=reverse)[0]
-                for reverse in ((False, True) if both else (False,))
+                for reverse in _directions(added(counts, need), epsilon)
             ]
         except OverflowError:
             return None
-        transforms = [grid.transform for grid in grids]
-        return cls(epsilon, grids, transforms, {}, failures, _added_loss(others, {}))
+        return cls(counts, epsilon, grids, [grid.transform for grid in grids], {})
 
     def followed_by(self, more: Counts) -> Composed | None:
         """With ``more``; ``None``: these cannot join."""
-        failures, others = apart(more)
-        added_loss = _added_loss(others, {})
-        added_loss = added_loss[0] or self._added_loss[0], added_loss[1] + self._added_loss[1]
-        if not _are_on_grids(others):
+        others, joint, found = apart(more)[1], added(self._counts, more), self._transforms
+        on_grids = _are_on_grids(others)
+        if not on_grids or len(_directions(joint, self._epsilon)) > len(found):
             return None
-        if len(self._grids) == 1 and _passes(added_loss, self._epsilon):
-            return None
-        found = self._transforms
         try:
             for pair, count in merge(others).items():
                 steps = zip(found, self._steps(pair), strict=True)
                 found = [part.followed_by(step, count) for part, step in steps]
         except OverflowError:
             return None
-        joint = {**self._failures}
-        for failure, count in failures.items():
-            joint[failure] = joint.get(failure, 0) + count
-        return Composed(self._epsilon, self._grids, found, self._kept, joint, added_loss)
+        return Composed(joint, self._epsilon, self._grids, found, self._kept)
 
     def _steps(self, pair: Pair) -> list[Transform]:
         """One release in each direction."""
-        if pair in self._kept or len(self._kept) < _EXACT or not isinstance(pair, Sampled):
-            return self._exact_steps(pair)
-        weights, corners = four_corners(pair, _GRID)
-        each = zip(*map(self._exact_steps, corners), strict=True)
-        return [mean_transform(weights, part) for part in each]
-
-    def _exact_steps(self, pair: Pair) -> list[Transform]:
         found = self._kept.get(pair)
         if found is None:
             found = [grid.step(pair) for grid in self._grids]
@@ -303,7 +208,7 @@ class Composed:
         except OverflowError:
             return LARGEST_EXCESS
         largest = max(part.upper_delta(self._epsilon) for part in parts)
-        found = (failing(self._failures) + largest) * (1 + _ROUND_OFF)
+        found = (failing(apart(self._counts)[0]) + largest) * (1 + _ROUND_OFF)
         return math.log(found / delta) if found else -LARGEST_EXCESS
 
 
@@ -311,18 +216,11 @@ def _are_on_grids(counts: Counts) -> bool:
     return NonPrivate() not in counts and bounds.without_extremes(counts) == (counts, 0.0)
 
 
-def _added_loss(counts: Counts, more: Counts) -> tuple[bool, float]:
-    """Whether an added record differs from a removed one, and the largest loss where it was
-    added.
-    """
-    both = [*counts.items(), *apart(more)[1].items()]
-    differs = any(has_two_directions(pair) for pair, _ in both)
-    return differs, math.fsum(n * largest_added_loss(pair) for pair, n in both)
-
-
-def _passes(added_loss: tuple[bool, float], epsilon: float) -> bool:
-    """Whether the direction of an added record has to be looked at."""
-    return added_loss[0] and added_loss[1] * (1 + _ROUND_OFF) > epsilon
+def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
+    """Those in which a loss can pass epsilon: where a record was added, losses may be bounded."""
+    others = apart(counts)[1]
+    most = math.fsum(n * largest_added_loss(pair) for pair, n in others.items())
+    return directions(others) if most * (1 + _ROUND_OFF) > epsilon else (False,)
 
 
 class Budget:
@@ -330,7 +228,7 @@ class Budget:
 
     Args:
         epsilon, delta: the budget.
-        method: how compositions are bounded.
+        method: how compositions are bounded, and whose orders are used.
         filter: the limit in force where parameters may depend on earlier outputs.
     """
 
@@ -338,11 +236,20 @@ class Budget:
         self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
     ) -> None:
         self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
+        orders = _orders_of(epsilon, delta, 0.15, 1.6, 12)
+        if method == "rdp":  # those of the bound that is reported
+            known = np.array(renyi.ORDERS)
+            orders = tuple({float(known[np.argmin(abs(known - o))]): 0 for o in orders})
+        limits = renyi.allowed(epsilon, delta, orders) - _ROUND_OFF
+        if filter is not None:
+            orders, limits = (math.inf,), np.array([filter.limit]) * (1 - _ROUND_OFF)
+        self._orders, self._limits = np.array(orders), limits
+        self._costs: dict[Pair, Array] = {}
         self.restart({})
 
     def restart(self, counts: Counts) -> None:
         """Everything that was charged is ``counts``."""
-        self._renyi = Divergences(self._epsilon, self._delta, self._method, self._filter)
+        self._spent = np.zeros(len(self._orders) + 1)
         # what was charged, together with what is held, keeps the budget
         self._held: dict[Pair, int] = {}
         self._last: dict[Pair, int] = {}  # charged since more was held than was asked for
@@ -354,16 +261,32 @@ class Budget:
 
     def spend(self, pair: Pair, count: int) -> None:
         """``count`` releases were charged; a negative number was given back."""
-        self._renyi.spend(pair, count)
+        with np.errstate(invalid="ignore"):  # what is infinite stays so
+            spent = self._spent + count * self._cost(pair)
+        self._spent = np.where(np.isnan(spent), math.inf, spent)
         if count < 0:
             self._base = None
             if self._held:
                 self._held[pair] = self._held.get(pair, 0) - count
-        else:
-            self._recent = added(self._recent, {pair: count})
-            self._last = added(self._last, {pair: count})
-            if self._held and uncovered(self._held, {pair: count}):
-                self._held = {}
+            return
+        for counts in (self._last, self._recent):
+            counts[pair] = counts.get(pair, 0) + count
+        if self._held and uncovered(self._held, {pair: count}):
+            self._held = {}
+
+    def _cost(self, pair: Pair) -> Array:
+        """What the limits bound, of one release, and the probability that it fails outright."""
+        cost = self._costs.get(pair)
+        if cost is None:
+            if self._filter is not None:
+                cost = np.array([self._filter.cost({pair: 1}), 0.0])
+            elif isinstance(pair, Failure):
+                cost = np.append(np.zeros(len(self._orders)), pair.delta)
+            else:
+                cost = np.append(renyi.divergences(pair, self._orders), 0.0)
+            if len(self._costs) < _KEPT_COSTS:
+                self._costs[pair] = cost
+        return cost
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -381,7 +304,7 @@ class Budget:
         wanted = added(reserved or {}, need, n)
         if self._keeps(wanted):
             return True
-        if NonPrivate() in wanted or self._filter is not None:
+        if self._filter is not None or NonPrivate() in wanted:
             return False
         joint = added(counts, wanted)
         if self._method == "pld" and not _is_closed_form(joint):
@@ -415,29 +338,26 @@ class Budget:
 
     def max_count(self, counts: Counts, need: Counts) -> int:
         """How often ``need`` fits after the history, exactly."""
-        if NonPrivate() in need or NonPrivate() in counts:
-            return 0
-        known = Budget(self._epsilon, self._delta, self._method, self._filter)
-        known.restart(counts)
-        n = known.cheap(need)
+        n = self.cheap(need)
         if self._filter is not None or n >= MOST_STEPS:
             return n
 
         def excess(n: int) -> float:
             return self._bound(added(counts, need, n)) - self._epsilon
 
-        if self._method == "pld" and len(added(counts, need)) > EXACT_LEVELS:
-            for one in known._compositions(counts, need):
-                if self._excess(one, {}) <= 0:  # one fits
-                    n = max(n, 1 + largest(partial(self._excess, one, need)))
-            if excess(n + 1) > 0:
-                return n
         return max(largest(excess, start=max(n + n // 4, 1)), n)
 
     def _keeps(self, wanted: Counts) -> bool:
+        """Whether what is held covers ``wanted``, or the divergences keep their limits with it."""
         if self._held and not uncovered(dict(self._held), wanted):
             return True
-        return self._renyi.keep(wanted)
+        spent = self._spent + sum(n * self._cost(pair) for pair, n in wanted.items())
+        left = self._delta if self._filter is None else 1.0
+        rest = left - spent[-1] * (1 + _ROUND_OFF)  # beside releases that fail outright
+        if not rest > 0:
+            return False
+        rise = math.log(rest / left) / (self._orders - 1)
+        return bool((spent[:-1] <= self._limits + rise).any())
 
     def _bound(self, counts: Counts) -> float:
         """The epsilon that is reported."""
@@ -461,8 +381,8 @@ class Budget:
         if self._base is not None and (joint := self._base.followed_by(wanted)) is not None:
             yield joint
 
-    def _excess(self, composed: Composed, more: Counts, times: int = 1) -> float:
-        joint = composed.followed_by(added({}, more, times)) if more and times else composed
+    def _excess(self, composed: Composed, more: Counts) -> float:
+        joint = composed.followed_by(more) if more else composed
         return LARGEST_EXCESS if joint is None else joint.log_excess(self._delta)
 
     def _hold(self, wanted: Counts, need: Counts, excess: Callable[[Counts], float]) -> None:
@@ -472,7 +392,7 @@ class Budget:
         was_used, self._held = not any(self._held.values()), dict(wanted)
         share = 2.0 if was_used else 0.0
         recent = _alike(added(self._last, need))
-        if len(recent) > _EXACT:
+        if len(recent) > _MOST_HELD:
             recent, self._last = {}, {}
         while more := {pair: n for pair, c in recent.items() if (n := int(c * share))}:
             if excess(more) <= 0:

@@ -532,11 +532,19 @@ def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
 
 
 def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]], dict[Pair, int]]:
-    """Sampled releases, if they are too many to be composed one by one, and the others."""
+    """Sampled releases, if they are too many to be composed one by one, and the others; among
+    these the few large ones, each of more than one part in ``EXACT_LEVELS`` of the cost.
+    """
     sampled = [(pair, count) for pair, count in levels.items() if isinstance(pair, Sampled)]
     if len(sampled) <= EXACT_LEVELS:
         return [], dict(levels)
-    return sampled, {pair: n for pair, n in levels.items() if not isinstance(pair, Sampled)}
+    rate, noise, count = np.array([(pair.rate, pair.noise, n) for pair, n in sampled]).T
+    # of q^2 (exp(1 / z^2) - 1), about twice the mean loss where that is small
+    logs = np.log(count) + 2 * np.log(rate) + noise**-2 + np.log(-np.expm1(-(noise**-2)))
+    large = logs > special.logsumexp(logs) - math.log(EXACT_LEVELS)
+    few = {pair for (pair, _), is_large in zip(sampled, large.tolist(), strict=True) if is_large}
+    others = {p: n for p, n in levels.items() if p in few or not isinstance(p, Sampled)}
+    return [(pair, n) for pair, n in sampled if pair not in few], others
 
 
 def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:

@@ -17,7 +17,7 @@ inequality: given L, each step's rounding is independent, spans one grid cell, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -89,24 +89,6 @@ class Transform:
             self.log_moments + times * other.log_moments,
             self.left_out + times * other.left_out,
         )
-
-
-def mean_transform(weights: Sequence[float], parts: Sequence[Transform]) -> Transform:
-    """A release drawn from several with these weights, which is announced."""
-    shares = np.array(weights)
-    moments = np.array([part.log_moments for part in parts])
-    peak = moments.max(axis=0)
-    log_moments = peak + np.log(shares @ np.exp(moments - peak))
-    scales = shares * np.exp(moments[:, 2] - log_moments[2])
-    offset = min(part.offset for part in parts)
-    return Transform(
-        np.asarray(scales @ [part.spectrum for part in parts]),
-        offset,
-        max(part.offset + part.extent for part in parts) - offset,
-        1,
-        max(part.infinity for part in parts),
-        log_moments,
-    )
 
 
 def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: float) -> Transform:
@@ -443,7 +425,6 @@ def compose(
     delta: float | None = None,
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
-    interval: float | None = None,
     reverse: bool | None = None,
     mixed: bool = True,
     is_pilot: bool = False,
@@ -457,7 +438,6 @@ def compose(
         epsilon: the epsilon near which it will be asked for delta. With both, more such releases
             are to join, until they do not keep them.
         accuracy: relative excess of epsilon that the discretisation aims at.
-        interval: the discretisation interval, instead.
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
         is_pilot: a very wide window gets a coarse grid, since another composition may follow.
@@ -476,7 +456,6 @@ def compose(
                 epsilon=epsilon,
                 log_delta=None if wanted is None else math.log(wanted),
                 accuracy=accuracy,
-                interval=interval,
                 grows=grows,
             )
             if wanted is None:

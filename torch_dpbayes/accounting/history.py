@@ -215,8 +215,7 @@ class History:
             return math.inf
         if delta not in self._epsilons:
             value, budget = self.fixed_epsilon(delta), self.settings.budget
-            is_tight = self.settings.method == "pld" and not self.is_taken_over
-            if is_tight and budget is not None and delta == budget[1]:
+            if budget is not None and delta == budget[1] and not self.is_taken_over:
                 # a charge may have been admitted by a bound that is tighter than this one
                 value = min(value, budget[0])
             self._epsilons[delta] = value

@@ -44,7 +44,6 @@ _STEP = 0.1  # relative, between a release and the ends of a chord around it
 _MOST_NODES = 32  # rates, or noises, of the grid
 _WORTH = 0.7  # corners for each release, up to which mixtures are faster
 _MOST_GROUPS = 4096  # releases up to which each is a group of its own
-_LARGEST_RATE = 1 - 1e-6  # of a corner, unless a release has a larger one
 _DOWN = 1 - 4e-16  # factor that rounds the noise of a corner down
 _UP = 1e-12  # relative and absolute rounding of the weight on the less private corner
 
@@ -161,27 +160,6 @@ def _placed(
         np.rint(total).astype(np.int64),
         np.moveaxis(np.array(spread), 2, 0),
     )
-
-
-def four_corners(pair: Sampled, ratio: float) -> tuple[list[float], list[Sampled]]:
-    """The corners of a geometric grid around one release, and the weights of their mixture that
-    dominates it.
-    """
-    sensitivity = 2.0 if pair.kind == "antipodal" else 1.0
-    shift = sensitivity / pair.noise
-    rates, shifts = _ends(pair.rate, ratio), _ends(shift, ratio)
-    rates[1] = max(min(rates[1], _LARGEST_RATE), pair.rate)
-    _, (u,) = _chord(rates, np.array([pair.rate]), lambda low, high: high - low)
-    _, (v,) = _chord(shifts, np.array([shift]), _probability_between)
-    corners = [
-        Sampled(pair.kind, float(q), float(sensitivity / m) * _DOWN) for q in rates for m in shifts
-    ]
-    return [float(a * b) for a in (1 - u, u) for b in (1 - v, v)], corners
-
-
-def _ends(value: float, ratio: float) -> Array:
-    cell = math.floor(math.log(value) / math.log(ratio))
-    return np.array([min(ratio**cell, value), max(ratio ** (cell + 1), value)])
 
 
 def _groups(cell: Indices, u: Array, v: Array) -> tuple[Indices, Indices]:

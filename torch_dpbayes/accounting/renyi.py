@@ -181,9 +181,7 @@ def _of_curve_sampled(once: Array, q: float, alpha: Array) -> Array:
         if order <= _LARGEST_SAMPLED_ORDER:
             j = np.arange(2, order + 1)
             terms = (
-                special.gammaln(order + 1)
-                - special.gammaln(j + 1)
-                - special.gammaln(order - j + 1)
+                _log_binomial(order)[2:]
                 + j * math.log(q)
                 + (order - j) * math.log1p(-q)
                 + (j - 1) * once[: order - 1]
@@ -248,11 +246,21 @@ def _sampled(pair: Sampled, order: float) -> float:
 def _binomial(q: float, z: float, order: int) -> float:
     """Mironov, Talwar, Zhang 2019, section 3.3."""
     k = np.arange(order + 1)
-    log_binomial = (
-        special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
+    terms = (
+        _log_binomial(order)
+        + k * math.log(q)
+        + (order - k) * math.log1p(-q)
+        + k * (k - 1) / (2 * z**2)
     )
-    terms = log_binomial + k * math.log(q) + (order - k) * math.log1p(-q) + k * (k - 1) / (2 * z**2)
     return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
+
+
+@lru_cache(maxsize=512)
+def _log_binomial(n: int) -> Array:
+    """log of n choose k, k = 0, ..., n."""
+    k = np.arange(n + 1)
+    found = special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1)
+    return np.asarray(found)
 
 
 # --- of a composition -----------------------------------------------------------------------------

@@ -120,7 +120,6 @@ def choose_window(
     log_delta: float | None = None,
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
-    interval: float | None = None,
     largest_tilt: float = math.inf,
     grows: bool = False,
 ) -> Window:
@@ -156,24 +155,21 @@ def choose_window(
     if sampled:
         accuracy *= _MIXED_ACCURACY
     least, largest, size = losses.totals()
-    if interval is None:
-        # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
-        # the cell.
-        scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
-        scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
-        most = _MIXED_CELL if sampled else _CELL
-        wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), most * scale)
-        # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
-        # if rounding is all that blurs a step's loss.
-        if not sampled and (epsilon if asked is None else asked) < size:
-            wanted = min(wanted, _OF_LOSS * size / total)
-        # at this tail the losses may reach farther than at that of the delta which is found
-        interval = max(wanted, 4 * losses.widest / LARGEST_WINDOW, _LEAST_INTERVAL)
-        atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
-        if len(atoms) == 1 and (atom := atoms.pop()) > interval:
-            interval = atom / math.ceil(atom / interval)  # both its losses on the grid
-    else:
-        wanted = interval
+    # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
+    # the cell.
+    scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
+    scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
+    most = _MIXED_CELL if sampled else _CELL
+    wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), most * scale)
+    # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
+    # if rounding is all that blurs a step's loss.
+    if not sampled and (epsilon if asked is None else asked) < size:
+        wanted = min(wanted, _OF_LOSS * size / total)
+    # at this tail the losses may reach farther than at that of the delta which is found
+    interval = max(wanted, 4 * losses.widest / LARGEST_WINDOW, _LEAST_INTERVAL)
+    atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
+    if len(atoms) == 1 and (atom := atoms.pop()) > interval:
+        interval = atom / math.ceil(atom / interval)  # both its losses on the grid
     tilt = min(tilt, 0.5 / interval)
     # What the rounding adds at most to a step's variance is h^2 / 4.
     center, _, spread = (float(value[0]) for value in losses.cumulants(np.array([tilt])))
