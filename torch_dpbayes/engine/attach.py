@@ -19,7 +19,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
 from ..batches.collate import users_collate
 from ..batches.poisson_loader import PoissonLoader
-from ..distributed import Ranks, digest, records_digests, refuse_wrapped
+from ..distributed import MAKE_PRIVATE, Ranks, digest, records_digests, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
@@ -268,4 +268,5 @@ def _check_consistent(
             "the generators of noise and sampling (seeds must be equal)": generators,
         }
     )
-    sampler.draw_from(ranks.gather(sampler.generator.get_state() if ranks.rank == 0 else None)[0])
+    state = ranks.from_rank_0(MAKE_PRIVATE, lambda: sampler.generator.get_state().tolist())
+    sampler.draw_from(torch.tensor(state, dtype=torch.uint8))

@@ -106,8 +106,8 @@ class DPSGHMC(PrivateOptimizer):
         return super()._group_temperature(group, noise_multiplier)
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
-        """m of a group; that of a state saved before groups had one is the optimizer's."""
-        momentum = group.get("momentum", self._momentum)
+        """m of a group."""
+        momentum = group["momentum"]
         if isinstance(momentum, str) or not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum!r}")
         return float(momentum)
