@@ -130,13 +130,12 @@ class PoissonLoader(DPDataLoader):
         assert isinstance(self.batch_sampler, PoissonSampler)
         return self.batch_sampler
 
-    def vouch(self) -> None:
-        """The user vouches that the collate function keeps records apart."""
-        self.recordwise.is_vouched = True
-
-    def require_same_alone(self) -> None:
-        """Raise if the collate function makes something else of a record alone."""
-        self.recordwise.require_same_alone(self.dataset)
+    def check_collate(self, *, is_vouched: bool) -> str:
+        """Raise if the collate function makes something else of a record alone, unless the user
+        vouches for it; returns what the user should know of it.
+        """
+        self.recordwise.is_vouched |= is_vouched
+        return self.recordwise.require_same_alone(self.dataset)
 
     def aside(self) -> PoissonLoader:
         """A loader of the same data and rate, always the same, with Poisson draws of its own: a

@@ -93,9 +93,7 @@ def made_private(
                 code="optimizer-settings",
             )
     require_own_streams(optimizer, loader)
-    if settings.assume_independent_records:
-        loader.vouch()
-    loader.require_same_alone()
+    of_collate = loader.check_collate(is_vouched=settings.assume_independent_records)
     source = _source_for(settings, loader)
     try:
         if ranks is not None:
@@ -111,7 +109,7 @@ def made_private(
     _log.info("records are kept apart %s", source.independence)
     if optimizer.derives_clip_norm:
         _log.info("%s", optimizer.release.bound_from)
-    warnings = []
+    warnings = [of_collate] if of_collate else []
     if _was_charged_elsewhere(module, accountant):
         accountant.note(_CHARGED_ELSEWHERE)
         warnings.append(
