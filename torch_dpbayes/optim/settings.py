@@ -130,6 +130,8 @@ class DeclaredOptimizer(Optimizer):
 
     # a subclass's options that may differ between groups, set before __init__ is called
     _group_options: dict[str, Any] = {}  # noqa: RUF012
+    # whether larger noise does not heat the samples: friction or step follow it
+    _holds_temperature = False
     __signature__: ClassVar[inspect.Signature]  # help() shows it
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -215,8 +217,7 @@ class DeclaredOptimizer(Optimizer):
 
     def _friction(self, group: dict[str, Any]) -> float:
         """a of a sampler whose own noise has the variance 2aTη/N in a step: 1 for overdamped
-        Langevin dynamics, 1 − momentum for underdamped ones. The next three follow from it; a
-        sampler of another kind overrides them.
+        Langevin dynamics, 1 − momentum for underdamped ones. The next three follow from it.
         """
         return 1.0
 
@@ -228,6 +229,8 @@ class DeclaredOptimizer(Optimizer):
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/(2aB²): the temperature at which the Gaussian noise alone would sample."""
+        if self._holds_temperature:
+            return self._temperature_of(group)
         return self._heat(group, noise_multiplier) / (2 * self._friction(group))
 
     def _matching_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:

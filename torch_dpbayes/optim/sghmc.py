@@ -60,7 +60,7 @@ class DPSGHMC(PrivateOptimizer):
         momentum: float | Literal["matched"] = 0.9,
         **options: Unpack[Options],
     ) -> None:
-        self._is_matched = momentum == "matched"
+        self._is_matched = self._holds_temperature = momentum == "matched"
         if isinstance(momentum, str):
             if not self._is_matched:
                 raise ArgumentError(
@@ -99,11 +99,6 @@ class DPSGHMC(PrivateOptimizer):
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         # matched friction asks for no noise of its own
         return 0.0 if self._is_matched else super()._group_langevin_noise_multiplier(group)
-
-    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        if self._is_matched:
-            return self._temperature_of(group)
-        return super()._group_temperature(group, noise_multiplier)
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
         """m of a group."""

@@ -177,7 +177,7 @@ class Release:
         if self._fixed is not None:
             self._fixed.require_unchanged()
         smallest = min([group.noise_multiplier for group in layout.groups])
-        if math.isfinite(smallest):
+        if self.noise.generator is not None and math.isfinite(smallest):
             self.noise.require_usable(layout.device)
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)
         if not math.isfinite(smallest):  # every lr is 0: nothing of the sums is used
