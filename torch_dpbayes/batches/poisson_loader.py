@@ -54,8 +54,7 @@ class PoissonLoader(DPDataLoader):
 
     Raises:
         RuntimeError: while batches are taken: the number of records changed, two passes at a time,
-            a generator of the library's own that somebody seeded, or a forked process whose
-            parent's generator was the caller's.
+            or a forked process whose parent's generator was the caller's.
 
     **Privacy.** The batches are data; nothing is released. Draws use the generator of
     ``data_loader`` if it has one (its seed is then a secret like the noise's), else fresh entropy
@@ -80,7 +79,7 @@ class PoissonLoader(DPDataLoader):
                     " about the others: do this on one process",
                     code="ranks-alone",
                 )
-            if before.has_user_generator:
+            if before.generator is not None:
                 before.require_own_process()
                 generator = before.generator
         self.recordwise = RecordwiseCollate(users_collate(data_loader))

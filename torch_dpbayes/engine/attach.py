@@ -228,7 +228,7 @@ def _check_consistent(
     ranks.require_backend_for(next(module.parameters()).device)
     generators = (
         None if noise is None else stream_position(noise),
-        stream_position(sampler.generator) if sampler.has_user_generator else None,
+        None if sampler.generator is None else stream_position(sampler.generator),
     )
     ranks.compare(
         {
@@ -266,5 +266,5 @@ def _check_consistent(
             "the generators of noise and sampling (seeds must be equal)": generators,
         }
     )
-    state = ranks.from_rank_0(MAKE_PRIVATE, lambda: sampler.generator.get_state().tolist())
+    state = ranks.from_rank_0(MAKE_PRIVATE, lambda: sampler.stream_state().tolist())
     sampler.draw_from(torch.tensor(state, dtype=torch.uint8))

@@ -28,8 +28,8 @@ def _layer(name: str) -> Callable[..., Any]:
         # torch's own of lstm takes a fused layer, which has no rule
         params = torchs.gather_params(weights, has_biases, hx[0].size(2) != hx[1].size(2))
         hidden = list(zip(*hx, strict=True))
-        of_layer = torchs.one_layer_lstm
-        out, last = torchs._rnn_helper(input, hidden, params, has_biases, *rest, of_layer)
+        run_layers, of_layer = torchs._rnn_helper, torchs.one_layer_lstm  # noqa: SLF001
+        out, last = run_layers(input, hidden, params, has_biases, *rest, of_layer)
         return (out, *(torch.stack(state) for state in zip(*last, strict=True)))
 
     return run

@@ -396,7 +396,7 @@ class Release:
         }
         if self.noise.generator is not None:
             saved["noise"] = self.noise.generator.get_state()
-        if self.draws is not None and self.draws.has_user_generator:
+        if self.draws is not None and self.draws.generator is not None:
             saved["sampler"] = self.draws.position()
         return saved
 
@@ -438,7 +438,7 @@ class Release:
 
     def _drawn_again(self, saved: Mapping[str, Any]) -> PoissonSampler | None:
         """The draws, where they go on from the saved ones."""
-        is_seeded = self.draws is not None and self.draws.has_user_generator
+        is_seeded = self.draws is not None and self.draws.generator is not None
         return self.draws if is_seeded and "sampler" in saved else None
 
 
