@@ -301,20 +301,18 @@ class Outer(Product):
             parts = list(chunks(len(factor), self.backprops[0].numel(), factor.device))
         for part in parts:
             g, a = weighted(self.backprops[part], factor[part], out), self.inputs[part]
-            self._add(g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1]), out)
-
-    def _add(self, g: Tensor, a: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        if self.weight is not None and self.weight in out:
-            weight = out[self.weight].view(self.weight.shape)
-            if not is_split(a) or g.dtype != torch.float32:
-                left, right = (a.to(g.dtype), g) if self.is_transposed else (g, a.to(g.dtype))
-                weight.addmm_(left.t(), right)
-            else:  # the factors in g stay exact
-                for term in split(g, 2):
-                    left, right = (a, term) if self.is_transposed else (term, a)
-                    weight.add_(product(left.t(), right))
-        if self.bias is not None and self.bias in out:
-            out[self.bias].add_(g.sum(0))
+            g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
+            if self.weight is not None and self.weight in out:
+                weight = out[self.weight].view(self.weight.shape)
+                if not is_split(a) or g.dtype != torch.float32:
+                    left, right = (a.to(g.dtype), g) if self.is_transposed else (g, a.to(g.dtype))
+                    weight.addmm_(left.t(), right)
+                else:  # the factors in g stay exact
+                    for term in split(g, 2):
+                        left, right = (a, term) if self.is_transposed else (term, a)
+                        weight.add_(product(left.t(), right))
+            if self.bias is not None and self.bias in out:
+                out[self.bias].add_(g.sum(0))
 
     def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
         a, g = self.wide_of(which)
