@@ -68,10 +68,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         n, batch, z = self.num_data, self.expected_batch_size, self.noise_multiplier
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ArgumentError(
-                f"num_data must be a positive integer, the public number of records; got {n!r}"
-            )
+        object.__setattr__(self, "num_data", events.positive_count(n, "num_data"))
         _require_positive("expected_batch_size", batch)
         if float(batch) > n:
             raise ArgumentError(
@@ -189,7 +186,7 @@ class DeclaredOptimizer(Optimizer):
         self._constants, self._log_prior = settings, log_prior
         self.release = Release(  # what stands between batches and the noisy gradient
             self._make_query(settings.max_grad_norm, settings.expected_batch_size),
-            num_data=num_data,
+            num_data=settings.num_data,
             sampling=sampling,
             accountant=PrivacyAccountant() if accountant is None else accountant,
             generator=generator,
