@@ -1,11 +1,11 @@
-"""The ranks of a process group that train one model together: agreement, sums, errors, equal data.
+"""The ranks of a process group that train one model together: agreement, sums, errors.
 
 The ranks of a training work for one data holder: each may read every record, and clipped sums
 travel between them without noise. What leaves them all is the same release as that of one process:
 every record belongs to one rank, the ranks add up their clipped sums, and rank 0 adds the one
-Gaussian to its own before they do. A step has two messages: a few numbers from every rank, which
-say that all stand at the same place and none has failed, before anything is charged; then the sum,
-which is as long as the parameters, whatever the number of records.
+Gaussian to its own before they do. A step has two messages: a short text from every rank, which
+says where it stands or why it failed, before anything is charged; then the sum, which is as long as
+the parameters, whatever the number of records.
 
 If one rank raises, every rank raises: it reports the error in its next message.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -32,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .accounting.accountant import PrivacyBudgetExceeded
 from .errors import ArgumentError, ArgumentTypeError, RankError, StateError
-from .noise import seeded
 
 # where a rank may be
 MAKE_PRIVATE, STEP = "make_private", "optimizer.step()"
@@ -311,11 +309,6 @@ class Ranks:
             ) from error
 
 
-# -- equal data on all ranks -----------------------------------------------------------------------
-
-_LOOKED_AT = 64  # records of a data set, from its first to its last
-
-
 def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
     """A hash of tensors and texts."""
     found = hashlib.blake2b(digest_size=size)
@@ -326,52 +319,3 @@ def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
             own = value.detach().cpu().contiguous().reshape(-1)
             found.update(own.view(torch.uint8).numpy().data)
     return found.digest()
-
-
-def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> dict[str, str | None]:
-    """Digests of up to 64 records in their order, of augmented ones under one seed: of each
-    part of a record, None if it differs at every look.
-
-    Ranks that keep the same records in another order would use some of them twice.
-
-    Raises:
-        ValueError: the parts that stay the same do not tell records apart.
-    """
-    last = _LOOKED_AT - 1
-    positions = sorted({round(i * (len(dataset) - 1) / last) for i in range(_LOOKED_AT)})
-
-    def look() -> defaultdict[str, list[bytes]]:
-        parts: defaultdict[str, list[bytes]] = defaultdict(list)
-        with seeded(0):
-            for i in positions:
-                for part, value in _parts("record", collate([dataset[i]])):
-                    parts[part].append(digest([value]))
-                    parts[f"{part}, its shape"].append(
-                        digest([repr((value.dtype, tuple(value.shape)))])
-                    )
-        return parts
-
-    first, second = look(), look()
-    lasting = {part: digests for part, digests in first.items() if second[part] == digests}
-    if len(lasting) < len(first) and all(len(set(digests)) == 1 for digests in lasting.values()):
-        raise ArgumentError(
-            "the records differ at every look: let the data set draw from torch's, NumPy's or"
-            " Python's global random numbers, or hand out a label with every record, so that ranks"
-            " can compare them."
-        )
-    return {
-        part: digest(d.hex() for d in lasting[part]).hex() if part in lasting else None
-        for part in first
-    }
-
-
-def _parts(part: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nested value, each with the name of its place."""
-    if isinstance(value, Tensor):
-        yield part, value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _parts(f"{part}[{name!r}]", item)
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from _parts(f"{part}[{i}]", item)

@@ -18,8 +18,9 @@ from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
 from ..batches.collate import users_collate
+from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader
-from ..distributed import MAKE_PRIVATE, Ranks, digest, records_digests, refuse_wrapped
+from ..distributed import MAKE_PRIVATE, Ranks, digest, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
@@ -240,9 +241,6 @@ def _check_consistent(
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,
             "the way in which batches are drawn": repr(sampler.event(GaussianDpEvent(1.0))),
-            "the records or their order (pass all of the data set on every rank)": (
-                records_digests(loader.dataset, users_collate(loader))
-            ),
             "the parameters' names, shapes or types": [
                 (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
             ],
@@ -266,5 +264,8 @@ def _check_consistent(
             "the generators of noise and sampling (seeds must be equal)": generators,
         }
     )
+    digests = records_digests(loader.dataset, users_collate(loader))  # data: no error shows them
+    what = "the records or their order (pass all of the data set on every rank)"
+    ranks.check_consistent(MAKE_PRIVATE, {what: digests})
     state = ranks.from_rank_0(MAKE_PRIVATE, lambda: sampler.stream_state().tolist())
     sampler.draw_from(torch.tensor(state, dtype=torch.uint8))
