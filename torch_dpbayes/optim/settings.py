@@ -102,24 +102,6 @@ _NAMES = tuple(Settings.__dataclass_fields__)
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *_NAMES))
 
 
-class _Defaults(dict[str, Any]):
-    """Defaults of an optimizer's parameter groups, which answer a schedule that asks for a momentum
-    to cycle.
-    """
-
-    def __init__(self, values: dict[str, Any], of: str) -> None:
-        super().__init__(values)
-        self.of = of
-
-    def __contains__(self, name: object) -> bool:
-        # OneCycleLR and CyclicLR ask for Adam's where they found no momentum, and where they did
-        if name == "betas" and "momentum" not in self:
-            raise ArgumentError(
-                f"{self.of} has no momentum that a schedule could cycle: write cycle_momentum=False"
-            )
-        return super().__contains__(name)
-
-
 class DeclaredOptimizer(Optimizer):
     """The part of :class:`~torch_dpbayes.optim.base.PrivateOptimizer` that never sees data: its
     arguments, their checks, and the numbers that follow from them.
@@ -196,7 +178,6 @@ class DeclaredOptimizer(Optimizer):
         # which the free lr is a function of
         self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
         super().__init__(params, {"lr": self._resolved(lr, self.defaults), **self.defaults})
-        self.defaults = _Defaults(self.defaults, type(self).__name__)
         require_used(prior_std, self.param_groups)
         if self._derives_bound:
             self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
