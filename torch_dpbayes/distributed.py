@@ -226,8 +226,11 @@ class Ranks:
         if max(lengths) > _AT_ONCE:
             texts = self._gather(encoded, max(lengths))
         try:
-            found = [_Message(*json.loads(t[:n])) for t, n in zip(texts, lengths, strict=True)]
-            return [message._replace(facts=dict(message.facts)) for message in found]
+            found = [json.loads(t[:n]) for t, n in zip(texts, lengths, strict=True)]
+            return [
+                _Message(str(place), dict(facts), beside, float(norm), str(error))
+                for place, facts, beside, norm, error in found
+            ]
         except (ValueError, TypeError):  # of a text that is not ours
             raise RankError(
                 "another rank sent settings that cannot be read: run the same version of this"
