@@ -1,11 +1,11 @@
-"""The ranks of a process group that train one model together: agreement, sums, errors, equal data.
+"""The ranks of a process group that train one model together: agreement, sums, errors.
 
 The ranks of a training work for one data holder: each may read every record, and clipped sums
 travel between them without noise. What leaves them all is the same release as that of one process:
 every record belongs to one rank, the ranks add up their clipped sums, and rank 0 adds the one
-Gaussian to its own before they do. A step has two messages: a few numbers from every rank, which
-say that all stand at the same place and none has failed, before anything is charged; then the sum,
-which is as long as the parameters, whatever the number of records.
+Gaussian to its own before they do. A step has two messages: a short text from every rank, which
+says where it stands or why it failed, before anything is charged; then the sum, which is as long as
+the parameters, whatever the number of records.
 
 If one rank raises, every rank raises: it reports the error in its next message.
 
@@ -19,12 +19,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,20 +31,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .accounting.accountant import PrivacyBudgetExceeded
 from .errors import ArgumentError, ArgumentTypeError, RankError, StateError
-from .noise import seeded
 
-_WIDTH = 12  # numbers in a message
-_PLACES = (
-    "an error",
-    "make_private",
-    "the calibration of make_private_with_epsilon",
-    "optimizer.step()",
-    "the set-up of a chain",
-    "an iteration of a chain",
-    "the end of a chain",
-)
-FAILED, MAKE_PRIVATE, CALIBRATION, STEP, SET_UP, ITERATION, CHAIN_END = range(7)
+# where a rank may be
+MAKE_PRIVATE, STEP = "make_private", "optimizer.step()"
+CALIBRATION = "the calibration of make_private_with_epsilon"
+SET_UP, ITERATION = "the set-up of a chain", "an iteration of a chain"
+CHAIN_END = "the end of a chain"
+_AT_ONCE = 1024  # bytes of a text that travel with its length; a step's message has fewer
 _LONGEST_TEXT = 2**20  # bytes
+_LONGEST_ERROR = 10_000  # characters
+_SHOWN = 200  # characters of two values that an error shows
 _KNOWN = "_dpbayes_known_to_all_ranks"
 
 
@@ -86,6 +80,16 @@ def refuse_wrapped(module: nn.Module) -> None:
                 " gradient on one: keep whole parameters",
                 code="ranks-wrapped",
             )
+
+
+class _Message(NamedTuple):
+    """What a rank says: where it is and of what, or that it failed."""
+
+    place: str = ""
+    facts: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
+    beside: Any = None
+    norm: float = 0.0
+    error: str = ""
 
 
 class Ranks:
@@ -138,126 +142,108 @@ class Ranks:
     # -- messages ----------------------------------------------------------------------------------
 
     def check_consistent(
-        self, place: int, numbers: Mapping[str, int], *, compare: int, norm: float = 0.0
-    ) -> list[list[int]]:
-        """Exchange ``numbers``; raises on every rank if one failed, is at another place, or differs
-        in the first ``compare`` of them.
+        self,
+        place: str,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        beside: Any = None,
+        norm: float = 0.0,
+        shows_values: bool = False,
+    ) -> list[Any]:
+        """Raise on every rank if one failed, is at another place, or differs.
 
         Args:
-            place: where this rank is, a position in ``_PLACES``.
-            numbers: of 64 bits, with the names that an error uses.
+            place: where this rank is.
+            facts: what must be equal, with the names that an error uses: numbers and texts.
+            beside: what may differ.
             norm: that of the parameters, which must agree up to rounding.
+            shows_values: an error shows them; not of what depends on the records.
 
         Returns:
-            Every rank's numbers.
+            Every rank's ``beside``.
         """
-        rows = self._exchange(place, _bits(norm), *numbers.values())
-        if any(row[0] == FAILED for row in rows):
-            self.raise_together(None)
+        own = _Message(place, dict(facts or {}), beside, norm)
+        rows = self._exchange(own)
+        if any(row.error for row in rows):
+            self._raise_first_of(rows, None)
+        first = rows[0]
         for rank, row in enumerate(rows):
-            if row[0] != rows[0][0]:
+            if row.place != first.place:
                 self._raise(
                     RankError(
-                        f"rank {rank} is in {_PLACES[row[0]]}, rank 0 in {_PLACES[rows[0][0]]}:"
-                        " every rank must make the same calls."
+                        f"rank {rank} is in {row.place}, rank 0 in {first.place}: every rank must"
+                        " make the same calls."
                     )
                 )
         for rank, row in enumerate(rows):
-            different = [
+            names = [
                 name
-                for name, a, b in zip(list(numbers)[:compare], row[2:], rows[0][2:], strict=False)
-                if a != b
+                for name in {**first.facts, **row.facts}
+                if row.facts.get(name) != first.facts.get(name)
             ]
-            if not math.isclose(_float(row[1]), _float(rows[0][1]), rel_tol=1e-5):
-                different.append("the parameters of the model")
-            if different:
+            if not math.isclose(row.norm, first.norm, rel_tol=1e-5):
+                names.append("the parameters of the model")
+            if names:
+                what = " and in ".join(names)
+                if shows_values:
+                    what, values = names[0], [str(r.facts.get(names[0])) for r in (row, first)]
+                    if sum(map(len, values)) < _SHOWN:
+                        what += " ({}, on rank 0 {})".format(*values)
                 self._raise(
                     RankError(
-                        f"rank {rank} and rank 0 differ in {' and in '.join(different)}; nothing"
-                        " was charged. All must take the same steps: change settings, parameters"
-                        " and the accountant alike, or load one checkpoint everywhere."
+                        f"rank {rank} and rank 0 differ in {what}: give all ranks the same model,"
+                        " settings and accountant, or load one checkpoint everywhere. Nothing was"
+                        " charged."
                     )
                 )
-        return [row[2:] for row in rows]
+        return [row.beside for row in rows]
 
-    def compare(self, described: Mapping[str, Any], place: int = MAKE_PRIVATE) -> None:
+    def compare(self, described: Mapping[str, Any], place: str = MAKE_PRIVATE) -> None:
         """Raise on every rank if one of them describes anything differently from rank 0."""
-        self.check_consistent(place, {}, compare=0)
-        own = {name: repr(value) for name, value in described.items()}
-        everyone = [json.loads(text) for text in self.texts(json.dumps(own))]
-        for rank, theirs in enumerate(everyone):
-            for name, value in theirs.items():
-                expected = everyone[0].get(name)
-                if value != expected:
-                    shown = (
-                        f" ({value}, on rank 0 {expected})"
-                        if len(value) + len(str(expected)) < 200
-                        else ""
-                    )
-                    self._raise(
-                        RankError(
-                            f"rank {rank} and rank 0 differ in {name}{shown}: give all ranks"
-                            " the same model and settings. Nothing was charged."
-                        )
-                    )
+        facts = {name: repr(value) for name, value in described.items()}
+        self.check_consistent(place, facts, shows_values=True)
 
-    def from_rank_0(self, place: int, compute: Callable[[], float]) -> float:
-        """A number that rank 0 computes."""
-        value = compute() if self.rank == 0 else 0.0
-        return _float(self.check_consistent(place, {"the number": _bits(value)}, compare=0)[0][0])
+    def from_rank_0(self, place: str, compute: Callable[[], Any]) -> Any:
+        """Numbers or texts that rank 0 computes."""
+        return self.check_consistent(place, beside=compute() if self.rank == 0 else None)[0]
 
     def all_reduce(self, buffer: Tensor) -> None:
         """buffer ← Σ over the ranks, the same bits on all of them."""
-        self._require_working()
-        group = self._group if buffer.is_cuda else self._talk
-        try:
-            work = dist.all_reduce(buffer, group=group, async_op=True)
+        timeout = () if self._timeout is None or not buffer.is_cuda else (self._timeout,)
+        with self._answering():
+            work = dist.all_reduce(
+                buffer, group=self._group if buffer.is_cuda else self._talk, async_op=True
+            )
             if work is not None:
-                work.wait(
-                    *(() if self._timeout is None or not buffer.is_cuda else (self._timeout,))
-                )
-        except RuntimeError as error:
-            self._lost(error)
+                work.wait(*timeout)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's object. They are unpickled: for ranks that trust each other."""
-        self._require_working()
-        values: list[Any] = [None] * self.size
+    def _exchange(self, own: _Message) -> list[_Message]:
+        """Every rank's message. They are read as JSON: owners do not trust each other."""
+        encoded = json.dumps(own).encode()[:_LONGEST_TEXT]
+        rows = self._gather(len(encoded).to_bytes(8, "little") + encoded[:_AT_ONCE], _AT_ONCE + 8)
+        lengths = [min(int.from_bytes(row[:8], "little"), _LONGEST_TEXT) for row in rows]
+        texts = [row[8:] for row in rows]
+        if max(lengths) > _AT_ONCE:
+            texts = self._gather(encoded, max(lengths))
         try:
-            dist.all_gather_object(values, value, group=self._talk)
-        except RuntimeError as error:
-            self._lost(error)
-        return values
+            found = [json.loads(t[:n]) for t, n in zip(texts, lengths, strict=True)]
+            return [
+                _Message(str(place), dict(facts), beside, float(norm), str(error))
+                for place, facts, beside, norm, error in found
+            ]
+        except (ValueError, TypeError):  # of a text that is not ours
+            raise RankError(
+                "another rank sent settings that cannot be read: run the same version of this"
+                " library on all ranks."
+            ) from None
 
-    def texts(self, own: str) -> list[str]:
-        """Every rank's text, which is read as nothing else."""
-        encoded = own.encode()[:_LONGEST_TEXT]
-        lengths = [row[0] for row in self._exchange(len(encoded))]
-        room = min(max(*lengths, 1), _LONGEST_TEXT)
-        mine = torch.zeros(room, dtype=torch.uint8)
-        mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-        everyone = torch.empty(self.size * room, dtype=torch.uint8)
-        try:
+    def _gather(self, own: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, filled up to the same size."""
+        mine = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+        everyone = torch.empty(self.size * size, dtype=torch.uint8)
+        with self._answering():
             dist.all_gather_into_tensor(everyone, mine, group=self._talk)
-        except RuntimeError as error:
-            self._lost(error)
-        rows = everyone.view(self.size, room).tolist()
-        return [
-            bytes(row[: max(0, length)]).decode(errors="replace")
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-
-    def _exchange(self, *numbers: int) -> list[list[int]]:
-        self._require_working()
-        mine = torch.zeros(_WIDTH, dtype=torch.int64)
-        mine[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-        everyone = torch.empty(self.size * _WIDTH, dtype=torch.int64)
-        try:
-            dist.all_gather_into_tensor(everyone, mine, group=self._talk)
-        except RuntimeError as error:
-            self._lost(error)
-        rows: list[list[int]] = everyone.view(self.size, _WIDTH).tolist()
-        return rows
+        return [row.numpy().tobytes() for row in everyone.split(size)]
 
     # -- errors ------------------------------------------------------------------------------------
 
@@ -270,18 +256,20 @@ class Ranks:
         if error is None or not reports or self.is_broken or getattr(error, _KNOWN, False):
             return
         with suppress(RankError):  # nobody is left to be told
-            self._exchange(FAILED)
-            self.texts(self._described(error))
+            self._exchange(_Message(error=self._described(error)))
         setattr(error, _KNOWN, True)
 
     def raise_together(self, error: Exception | None) -> NoReturn:
         """All ranks know already that one failed: each raises its own error, or that of the
         first which has one.
         """
-        texts = self.texts("" if error is None else self._described(error))
-        if error is not None:
-            self._raise(error)
-        rank, described = next((rank, text) for rank, text in enumerate(texts) if text)
+        described = "" if error is None else self._described(error)
+        self._raise_first_of(self._exchange(_Message(error=described)), error)
+
+    def _raise_first_of(self, rows: list[_Message], own: Exception | None) -> NoReturn:
+        if own is not None:
+            self._raise(own)
+        rank, described = next((rank, row.error) for rank, row in enumerate(rows) if row.error)
         name, _, text = described.partition(": ")
         if name == PrivacyBudgetExceeded.__name__:
             self._raise(PrivacyBudgetExceeded(text))
@@ -292,7 +280,7 @@ class Ranks:
     def _described(self, error: BaseException) -> str:
         name = type(error).__name__
         if self._shares_errors:
-            return f"{name}: {error}"
+            return f"{name}: {error}"[:_LONGEST_ERROR]
         if isinstance(error, PrivacyBudgetExceeded):
             return (
                 f"{name}: the budget of rank {self.rank} does not allow for another iteration. What"
@@ -305,33 +293,23 @@ class Ranks:
         setattr(error, _KNOWN, True)
         raise error
 
-    def _lost(self, error: Exception) -> NoReturn:
-        self.is_broken = True
-        raise RankError(
-            f"rank {self.rank} of {self.size}: another rank died, or did not answer in time. No"
-            " step was taken; what was charged stays charged. Save state_dict(), and start all"
-            " ranks again from a checkpoint."
-        ) from error
-
-    def _require_working(self) -> None:
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raise where another rank does not answer, now and ever after."""
         if self.is_broken:
             raise RankError(
                 "a rank of this process group was lost before: start all ranks again from a"
                 " checkpoint. Nothing was charged now."
             )
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-# -- equal data on all ranks -----------------------------------------------------------------------
-
-_LOOKED_AT = 64  # records of a data set, from its first to its last
+        try:
+            yield
+        except RuntimeError as error:
+            self.is_broken = True
+            raise RankError(
+                f"rank {self.rank} of {self.size}: another rank died, or did not answer in time."
+                " No step was taken; what was charged stays charged. Save state_dict(), and start"
+                " all ranks again from a checkpoint."
+            ) from error
 
 
 def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
@@ -344,52 +322,3 @@ def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
             own = value.detach().cpu().contiguous().reshape(-1)
             found.update(own.view(torch.uint8).numpy().data)
     return found.digest()
-
-
-def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> dict[str, str | None]:
-    """Digests of up to 64 records in their order, of augmented ones under one seed: of each
-    part of a record, None if it differs at every look.
-
-    Ranks that keep the same records in another order would use some of them twice.
-
-    Raises:
-        ValueError: the parts that stay the same do not tell records apart.
-    """
-    last = _LOOKED_AT - 1
-    positions = sorted({round(i * (len(dataset) - 1) / last) for i in range(_LOOKED_AT)})
-
-    def look() -> defaultdict[str, list[bytes]]:
-        parts: defaultdict[str, list[bytes]] = defaultdict(list)
-        with seeded(0):
-            for i in positions:
-                for part, value in _parts("record", collate([dataset[i]])):
-                    parts[part].append(digest([value]))
-                    parts[f"{part}, its shape"].append(
-                        digest([repr((value.dtype, tuple(value.shape)))])
-                    )
-        return parts
-
-    first, second = look(), look()
-    lasting = {part: digests for part, digests in first.items() if second[part] == digests}
-    if len(lasting) < len(first) and all(len(set(digests)) == 1 for digests in lasting.values()):
-        raise ArgumentError(
-            "the records differ at every look: let the data set draw from torch's, NumPy's or"
-            " Python's global random numbers, or hand out a label with every record, so that ranks"
-            " can compare them."
-        )
-    return {
-        part: digest(d.hex() for d in lasting[part]).hex() if part in lasting else None
-        for part in first
-    }
-
-
-def _parts(part: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nested value, each with the name of its place."""
-    if isinstance(value, Tensor):
-        yield part, value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _parts(f"{part}[{name!r}]", item)
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from _parts(f"{part}[{i}]", item)

@@ -178,7 +178,7 @@ def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
     vector.normal_(0.0, std, generator=stream)
     if vector.dtype == torch.float64 or not vector.numel():
         return vector
-    if vector.is_cuda and _HAS_NONZERO_STATIC:
+    if vector.is_cuda:
         return _with_tails(vector, std, stream)
     lowest, highest = torch.aminmax(vector)
     if max(-float(lowest), float(highest)) <= _TAIL * std:
@@ -189,9 +189,6 @@ def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
     lengths = -std * torch.special.ndtri(share * _BEYOND_TAIL)
     vector[beyond] = torch.copysign(lengths.to(vector.dtype), vector[beyond])
     return vector
-
-
-_HAS_NONZERO_STATIC = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)  # on GPUs
 
 
 def _with_tails(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:

@@ -151,6 +151,9 @@ ALONE = (
 )
 
 
+RANDOM = ("flipped at random", "Python's randomness", "a generator of its own", "masked at random")
+
+
 @pytest.mark.parametrize("name", SEPARATE)
 def test_what_differs_alone_is_refused(name):
     dataset, function = SEPARATE[name]
@@ -159,7 +162,8 @@ def test_what_differs_alone_is_refused(name):
         with pytest.raises(dpb.DPBayesError, match="collate_fn is given each record alone"):
             RecordwiseCollate(function).require_same_alone(dataset)
     else:
-        RecordwiseCollate(function).require_same_alone(dataset)
+        told = RecordwiseCollate(function).require_same_alone(dataset)
+        assert ("draws random numbers" in told) == (name in RANDOM)
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
 
@@ -192,3 +196,17 @@ def test_the_engine_asks():
             data_loader=loader,
             max_grad_norm=1.0,
         )
+
+
+def test_whole_batches_that_the_user_vouches_for_are_said(caplog):
+    data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
+    for function, is_said in ((default_collate, False), (changed(mixed_labels), True)):
+        caplog.clear()
+        dpb.PrivacyEngine().make_private(
+            module=torch.nn.Linear(3, 2),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+            data_loader=DataLoader(data, batch_size=8, collate_fn=function),
+            max_grad_norm=1.0,
+            assume_independent_records=True,
+        )
+        assert ("collate_fn is given whole batches" in caplog.text) == is_said

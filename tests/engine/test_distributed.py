@@ -996,8 +996,8 @@ def test_what_travels_does_not_depend_on_the_number_of_records(run):
     small, large = (run(traffic, 2, seed=seed, num_records=n) for n in (40, 4000))
     assert small == large
     sent, size = small[0]
-    # the state of a rank, and the sum in float64 with a flag
-    assert sent == [12 * 8, 8 * (size + 1)] * 2
+    # the message of a rank with its length, and the sum in float64 with a flag
+    assert sent == [8 + 1024, 8 * (size + 1)] * 2
 
 
 def example(rank, port):

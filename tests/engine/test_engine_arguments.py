@@ -109,7 +109,7 @@ REFUSED = [
     ({"sampling": "shuffle"}, "argument", "sampling must be one of 'poisson', 'random_allocation'"),
     ({"sampling": "fixed_size", "max_batch_size": 5}, "argument", "max_batch_size cuts Poisson"),
     ({"max_batch_size": 3}, "argument", "below the batch size 12"),
-    ({"max_batch_size": 5.5}, "argument", "must be a positive integer"),
+    ({"max_batch_size": 5.5}, "argument", "must be a positive whole number"),
     ({"user_ids": IDS, "accountant": dpb.PrivacyAccountant()}, "argument", 'unit="user"'),
     ({"accountant": dpb.PrivacyAccountant(unit="user")}, "argument", "protects users"),
     ({**USERS, "sampling": "fixed_size"}, "argument", "leave out"),

@@ -1,6 +1,5 @@
 """The commonest slips are answered in one sentence with the line to write."""
 
-import copy
 import gc
 import statistics
 import tempfile
@@ -16,7 +15,6 @@ from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators import ModuleValidator
 from torch import nn
-from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torch_dpbayes as dpb
@@ -95,12 +93,6 @@ class Attending(nn.Module):
 
     def forward(self, x):
         return self.head(self.body(x, x, x, need_weights=False)[0].mean(1))
-
-
-def scheduled(sampler, schedule, options):
-    optimizer = made(nn.Linear(4, 3), partial(sampler, lr=0.1))[1]
-    schedule(copy.deepcopy(optimizer), **options, cycle_momentum=False)
-    schedule(optimizer, **options)
 
 
 class Skipping(nn.Module):
@@ -244,17 +236,6 @@ SLIPS = {
         "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
     ),
     "a name": (lambda: made(nn.Linear(4, 3), "sgld"), "partial(torch_dpbayes.optim.DPSGLD"),
-    **{
-        f"{schedule.__name__} of {sampler.__name__}": (
-            partial(scheduled, sampler, schedule, options),
-            "cycle_momentum=False",
-        )
-        for sampler in (dpb.optim.DPSGLD, dpb.optim.DPSGNHT)
-        for schedule, options in (
-            (lr_scheduler.OneCycleLR, {"max_lr": 0.4, "total_steps": 5}),
-            (lr_scheduler.CyclicLR, {"base_lr": 0.1, "max_lr": 0.4}),
-        )
-    },
     "a GradSampleModule": (
         lambda: made(opacus.GradSampleModule(nn.Linear(4, 3))),
         "module=model._module",

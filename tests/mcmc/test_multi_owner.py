@@ -746,8 +746,8 @@ def test_owners_that_differ_find_out_at_set_up(owners):
         assert result["nothing"] == ("", "", 10, 10)
 
 
-def unreadable(texts, own):
-    return texts("{")
+def unreadable(gather, own, size):
+    return gather((1).to_bytes(8, "little") + b"{", size)
 
 
 def refusals(rank):
@@ -765,7 +765,7 @@ def refusals(rank):
             copied.setup(0, records(rank))
     strange = make("penalty", 1.0)
     if rank == 1:
-        strange._owners._ranks.texts = partial(unreadable, strange._owners._ranks.texts)
+        strange._owners._ranks._gather = partial(unreadable, strange._owners._ranks._gather)
     with pytest.raises(RuntimeError, match="another rank sent settings that cannot be read"):
         strange.setup(0, records(rank))
     return json.dumps(sorted(kernel._owners._settings))

@@ -270,15 +270,3 @@ def test_momentum_has_its_limits_whoever_sets_it():
         with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
             step(optimizer)
     assert len(optimizer.accountant) == 0
-
-
-def test_a_state_saved_before_groups_had_a_momentum_goes_on_with_the_optimizers():
-    optimizer, other = private(DPSGHMC), private(DPSGHMC)
-    step(optimizer)
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        del group["momentum"]
-    other.load_state_dict(state)
-    assert other.momentum == 0.9
-    step(other)
-    assert charged(other)[0] == charged(other)[1]

@@ -267,7 +267,7 @@ def test_an_operation_outside_the_map_would_be_found(mode, monkeypatch):
 
 
 def test_a_wrong_norm_would_be_found(monkeypatch):
-    monkeypatch.setattr(contributions.Outer, "norm", lambda self: self._norm / 2)
+    monkeypatch.setattr(contributions.Outer, "norm", lambda self: self.norms / 2)
     with pytest.raises(ModelError) as error:
         private(Call(), torch.randn(7, 6), torch.randint(3, (7,)))
     assert error.value.code == "model-norms"

@@ -21,6 +21,11 @@ from ..per_sample.nested import map_tensors, tensors_in
 
 _RECORDS = 5  # synthetic ones, which are compared
 _TOLERANCE = 1e-4  # of sums in another order
+_VOUCHED = "collate_fn is given whole batches: you vouch that it keeps records apart, too"
+_RANDOM = (
+    "collate_fn draws random numbers, and is called for each record alone: what it draws for a"
+    " batch, as mixup does, it draws for every record"
+)
 _DIFFERS = (
     "collate_fn is given each record alone, which makes something else of synthetic records than"
     " the batch: use neither the number of records nor the others, as mixup does, or vouch by"
@@ -76,23 +81,28 @@ class RecordwiseCollate:
             code="loader-collate",
         )
 
-    def require_same_alone(self, dataset: Any) -> None:
+    def require_same_alone(self, dataset: Any) -> str:
         """Raise if synthetic records give something else alone than as a batch. A function that
-        fails on them is not tested; of a random one, only the shapes are compared.
+        fails on them is not tested; of a random one, only the shapes are compared. Returns what the
+        user should know, or an empty text.
         """
         if self.is_vouched or len(dataset) == 0:
-            return
+            return "" if self.wrapped_collator_fn is default_collate else _VOUCHED
         records = [_synthetic(dataset[0], 3 * k) for k in range(_RECORDS)]
         together, again = (_tensors(self.wrapped_collator_fn, records, seed) for seed in (0, 1))
         if together is None or again is None:
-            return
+            return ""
         with seeded(0):
             alone = list(tensors_in(self(records)))
-        is_repeatable = len(together) == len(again) and all(map(torch.equal, together, again))
+        is_repeatable = len(together) == len(again) and all(
+            torch.equal(a.nan_to_num(), b.nan_to_num())
+            for a, b in zip(together, again, strict=True)
+        )
         if [t.shape for t in together] != [t.shape for t in alone] or (
             is_repeatable and not all(map(_are_close, together, alone))
         ):
             raise ArgumentError(_DIFFERS, code="loader-collate")
+        return "" if is_repeatable else _RANDOM
 
 
 def _tensors(

@@ -1,11 +1,12 @@
 """What a private loader knows of its data set: how to read a batch at once, whether records repeat,
-and which data sets are private.
+which data sets are private, and whether ranks have the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -22,8 +23,12 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ..distributed import digest
 from ..errors import ArgumentError
+from ..noise import seeded
+from ..per_sample.nested import tensors_in
 
+_LOOKED_AT = 64  # records of a data set, from its first to its last
 # Data sets are known as long as they live, lists (which take no weak references) as long as a
 # loader that reads them.
 _private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -132,3 +137,35 @@ def reads_private_data(loader: Any) -> bool:
             return True
         data = getattr(data, "dataset", None)
     return False
+
+
+def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[str]:
+    """Digests of up to 64 records in their order, of augmented ones under one seed: of each tensor
+    of a record, and of its shape; an empty text where they differ at every look.
+
+    Ranks that keep the same records in another order would use some of them twice.
+
+    Raises:
+        ValueError: what stays the same does not tell records apart.
+    """
+    last = _LOOKED_AT - 1
+    positions = sorted({round(i * (len(dataset) - 1) / last) for i in range(_LOOKED_AT)})
+
+    def look() -> list[tuple[str, ...]]:
+        found = []
+        with seeded(0):
+            for i in positions:
+                tensors = list(tensors_in(collate([dataset[i]])))
+                shapes = [repr((t.dtype, tuple(t.shape))) for t in tensors]
+                found.append([*shapes, *(digest([t]).hex() for t in tensors)])
+        return list(zip_longest(*found, fillvalue=""))
+
+    looks = list(zip_longest(look(), look()))
+    lasting = [first for first, second in looks if first == second]
+    if len(lasting) < len(looks) and all(len(set(part)) == 1 for part in lasting):
+        raise ArgumentError(
+            "the records differ at every look: let the data set draw from torch's, NumPy's or"
+            " Python's global random numbers, or hand out a label with every record, so that ranks"
+            " can compare them."
+        )
+    return [digest(first).hex() if first == second else "" for first, second in looks]

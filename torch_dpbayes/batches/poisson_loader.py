@@ -54,8 +54,7 @@ class PoissonLoader(DPDataLoader):
 
     Raises:
         RuntimeError: while batches are taken: the number of records changed, two passes at a time,
-            a generator of the library's own that somebody seeded, or a forked process whose
-            parent's generator was the caller's.
+            or a forked process whose parent's generator was the caller's.
 
     **Privacy.** The batches are data; nothing is released. Draws use the generator of
     ``data_loader`` if it has one (its seed is then a secret like the noise's), else fresh entropy
@@ -80,7 +79,7 @@ class PoissonLoader(DPDataLoader):
                     " about the others: do this on one process",
                     code="ranks-alone",
                 )
-            if before.has_user_generator:
+            if before.generator is not None:
                 before.require_own_process()
                 generator = before.generator
         self.recordwise = RecordwiseCollate(users_collate(data_loader))
@@ -130,13 +129,12 @@ class PoissonLoader(DPDataLoader):
         assert isinstance(self.batch_sampler, PoissonSampler)
         return self.batch_sampler
 
-    def vouch(self) -> None:
-        """The user vouches that the collate function keeps records apart."""
-        self.recordwise.is_vouched = True
-
-    def require_same_alone(self) -> None:
-        """Raise if the collate function makes something else of a record alone."""
-        self.recordwise.require_same_alone(self.dataset)
+    def check_collate(self, *, is_vouched: bool) -> str:
+        """Raise if the collate function makes something else of a record alone, unless the user
+        vouches for it; returns what the user should know of it.
+        """
+        self.recordwise.is_vouched |= is_vouched
+        return self.recordwise.require_same_alone(self.dataset)
 
     def aside(self) -> PoissonLoader:
         """A loader of the same data and rate, always the same, with Poisson draws of its own: a

@@ -28,10 +28,6 @@ _MAX_BATCHES = 2**63  # of a pass
 _MAX_DELIVERIES = 100  # of one draw: a loop that waits for another batch is told to step
 
 
-def _state_of(generator: torch.Generator) -> bytes:
-    return generator.get_state().numpy().tobytes()
-
-
 class _Draw(NamedTuple):
     records: torch.Tensor  # positions of this rank's records
     checksum: int  # of all ranks' records
@@ -99,7 +95,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         _require_drawable(num_data, sample_rate, generator)
         self._num_data, self._sample_rate = num_data, sample_rate
         self._steps = max(1, math.floor(1 / sample_rate + 1e-9))  # 1/q may be rounded down
-        self._has_user_generator = generator is not None
+        self._user_generator = generator
         self.num_workers, self.ranks = num_workers, ranks
         count, _ = self.drawn
         self._is_sparse = sample_rate < _DENSE_RATE and count > 0
@@ -123,11 +119,10 @@ class PoissonSampler(UniformWithReplacementSampler):
     num_samples = property(attrgetter("_num_data"))  # Opacus' name
     sample_rate = property(attrgetter("_sample_rate"))
     steps = property(attrgetter("_steps"))  # batches of a pass
-    generator = property(attrgetter("_generator"))
-    has_user_generator = property(attrgetter("_has_user_generator"))
+    generator = property(attrgetter("_user_generator"))  # nobody's but the sampler's: None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.has_user_generator or self.ranks is not None:
+        if self.generator is not None or self.ranks is not None:
             raise ArgumentTypeError(
                 "a private loader with a generator of the caller's, or of several ranks, cannot be"
                 " copied: both would draw the same batches. Use PrivacyEngine.make_private on a"
@@ -143,8 +138,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _renew(self, generator: torch.Generator) -> None:
         """Begin a new sequence of draws."""
-        self._generator = generator
-        self._state = _state_of(generator)  # where the last draw left it
+        self._stream = generator
         self._draws = deque[_Draw]()  # drawn, and not yet stepped on
         # of a resumed run: states from which the draws that wait are drawn again, first
         self._waiting = deque[torch.Tensor]()
@@ -169,7 +163,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def require_own_process(self) -> None:
         """Raise in a forked child whose draws would be its parent's."""
-        if os.getpid() != self._pid and (self.has_user_generator or self.ranks is not None):
+        if os.getpid() != self._pid and (self.generator is not None or self.ranks is not None):
             raise StateError(
                 "this private loader was made in another process, and a forked child draws the same"
                 " batches. Call make_private inside the child on a DataLoader with another"
@@ -213,25 +207,16 @@ class PoissonSampler(UniformWithReplacementSampler):
             )
 
     def _next_draw(self) -> _Draw:
-        if self.has_user_generator:
-            source = self._generator
-            if self._waiting:
-                source = torch.Generator("cpu").set_state(self._waiting[0])
-            state = source.get_state()
-            stream = stream_of_key("a batch", source, ["a batch"], "cpu")
-            if self._waiting:
-                self._waiting.popleft()
-            return self._share(self._joining(stream), state)
-        if _state_of(self._generator) != self._state:
-            raise StateError(
-                "the private loader's own generator was seeded or used from outside: call"
-                " make_private again and leave it alone, or give it DataLoader(...,"
-                " generator=torch.Generator().manual_seed(...)).",
-                code="loader-generator",
-            )
-        joining = self._joining(self._generator)
-        self._state = _state_of(self._generator)
-        return self._share(joining, None)
+        if self.generator is None:
+            return self._share(self._joining(self._stream), None)
+        source = self._stream
+        if self._waiting:
+            source = torch.Generator("cpu").set_state(self._waiting[0])
+        state = source.get_state()
+        stream = stream_of_key("a batch", source, ["a batch"], "cpu")
+        if self._waiting:
+            self._waiting.popleft()
+        return self._share(self._joining(stream), state)
 
     def _joining(self, stream: torch.Generator) -> torch.Tensor:
         """The positions of the records that join the next batch, in rising order."""
@@ -244,10 +229,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         own = joining[joining % self.ranks.size == self.ranks.rank]
         return _Draw(own, zlib.crc32(joining.numpy().data), state)
 
+    def stream_state(self) -> torch.Tensor:
+        """Where this rank draws from."""
+        return self._stream.get_state()
+
     def draw_from(self, state: torch.Tensor) -> None:
         """Draw what rank 0 draws, unless the caller's generators do so already."""
-        if not self.has_user_generator:
-            self._renew(self._generator.set_state(state))
+        if self.generator is None:
+            self._renew(self._stream.set_state(state))
 
     # -- one step on each draw ---------------------------------------------------------------------
 
@@ -326,7 +315,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         """Where the draws are: ``states`` of the caller's generator before each draw that waits for
         a step, then where it stands. Others may have drawn from it in between.
         """
-        states = torch.stack([*self._waiting_states(), self._generator.get_state()])
+        states = torch.stack([*self._waiting_states(), self._stream.get_state()])
         event = repr(self.event(GaussianDpEvent(1.0)))
         return {"states": states, "of": [self.num_samples, event]}
 
@@ -350,7 +339,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     def resume(self, position: dict[str, Any]) -> None:
         """Go on from where a saved run was, in a new pass: first with the draws that waited."""
         *waiting, here = (state.clone() for state in position["states"])
-        self._renew(self._generator.set_state(here))
+        self._renew(self._stream.set_state(here))
         self._waiting.extend(waiting)
         self.passes += 1
         self._begin()

@@ -19,6 +19,7 @@ from ..accounting.events import (
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
     UserLevelDpEvent,
+    positive_count,
 )
 from ..accounting.random_allocation import RandomAllocationDpEvent
 from ..errors import ArgumentError, ArgumentTypeError
@@ -182,9 +183,7 @@ class Users:
     """
 
     def __init__(self, user_ids: Iterable[Any], num_data: int, records_per_user: int) -> None:
-        k = records_per_user
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ArgumentError(f"records_per_user must be a positive whole number, got {k!r}")
+        k = positive_count(records_per_user, "records_per_user")
         users = torch.from_numpy(_numbered(user_ids, num_data))
         self._records_per_user = k
         # records ordered by user, and where each user's begin

@@ -18,8 +18,9 @@ from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
 from ..batches.collate import users_collate
+from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader
-from ..distributed import Ranks, digest, records_digests, refuse_wrapped
+from ..distributed import MAKE_PRIVATE, Ranks, digest, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
@@ -93,9 +94,7 @@ def made_private(
                 code="optimizer-settings",
             )
     require_own_streams(optimizer, loader)
-    if settings.assume_independent_records:
-        loader.vouch()
-    loader.require_same_alone()
+    of_collate = loader.check_collate(is_vouched=settings.assume_independent_records)
     source = _source_for(settings, loader)
     try:
         if ranks is not None:
@@ -111,7 +110,7 @@ def made_private(
     _log.info("records are kept apart %s", source.independence)
     if optimizer.derives_clip_norm:
         _log.info("%s", optimizer.release.bound_from)
-    warnings = []
+    warnings = [of_collate] if of_collate else []
     if _was_charged_elsewhere(module, accountant):
         accountant.note(_CHARGED_ELSEWHERE)
         warnings.append(
@@ -230,7 +229,7 @@ def _check_consistent(
     ranks.require_backend_for(next(module.parameters()).device)
     generators = (
         None if noise is None else stream_position(noise),
-        stream_position(sampler.generator) if sampler.has_user_generator else None,
+        None if sampler.generator is None else stream_position(sampler.generator),
     )
     ranks.compare(
         {
@@ -242,9 +241,6 @@ def _check_consistent(
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,
             "the way in which batches are drawn": repr(sampler.event(GaussianDpEvent(1.0))),
-            "the records or their order (pass all of the data set on every rank)": (
-                records_digests(loader.dataset, users_collate(loader))
-            ),
             "the parameters' names, shapes or types": [
                 (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
             ],
@@ -268,4 +264,8 @@ def _check_consistent(
             "the generators of noise and sampling (seeds must be equal)": generators,
         }
     )
-    sampler.draw_from(ranks.gather(sampler.generator.get_state() if ranks.rank == 0 else None)[0])
+    digests = records_digests(loader.dataset, users_collate(loader))  # data: no error shows them
+    what = "the records or their order (pass all of the data set on every rank)"
+    ranks.check_consistent(MAKE_PRIVATE, {what: digests})
+    state = ranks.from_rank_0(MAKE_PRIVATE, lambda: sampler.stream_state().tolist())
+    sampler.draw_from(torch.tensor(state, dtype=torch.uint8))

@@ -122,13 +122,15 @@ def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) ->
 
 
 def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
-    if loader.sampler_of_draws.has_user_generator and optimizer.accountant.path is not None:
+    noise, draws = optimizer.release.noise.generator, loader.sampler_of_draws.generator
+    if draws is None:
+        return
+    if optimizer.accountant.path is not None:
         raise ArgumentError(
             "the data loader's generator= draws the same batches in every job that seeds it alike,"
             " which a ledger does not charge for: leave it out, or the accountant's path=.",
             code="loader-generator",
         )
-    noise, draws = optimizer.release.noise.generator, loader.sampler_of_draws.generator
     if noise is not None and (
         noise is draws
         or (noise.device == draws.device and stream_position(noise) == stream_position(draws))

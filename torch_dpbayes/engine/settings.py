@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import Unit, check_epsilon
+from ..accounting.events import Unit, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
@@ -108,11 +108,8 @@ class Settings(Generic[ModuleT]):
             raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
         if self.calibrate is not None:
             self._check_calibrate(self.calibrate, has_target=target is not None)
-        epochs = self.epochs
-        if epochs is not None and (
-            isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1
-        ):
-            raise ArgumentError(f"epochs must be a positive integer, got {epochs!r}")
+        if self.epochs is not None:
+            positive_count(self.epochs, "epochs")
 
     def _check_calibrate(self, share: float, *, has_target: bool) -> None:
         if not has_target or not isinstance(share, int | float) or not 0 < share < 1:
@@ -146,8 +143,7 @@ class Settings(Generic[ModuleT]):
             raise ArgumentError(
                 f"max_batch_size cuts Poisson draws: leave it out with sampling={self.sampling!r}"
             )
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ArgumentError(f"max_batch_size must be a positive integer, got {most!r}")
+        positive_count(most, "max_batch_size")
 
     def accountant(self, found: PrivacyAccountant | None) -> PrivacyAccountant:
         """The engine's accountant, else a built optimizer's, else a new one with the target as its

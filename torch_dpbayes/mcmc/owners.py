@@ -161,14 +161,8 @@ class ManyOwners(SoleOwner):
             self._together = True
             start = set_up()
             assert start.density is not None
-            try:
-                ranks.compare(self._described(start, start.density), SET_UP)
-                self._share_numbers()
-            except (ValueError, TypeError, AttributeError):  # of texts that are not ours
-                raise OwnerError(
-                    "another rank sent settings that cannot be read: run the same version of this"
-                    " library on all ranks."
-                ) from None
+            ranks.compare(self._described(start, start.density), SET_UP)
+            self._share_numbers()
             self._compare_densities(start.density)
             with torch.no_grad():
                 return start._replace(theta=self._common_start(start, start.density.prior))
@@ -263,7 +257,7 @@ class ManyOwners(SoleOwner):
             )
         numbers = {"the number of messages": self._messages, "accept decisions": accepted}
         norm = float(torch.linalg.vector_norm(theta.double()))
-        self._ranks_here().check_consistent(ITERATION, numbers, compare=2, norm=norm)
+        self._ranks_here().check_consistent(ITERATION, numbers, norm=norm)
         return self._of_first(theta)
 
     def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
@@ -317,12 +311,12 @@ class ManyOwners(SoleOwner):
         if self._together and self._ranks is not None and self._pid == os.getpid():
             self._together = False
             with suppress(RankError):  # what the others say no longer matters here
-                self._ranks.check_consistent(CHAIN_END, {}, compare=0)
+                self._ranks.check_consistent(CHAIN_END)
 
     def _sum(self, values: Tensor) -> Tensor:
         """Σ over the owners, (n,) in float64; once all are at the same message."""
         ranks, numbers = self._ranks_here(), {"the number of messages": self._messages}
-        ranks.check_consistent(ITERATION, numbers, compare=1)
+        ranks.check_consistent(ITERATION, numbers)
         self._messages += 1
         total = values.detach().reshape(-1).to("cpu", torch.float64, copy=True)
         ranks.all_reduce(total)
@@ -335,8 +329,8 @@ class ManyOwners(SoleOwner):
 
     def _which(self, flag: bool) -> list[int]:
         """The ranks whose ``flag`` is set, on all ranks."""
-        rows = self._ranks_here().check_consistent(SET_UP, {"a flag": int(flag)}, compare=0)
-        return [rank for rank, row in enumerate(rows) if row[0]]
+        flags = self._ranks_here().check_consistent(SET_UP, beside=flag)
+        return [rank for rank, is_set in enumerate(flags) if is_set]
 
     def _ranks_here(self) -> Ranks:
         if self._ranks is None or self._pid != os.getpid():

@@ -31,7 +31,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..accounting.events import positive_count
 from ..errors import ArgumentError
+from ..noise import check_positive
 
 
 class PolynomialDecay(LRScheduler):
@@ -60,9 +62,7 @@ class PolynomialDecay(LRScheduler):
     def __init__(
         self, optimizer: Optimizer, offset: float, gamma: float = 0.55, last_epoch: int = -1
     ) -> None:
-        _require("offset", offset, 0 < offset < math.inf, "positive and finite")
-        _require("gamma", gamma, 0 < gamma < math.inf, "positive and finite")
-        self.offset, self.gamma = float(offset), float(gamma)
+        self.offset, self.gamma = check_positive("offset", offset), check_positive("gamma", gamma)
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -107,21 +107,13 @@ class Cyclical(LRScheduler):
         exploration: float = 0.8,
         last_epoch: int = -1,
     ) -> None:
-        _require(
-            "total_steps",
-            total_steps,
-            _is_integer(total_steps) and total_steps >= 1,
-            "a positive integer",
-        )
-        _require(
-            "cycles",
-            cycles,
-            _is_integer(cycles) and 1 <= cycles <= total_steps,
-            f"an integer from 1 to total_steps = {total_steps}",
-        )
-        _require(
-            "exploration", exploration, 0 <= exploration < 1, "in [0, 1): every cycle must sample"
-        )
+        total_steps = positive_count(total_steps, "total_steps")
+        if positive_count(cycles, "cycles") > total_steps:
+            raise ArgumentError(f"cycles must be at most total_steps = {total_steps}, got {cycles}")
+        if not 0 <= exploration < 1:
+            raise ArgumentError(
+                f"exploration must be in [0, 1), got {exploration!r}: every cycle must sample"
+            )
         self.cycle_length = -(-total_steps // cycles)
         self.exploration = float(exploration)
         super().__init__(optimizer, last_epoch)
@@ -142,12 +134,3 @@ class Cyclical(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """η_k of every group, k = ``last_epoch`` + 1."""
         return [lr * (math.cos(math.pi * self.position) + 1) / 2 for lr in self.base_lrs]
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(name: str, value: object, is_right: bool, wanted: str) -> None:
-    if not is_right:
-        raise ArgumentError(f"{name} must be {wanted}, got {value!r}")

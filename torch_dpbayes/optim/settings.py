@@ -68,10 +68,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         n, batch, z = self.num_data, self.expected_batch_size, self.noise_multiplier
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ArgumentError(
-                f"num_data must be a positive integer, the public number of records; got {n!r}"
-            )
+        object.__setattr__(self, "num_data", events.positive_count(n, "num_data"))
         _require_positive("expected_batch_size", batch)
         if float(batch) > n:
             raise ArgumentError(
@@ -105,24 +102,6 @@ _NAMES = tuple(Settings.__dataclass_fields__)
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *_NAMES))
 
 
-class _Defaults(dict[str, Any]):
-    """Defaults of an optimizer's parameter groups, which answer a schedule that asks for a momentum
-    to cycle.
-    """
-
-    def __init__(self, values: dict[str, Any], of: str) -> None:
-        super().__init__(values)
-        self.of = of
-
-    def __contains__(self, name: object) -> bool:
-        # OneCycleLR and CyclicLR ask for Adam's where they found no momentum, and where they did
-        if name == "betas" and "momentum" not in self:
-            raise ArgumentError(
-                f"{self.of} has no momentum that a schedule could cycle: write cycle_momentum=False"
-            )
-        return super().__contains__(name)
-
-
 class DeclaredOptimizer(Optimizer):
     """The part of :class:`~torch_dpbayes.optim.base.PrivateOptimizer` that never sees data: its
     arguments, their checks, and the numbers that follow from them.
@@ -130,6 +109,8 @@ class DeclaredOptimizer(Optimizer):
 
     # a subclass's options that may differ between groups, set before __init__ is called
     _group_options: dict[str, Any] = {}  # noqa: RUF012
+    # whether larger noise does not heat the samples: friction or step follow it
+    _holds_temperature = False
     __signature__: ClassVar[inspect.Signature]  # help() shows it
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -187,7 +168,7 @@ class DeclaredOptimizer(Optimizer):
         self._constants, self._log_prior = settings, log_prior
         self.release = Release(  # what stands between batches and the noisy gradient
             self._make_query(settings.max_grad_norm, settings.expected_batch_size),
-            num_data=num_data,
+            num_data=settings.num_data,
             sampling=sampling,
             accountant=PrivacyAccountant() if accountant is None else accountant,
             generator=generator,
@@ -197,7 +178,6 @@ class DeclaredOptimizer(Optimizer):
         # which the free lr is a function of
         self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
         super().__init__(params, {"lr": self._resolved(lr, self.defaults), **self.defaults})
-        self.defaults = _Defaults(self.defaults, type(self).__name__)
         require_used(prior_std, self.param_groups)
         if self._derives_bound:
             self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
@@ -215,8 +195,7 @@ class DeclaredOptimizer(Optimizer):
 
     def _friction(self, group: dict[str, Any]) -> float:
         """a of a sampler whose own noise has the variance 2aTη/N in a step: 1 for overdamped
-        Langevin dynamics, 1 − momentum for underdamped ones. The next three follow from it; a
-        sampler of another kind overrides them.
+        Langevin dynamics, 1 − momentum for underdamped ones. The next three follow from it.
         """
         return 1.0
 
@@ -228,6 +207,8 @@ class DeclaredOptimizer(Optimizer):
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """ηN z²C²/(2aB²): the temperature at which the Gaussian noise alone would sample."""
+        if self._holds_temperature:
+            return self._temperature_of(group)
         return self._heat(group, noise_multiplier) / (2 * self._friction(group))
 
     def _matching_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:

@@ -89,6 +89,8 @@ class DPSGFS(PrivateOptimizer):
     ``RecordwiseBatchGaussianDpEvent(2z/√s)``; ``NonPrivateDpEvent()`` at z = 0.
     """
 
+    _holds_temperature = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -196,9 +198,6 @@ class DPSGFS(PrivateOptimizer):
         self._query.set_scale(
             None if scale is None else scale.clone().to(self._current_layout().gradient)
         )
-
-    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        return self._temperature_of(group)
 
     # -- the step ----------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class DPSGHMC(PrivateOptimizer):
         momentum: float | Literal["matched"] = 0.9,
         **options: Unpack[Options],
     ) -> None:
-        self._is_matched = momentum == "matched"
+        self._is_matched = self._holds_temperature = momentum == "matched"
         if isinstance(momentum, str):
             if not self._is_matched:
                 raise ArgumentError(
@@ -100,14 +100,9 @@ class DPSGHMC(PrivateOptimizer):
         # matched friction asks for no noise of its own
         return 0.0 if self._is_matched else super()._group_langevin_noise_multiplier(group)
 
-    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        if self._is_matched:
-            return self._temperature_of(group)
-        return super()._group_temperature(group, noise_multiplier)
-
     def _momentum_of(self, group: dict[str, Any]) -> float:
-        """m of a group; that of a state saved before groups had one is the optimizer's."""
-        momentum = group.get("momentum", self._momentum)
+        """m of a group."""
+        momentum = group["momentum"]
         if isinstance(momentum, str) or not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum!r}")
         return float(momentum)

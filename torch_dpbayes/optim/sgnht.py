@@ -64,6 +64,8 @@ class DPSGNHT(PrivateOptimizer):
     sensitivity and event are those of :class:`DPSGLD`.
     """
 
+    _holds_temperature = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -104,9 +106,6 @@ class DPSGNHT(PrivateOptimizer):
 
     def _friction(self, group: dict[str, Any]) -> float:
         return 1 - self._momentum
-
-    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
-        return self._temperature_of(group)
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         noise_multiplier = super()._multiplier(group)

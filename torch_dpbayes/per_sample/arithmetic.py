@@ -67,8 +67,6 @@ def wide(t: Tensor) -> torch.dtype:
 
 # -- products --------------------------------------------------------------------------------------
 
-_HAS_OUT_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
-
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a·b of matrices, or of each of a batch of matrices, in the type of sums. Products of half
@@ -76,7 +74,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """
     if wide(a) == a.dtype:
         return a @ b
-    if a.is_cuda and _HAS_OUT_DTYPE:
+    if a.is_cuda:
         multiply: Any = torch.mm if a.dim() == 2 else torch.bmm
         found: Tensor = multiply(a, b, out_dtype=torch.float32)
         return found
@@ -115,18 +113,8 @@ _PRODUCTS = {
     "cuda": (("cuda", "matmul"), ("cuda", "conv")),
 }
 _FULL, _AS_IT_IS = frozenset(("ieee", "none")), nullcontext()
-if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _precision_of: Any = torch._C._get_fp32_precision_getter
-    _set_precision_of: Any = torch._C._set_fp32_precision_setter
-else:  # torch before 2.9
-    _FLAGS: dict[str, Any] = {"matmul": torch.backends.cuda.matmul, "conv": torch.backends.cudnn}
-
-    def _precision_of(backend: str, name: str) -> Any:
-        return "tf32" if backend == "cuda" and _FLAGS[name].allow_tf32 else "ieee"
-
-    def _set_precision_of(_backend: str, name: str, precision: Any) -> None:
-        _FLAGS[name].allow_tf32 = precision != "ieee"
-
+_precision_of: Any = torch._C._get_fp32_precision_getter
+_set_precision_of: Any = torch._C._set_fp32_precision_setter
 
 # What :func:`full_precision` found, innermost last; the settings are the process' own, too.
 _found: list[dict[tuple[str, str], Any]] = []

@@ -114,7 +114,6 @@ class BookkeepingGradientSource(GradientSource):
         return bool(moved)
 
     def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
-        self.require_one_pass()
         for name, p in named_parameters:
             if p.grad is not None:
                 raise StepError(

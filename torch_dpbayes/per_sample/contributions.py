@@ -138,12 +138,13 @@ class Product(Contribution):
         inputs, backprops: with records in dimension 0.
 
     Attributes:
+        norms: once they were found.
         size: at least Σ_t ‖(term t of g_i)‖, what rounding in the product is relative to; None
             where there is one term.
     """
 
+    norms: Tensor | None = None
     size: Tensor | None = None
-    _norm: Tensor | None = None
 
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
         self.inputs, self.backprops = inputs, backprops
@@ -151,15 +152,10 @@ class Product(Contribution):
         self._apart: tuple[Tensor, PerRecord] | None = None
 
     def norm(self) -> Tensor:
-        if self._norm is None:
+        if self.norms is None:
             set_norms([self])
-        assert self._norm is not None
-        return self._norm
-
-    @property
-    def has_norms(self) -> bool:
-        """Whether they were found already."""
-        return self._norm is not None
+        assert self.norms is not None
+        return self.norms
 
     @property
     @abstractmethod
@@ -175,14 +171,14 @@ class Product(Contribution):
         n, dtype = len(self.backprops), wide(self.backprops)
         rows = (t.to(dtype).view(len(alike), n).unbind() for t in (norms, sizes))
         for layer, norm, size in zip(alike, *rows, strict=True):
-            layer._norm, layer.size = norm, size  # noqa: SLF001 - of its own class
+            layer.norms, layer.size = norm, size
 
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
         index = which.nonzero().flatten()
         apart, norm = PerRecord(self.per_record_of(index)), self.norm()
         self.keep_only(~which)
-        self._norm = norm.index_copy(0, index, apart.norm().to(norm.dtype))
+        self.norms = norm.index_copy(0, index, apart.norm().to(norm.dtype))
         self._apart, self.size = (index, apart), None
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
@@ -241,7 +237,7 @@ class Outer(Product):
         self.parameters = tuple(p for p in (weight, bias) if p is not None)
         if backprops.dim() == 2:
             norm = self._vector_norm()
-            self._norm = norm.mul_(1 + LOST_IN_SPLIT) if is_split(backprops) else norm
+            self.norms = norm.mul_(1 + LOST_IN_SPLIT) if is_split(backprops) else norm
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -305,20 +301,18 @@ class Outer(Product):
             parts = list(chunks(len(factor), self.backprops[0].numel(), factor.device))
         for part in parts:
             g, a = weighted(self.backprops[part], factor[part], out), self.inputs[part]
-            self._add(g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1]), out)
-
-    def _add(self, g: Tensor, a: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        if self.weight is not None and self.weight in out:
-            weight = out[self.weight].view(self.weight.shape)
-            if not is_split(a) or g.dtype != torch.float32:
-                left, right = (a.to(g.dtype), g) if self.is_transposed else (g, a.to(g.dtype))
-                weight.addmm_(left.t(), right)
-            else:  # the factors in g stay exact
-                for term in split(g, 2):
-                    left, right = (a, term) if self.is_transposed else (term, a)
-                    weight.add_(product(left.t(), right))
-        if self.bias is not None and self.bias in out:
-            out[self.bias].add_(g.sum(0))
+            g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
+            if self.weight is not None and self.weight in out:
+                weight = out[self.weight].view(self.weight.shape)
+                if not is_split(a) or g.dtype != torch.float32:
+                    left, right = (a.to(g.dtype), g) if self.is_transposed else (g, a.to(g.dtype))
+                    weight.addmm_(left.t(), right)
+                else:  # the factors in g stay exact
+                    for term in split(g, 2):
+                        left, right = (a, term) if self.is_transposed else (term, a)
+                        weight.add_(product(left.t(), right))
+            if self.bias is not None and self.bias in out:
+                out[self.bias].add_(g.sum(0))
 
     def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
         a, g = self.wide_of(which)
@@ -332,7 +326,7 @@ def set_norms(parts: Sequence[Contribution]) -> None:
     """
     groups: dict[Any, list[Product]] = {}
     for part in parts:
-        if isinstance(part, Product) and not part.has_norms:
+        if isinstance(part, Product) and part.norms is None:
             groups.setdefault((type(part), part.key), []).append(part)
     for alike in groups.values():
         alike[0].set_norms(alike)

@@ -117,7 +117,8 @@ class _DerivedParameter(nn.Parameter, Derived):
 def derived(t: Tensor) -> Derived:
     """The same values, as those of records."""
     with DisableTorchFunctionSubclass(), _DisableTorchDispatch():
-        _mark_storage(t)
+        if (storage := _storage_of(t)) is not None:
+            setattr(storage, _MARK, True)
         return t.as_subclass(Derived)
 
 
@@ -135,7 +136,7 @@ def guard(t: Tensor) -> None:
 
 def holds_records(t: Tensor) -> bool:
     """Whether an ordinary tensor was computed from records, or shares memory with one that was."""
-    return isinstance(t, Derived) or _is_marked(t)
+    return isinstance(t, Derived) or hasattr(_storage_of(t), _MARK)
 
 
 def _derived(found: Any) -> Any:
@@ -170,12 +171,14 @@ def _mark(written: Any) -> None:
     if isinstance(written, (tuple, list)):
         for t in written:
             _mark(t)
-    if not isinstance(written, Tensor) or _is_marked(written):
-        return
-    if hasattr(_storage_of(written), _PRIVATE):
+    storage = _storage_of(written) if isinstance(written, Tensor) else None
+    if hasattr(storage, _PRIVATE) and not hasattr(storage, _MARK):
         raise StepError(WRITTEN, code="model-written")
+    if not isinstance(written, Tensor) or hasattr(storage, _MARK):
+        return
     owners = [written] if written._base is None else [written, written._base]
-    if (storage := _mark_storage(written)) is not None:
+    if storage is not None:
+        setattr(storage, _MARK, True)
         if _storage_Use_Count(storage._cdata) > len(owners) + 1:  # and the storage's own object
             owners = [
                 t
@@ -196,14 +199,3 @@ def _storage_of(t: Tensor) -> Any:
             return t.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return None
-
-
-def _is_marked(t: Tensor) -> bool:
-    return hasattr(_storage_of(t), _MARK)
-
-
-def _mark_storage(t: Tensor) -> Any:
-    storage = _storage_of(t)
-    if storage is not None:
-        setattr(storage, _MARK, True)
-    return storage

@@ -6,8 +6,6 @@ steers later gradients and is saved with the model's state. Clipping does not se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -57,47 +55,48 @@ class FixedTensors:
 
     def require_unchanged(self) -> None:
         """Raise if a tensor is not what it was, or a parameter holds values of a batch."""
-        if any(map(holds_records, self._tensors())):
-            raise StepError(WRITTEN, code="model-written")
-        if (changed := self._changed()) is not None:
-            raise StepError(_CHANGED.format(changed), code="model-buffer")
-
-    def _changed(self) -> str | None:
-        """Name of a tensor that is not what it was."""
+        counts = self._counts()
         self._looks += 1
         is_due = not self._looks % _LONGEST_WAIT or not self._looks & (self._looks - 1)
-        if not is_due and self._counted is not None and self._counted == self._counts():
-            return None
-        parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        now = _fixed(self._module)
-        for name in self.values.keys() - now.keys():
-            if name not in parameters:
-                return name
-            del self.values[name]  # unfrozen
-        for name, t in now.items():
-            before = self.values.get(name)
-            if before is None and not (name in self._names and name in parameters):
-                return name
-            if before is not None and not same_values(before, t):
-                return name
-            if before is None or (before.dtype, before.device) != (t.dtype, t.device):
-                self.values[name] = t.detach().clone()  # frozen since, or moved
-        self._watch()
-        return None
-
-    def _tensors(self) -> Iterator[Tensor]:
-        return (t for home in self._homes for t in home.values() if t is not None)
+        if is_due or counts is None or counts != self._counted:
+            self._compare_values()
+            self._watch()
 
     def _counts(self) -> list[tuple[int, int]] | None:
         """Which tensors stand where, and how often they were written to; of inference mode torch
         does not count.
         """
-        fixed = [
-            t for t in self._tensors() if not (isinstance(t, nn.Parameter) and t.requires_grad)
-        ]
-        if any(t.is_inference() for t in fixed):
-            return None
-        return [(id(t), t._version) for t in fixed]
+        counts, is_counted = [], True
+        for home in self._homes:
+            for t in home.values():
+                if t is None:
+                    continue
+                if holds_records(t):
+                    raise StepError(WRITTEN, code="model-written")
+                if isinstance(t, nn.Parameter) and t.requires_grad:
+                    continue
+                if t.is_inference():
+                    is_counted = False
+                else:
+                    counts.append((id(t), t._version))
+        return counts if is_counted else None
+
+    def _compare_values(self) -> None:
+        """Parameters may be frozen, unfrozen or moved; all else has to be what it was."""
+        now = _fixed(self._module)
+        parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        for name in {**self.values, **now}:
+            before, t = self.values.get(name), now.get(name)
+            if before is None or t is None:
+                is_same = name in parameters and (t is None or name in self._names)
+            else:
+                is_same = same_values(before, t)
+            if not is_same:
+                raise StepError(_CHANGED.format(name), code="model-buffer")
+            if t is None:
+                del self.values[name]
+            elif before is None or (before.dtype, before.device) != (t.dtype, t.device):
+                self.values[name] = t.detach().clone()
 
     def _record(self) -> None:
         self.values.clear()
@@ -109,7 +108,8 @@ class FixedTensors:
     def _watch(self) -> None:
         layers = self._module.modules()
         self._homes = [home for layer in layers for home in (layer._buffers, layer._parameters)]
-        self._alive = list(self._tensors())  # an id is of one tensor
+        # an id is of one tensor as long as that is alive
+        self._alive = [t for home in self._homes for t in home.values() if t is not None]
         for t in self._alive:
             guard(t)
         self._counted = self._counts()

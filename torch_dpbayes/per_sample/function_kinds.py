@@ -70,7 +70,7 @@ OF_ENTRIES = names(
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 
 # what is known, by function and shapes of arguments, and of how many functions
-_found: dict[Any, tuple[list[Tensor | None], bool]] = {}
+_found: dict[Any, tuple[list[Tensor | None], bool, Any]] = {}
 _MOST_KEPT = 4096
 _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
@@ -99,23 +99,20 @@ def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor | None], bool]:
-    """Meta tensors of the results for a prime number of records, and whether the function of a
-    batch is that of its records.
+def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor | None], bool, Any]:
+    """Meta tensors of the results for a prime number of records, whether the function of a batch is
+    that of its records, and how the results are nested.
     """
     key = function, spec, tuple(map(_described, leaves))
     if key not in _found:
         if len(_found) == _MOST_KEPT:
             _found.clear()
-        results = flatten(_on_meta_tensors(function, spec, leaves))[0]
+        args, kwargs = unflatten([_on_meta(v) for v in leaves], spec)
+        with torch.no_grad():
+            results, nesting = flatten(function(*args, **kwargs))
         metas = [t if isinstance(t, Tensor) else None for t in results]
-        _found[key] = metas, _is_row_by_row(function, spec, leaves, metas)
+        _found[key] = metas, _is_row_by_row(function, spec, leaves, metas), nesting
     return _found[key]
-
-
-def nesting_of(function: Any, spec: Any, leaves: list[Any]) -> Any:
-    """How the results of a function are nested."""
-    return flatten(_on_meta_tensors(function, spec, leaves))[1]
 
 
 def _described(leaf: Any) -> Any:
@@ -124,12 +121,6 @@ def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), repr(leaf)
-
-
-def _on_meta_tensors(function: Any, spec: Any, leaves: list[Any]) -> Any:
-    args, kwargs = unflatten([_on_meta(v) for v in leaves], spec)
-    with torch.no_grad():
-        return function(*args, **kwargs)
 
 
 def _on_meta(value: Any) -> Any:

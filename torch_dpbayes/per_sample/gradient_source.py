@@ -162,18 +162,6 @@ class GradientSource(ABC):
             raise StepError(AVERAGED, code="step-ddp")
         self.passes += 1
 
-    def require_one_pass(self) -> None:
-        """Raise if there were several passes since the last step: rows of different records would
-        add up.
-        """
-        if self.passes > 1:
-            raise StepError(
-                f"the model was run forward {self.passes} times in training mode for one step:"
-                " evaluate under torch.no_grad() or model.eval(), and compute all that a loss"
-                " needs in one forward pass.",
-                code="step-passes",
-            )
-
     def remove(self) -> None:
         """Take the hooks off the model again."""
         self._is_removed = True
@@ -190,6 +178,13 @@ class GradientSource(ABC):
                 "the model was made private again since: step with the optimizer of the last"
                 " make_private call",
                 code="step-removed",
+            )
+        if self.passes > 1:  # rows of different records would add up
+            raise StepError(
+                f"the model was run forward {self.passes} times in training mode for one step:"
+                " evaluate under torch.no_grad() or model.eval(), and compute all that a loss"
+                " needs in one forward pass.",
+                code="step-passes",
             )
         parts = self.recorded(named_parameters)
         found = {id(p) for part in parts for p in part.parameters}  # tensors hash slowly

@@ -62,7 +62,6 @@ class HooksGradientSource(GradientSource):
                 " by assume_independent_records=True.",
                 code="step-vouch",
             )
-        self.require_one_pass()
         if len({len(g) for g in records.values()}) > 1:
             raise StepError(
                 "the parameters disagree on the number of records in the batch: keep records in"

@@ -374,7 +374,7 @@ class _Operation:
             if has_constants and not self._replace_constants(on_meta, single):
                 continue
             try:
-                shapes, is_same = kinds.shapes_of(self.function, self.spec, on_meta)
+                shapes, is_same, _ = kinds.shapes_of(self.function, self.spec, on_meta)
                 break
             except Exception as error:
                 failure = failure or error
@@ -478,8 +478,9 @@ class _Operation:
         if not self._is_detached():
             raise batch.refuse(f"{name} mixes the records of the batch")
         shapes: Sequence[Tensor | None] = [None]
+        nesting = None
         with suppress(Exception):
-            shapes, _ = kinds.shapes_of(self.function, self.spec, self.leaves)
+            shapes, _, nesting = kinds.shapes_of(self.function, self.spec, self.leaves)
         found: list[Any] = []
 
         def result(k: int) -> Any:
@@ -499,7 +500,7 @@ class _Operation:
                     meta, batch, None, "sealed", lambda k=k: result(k), self.followed[0].device
                 )
             )
-        return unflatten(sealed, kinds.nesting_of(self.function, self.spec, self.leaves))
+        return unflatten(sealed, nesting)
 
     def _on_reduced(self) -> Any:
         """Reduced losses: multiples and sums of them are one loss."""

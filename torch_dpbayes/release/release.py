@@ -177,7 +177,7 @@ class Release:
         if self._fixed is not None:
             self._fixed.require_unchanged()
         smallest = min([group.noise_multiplier for group in layout.groups])
-        if math.isfinite(smallest):
+        if self.noise.generator is not None and math.isfinite(smallest):
             self.noise.require_usable(layout.device)
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)
         if not math.isfinite(smallest):  # every lr is 0: nothing of the sums is used
@@ -316,28 +316,19 @@ class Release:
         it comes from a generator of the caller's.
         """
         assert self.draws is not None
-        facts = (
-            layout.description,
-            settings(),
-            [(*options_of(group.group), group.noise_multiplier) for group in layout.groups],
-        )
-        numbers = {
-            "the settings of the optimizer or its parameters": _bits_of(repr(facts)),
+        groups = [(*options_of(g.group), g.noise_multiplier) for g in layout.groups]
+        described = repr((layout.description, settings(), groups))
+        facts: dict[str, Any] = {
+            "the settings of the optimizer or its parameters": digest([described]).hex(),
             "the draw": self.draws.checksum,
         }
-        if self.accountant.path is None:
-            is_compared = self._compared_pass == self.draws.passes
+        if self.accountant.path is None and self._compared_pass != self.draws.passes:
             self._compared_pass = self.draws.passes
-            numbers["the number of releases that their accountants hold"] = (
-                0 if is_compared else len(self.accountant)
-            )
-        compared = len(numbers)
-        if self.noise.generator is None:
-            ranks.check_consistent(STEP, numbers, compare=compared, norm=norm)
-            return []
-        numbers["the sum"] = _bits_of(layout.buffer)
-        rows = ranks.check_consistent(STEP, numbers, compare=compared, norm=norm)
-        return [repr([row[compared] for row in rows])]
+            facts["the number of releases that their accountants hold"] = len(self.accountant)
+        is_seeded = self.noise.generator is not None
+        own = digest([layout.buffer]).hex() if is_seeded else None
+        sums = ranks.check_consistent(STEP, facts, beside=own, norm=norm)
+        return [repr(sums)] if is_seeded else []
 
     def _take_together(
         self,
@@ -405,7 +396,7 @@ class Release:
         }
         if self.noise.generator is not None:
             saved["noise"] = self.noise.generator.get_state()
-        if self.draws is not None and self.draws.has_user_generator:
+        if self.draws is not None and self.draws.generator is not None:
             saved["sampler"] = self.draws.position()
         return saved
 
@@ -447,7 +438,7 @@ class Release:
 
     def _drawn_again(self, saved: Mapping[str, Any]) -> PoissonSampler | None:
         """The draws, where they go on from the saved ones."""
-        is_seeded = self.draws is not None and self.draws.has_user_generator
+        is_seeded = self.draws is not None and self.draws.generator is not None
         return self.draws if is_seeded and "sampler" in saved else None
 
 
@@ -464,8 +455,3 @@ def require_public(what: str, values: Iterable[Any]) -> None:
                 " without clipping and noise. Use public values, or what opt.step() released",
                 code="model-written",
             )
-
-
-def _bits_of(value: Tensor | str) -> int:
-    """64 bits of a hash."""
-    return int.from_bytes(digest([value], size=8), "little", signed=True)
