@@ -10,6 +10,7 @@ import resource
 import shutil
 import sqlite3
 import time
+from pathlib import Path
 
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
@@ -290,3 +291,22 @@ def test_a_note_that_was_left_behind_is_taken_away_before_a_charge(path, monkeyp
     path.write_bytes(b"")
     with pytest.raises(LedgerError, match="is empty"):
         PrivacyAccountant(path=path, **BUDGET)
+
+
+def test_a_file_that_another_process_begins_at_this_moment_is_made_by_both(tmp_path, monkeypatch):
+    """It appears between two looks at it."""
+    path, looks = tmp_path / "budget.db", []
+    for name in ("is_file", "exists"):
+
+        def look(self, see=getattr(Path, name)):
+            found = see(self)
+            if self == path and not looks:
+                looks.append(found)
+                path.with_name("budget.db-making").touch()
+                path.touch()
+            return found
+
+        monkeypatch.setattr(Path, name, look)
+    accountant = PrivacyAccountant(4.0, DELTA, path=path)
+    accountant.compose(STEP)
+    assert looks == [False] and counted(path) == 1

@@ -277,9 +277,11 @@ class Ledger:
     def _is_blank(self, mark: Path) -> bool:
         """No file, or one whose making was cut off, which therefore never held a charge."""
         end = time.monotonic() + MAKING_SECONDS
-        while self.path.is_file() and (
-            not self.path.stat().st_size or self._connected("read", _has_no_tables)
-        ):
+        while self.path.exists():
+            if not self.path.is_file():
+                return False
+            if self.path.stat().st_size and not self._connected("read", _has_no_tables):
+                return False
             if mark.exists():
                 return True
             self._require_one_name()
@@ -290,7 +292,7 @@ class Ledger:
                     " never was one, remove it."
                 )
             time.sleep(0.01)  # another process may be making it
-        return not self.path.exists()
+        return True
 
     def _make(self, settings: Mapping[str, Any]) -> None:
         def make(connection: sqlite3.Connection) -> None:
