@@ -189,42 +189,19 @@ def test_published_mistakes_are_seen(kind, name):
 # -- SGHMC -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_matched_friction_follows_the_step_size():
-    """Where η changes, velocities are rescaled: the law of θ is still right a few steps
-    later, with b̂ = 0.02 far from relaxed.
+def test_velocities_follow_the_step_size():
+    """Where η changes, a matched velocity is rescaled by √(η_new/η_old): v' = (1 − b̂)v/2 of no
+    gradient at a quarter of η, b̂ = 0.02/4.
     """
-    theta, optimizer = sampled(
-        DPSGHMC, 0.02, noise=math.sqrt(0.02), momentum="matched", steps=2000, replicas=20_000
+    _, optimizer = sampled(
+        DPSGHMC, 0.02, noise=math.sqrt(0.02), momentum="matched", steps=3, replicas=10
     )
+    ((theta,),) = (group["params"] for group in optimizer.param_groups)
+    before = optimizer.state[theta]["velocity"].clone()
     optimizer.param_groups[0]["lr"] = 0.005
-    velocity = optimizer.state[optimizer.param_groups[0]["params"][0]]["velocity"]
-    assert float(velocity.square().mean()) * RECORDS / 0.02 == pytest.approx(1, abs=0.06)
+    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.zero_()
     optimizer.step()
-    assert float(velocity.square().mean()) * RECORDS / 0.005 == pytest.approx(1, abs=0.06)
-
-
-def test_momentum_zero_is_sgld():
-    theta = nn.Parameter(torch.zeros(50, dtype=torch.float64))
-    common = {
-        "assume_independent_records": True,
-        "num_data": 10,
-        "expected_batch_size": 10,
-        "max_grad_norm": 1.0,
-    }
-    sgld, sghmc = DPSGLD([theta], 0.3, **common), DPSGHMC([theta], 0.3, momentum=0.0, **common)
-    moved = []
-    for optimizer in (sgld, sghmc):
-        optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.gradient.div_(
-            10
-        )
-        with torch.no_grad():
-            theta.fill_(0.5)
-        theta.grad_sample = torch.full((10, 50), 0.1, dtype=torch.float64)
-        optimizer.step()
-        moved.append(theta.detach().clone())
-    torch.testing.assert_close(moved[0], moved[1])
-    assert sgld.langevin_noise_multiplier == pytest.approx(sghmc.langevin_noise_multiplier)
+    torch.testing.assert_close(optimizer.state[theta]["velocity"], (1 - 0.005) * before / 2)
 
 
 # -- SGNHT -----------------------------------------------------------------------------------------
@@ -287,31 +264,6 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
         optimizer.step()
     assert optimizer.friction == pytest.approx(2 * 0.25, rel=0.03)
     assert abs(relative_error(theta.detach(), 1 / RECORDS)) < 0.02 + tolerance(replicas)
-
-
-@pytest.mark.chance(4e-6)
-@pytest.mark.slow
-def test_thermostat_of_several_groups():
-    """One α, kinetic terms added up over groups with their own lr."""
-    theta = [nn.Parameter(torch.zeros(40_000, dtype=torch.float64)) for _ in range(2)]
-    lrs = (0.02, 0.01)
-    optimizer = DPSGNHT(
-        [{"params": [p], "lr": lr} for p, lr in zip(theta, lrs)],
-        0.1,
-        assume_independent_records=True,
-        num_data=RECORDS,
-        expected_batch_size=RECORDS,
-        max_grad_norm=1.0,
-        prior_std=math.inf,
-        momentum=0.7,
-    )
-    optimizer.release.source = GivenGradients(lambda p: RECORDS * p, RECORDS)
-    for _ in range(1200):
-        optimizer.step()
-    assert {group["friction"] for group in optimizer.param_groups} == {optimizer.friction}
-    assert optimizer.friction == pytest.approx(0.3, rel=0.02)
-    for p, lr in zip(theta, lrs):
-        assert_normal(p.detach(), 1 / RECORDS / (1 - lr / (2 * (2 - 0.3))))
 
 
 # -- SGFS ------------------------------------------------------------------------------------------
@@ -514,24 +466,6 @@ def test_one_full_step_is_the_formula():
     )
 
 
-def test_stationary_covariance_by_the_lyapunov_equation():
-    """With this step T·A⁻¹ solves Σ = (I − PA)Σ(I − PA)ᵀ + PKPᵀ exactly, for correlated A and
-    any noise; with K left at (1+q)/q it does not.
-    """
-    for rate in (0.05, 0.4, 1.0):
-        for temperature in (0.5, 2.0):
-            posterior = 100 * correlated(6) + 30 * torch.eye(6, dtype=torch.float64)
-            covariance = (1 - rate) / rate * 100 * correlated(6) + 250 * torch.eye(
-                6, dtype=torch.float64
-            )
-            step = 2 * temperature * torch.linalg.inv(temperature * posterior + covariance)
-            drift = torch.eye(6, dtype=torch.float64) - step @ posterior
-            stationary = temperature * torch.linalg.inv(posterior)
-            torch.testing.assert_close(
-                drift @ stationary @ drift.T + step @ covariance @ step.T, stationary
-            )
-
-
 def fisher_scoring_chain(kind, steps, *, dimension=3, records=2000, z=3.0, **options):
     """Covariance ratios along the principal axes of the posterior, from one chain on real
     per-record gradients of a Gaussian mean.
@@ -723,26 +657,3 @@ def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
     assert optimizer.state[theta]["fisher_noise"] == pytest.approx(
         (1 - beta) ** 2 * left**2 + beta**2 * added
     )
-
-
-def test_fisher_scoring_at_small_lr_is_sgld():
-    """η → 0: z_L → ∞, and the step on ĝ is SGLD's."""
-    lr, records = 1e-9, 50
-    moved = []
-    for kind in (DPSGLD, DPSGFS):
-        theta = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        optimizer = kind(
-            [theta],
-            lr,
-            assume_independent_records=True,
-            num_data=records,
-            expected_batch_size=records,
-            max_grad_norm=1.0,
-        )
-        optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.gradient.div_(
-            records
-        )
-        theta.grad_sample = torch.full((records, 4), 0.25, dtype=torch.float64)
-        optimizer.step()
-        moved.append(theta.detach() - 1)
-    torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=0)
