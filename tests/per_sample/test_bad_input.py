@@ -20,7 +20,6 @@ from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, Vmap
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 from torch_dpbayes.per_sample.operations import Delivery
 
-pytestmark = pytest.mark.first_cases(1000)
 X, Y = torch.randn(8, 6), torch.randint(3, (8,))
 entropy = F.cross_entropy
 

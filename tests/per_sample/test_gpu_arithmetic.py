@@ -83,8 +83,9 @@ def loop(net, x, weights):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("machine", [H200, T4], ids=["H200", "T4"])
-@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    ("machine", "tf32"), [(H200, False), (H200, True), (T4, False)], ids=["H200", "TF32", "T4"]
+)
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
 def test_a_gpus_choices_give_the_sum_of_a_loop(name, tf32, machine):
     net, x = model(name)
