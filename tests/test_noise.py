@@ -16,7 +16,6 @@ END = math.sqrt(2 * 24 * math.log(2))  # of single precision normals that are ma
 
 
 @pytest.mark.chance(1e-6)
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [7, 100_000])  # torch has two ways to draw them
 def test_noise_is_gaussian_of_the_stated_size(dtype, size):

@@ -118,8 +118,7 @@ def test_a_pass_gives_every_record_one_batch_each_independently():
 
 
 @pytest.mark.chance(2 * FALSE_ALARM)
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("rate, most", [(0.5, 2), (0.06, 1)])
+@pytest.mark.parametrize("rate, most", [(0.5, 2)])
 def test_cut_draws_have_the_law_that_is_charged(rate, most):
     """Every set of at most so many of four records, in two draws in a row."""
     number = 8000
@@ -297,13 +296,16 @@ def test_full_batches_are_full_batches(sampling):
     assert events_of(optimizer.accountant) == [(GaussianDpEvent(1.0), 1)]
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "options",
-    [{"sampling": "random_allocation"}, {"max_batch_size": 8}, {"sampling": "fixed_size"}],
+    [
+        {"sampling": "random_allocation"},
+        {"max_batch_size": 8},
+        pytest.param({"sampling": "fixed_size"}, marks=pytest.mark.thorough),
+    ],
 )
 def test_the_noise_of_a_target_is_that_of_the_law(options):
-    epochs, target = 3, 4.0
+    epochs, target = 2, 4.0
     engine = dpb.PrivacyEngine()
     arguments = {
         "module": nn.Linear(1, 1),
@@ -331,7 +333,7 @@ def test_the_noise_of_a_target_is_that_of_the_law(options):
 
 
 @pytest.mark.parametrize("sampling", ["random_allocation", "fixed_size"])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_a_resumed_run_draws_what_the_whole_one_would(monkeypatch, sampling, steps):
     seed = torch.initial_seed() % 2**32
     whole = resumed = None

@@ -199,15 +199,13 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun():
     assert 2.8 < shared.get_epsilon() <= 3.0
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
-    "make",
+    ("make", "method"),
     [
-        partial(dpb.optim.DPSGFS, lr=20.0),
-        partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0),
+        (partial(dpb.optim.DPSGFS, lr=20.0), "pld"),
+        (partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0), "rdp"),
     ],
 )
-@pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_the_target_is_met_by_what_the_sampler_releases_under_the_method_of_the_budget(
     make, method
 ):
@@ -267,7 +265,6 @@ def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):
         assert len(accountant) == 0
 
 
-@pytest.mark.first_cases(1)
 def test_plan_says_what_will_happen_and_changes_nothing(capsys):
     net, loader = nn.Linear(4, 3), DataLoader(data(), batch_size=12)
     arguments = {

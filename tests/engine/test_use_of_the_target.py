@@ -55,14 +55,10 @@ def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog
         assert f"lr = {optimizer.free_lr:.4g}" in warnings[0]
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "sampler",
     [
-        dpb.optim.DPSGLD,
         partial(dpb.optim.DPSGHMC, momentum=0.5),
-        partial(dpb.optim.DPSGHMC, momentum="matched", temperature=1.0),
-        dpb.optim.DPSGNHT,
         dpb.optim.DPSGFS,
     ],
 )

@@ -18,7 +18,7 @@ from torch import nn
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
-REPLICAS = 40_000
+REPLICAS = 20_000
 RECORDS = 4
 SIGMAS = 5.0
 
@@ -85,8 +85,8 @@ def tolerance(number):
 
 
 def assert_normal(sample, variance):
-    """The whole law, N(0, variance), and its variance within five standard errors, at 40,000
-    replicas 3.5 %.
+    """The whole law, N(0, variance), and its variance within five standard errors, at 20,000
+    replicas 5 %.
     """
     assert abs(relative_error(sample, variance)) < tolerance(sample.numel())
     assert (
@@ -97,24 +97,21 @@ def assert_normal(sample, variance):
 
 # -- the law of every sampler ----------------------------------------------------------------------
 
-FRICTION = 1.0, 0.95, 0.7, 0.3, 0.05
 # η, noise in units of SGLD's own, T asked for, 1 − friction, and how the sampler is made
 LAWS = {
     "SGLD": (0.8, 0.0, 0.3, 0.0, DPSGLD, {}),
-    "SGLD, small steps": (0.1, 0.0, 1.0, 0.0, DPSGLD, {"steps": 600}),
     "SGLD under privacy noise": (0.2, 3.0, 1.0, 0.0, DPSGLD, {}),
-    "SGHMC without momentum": (0.5, 0.0, 1.0, 0.0, DPSGHMC, {"momentum": 0.0}),
     "SGHMC": (0.5, 0.0, 0.3, 0.5, DPSGHMC, {"momentum": 0.5}),
     "SGHMC, little friction": (0.2, 0.0, 1.0, 0.9, DPSGHMC, {"momentum": 0.9}),
     "SGHMC, large steps": (1.5, 0.0, 2.0, 0.9, DPSGHMC, {"momentum": 0.9}),
     "SGHMC under privacy noise": (0.3, 3 * math.sqrt(0.2), 1.0, 0.8, DPSGHMC, {"momentum": 0.8}),
     **{
         f"matched, {a}": (0.1, math.sqrt(a), 1.0, 1 - a, DPSGHMC, {"momentum": "matched"})
-        for a in FRICTION
+        for a in (1.0, 0.3, 0.05)
     },
     **{
         f"SGNHT, {a}": (0.02, math.sqrt(a), t, 1 - a, DPSGNHT, {"momentum": 0.99, "steps": 1000})
-        for a, t in ((0.1, 1.0), (0.5, 0.3), (0.9, 1.0), (1.0, 2.0))
+        for a, t in ((0.1, 1.0), (0.5, 0.3), (1.0, 2.0))
     },
 }
 HOLDS_TEMPERATURE = ("matched", "SGNHT")  # whatever the privacy noise
@@ -135,7 +132,6 @@ def assert_law(name, kind=None, replicas=REPLICAS):
 
 
 @pytest.mark.chance(2e-6)
-@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_on_a_quadratic(name):
     assert_law(name)
@@ -183,7 +179,7 @@ class EndStep(DPSGNHT):
 )
 def test_published_mistakes_are_seen(kind, name):
     with pytest.raises(AssertionError):
-        assert_law(name, kind, replicas=20_000)
+        assert_law(name, kind)
 
 
 # -- SGHMC -----------------------------------------------------------------------------------------
@@ -346,10 +342,7 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
 
 
 @pytest.mark.chance(6e-6)
-@pytest.mark.first_cases(2)
-@pytest.mark.parametrize(
-    "rate, temperature", [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.3, 0.5), (1.0, 3.0)]
-)
+@pytest.mark.parametrize("rate, temperature", [(0.05, 1.0), (0.3, 0.5), (1.0, 3.0)])
 def test_fisher_scoring_samples_the_posterior_covariance(rate, temperature):
     errors, pvalues = sgfs_diagonal(DPSGFS, rate, temperature=temperature)
     assert max(map(abs, errors)) < tolerance(20_000), errors
@@ -399,7 +392,6 @@ class WithoutPrior(DPSGFS):
             part.prior_stds = own
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("mistake", [QuarterNoise, LargeGamma, WithoutPrior])
 def test_published_mistakes_of_fisher_scoring_are_seen(mistake):
     errors, _ = sgfs_diagonal(mistake, 0.3)

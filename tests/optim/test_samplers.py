@@ -5,7 +5,6 @@ batches, dtypes, bad input.
 import copy
 import inspect
 import io
-import itertools
 import math
 from functools import partial
 
@@ -93,17 +92,25 @@ def train(net, optimizer, loader, epochs=1):
 
 
 @pytest.mark.chance(2e-6)
-@pytest.mark.first_cases(3)
-@every_sampler
 @pytest.mark.parametrize(
-    ("batches", "neighboring"),
+    ("name", "batches", "neighboring"),
     [
-        *itertools.product(["poisson", "full", "recordwise"], ["add_or_remove_one", "replace_one"]),
-        ("unspecified", "replace_one"),
+        *((name, "poisson", "add_or_remove_one") for name in SAMPLERS),
+        *(
+            (name, batches, neighboring)
+            for name in ("sgld", "sgfs-diagonal")
+            for batches, neighboring in (
+                ("poisson", "replace_one"),
+                ("full", "add_or_remove_one"),
+                ("full", "replace_one"),
+                ("recordwise", "add_or_remove_one"),
+                ("unspecified", "replace_one"),
+            )
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:steps are charged at sensitivity 2C:UserWarning")
-def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
+def test_the_charge_is_the_noise_that_was_added(name, batches, neighboring):
     """Measured: the standard deviation of S, and of M where there is one, against the event
     in the accountant.
     """
@@ -115,7 +122,12 @@ def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
     )
     accountant = dpb.PrivacyAccountant(neighboring=neighboring)
     optimizer, (p,) = built(
-        make, shapes=((size,),), noise_multiplier=z, lr=0.2, accountant=accountant, **options
+        SAMPLERS[name],
+        shapes=((size,),),
+        noise_multiplier=z,
+        lr=0.2,
+        accountant=accountant,
+        **options,
     )
     wanted = optimizer.effective_noise_multiplier
     batch = optimizer.expected_batch_size
@@ -166,11 +178,9 @@ def a_matrix(size):
     )
 
 
-@pytest.mark.first_cases(2)
-@pytest.mark.parametrize("share", [0.2, 2.0])
 @pytest.mark.parametrize(
-    "fisher, scale",
-    [("full", None), ("full", "vector"), ("full", "matrix"), ("diagonal", "vector")],
+    ("share", "fisher", "scale"),
+    [(2.0, "full", None), (0.2, "full", "matrix"), (0.2, "diagonal", "vector")],
 )
 def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, scale):
     """One record moves (S, M) by C and C² in units of F; the noise, measured in those units,
@@ -381,7 +391,6 @@ def test_freezing_and_adding_parameters_on_the_way(make):
     assert new.abs().max() > 0
 
 
-@pytest.mark.first_cases(2)
 @every_sampler
 def test_resume_is_bit_for_bit_with_generators(make):
     """The state after three epochs in one go, and after one, save, load and two: equal,

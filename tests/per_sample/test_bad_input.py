@@ -451,6 +451,13 @@ def test_a_vouched_run_is_that_of_records_alone(mode):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_model_that_cannot_be_mapped_runs_where_it_is_vouched_for():
+    net = nn.Sequential(mlp(), Of(nn.Identity(), lambda h: h / max(1.0, h.detach().norm().item())))
+    with pytest.raises(ModelError):
+        run(net)
+    run(net, assume_independent_records=True)
+
+
 def test_hooks_take_empty_batches():
     """An empty batch adds none, also where a layer fails on no records."""
     for net, x in ((mlp(), X[:0]), (nn.InstanceNorm1d(3, affine=True), torch.zeros(0, 3, 4))):

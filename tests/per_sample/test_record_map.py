@@ -146,6 +146,32 @@ MODELS = {
         None,
     ),
     "checkpoint": (lambda: Of(checkpointed, **three()), FLAT),
+    "low rank": (
+        lambda: Of(
+            lambda net, x: net.head(net.base(x) + x @ net.a.T @ net.b.T),
+            base=nn.Linear(6, 6).requires_grad_(False),
+            a=nn.Parameter(torch.randn(2, 6)),
+            b=nn.Parameter(torch.zeros(6, 2)),
+            head=head(),
+        ),
+        FLAT,
+    ),
+    "bag": (
+        lambda: Of(
+            lambda net, x: net.head(net.bag(x)),
+            bag=nn.EmbeddingBag(20, 6, sparse=True),
+            head=head(),
+        ),
+        None,
+    ),
+    "bag with offsets": (
+        lambda: Of(
+            lambda net, x: net.head(net.bag(x.flatten(), torch.arange(0, x.numel(), x.shape[1]))),
+            bag=nn.EmbeddingBag(20, 6),
+            head=head(),
+        ),
+        None,
+    ),
     "weight norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), head()),
         FLAT,

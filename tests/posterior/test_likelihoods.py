@@ -1,6 +1,5 @@
 """What each likelihood predicts, against closed forms, scipy and quadrature."""
 
-import itertools
 import math
 
 import numpy as np
@@ -8,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.integrate import quad
+from scipy.integrate import simpson
 from scipy.special import expit, logsumexp
 from scipy.stats import bernoulli, entropy, norm
+from support.examples import examples
 from torch import nn
 
 from torch_dpbayes import PosteriorSamples, metrics
@@ -93,6 +93,7 @@ FORMS = ["mean and log variance", "[n]", "[n, 1]", "[n, targets]", "learned"]
 
 
 @pytest.mark.parametrize("form", FORMS)
+@examples(24)
 @given(draws)
 def test_normal(form, numbers):
     size, n, seed = numbers
@@ -122,12 +123,10 @@ def test_normal(form, numbers):
 
     m, s = means.reshape(size, -1)[:, 0], stds.reshape(size, -1)[:, 0]
 
-    def surprise(z):
-        log_p = logsumexp(norm.logpdf(z, m, s)) - math.log(size)
-        return -math.exp(log_p) * log_p
-
-    ends = sorted({*(m - 12 * s), *m, *(m + 12 * s)})
-    total = sum(quad(surprise, a, b, limit=200)[0] for a, b in itertools.pairwise(ends))
+    # the entropy by Simpson's rule, fine enough for the narrowest component
+    z = np.linspace((m - 12 * s).min(), (m + 12 * s).max(), 20_001)
+    log_p = logsumexp(norm.logpdf(z[:, None], m, s), 1) - math.log(size)
+    total = -simpson(np.exp(log_p) * log_p, x=z)
     own = norm.entropy(m, s).mean()
     assert samples.predictive_entropy(model, x).flatten()[0].item() == pytest.approx(
         total, abs=0.01

@@ -94,7 +94,6 @@ def has_figures(section):
     return "examples/pictures/" in section or sum(any(row) for row in cells) >= 3
 
 
-@pytest.mark.first_cases(200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_figures_carry_their_command_and_date_and_no_commit(page):
     for section, read in sections(page):
