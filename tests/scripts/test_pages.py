@@ -263,12 +263,15 @@ NAMES = {
     "one_posterior_sample.md": records_names,
     "pyro_kernels.md": dict,
 }
+LONG = ("choosing_a_method.md", "coming_from.md", "noise_aware.md")  # the README's is run daily
 
 
 # one run in a hundred is told that, and rows that are shortened are not quite the model's
 @pytest.mark.filterwarnings("ignore:the releases contradict")
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", NAMES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in NAMES]
+)
 def test_code_of_the_pages_runs(page):
     codes = blocks(ROOT / "docs" / page, "python")
     assert codes
