@@ -416,6 +416,8 @@ def test_closures_hooks_schedulers_and_frozen_parameters():
     assert all(p.grad is None for p in net.parameters())
 
 
+# of torch 2.12
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 def test_a_profiler_and_hooks_of_all_optimizers_see_steps():
     _, net, optimizer, loader = private()
     seen = []

@@ -286,6 +286,7 @@ MODELS = {
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # of torch 2.12
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_cannot_run_says_what_to_write(name):
     code, make, advice = MODELS[name]
