@@ -5,7 +5,6 @@ batches by what they hold.
 import copy
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -213,8 +212,7 @@ def test_a_step_that_was_released_and_undone_is_not_taken_again():
     assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != records(first)
 
 
-@pytest.mark.parametrize("batch_size", [50, 8])  # with a number for each record, with darts
-@pytest.mark.parametrize("waiting", [0, 1, 3])
+@pytest.mark.parametrize(("batch_size", "waiting"), [(50, 0), (8, 3)])
 def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting, batch_size):
     seed = torch.seed() % 2**31
     states, seen = [], []
@@ -309,17 +307,6 @@ def test_more_records_than_doubles_can_count():
     assert len(next(iter(PoissonSampler(2**53, 2.0**-53, None, 0)))) < 40
     with pytest.raises(ValueError, match=r"more than 2\*\*53.*Subset"):
         PoissonSampler(2**53 + 1, 2.0**-53, None, 0)
-
-
-@pytest.mark.parametrize("rate", [0.02, 0.3])
-def test_equal_generators_draw_the_same_on_any_number_of_ranks(rate):
-    seed, draws = torch.initial_seed(), []
-    for ranks in (None, None, *(SimpleNamespace(rank=rank, size=3) for rank in range(3))):
-        noise._used_positions.clear()  # as in a process of its own
-        draws.append(list(PoissonSampler(400, rate, torch.Generator().manual_seed(seed), 0, ranks)))
-    first, second, *shares = draws
-    assert first == second and len(set(map(tuple, first))) > 1
-    assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == first
 
 
 class Growing(Dataset):
@@ -461,31 +448,6 @@ def test_draws_belong_to_one_process():
     in_a_fresh_interpreter(processes)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
-)
-def test_copies_draw_batches_of_their_own(copied):
-    loader = PoissonLoader(
-        DataLoader(TensorDataset(torch.arange(200.0)[:, None], torch.zeros(200, 1)), batch_size=50),
-        0.25,
-    )
-    next(iter(loader))
-    other = copied(loader)
-    assert other.sample_rate == other.batch_sampler.sample_rate == 0.25 and len(other) == len(
-        loader
-    )
-    seen = [tuple(x[:, 0].tolist()) for each in (loader, other) for x, _ in each]
-    assert len(set(seen)) == len(seen) == 8
-    with pytest.raises(AttributeError, match="no setter"):
-        other.sample_rate = 0.9
-    seeded = PoissonLoader(
-        DataLoader(loader.dataset, generator=torch.Generator().manual_seed(torch.seed() % 2**31)),
-        0.25,
-    )
-    with pytest.raises(TypeError, match=r"the same batches.*make_private"):
-        copied(seeded)
-
-
 # -- gradient norms without noise ------------------------------------------------------------------
 
 
@@ -494,24 +456,6 @@ def seeded(num_data, batch_size):
     return DataLoader(
         TensorDataset(torch.arange(num_data)), batch_size=batch_size, generator=generator
     )
-
-
-@pytest.mark.parametrize("num_data, batch_size", [(410, 10), (400, 9), (40, 10)])
-def test_draws_that_wait_are_not_drawn_again_from_other_data_or_batches(num_data, batch_size):
-    """They would take random numbers of later draws. Without such draws one may change both."""
-
-    def draws(num_data, batch_size):
-        noise._used_positions.clear()  # as in a fresh process
-        return PoissonLoader(seeded(num_data, batch_size), batch_size / num_data).sampler_of_draws
-
-    first = draws(400, 10)
-    before = first.position()
-    next(iter(first))
-    other = draws(num_data, batch_size)
-    other.require_position(before)
-    with pytest.raises(ValueError, match="keep data and batch size, or leave out generator="):
-        other.require_position(first.position())
-    draws(400, 10).require_position(first.position())
 
 
 def test_going_back_behind_the_accountant_does_not_draw_again():
