@@ -39,10 +39,11 @@ def true_norms(net, loader):
     return (2 * (nn.functional.linear(x, net.weight) - y) * x).norm(dim=1).detach()
 
 
+@pytest.mark.chance(2e-6)
 def test_the_share_is_right_up_to_noise_that_is_charged():
     engine, net, optimizer, loader = private()
     norms = true_norms(net, loader)
-    z, draws = 4.0, 200
+    z, draws = 4.0, 100
     for quantile in (0.1, 0.5, 0.9):
         bound = norms.quantile(quantile).item()
         shares = torch.tensor(

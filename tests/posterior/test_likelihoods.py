@@ -274,6 +274,7 @@ def test_a_call_that_is_not_due_copies_nothing(monkeypatch):
 # -- the halves compared ---------------------------------------------------------------------------
 
 
+@pytest.mark.chance(1e-7)
 def test_r_hat_of_predictions():
     generator = np.random.default_rng()
     settled = generator.normal(size=(1000, 3))
