@@ -197,7 +197,7 @@ def arguments(make=DPSGLD, lr=LR, **options):
     }
 
 
-@every_sampler
+@pytest.mark.parametrize(("make", "friction"), [SAMPLERS["sghmc"], SAMPLERS["sgfs"]])
 def test_a_run_uses_all_of_its_target_at_temperature_one(make, friction, caplog):
     engine, given = dpb.PrivacyEngine(), arguments(make)
     plan = engine.plan(**given)

@@ -206,40 +206,6 @@ def test_norms_of_tied_tables_hold_for_the_sum(machine, positions, dtype, closen
                 assert float(out.double().norm()) <= longest
 
 
-def test_tied_tables_are_instantiated_for_records_that_cancel_alone():
-    tokens = torch.arange(12).repeat(4, 1)
-    a, g, rows = (torch.randn(4, *of, dtype=torch.float64) for of in ((3, 5), (3, 12), (12, 5)))
-    rows[2] = -g[2].T @ a[2]
-    table, clip, seen = nn.Parameter(torch.zeros(12, 5, dtype=rows.dtype)), 1e-3, []
-    whole = torch.bmm(g.transpose(1, 2), a).add_(rows).flatten(1)
-    whole[2] = 0.0
-    tied = contributions.together(
-        [contributions.Outer(table, None, a, g), contributions.Tokens(table, tokens, rows, None)]
-    )
-    out, real = {table: torch.zeros(60, dtype=rows.dtype)}, contributions.Tokens.per_record
-
-    def per_record(*of):
-        found = real(*of)
-        seen.append(len(found[table]))
-        return found
-
-    with mock.patch.object(contributions.Tokens, "per_record", per_record):
-        assert clipped_sum.add_clipped([tied], clip, out, None, None) == 4
-    assert seen == [1]
-    expected = (whole * (clip / whole.norm(dim=1, keepdim=True).clamp(min=clip))).sum(0)
-    torch.testing.assert_close(out[table], expected, rtol=0.0, atol=1e-10 * clip)
-
-
-def test_tied_weights_are_not_instantiated():
-    net, x = model("language model")
-    weights = weights_of(net, x, 1.0)
-    with (
-        on(H200),
-        mock.patch.object(contributions.Tokens, "per_record", side_effect=AssertionError),
-    ):
-        clipped(BookkeepingGradientSource(net), net, x, weights, 1.0)
-
-
 # -- operations of a step --------------------------------------------------------------------------
 
 # that launch nothing
