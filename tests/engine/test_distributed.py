@@ -247,13 +247,13 @@ def trained_each(rank, seed, cases):
 
 
 CASES = [
-    *({"name": name, "steps": 4} for name in ALGORITHMS),
+    *({"name": n, "steps": 4} for n in ("DPSGLD", "DPSGNHT", "DPSGFS full", "DPSGFS scaled")),
     {"name": "DPSGLD", "mode": "hooks", "steps": 4},
     {"name": "DPSGFS diagonal", "mode": "hooks", "steps": 4},
     {"name": "DPSGLD", "reduction": "sum", "dtype": "float32"},
     {"name": "DPSGLD", "records_in_all": 6, "batch_size": 1},  # most ranks' batches are empty
     # one rank never has a record
-    {"name": "DPSGFS diagonal", "records_in_all": 3, "steps": 1, "batch_size": 1},
+    {"name": "DPSGFS diagonal", "records_in_all": 2, "steps": 1, "batch_size": 1},
 ]
 
 
