@@ -458,6 +458,39 @@ def test_one_full_step_is_the_formula():
     )
 
 
+def test_a_group_at_lr_0_stays_and_the_others_step_without_it():
+    """Of a correlated Fisher information the block of the others is inverted, as if the noise of
+    the group that stays were infinite.
+    """
+    information, records, temperature = correlated(5), 300, 0.7
+    theta = [nn.Parameter(torch.randn(size, dtype=torch.float64)) for size in (2, 3)]
+    before = [p.detach().clone() for p in theta]
+    optimizer = known_fisher(DPSGFS, information)(
+        [{"params": [p], "lr": 0.1} for p in theta],
+        1.0,
+        assume_independent_records=True,
+        num_data=records,
+        expected_batch_size=records,
+        max_grad_norm=3.0,
+        temperature=temperature,
+        noise_multiplier=0.5,
+        prior_std=0.1,
+        fisher_share=1e9,
+    )
+    optimizer.param_groups[1]["lr"] = 0.0
+    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    gradients = 0.1 * torch.randn(records, 5, dtype=torch.float64)
+    theta[0].grad_sample, theta[1].grad_sample = gradients[:, :2], gradients[:, 2:]
+    z = optimizer._multiplier(optimizer.param_groups[0])
+    optimizer.step()
+    identity = torch.eye(2, dtype=torch.float64)
+    posterior = records * information[:2, :2] + 100 * identity
+    gradient = gradients[:, :2].sum(0) + 100 * before[0]
+    step = torch.linalg.solve(temperature * posterior + (z * 3.0) ** 2 * identity, gradient)
+    torch.testing.assert_close(theta[0].detach(), before[0] - 2 * temperature * step)
+    assert torch.equal(theta[1].detach(), before[1])
+
+
 def fisher_scoring_chain(kind, steps, *, dimension=3, records=2000, z=3.0, **options):
     """Covariance ratios along the principal axes of the posterior, from one chain on real
     per-record gradients of a Gaussian mean.
