@@ -112,8 +112,6 @@ def test_the_charge_of_a_step(most, relation):
     assert charge.event == UserLevelDpEvent(
         PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(1.0 / most))
     )
-    alike = dpb.PrivacyAccountant(neighboring=relation).compose(charge.event.event, charge.count)
-    assert accountant.get_epsilon(1e-5) == alike.get_epsilon(1e-5)
     assert "user with all their records" in accountant.summary()
     assert "unit='user'" in repr(accountant)
 
