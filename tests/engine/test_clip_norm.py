@@ -69,6 +69,25 @@ def test_the_share_is_right_up_to_noise_that_is_charged():
     assert charge.event.sampling_probability == 0.25 and charge.event.event.noise_multiplier == z
 
 
+@pytest.mark.chance(2e-6)
+def test_the_noise_of_the_share_is_the_one_that_is_charged():
+    """Of full batches: N(0, (z/2B)²) alone, whose standard deviation is seen to 20 %."""
+    engine, net, optimizer, loader = private(batch_size=400)
+    bound, z, draws = true_norms(net, loader).median().item(), 40.0, 320
+    ask = partial(
+        dpb.private_clipped_fraction,
+        net,
+        optimizer,
+        loader,
+        max_grad_norm=bound,
+        noise_multiplier=z,
+    )
+    shares = torch.tensor([ask(criterion=nn.functional.mse_loss) for _ in range(draws)])
+    assert 0.8 < float(shares.std()) / (z / 2 / 400) < 1.2
+    (charge,) = engine.accountant.history
+    assert charge.count == draws and charge.event.noise_multiplier == z
+
+
 @pytest.mark.parametrize(
     "collated",
     [lambda records: records[:-1], lambda records: records + records[:1]],
