@@ -63,9 +63,7 @@ def gaussian_guesses(rng, canaries, made, mu):
     return guess(rng.normal(size=canaries) + mu * included, included, made)
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, 3.0])
-@pytest.mark.parametrize("made", [20, 100, 1000])
-@pytest.mark.first_cases(6)
+@pytest.mark.parametrize(("made", "epsilon"), [(20, 0.0), (100, 0.3), (100, 3.0), (1000, 1.0)])
 def test_randomised_response_is_bounded_as_by_clopper_and_pearson(epsilon, made):
     """Without δ its right guesses are binomial, and their exact interval is known."""
     law = stats.binom(made, special.expit(epsilon))
@@ -97,7 +95,6 @@ def test_independent_guesses_are_bounded_exactly(truth):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.first_cases(4)
 def test_no_mechanism_of_few_canaries_guesses_better(seed):
     """A mechanism of arbitrary probabilities and an arbitrary rule of guessing: the probability of
     right guesses is known, and so is what the mechanism reveals.
@@ -132,9 +129,8 @@ def test_no_mechanism_of_few_canaries_guesses_better(seed):
 @pytest.mark.chance(1e-8)
 @pytest.mark.parametrize(
     "canaries, epsilon, of_basic, of_gaussian",
-    [(1000, 2.0, 0.5, 0.9), (1000, 8.0, 2.6, 4.3), (10_000, 8.0, 3.6, 5.0)],
+    [(1000, 2.0, 0.5, 0.9), (1000, 8.0, 2.6, 4.3)],
 )
-@pytest.mark.first_cases(2)
 def test_bounds_are_sharp(canaries, epsilon, of_basic, of_gaussian):
     """The median run on a Gaussian with known ε. The median of 1,000 runs is within one right
     guess, and the limits are more than 1.5 away.
@@ -194,10 +190,9 @@ def test_independent_guesses_are_bounded_validly_and_sharply(mu):
     [
         (GaussianDpEvent(2.0), 1, True),
         (BoundedRangeDpEvent(2.0), 1, False),
-        (PoissonSampledDpEvent(0.02, GaussianDpEvent(0.9)), 40, False),
+        (PoissonSampledDpEvent(0.1, GaussianDpEvent(0.9)), 4, False),
     ],
 )
-@pytest.mark.first_cases(2)
 def test_an_accountants_whole_curve_is_tested(event, count, is_gaussian):
     """For a Gaussian it says what its μ says. Otherwise ε at one δ says little about an inclusion:
     a draw of bounded range reveals more of it than the Gaussian of the same ε, and is not refuted

@@ -19,7 +19,6 @@ from torch_dpbayes.audit.bounds import LowerBound
 
 DELTA = 1e-5
 FAR = 1e6  # of a record whose ratios, gradients and statistics are all clipped
-REPEATS, WATCHER, AUDITED = 200, 0, 1  # stretches of a chain; the ranks of two owners
 
 
 def check(result):
@@ -27,9 +26,6 @@ def check(result):
     surely = LowerBound(result.bound, DELTA, 1 - 1e-7, is_repeated=True)(result.guesses)
     assert surely <= result.epsilon
     assert result.epsilon_lower_bound > result.epsilon / 3
-
-
-# -- kernels ---------------------------------------------------------------------------------------
 
 
 # -- owners: what another one sees, with its own share subtracted ----------------------------------

@@ -98,7 +98,6 @@ def fits(sample, law):
         recorded("hooks"),
     ],
 )
-@pytest.mark.first_cases(2)
 def test_a_full_batch_shows_each_canary_as_a_gaussian(options):
     """The rest of the sum is taken away, whatever the records are; two trainings count as one."""
 

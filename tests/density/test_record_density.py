@@ -280,6 +280,10 @@ def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records():
         density.clipped_gradient_sum(torch.tensor([3.0]), 1.0)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14),
+    reason="torch 2.12 gives NaN as the derivative of slogdet at 0, where 2.14 raises",
+)
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("what", ["clipped_gradient_sum", "gradient_sum"])
 def test_no_record_decides_whether_there_are_gradients(what):

@@ -61,7 +61,6 @@ def step(net, optimizer, batch, *args, **inputs):
     return [p.detach().clone() for p in net.parameters()]
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("collate", [None, lambda r: collections.UserDict(default_collate(r))])
 def test_a_model_by_name_releases_what_the_same_model_by_place_does(mode, collate):

@@ -17,13 +17,10 @@ from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from support.training import recorded
@@ -250,53 +247,28 @@ def trained_each(rank, seed, cases):
 
 
 CASES = [
-    {"name": name, "mode": mode} for name in ALGORITHMS for mode in ("bookkeeping", "hooks")
-] + [
+    *({"name": n, "steps": 4} for n in ("DPSGLD", "DPSGNHT", "DPSGFS full", "DPSGFS scaled")),
+    {"name": "DPSGLD", "mode": "hooks", "steps": 4},
+    {"name": "DPSGFS diagonal", "mode": "hooks", "steps": 4},
     {"name": "DPSGLD", "reduction": "sum", "dtype": "float32"},
     {"name": "DPSGLD", "records_in_all": 6, "batch_size": 1},  # most ranks' batches are empty
     # one rank never has a record
-    {"name": "DPSGFS diagonal", "records_in_all": 3, "steps": 1, "batch_size": 1},
-]
-FEW_CASES = [
-    {"name": "DPSGLD"},
-    {"name": "DPSGFS diagonal", "mode": "hooks"},
-    *CASES[-2:],
+    {"name": "DPSGFS diagonal", "records_in_all": 2, "steps": 1, "batch_size": 1},
 ]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cases, sizes", [(FEW_CASES, (2,)), (CASES, (2, 4))], ids=["few", "all"])
-def test_several_ranks_give_the_numbers_of_one(cases, sizes, run):
+def test_several_ranks_give_the_numbers_of_one(run):
     seed = torch.seed() % 2**31
-    (alone,) = run(trained_each, 1, seed=seed, cases=cases)
-    for size in sizes:
-        ranks = run(trained_each, size, seed=seed, cases=cases)
-        for case, one, *together in zip(cases, alone, *ranks):
-            for theta, _, history in together:
-                assert theta == together[0][0]  # bit for bit
-                assert close(theta, one[0]), case
-                # one charge a step, on every rank's accountant
-                assert history == one[2] and history[0][1] == case.get("steps", 7)
-            assert [sum(sizes) for sizes in zip(*(t[1] for t in together))] == one[1], case
-
-
-@given(st.integers(1, 60), st.floats(0.02, 1.0), st.integers(1, 7))
-def test_shards_of_a_draw_are_the_draw(num_data, rate, size):
-    state = torch.Generator().manual_seed(torch.seed() % 2**31).get_state()
-    alone = PoissonSampler(num_data, rate, None, 0)
-    shards = [
-        PoissonSampler(num_data, rate, None, 0, SimpleNamespace(rank=rank, size=size))
-        for rank in range(size)
-    ]
-    for sampler in (alone, *shards):
-        sampler.draw_from(state)
-    home = {}
-    for draw, *parts in zip(alone, *shards):
-        assert sorted(i for part in parts for i in part) == draw
-        for rank, part in enumerate(parts):
-            for i in part:
-                assert home.setdefault(i, rank) == rank  # a record stays on its rank
-    assert len({shard.checksum for shard in shards}) == 1
+    (alone,) = run(trained_each, 1, seed=seed, cases=CASES)
+    ranks = run(trained_each, 3, seed=seed, cases=CASES)
+    for case, one, *together in zip(CASES, alone, *ranks):
+        for theta, _, history in together:
+            assert theta == together[0][0]  # bit for bit
+            assert close(theta, one[0]), case
+            # one charge a step, on every rank's accountant
+            assert history == one[2] and history[0][1] == case.get("steps", 7)
+        assert [sum(sizes) for sizes in zip(*(t[1] for t in together))] == one[1], case
 
 
 # -- what is released ------------------------------------------------------------------------------
@@ -334,14 +306,9 @@ def captured(rank, seed, name, mode):
     return released, before
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "cases",
-    [
-        [("DPSGLD", "bookkeeping"), ("DPSGFS diagonal", "hooks")],
-        [("DPSGLD", "hooks"), ("DPSGFS diagonal", "bookkeeping")],
-        [("DPSGFS full", "bookkeeping"), ("DPSGFS full", "hooks")],
-    ],
+    [[("DPSGLD", "bookkeeping"), ("DPSGFS diagonal", "hooks"), ("DPSGFS full", "bookkeeping")]],
 )
 def test_the_release_is_the_clipped_sum_over_the_whole_draw_and_one_noise(cases, run):
     """Against torch's own gradients, one record at a time, clipped by hand."""
@@ -402,11 +369,11 @@ def noise_alone(rank, width=20_000):
         )
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.chance(2e-6)
 def test_the_noise_of_the_operating_system_is_added_once(run):
     first, *others = run(noise_alone, 4)
     assert all(other == first for other in others)
-    assert 1e-6 < stats.chi2(20_000).cdf(first[0]) < 1 - 1e-6  # two-sided, significance 2e-6
+    assert 1e-6 < stats.chi2(20_000).cdf(first[0]) < 1 - 1e-6
     assert run(noise_alone, 4)[0] != first
 
 
@@ -435,7 +402,7 @@ def until_the_budget_ends(rank, seed, path=None):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("in_file", [True])
 def test_a_spent_budget_stops_all_ranks_alike(run, tmp_path, in_file):
     seed = torch.seed() % 2**31
     places = [{"path": str(tmp_path / f"{size}.db")} if in_file else {} for size in (1, 2)]
@@ -691,10 +658,10 @@ def loses_a_rank(rank, seed, how, folder):
     """
     accountant = (
         dpb.PrivacyAccountant(50.0, 1e-5, path=f"{folder}/budget.db")
-        if how == "killed"
+        if how != "stalled"
         else dpb.PrivacyAccountant()
     )
-    group = dist.new_group(timeout=timedelta(seconds=10)) if how == "stalled" else dist.group.WORLD
+    group = dist.new_group(timeout=timedelta(seconds=4)) if how == "stalled" else dist.group.WORLD
     _, net, optimizer, loader = make(
         seed, engine=dpb.PrivacyEngine(accountant, process_group=group)
     )
@@ -704,8 +671,6 @@ def loses_a_rank(rank, seed, how, folder):
     before, began = flat(net), time.monotonic()
     if rank == 1:
         if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "killed between the messages":
             distributed.Ranks.all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         while how == "stalled" and not all(os.path.exists(f"{folder}/{other}") for other in (0, 2)):
             time.sleep(0.05)
@@ -720,7 +685,7 @@ def loses_a_rank(rank, seed, how, folder):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["killed", "killed between the messages", "stalled"])
+@pytest.mark.parametrize("how", ["killed", "stalled"])
 def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tmp_path, how):
     answers = run(loses_a_rank, 3, seed=torch.seed() % 2**31, how=how, folder=str(tmp_path))
     assert answers[1] is None
@@ -728,7 +693,7 @@ def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tm
         assert told[0] == again[0] == "RankError"
         assert "died, or did not answer" in told[1] and "was lost before" in again[1]
         assert took < TIMEOUT / 2 and unchanged
-        assert charged >= (3 if how == "killed between the messages" else 2)
+        assert charged >= (3 if how == "killed" else 2)
     if how == "killed":
         assert len(dpb.PrivacyAccountant(path=tmp_path / "budget.db")) >= 2
 

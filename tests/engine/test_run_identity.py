@@ -21,7 +21,6 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 
-DELTA = 1e-5
 STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
 REFUSED = "does not know the releases of the saved run"
 

@@ -35,19 +35,8 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def cnn():
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(),
-        nn.Flatten(1),
-        nn.Linear(4 * 36, 3),
-    )
-
-
-def batch_for(net, rows):
-    shape = (rows, 1, 6, 6) if isinstance(net[0], nn.Conv2d) else (rows, 6)
-    return 3 * torch.randn(shape), torch.randint(3, (rows,))
+def batch(rows):
+    return 3 * torch.randn(rows, 6), torch.randint(3, (rows,))
 
 
 def bare(parameters, **options):
@@ -64,7 +53,7 @@ def bare(parameters, **options):
 
 def private(net=None, rows=60, batch_size=12, loader_options=None, **options):
     net = mlp() if net is None else net
-    x, y = batch_for(net, rows)
+    x, y = batch(rows)
     loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, **(loader_options or {}))
     factory = partial(dpb.optim.DPSGLD, lr=options.pop("lr", 0.05), **options)
     engine = dpb.PrivacyEngine()
@@ -96,7 +85,7 @@ def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
         done = take(*arguments)
         if not is_taken.is_set():
             is_taken.set()
-            is_collected.wait(1.0)  # in vain where steps wait for each other
+            is_collected.wait(0.3)  # in vain where steps wait for each other
         return done
 
     def collect_and_tell(*arguments):
@@ -127,21 +116,6 @@ def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
 # -- clipping --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_grad_norm", [1e-3, 1.0, 1e4])
-def test_clipped_sum_by_hand(max_grad_norm):
-    a, b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(()))
-    a.grad_sample, b.grad_sample = torch.randn(7, 2, 3), torch.randn(7)
-    out = [torch.zeros(6), torch.zeros(1)]
-    HooksGradientSource().add_clipped_sum([("a", a), ("b", b)], max_grad_norm, out)
-    expected = torch.zeros(7)
-    for g, s in zip(a.grad_sample, b.grad_sample):
-        record = torch.cat([g.flatten(), s[None]]).double()
-        expected = expected + record * min(1.0, max_grad_norm / record.norm().item())
-    torch.testing.assert_close(
-        torch.cat(out).double(), expected, rtol=1e-5, atol=1e-6 * max_grad_norm
-    )
-
-
 # the last one's square overflows
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e30])
 def test_a_record_that_is_not_finite_counts_as_zero_and_is_not_reported(broken):
@@ -164,11 +138,10 @@ def test_half_precision_is_clipped_and_noised_in_float32():
     )
 
 
-@pytest.mark.parametrize("make", [mlp, cnn])
-def test_two_physical_batches_make_one_logical_step(make):
-    whole, split = make(), make()
+def test_two_physical_batches_make_one_logical_step():
+    whole, split = mlp(), mlp()
     split.load_state_dict(whole.state_dict())
-    x, y = batch_for(whole, 24)
+    x, y = batch(24)
     for net, physical in ((whole, None), (split, 7)):
         # rate 1: every draw is the whole data set
         loader = DataLoader(TensorDataset(x, y), batch_size=24)
@@ -345,7 +318,7 @@ def test_a_sum_over_very_many_records_moves_by_no_more_than_the_clip_bound(mode)
 def test_epsilon_of_a_run_is_that_of_the_composed_event():
     engine, net, optimizer, loader = private(noise_multiplier=1.5, lr=2.0, rows=120)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    reference = PLDAccountant(value_discretization_interval=1e-4)
+    reference = PLDAccountant(value_discretization_interval=5e-4)
     for _ in range(3):
         z = optimizer.effective_noise_multiplier
         train(net, optimizer, loader, len(loader))
@@ -403,29 +376,6 @@ def test_a_statement_about_batches_is_charged_at_twice_the_clip_norm_and_shown()
     assert "rests on" in optimizer.accountant.summary()
 
 
-def one_record_more(records, weights):
-    """How far the first batch's clipped sum moves, in units of C, when a record without
-    gradient joins, as a seeded loader draws it.
-    """
-    moved, seed = [], int(torch.randint(2**31, ()))
-    for n in (records, records + 1):
-        torch.manual_seed(seed)
-        values = torch.cat([weights, torch.zeros(1)])[:n]
-        (batch,) = next(
-            iter(DataLoader(TensorDataset(values), batch_size=records // 10, shuffle=True))
-        )
-        moved.append(float(batch.sum()))
-    return abs(moved[0] - moved[1])
-
-
-def test_a_seeded_shuffle_moves_the_sum_by_more_than_two_clip_norms():
-    """Why such batches are refused: the same program, with one record more, sums others. It
-    is charged under replace-one, where it holds.
-    """
-    worst = max(one_record_more(1000, torch.randint(0, 2, (1000,)) * 2.0 - 1.0) for _ in range(20))
-    assert worst > 2
-
-
 def test_no_noise_is_charged_as_non_private_and_refused_with_a_budget():
     p = nn.Parameter(torch.zeros(3))
     optimizer = bare([p], temperature=0.0)
@@ -466,6 +416,8 @@ def test_closures_hooks_schedulers_and_frozen_parameters():
     assert all(p.grad is None for p in net.parameters())
 
 
+# of torch 2.12
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 def test_a_profiler_and_hooks_of_all_optimizers_see_steps():
     _, net, optimizer, loader = private()
     seen = []
@@ -482,16 +434,6 @@ def test_a_profiler_and_hooks_of_all_optimizers_see_steps():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train(net, optimizer, loader, 1)
     assert [e.name for e in profile.events()].count("Optimizer.step#DPSGLD.step") == 1
-
-
-def test_zero_grad_between_forward_and_backward():
-    _, net, optimizer, loader = private()
-    for x, y in loader:
-        loss = nn.functional.cross_entropy(net(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert len(optimizer.accountant) == len(loader)
 
 
 def test_one_parameter_model_and_empty_batches():
@@ -568,76 +510,90 @@ def test_a_deep_copied_pair_needs_make_private_again():
     train(net, optimizer, optimizer_loader, 1)
 
 
-# -- bad input -------------------------------------------------------------------------------------
+# -- bad input: nothing moves, nothing is charged --------------------------------------------------
 
 
-def stepping(optimizer, parameters, error, message):
-    before = [p.detach().clone() for p in parameters]
-    spent = len(optimizer.accountant)
-    with pytest.raises(error, match=message):
+def with_gradients(used, unused, *, optimizer=bare, **options):
+    """An optimizer of two parameters, which got these gradients of records."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    made = optimizer([*zip(("used", "unused"), parameters)], **options)
+    for p, gradient in zip(parameters, (used, unused)):
+        p.grad_sample = gradient
+    return made, parameters
+
+
+def later(**options):
+    made, parameters = with_gradients(ROWS, ROWS)
+    made.param_groups[0].update(options)
+    return made, parameters
+
+
+def broken(value):
+    made, parameters = with_gradients(ROWS, ROWS)
+    with torch.no_grad():
+        parameters[1][1] = value
+    return made, parameters
+
+
+def of_prior(log_prior):
+    return with_gradients(ROWS, ROWS, log_prior=log_prior)
+
+
+def of_batches_of_the_callers():
+    made, parameters = with_gradients(ROWS, ROWS)
+    made.signal_skip_step(True)
+    return made, parameters
+
+
+def of_batches_without_a_statement():
+    return with_gradients(ROWS, ROWS, sampling=None)
+
+
+ROWS = torch.zeros(3, 2)
+REFUSED = {
+    "not recorded": (lambda: with_gradients(ROWS, None), "step-unused", "'unused'"),
+    "other records": (lambda: with_gradients(ROWS, torch.zeros(4, 2)), "step-disagree", None),
+    "two passes": (lambda: with_gradients([ROWS] * 2, ROWS), "step-grad-sample", None),
+    "NaN": (lambda: broken(math.nan), "diverged", "'unused' is not finite"),
+    "infinity": (lambda: broken(math.inf), "diverged", "'unused' is not finite"),
+    "no lr": (lambda: later(lr=math.nan), "argument", "lr"),
+    "a negative lr": (lambda: later(lr=-0.1), "argument", "lr"),
+    "an lr beyond float32": (lambda: later(lr=1e39), "argument", "lr"),
+    "no prior": (lambda: later(prior_std=0.0), "argument", "prior_std"),
+    "an infinite mean": (lambda: later(prior_mean=math.inf), "argument", "prior_mean"),
+    "a prior of many numbers": (lambda: of_prior(lambda q: q["used"]), "argument", "scalar"),
+    "a prior without a slope": (
+        lambda: of_prior(lambda q: (q["used"] / 0.0).sum()),
+        "argument",
+        "not finite",
+    ),
+    "parts of a batch": (of_batches_of_the_callers, "loader-memory-manager", None),
+    "who is in a batch": (of_batches_without_a_statement, "sampling-unknown", "recordwise"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_charges_and_moves_nothing(name):
+    make, code, says = REFUSED[name]
+    with pytest.raises(dpb.DPBayesError, match=says) as refused:
+        optimizer, parameters = make()
+        before = [p.detach().clone() for p in parameters]
         optimizer.step()
-    assert len(optimizer.accountant) == spent
-    for p, b in zip(parameters, before):
-        assert torch.equal(p.detach(), b) or not torch.isfinite(b).all()
+    assert refused.value.code == code, refused.value
+    if name != "parts of a batch":
+        assert len(optimizer.accountant) == 0
+        assert all(
+            torch.equal(p, b) or not torch.isfinite(b).all() for p, b in zip(parameters, before)
+        )
 
 
-def test_missing_gradients_are_named():
-    used, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    optimizer = bare([("used", used), ("unused", unused)])
-    used.grad_sample = torch.zeros(3, 2)
-    unused.grad = torch.zeros(2)
-    stepping(optimizer, [used, unused], RuntimeError, "'unused'.*not hooked")
-    used.grad_sample, unused.grad_sample = torch.zeros(3, 2), None
-    stepping(optimizer, [used, unused], RuntimeError, "'unused'.*freeze with requires_grad_")
-    used.grad_sample, unused.grad_sample = torch.zeros(3, 2), torch.zeros(4, 2)
-    stepping(optimizer, [used, unused], RuntimeError, "disagree on the number of records")
-    used.grad_sample, unused.grad_sample = [torch.zeros(3, 2)] * 2, torch.zeros(3, 2)
-    stepping(optimizer, [used, unused], RuntimeError, "2 backward passes")
-    used.grad_sample, unused.grad_sample = torch.zeros(3, 2), torch.zeros(3, 2)
-    optimizer.step()
-    assert len(optimizer.accountant) == 1
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_parameters_that_are_not_finite(broken):
-    p = nn.Parameter(torch.tensor([0.0, broken]))
-    optimizer = bare([("weight", p)])
-    p.grad_sample = torch.zeros(3, 2)
-    stepping(optimizer, [p], FloatingPointError, "'weight' is not finite")
-
-
-def test_options_broken_later():
-    p = nn.Parameter(torch.zeros(2))
-    for name, value in (("lr", math.nan), ("lr", -0.1), ("prior_mean", math.inf)):
-        optimizer = bare([p])
-        optimizer.param_groups[0][name] = value
-        p.grad_sample = torch.zeros(3, 2)
-        stepping(optimizer, [p], ValueError, name)
-
-
-def test_a_log_prior_that_does_not_work():
-    p = nn.Parameter(torch.zeros(2))
-    for prior, message in (
-        (lambda q: q["w"], "scalar"),
-        (lambda q: (q["w"] / 0.0).sum(), "not finite"),
-    ):
-        optimizer = bare([("w", p)], log_prior=prior)
-        p.grad_sample = torch.zeros(3, 2)
-        stepping(optimizer, [p], ValueError, message)
-
-
-def test_a_forward_pass_without_backward_is_explained_and_the_next_step_is_clean():
-    _, net, optimizer, loader = private()
-    batches = iter(loader)
-    x, y = next(batches)
-    net(x)
-    nn.functional.cross_entropy(net(x), y).backward()
-    with pytest.raises(RuntimeError, match="run forward 2 times"):
+def test_a_prior_that_pulls_too_hard_is_undone():
+    optimizer, parameters = with_gradients(
+        ROWS, ROWS, lr=1e5, log_prior=lambda named: -1e36 * named["used"].sum()
+    )
+    with pytest.raises(FloatingPointError):
         optimizer.step()
-    x, y = next(iter(loader))
-    nn.functional.cross_entropy(net(x), y).backward()
-    optimizer.step()
-    assert len(optimizer.accountant) == 1
+    assert not any(p.any() for p in parameters)
 
 
 def test_gradient_scalers_are_refused():
@@ -651,12 +607,6 @@ def test_gradient_scalers_are_refused():
     assert len(optimizer.accountant) == 0
     train(net, optimizer, loader, 1)  # without the scaler all is well again
     assert len(optimizer.accountant) == 1
-
-
-def test_the_accountant_cannot_be_exchanged():
-    optimizer = bare([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(AttributeError):
-        optimizer.accountant = dpb.PrivacyAccountant()
 
 
 def test_gradients_do_not_survive_a_closure_that_fails():
@@ -694,26 +644,6 @@ def test_rows_that_are_repeated_stay_with_their_record():
         torch.testing.assert_close(p, q)
 
 
-def test_skipping_a_batch_is_refused():
-    _, net, optimizer, loader = private()
-    with pytest.raises(RuntimeError, match="got no step"):
-        for i, (x, y) in enumerate(loader):
-            if i != 1:
-                one(net, optimizer, x, y)
-    assert len(optimizer.accountant) == 1
-    train(net, optimizer, loader, 2)  # a new pass starts afresh
-    assert len(optimizer.accountant) == 3
-
-
-def test_passes_without_steps_are_harmless():
-    _, net, optimizer, loader = private()
-    with torch.no_grad():
-        for x, _ in loader:
-            net(x)
-    train(net, optimizer, loader, len(loader))
-    assert len(optimizer.accountant) == len(loader)
-
-
 def test_parts_of_two_draws_never_mix():
     _, net, optimizer, loader = private(batch_size=30, temperature=0.0, prior_std=math.inf)
     with BatchMemoryManager(
@@ -738,47 +668,26 @@ def test_parts_of_two_draws_never_mix():
         )
 
 
-def on_whole_batches():
-    """Opacus' hooks, which see neither records nor the loader."""
-    x, y = batch_for(mlp(), 60)
-    return dpb.PrivacyEngine().make_private(
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]]), lambda x: x])
+def test_on_whole_batches_too_every_record_comes_once(change):
+    """Opacus' hooks see neither records nor the loader."""
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
         module=mlp(),
         optimizer=partial(dpb.optim.DPSGLD, lr=0.05),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=60),
+        data_loader=DataLoader(TensorDataset(*batch(60)), batch_size=60),
         max_grad_norm=0.5,
         grad_sample_mode="hooks",
         assume_independent_records=True,
     )
-
-
-@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]])])
-def test_on_whole_batches_too_every_record_comes_once(change):
-    net, optimizer, loader = on_whole_batches()
     x, y = next(iter(loader))
-    with pytest.raises(dpb.DPBayesError) as refused:
-        one(net, optimizer, change(x), change(y))
-    assert refused.value.code == "step-records" and len(optimizer.accountant) == 0
-
-
-def test_a_draw_is_used_once():
-    net, optimizer, loader = on_whole_batches()
-    x, y = next(iter(loader))
-    one(net, optimizer, x, y)
-    with pytest.raises(dpb.DPBayesError) as refused:
+    changed, charged = change(x), 0
+    if len(changed) == len(x):  # as it is, and then once more
         one(net, optimizer, x, y)
-    assert refused.value.code == "loader-no-batch" and len(optimizer.accountant) == 1
-
-
-def test_a_skipped_part_is_refused():
-    _, net, optimizer, loader = private(batch_size=30)
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
-    ) as parts:
-        with pytest.raises(RuntimeError, match="got no step"):
-            for i, (x, y) in enumerate(parts):
-                if i != 1:
-                    one(net, optimizer, x, y)
-    assert len(optimizer.accountant) == 0
+        charged = 1
+    with pytest.raises(dpb.DPBayesError) as refused:
+        one(net, optimizer, changed, change(y))
+    assert refused.value.code == ("loader-no-batch" if charged else "step-records")
+    assert len(optimizer.accountant) == charged
 
 
 def test_gradients_of_an_earlier_draw_do_not_pass_for_the_next():
@@ -798,24 +707,6 @@ def test_gradients_of_an_earlier_draw_do_not_pass_for_the_next():
     assert len(optimizer.accountant) == 0
 
 
-def test_rows_of_several_forward_passes_do_not_add_up():
-    _, net, optimizer, loader = private(batch_size=60)
-    other, labels = batch_for(net, 60)
-    for mix in (
-        lambda x, y: (
-            nn.functional.cross_entropy(net(x), y) + nn.functional.cross_entropy(net(other), labels)
-        ),
-        lambda x, y: (net(x) - net(x.roll(1, 0))).pow(2).sum(1).mean(),
-        lambda x, y: (net(x) - net(2 * x)).pow(2).sum(1).mean(),
-        lambda x, y: nn.functional.cross_entropy(net[2](net[1](net[0](x))), y),
-    ):
-        x, y = next(iter(loader))
-        with pytest.raises(dpb.DPBayesError):
-            mix(x, y).backward()
-            optimizer.step()
-    assert len(optimizer.accountant) == 0
-
-
 def test_an_optimizer_whose_model_was_made_private_again_is_dead():
     engine, net, old, loader = private()
     net, new, again = engine.make_private(
@@ -832,22 +723,7 @@ def test_an_optimizer_whose_model_was_made_private_again_is_dead():
     assert len(engine.accountant) == 0
 
 
-def test_a_layer_in_eval_mode_must_stay_there():
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    net[1].requires_grad_(False).eval()
-    _, net, optimizer, loader = private(net)
-    train(net, optimizer, loader, 1)
-    before = copy.deepcopy(net.state_dict())
-    net.eval()
-    net.train()
-    with pytest.raises((ValueError, RuntimeError)):  # torch's, or "'1' was in eval mode"
-        train(net, optimizer, loader, 1)
-    net.load_state_dict(before)
-    net[1].eval()
-    train(net, optimizer, loader, 1)
-    assert len(optimizer.accountant) == 2
-
-
+@pytest.mark.chance(2e-9)
 @pytest.mark.parametrize(
     "other",
     [
@@ -880,24 +756,3 @@ def test_a_resumed_run_that_departs_from_the_first_gets_other_noise(monkeypatch,
         assert abs(float((noise[0] * noise[1]).mean())) < 6 / math.sqrt(20_000)
     else:
         assert torch.equal(*noise)
-
-
-def test_batch_memory_manager_needs_the_private_loader():
-    p = nn.Parameter(torch.zeros(2))
-    optimizer = bare([p])
-    with pytest.raises(RuntimeError, match="make_private"):
-        optimizer.signal_skip_step(True)
-
-
-def test_a_subclass_may_hand_on_what_it_is_given():
-    class Louder(dpb.optim.DPSGLD):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **{"noise_multiplier": 2.0} | options)
-
-    how = {
-        "assume_independent_records": True,
-        "num_data": 100,
-        "expected_batch_size": 10,
-        "max_grad_norm": 1.0,
-    }
-    assert Louder([torch.nn.Parameter(torch.zeros(2))], 0.1, **how).effective_noise_multiplier >= 2

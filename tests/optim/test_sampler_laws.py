@@ -18,7 +18,7 @@ from torch import nn
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
-REPLICAS = 40_000
+REPLICAS = 20_000
 RECORDS = 4
 SIGMAS = 5.0
 
@@ -85,8 +85,8 @@ def tolerance(number):
 
 
 def assert_normal(sample, variance):
-    """The whole law, N(0, variance), and its variance within five standard errors, at 40,000
-    replicas 3.5 %.
+    """The whole law, N(0, variance), and its variance within five standard errors, at 20,000
+    replicas 5 %.
     """
     assert abs(relative_error(sample, variance)) < tolerance(sample.numel())
     assert (
@@ -97,24 +97,21 @@ def assert_normal(sample, variance):
 
 # -- the law of every sampler ----------------------------------------------------------------------
 
-FRICTION = 1.0, 0.95, 0.7, 0.3, 0.05
 # η, noise in units of SGLD's own, T asked for, 1 − friction, and how the sampler is made
 LAWS = {
     "SGLD": (0.8, 0.0, 0.3, 0.0, DPSGLD, {}),
-    "SGLD, small steps": (0.1, 0.0, 1.0, 0.0, DPSGLD, {"steps": 600}),
     "SGLD under privacy noise": (0.2, 3.0, 1.0, 0.0, DPSGLD, {}),
-    "SGHMC without momentum": (0.5, 0.0, 1.0, 0.0, DPSGHMC, {"momentum": 0.0}),
     "SGHMC": (0.5, 0.0, 0.3, 0.5, DPSGHMC, {"momentum": 0.5}),
     "SGHMC, little friction": (0.2, 0.0, 1.0, 0.9, DPSGHMC, {"momentum": 0.9}),
     "SGHMC, large steps": (1.5, 0.0, 2.0, 0.9, DPSGHMC, {"momentum": 0.9}),
     "SGHMC under privacy noise": (0.3, 3 * math.sqrt(0.2), 1.0, 0.8, DPSGHMC, {"momentum": 0.8}),
     **{
         f"matched, {a}": (0.1, math.sqrt(a), 1.0, 1 - a, DPSGHMC, {"momentum": "matched"})
-        for a in FRICTION
+        for a in (1.0, 0.3, 0.05)
     },
     **{
         f"SGNHT, {a}": (0.02, math.sqrt(a), t, 1 - a, DPSGNHT, {"momentum": 0.99, "steps": 1000})
-        for a, t in ((0.1, 1.0), (0.5, 0.3), (0.9, 1.0), (1.0, 2.0))
+        for a, t in ((0.1, 1.0), (0.5, 0.3), (1.0, 2.0))
     },
 }
 HOLDS_TEMPERATURE = ("matched", "SGNHT")  # whatever the privacy noise
@@ -135,7 +132,6 @@ def assert_law(name, kind=None, replicas=REPLICAS):
 
 
 @pytest.mark.chance(2e-6)
-@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_on_a_quadratic(name):
     assert_law(name)
@@ -183,48 +179,25 @@ class EndStep(DPSGNHT):
 )
 def test_published_mistakes_are_seen(kind, name):
     with pytest.raises(AssertionError):
-        assert_law(name, kind, replicas=20_000)
+        assert_law(name, kind)
 
 
 # -- SGHMC -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_matched_friction_follows_the_step_size():
-    """Where η changes, velocities are rescaled: the law of θ is still right a few steps
-    later, with b̂ = 0.02 far from relaxed.
+def test_velocities_follow_the_step_size():
+    """Where η changes, a matched velocity is rescaled by √(η_new/η_old): v' = (1 − b̂)v/2 of no
+    gradient at a quarter of η, b̂ = 0.02/4.
     """
-    theta, optimizer = sampled(
-        DPSGHMC, 0.02, noise=math.sqrt(0.02), momentum="matched", steps=2000, replicas=20_000
+    _, optimizer = sampled(
+        DPSGHMC, 0.02, noise=math.sqrt(0.02), momentum="matched", steps=3, replicas=10
     )
+    ((theta,),) = (group["params"] for group in optimizer.param_groups)
+    before = optimizer.state[theta]["velocity"].clone()
     optimizer.param_groups[0]["lr"] = 0.005
-    velocity = optimizer.state[optimizer.param_groups[0]["params"][0]]["velocity"]
-    assert float(velocity.square().mean()) * RECORDS / 0.02 == pytest.approx(1, abs=0.06)
+    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.zero_()
     optimizer.step()
-    assert float(velocity.square().mean()) * RECORDS / 0.005 == pytest.approx(1, abs=0.06)
-
-
-def test_momentum_zero_is_sgld():
-    theta = nn.Parameter(torch.zeros(50, dtype=torch.float64))
-    common = {
-        "assume_independent_records": True,
-        "num_data": 10,
-        "expected_batch_size": 10,
-        "max_grad_norm": 1.0,
-    }
-    sgld, sghmc = DPSGLD([theta], 0.3, **common), DPSGHMC([theta], 0.3, momentum=0.0, **common)
-    moved = []
-    for optimizer in (sgld, sghmc):
-        optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.gradient.div_(
-            10
-        )
-        with torch.no_grad():
-            theta.fill_(0.5)
-        theta.grad_sample = torch.full((10, 50), 0.1, dtype=torch.float64)
-        optimizer.step()
-        moved.append(theta.detach().clone())
-    torch.testing.assert_close(moved[0], moved[1])
-    assert sgld.langevin_noise_multiplier == pytest.approx(sghmc.langevin_noise_multiplier)
+    torch.testing.assert_close(optimizer.state[theta]["velocity"], (1 - 0.005) * before / 2)
 
 
 # -- SGNHT -----------------------------------------------------------------------------------------
@@ -287,31 +260,6 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
         optimizer.step()
     assert optimizer.friction == pytest.approx(2 * 0.25, rel=0.03)
     assert abs(relative_error(theta.detach(), 1 / RECORDS)) < 0.02 + tolerance(replicas)
-
-
-@pytest.mark.chance(4e-6)
-@pytest.mark.slow
-def test_thermostat_of_several_groups():
-    """One α, kinetic terms added up over groups with their own lr."""
-    theta = [nn.Parameter(torch.zeros(40_000, dtype=torch.float64)) for _ in range(2)]
-    lrs = (0.02, 0.01)
-    optimizer = DPSGNHT(
-        [{"params": [p], "lr": lr} for p, lr in zip(theta, lrs)],
-        0.1,
-        assume_independent_records=True,
-        num_data=RECORDS,
-        expected_batch_size=RECORDS,
-        max_grad_norm=1.0,
-        prior_std=math.inf,
-        momentum=0.7,
-    )
-    optimizer.release.source = GivenGradients(lambda p: RECORDS * p, RECORDS)
-    for _ in range(1200):
-        optimizer.step()
-    assert {group["friction"] for group in optimizer.param_groups} == {optimizer.friction}
-    assert optimizer.friction == pytest.approx(0.3, rel=0.02)
-    for p, lr in zip(theta, lrs):
-        assert_normal(p.detach(), 1 / RECORDS / (1 - lr / (2 * (2 - 0.3))))
 
 
 # -- SGFS ------------------------------------------------------------------------------------------
@@ -394,10 +342,7 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
 
 
 @pytest.mark.chance(6e-6)
-@pytest.mark.first_cases(2)
-@pytest.mark.parametrize(
-    "rate, temperature", [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.3, 0.5), (1.0, 3.0)]
-)
+@pytest.mark.parametrize("rate, temperature", [(0.05, 1.0), (0.3, 0.5), (1.0, 3.0)])
 def test_fisher_scoring_samples_the_posterior_covariance(rate, temperature):
     errors, pvalues = sgfs_diagonal(DPSGFS, rate, temperature=temperature)
     assert max(map(abs, errors)) < tolerance(20_000), errors
@@ -447,7 +392,6 @@ class WithoutPrior(DPSGFS):
             part.prior_stds = own
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("mistake", [QuarterNoise, LargeGamma, WithoutPrior])
 def test_published_mistakes_of_fisher_scoring_are_seen(mistake):
     errors, _ = sgfs_diagonal(mistake, 0.3)
@@ -514,22 +458,37 @@ def test_one_full_step_is_the_formula():
     )
 
 
-def test_stationary_covariance_by_the_lyapunov_equation():
-    """With this step T·A⁻¹ solves Σ = (I − PA)Σ(I − PA)ᵀ + PKPᵀ exactly, for correlated A and
-    any noise; with K left at (1+q)/q it does not.
+def test_a_group_at_lr_0_stays_and_the_others_step_without_it():
+    """Of a correlated Fisher information the block of the others is inverted, as if the noise of
+    the group that stays were infinite.
     """
-    for rate in (0.05, 0.4, 1.0):
-        for temperature in (0.5, 2.0):
-            posterior = 100 * correlated(6) + 30 * torch.eye(6, dtype=torch.float64)
-            covariance = (1 - rate) / rate * 100 * correlated(6) + 250 * torch.eye(
-                6, dtype=torch.float64
-            )
-            step = 2 * temperature * torch.linalg.inv(temperature * posterior + covariance)
-            drift = torch.eye(6, dtype=torch.float64) - step @ posterior
-            stationary = temperature * torch.linalg.inv(posterior)
-            torch.testing.assert_close(
-                drift @ stationary @ drift.T + step @ covariance @ step.T, stationary
-            )
+    information, records, temperature = correlated(5), 300, 0.7
+    theta = [nn.Parameter(torch.randn(size, dtype=torch.float64)) for size in (2, 3)]
+    before = [p.detach().clone() for p in theta]
+    optimizer = known_fisher(DPSGFS, information)(
+        [{"params": [p], "lr": 0.1} for p in theta],
+        1.0,
+        assume_independent_records=True,
+        num_data=records,
+        expected_batch_size=records,
+        max_grad_norm=3.0,
+        temperature=temperature,
+        noise_multiplier=0.5,
+        prior_std=0.1,
+        fisher_share=1e9,
+    )
+    optimizer.param_groups[1]["lr"] = 0.0
+    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    gradients = 0.1 * torch.randn(records, 5, dtype=torch.float64)
+    theta[0].grad_sample, theta[1].grad_sample = gradients[:, :2], gradients[:, 2:]
+    z = optimizer._multiplier(optimizer.param_groups[0])
+    optimizer.step()
+    identity = torch.eye(2, dtype=torch.float64)
+    posterior = records * information[:2, :2] + 100 * identity
+    gradient = gradients[:, :2].sum(0) + 100 * before[0]
+    step = torch.linalg.solve(temperature * posterior + (z * 3.0) ** 2 * identity, gradient)
+    torch.testing.assert_close(theta[0].detach(), before[0] - 2 * temperature * step)
+    assert torch.equal(theta[1].detach(), before[1])
 
 
 def fisher_scoring_chain(kind, steps, *, dimension=3, records=2000, z=3.0, **options):
@@ -723,26 +682,3 @@ def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
     assert optimizer.state[theta]["fisher_noise"] == pytest.approx(
         (1 - beta) ** 2 * left**2 + beta**2 * added
     )
-
-
-def test_fisher_scoring_at_small_lr_is_sgld():
-    """η → 0: z_L → ∞, and the step on ĝ is SGLD's."""
-    lr, records = 1e-9, 50
-    moved = []
-    for kind in (DPSGLD, DPSGFS):
-        theta = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        optimizer = kind(
-            [theta],
-            lr,
-            assume_independent_records=True,
-            num_data=records,
-            expected_batch_size=records,
-            max_grad_norm=1.0,
-        )
-        optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.gradient.div_(
-            records
-        )
-        theta.grad_sample = torch.full((records, 4), 0.25, dtype=torch.float64)
-        optimizer.step()
-        moved.append(theta.detach() - 1)
-    torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=0)

@@ -46,7 +46,7 @@ def gradients_of_records(
         for p in parameters:
             p.grad = None
         loss(net, *(t[i : i + 1] for t in tensors)).backward()
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
         rows.append(torch.cat([g.flatten() for g in found]))
     for p in parameters:
         p.grad = None

@@ -12,7 +12,6 @@ from torch_dpbayes.errors import DPBayesError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 
 pytestmark = [
-    pytest.mark.first_cases(1000),
     # torch's words on what the attacks do
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -93,8 +92,10 @@ def test_inputs_that_mix_records(name):
     )
 
 
-@BOTH
-@pytest.mark.parametrize("name", attacks.CHANGES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "bookkeeping") for name in attacks.CHANGES), (next(iter(attacks.CHANGES)), "vmap")],
+)
 def test_a_model_that_is_changed_later(name, mode):
     assert_harmless(
         of_loss(lambda out, t: rows(out, t).mean()), mode=mode, change=attacks.CHANGES[name]
@@ -212,11 +213,16 @@ class Kept(nn.Module):
         return self.net(x) - self.kept.reshape(-1, 2)[:1]
 
 
-@pytest.mark.parametrize("name", CARRIED)
-@pytest.mark.parametrize("place", ["loss", "computed", "model", "loss="])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *(("loss", name) for name in CARRIED),
+        *(("computed", name) for name in ("view", "foreach", "vmap")),
+        *(("model", name) for name in ("rows", "data", "new data", "jvp")),
+        *(("loss=", name) for name in ("index", "detach", "storage", "grad", "Tensor")),
+    ],
+)
 def test_what_was_made_of_an_earlier_batch_comes_back(place, name, monkeypatch):
-    if place == "computed" and name in ("new data", "storage"):  # nobody sees these changes
-        pytest.skip("named on the page")
     kept = {"value": torch.zeros(3, 2)}
     module = Kept()
     module.kept = kept["value"]
@@ -385,11 +391,15 @@ def that_hooks(out, t):
     return loss
 
 
-@BOTH
 @pytest.mark.parametrize(
-    "loss",
-    [that_remembers, that_decides, that_collects, that_hooks],
-    ids=lambda loss: loss.__name__,
+    ("loss", "mode"),
+    [
+        (that_remembers, "bookkeeping"),
+        (that_decides, "vmap"),
+        (that_collects, "bookkeeping"),
+        (that_hooks, "bookkeeping"),
+        (that_hooks, "vmap"),
+    ],
 )
 def test_a_given_loss_that_looks_at_other_records(loss, mode):
     assert_harmless(
@@ -424,8 +434,9 @@ OF_CLASSES = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "is_given"), [("bookkeeping", False), ("bookkeeping", True), ("vmap", True)]
+)
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_a_class_that_does_not_exist_counts_as_zero(name, is_given, mode):
     x, y = regression()[0], labelled()[1].long() % 2

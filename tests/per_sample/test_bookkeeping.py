@@ -169,10 +169,16 @@ def made(name, rows=9, dtype=torch.float32, device="cpu"):
 # -- the same sums ---------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(39)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("frozen", [None, "bias", "weight"])
+@pytest.mark.parametrize(
+    ("frozen", "dtype"),
+    [
+        (None, torch.float32),
+        (None, torch.float64),
+        ("bias", torch.float64),
+        ("weight", torch.float64),
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_clipped_sums_equal_those_of_hooks(name, frozen, dtype, device):
     net, x = made(name, dtype=dtype, device=device)
@@ -265,7 +271,6 @@ def test_linear_layers_of_every_shape(positions, widths, rows, way, frozen):
         assert ((norms - true_norms).abs() <= 2**-23 * true_norms + 1e-12 * terms).all()
 
 
-@pytest.mark.first_cases(19)
 @pytest.mark.parametrize(
     "name", "linear|sequence|long sequence, Gram|cnn|embedding|group norm|tied embedding".split("|")
 )
@@ -292,7 +297,6 @@ def test_second_moments_and_scales(name, options):
     assert_same(*results, torch.float64)
 
 
-@pytest.mark.first_cases(31)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("name", [name for name, (_, shape) in MODELS.items() if shape is not None])
 def test_a_record_that_is_not_finite_contributes_nothing(name, broken):
@@ -380,9 +384,16 @@ def test_a_record_whose_positions_cancel_does_not_swallow_the_others(name, size)
     assert float(norms[0]) < 1e-5 * 9 * size * float(weights[0].norm()) * math.sqrt(x[0].numel())
 
 
-@pytest.mark.first_cases(32)
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float16, 1.0),
+        (torch.bfloat16, 1e6),
+        (torch.float32, 1e-6),
+        (torch.float32, 1e6),
+        (torch.float64, 1.0),
+    ],
+)
 @pytest.mark.parametrize("name", [*MODELS, *(f"{name}, held" for name in HELD_PRODUCTS)])
 def test_what_one_record_adds_is_no_longer_than_the_clip_norm(name, dtype, size):
     if name in MODELS:
@@ -475,7 +486,6 @@ def test_a_backward_pass_under_autocast_rounds_no_sum():
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.first_cases(20)
 @pytest.mark.parametrize("kind", [BookkeepingGradientSource, HooksGradientSource])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(

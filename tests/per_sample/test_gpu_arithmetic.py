@@ -83,8 +83,9 @@ def loop(net, x, weights):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("machine", [H200, T4], ids=["H200", "T4"])
-@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    ("machine", "tf32"), [(H200, False), (H200, True), (T4, False)], ids=["H200", "TF32", "T4"]
+)
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
 def test_a_gpus_choices_give_the_sum_of_a_loop(name, tf32, machine):
     net, x = model(name)
@@ -205,40 +206,6 @@ def test_norms_of_tied_tables_hold_for_the_sum(machine, positions, dtype, closen
                 assert float(out.double().norm()) <= longest
 
 
-def test_tied_tables_are_instantiated_for_records_that_cancel_alone():
-    tokens = torch.arange(12).repeat(4, 1)
-    a, g, rows = (torch.randn(4, *of, dtype=torch.float64) for of in ((3, 5), (3, 12), (12, 5)))
-    rows[2] = -g[2].T @ a[2]
-    table, clip, seen = nn.Parameter(torch.zeros(12, 5, dtype=rows.dtype)), 1e-3, []
-    whole = torch.bmm(g.transpose(1, 2), a).add_(rows).flatten(1)
-    whole[2] = 0.0
-    tied = contributions.together(
-        [contributions.Outer(table, None, a, g), contributions.Tokens(table, tokens, rows, None)]
-    )
-    out, real = {table: torch.zeros(60, dtype=rows.dtype)}, contributions.Tokens.per_record
-
-    def per_record(*of):
-        found = real(*of)
-        seen.append(len(found[table]))
-        return found
-
-    with mock.patch.object(contributions.Tokens, "per_record", per_record):
-        assert clipped_sum.add_clipped([tied], clip, out, None, None) == 4
-    assert seen == [1]
-    expected = (whole * (clip / whole.norm(dim=1, keepdim=True).clamp(min=clip))).sum(0)
-    torch.testing.assert_close(out[table], expected, rtol=0.0, atol=1e-10 * clip)
-
-
-def test_tied_weights_are_not_instantiated():
-    net, x = model("language model")
-    weights = weights_of(net, x, 1.0)
-    with (
-        on(H200),
-        mock.patch.object(contributions.Tokens, "per_record", side_effect=AssertionError),
-    ):
-        clipped(BookkeepingGradientSource(net), net, x, weights, 1.0)
-
-
 # -- operations of a step --------------------------------------------------------------------------
 
 # that launch nothing
@@ -333,6 +300,8 @@ def transformer():
     return Net(), torch.randint(50, (8, 6)), torch.randint(10, (8,))
 
 
+# torch 2.12 says it once, of cycles that these profiles do not have
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 @pytest.mark.parametrize(("make", "most"), [(convolutional, 4.0), (transformer, 2.5)])
 def test_a_private_step_launches_few_operations_and_waits_seldom(make, most):
     plain, ours = steps(*make())

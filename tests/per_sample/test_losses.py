@@ -20,7 +20,6 @@ from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, Vmap
 from torch_dpbayes.per_sample.plain_functions import FUNCTIONS
 
 pytestmark = [
-    pytest.mark.first_cases(1000),
     # torch runs these for one record after another
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
 ]

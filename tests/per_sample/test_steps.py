@@ -16,7 +16,6 @@ from torch_dpbayes.errors import DPBayesError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.fixed_tensors import FixedTensors
 
-pytestmark = pytest.mark.first_cases(1000)
 MODES = pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
 
 
@@ -242,8 +241,7 @@ def test_layers_are_frozen_and_unfrozen():
         train(net, optimizer, loader)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize(("backend", "is_before"), [("eager", True), ("aot_eager", False)])
 def test_a_compiled_model_runs(backend, is_before):
     torch._dynamo.reset()
     net, x, y = mlp(), torch.randn(5, 6), torch.randint(3, (5,))

@@ -1,9 +1,6 @@
 """Predictions over loaders, of models that return and take what they like, in bounded memory."""
 
-import io
-import math
 from collections import UserDict
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import words
 
 
 @dataclass
@@ -103,24 +99,6 @@ def test_what_is_no_batch_is_refused():
     )
     with pytest.raises(TypeError, match="draws records at random"):
         samples.predict(net, private)
-
-
-def test_progress_is_shown_where_it_takes_long_and_a_person_looks(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    net, x = nn.Linear(4, 3), torch.randn(2000, 4)
-    samples = collected(net)
-    for soon, screen, is_shown in ((0.0, Terminal, True), (0.0, io.StringIO, False)):
-        monkeypatch.setattr(words, "_SOON", soon)
-        with redirect_stderr(screen()) as seen:
-            samples.predict(net, x)
-        assert ("predicting" in seen.getvalue()) is is_shown
-    monkeypatch.setattr(words, "_SOON", math.inf)
-    with redirect_stderr(Terminal()) as seen:
-        samples.predict(net, x)
-    assert seen.getvalue().strip() == ""
 
 
 def test_only_a_batch_at_a_time_is_held():

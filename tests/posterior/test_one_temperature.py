@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import log_softmax, logsumexp
 from scipy.stats import binom, norm
+from support.examples import examples
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -201,6 +202,7 @@ def test_the_noise_that_is_added_is_charged(relation, monkeypatch):
     assert held.get_epsilon(1e-5) == pytest.approx(1.0, rel=2e-3)
 
 
+@examples(30)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["categorical", "bernoulli", "normal"]))
 def test_a_record_moves_the_sum_by_at_most_one(seed, likelihood):
     """Whatever its label and outputs are, at every temperature; a broken one by nothing."""

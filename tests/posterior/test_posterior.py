@@ -9,11 +9,9 @@ import resource
 import signal
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import dp_accounting
 import numpy as np
 import pytest
 import torch
@@ -22,14 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
-from scipy.optimize import brentq
-from scipy.signal import lfilter
-from scipy.stats import entropy, norm
-from scipy.stats import t as t_distribution
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import torch_dpbayes as dpb
 from torch_dpbayes.posterior import PosteriorSamples, outputs
 
 
@@ -194,14 +186,6 @@ def test_a_sample_is_a_copy_with_the_device_and_dtype_of_the_parameters():
             )
 
 
-@pytest.mark.parametrize(
-    "options", [{"burn_in": -1}, {"thin": 0}, {"max_samples": 1}, {"thin": 1.5}, {"burn_in": True}]
-)
-def test_bad_settings(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        PosteriorSamples(**options)
-
-
 def test_collect_refuses_what_is_no_sample():
     samples = PosteriorSamples(burn_in=0)
     with pytest.raises(ValueError, match="no trainable parameter"):
@@ -257,14 +241,12 @@ def test_collect_refuses_buffers_that_changed_since_the_first_call():
 # -- predictions -----------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(10)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("rows", [1, 7])
-def test_predictions_equal_the_average_over_loaded_models(name, rows):
+def test_predictions_equal_the_average_over_loaded_models(name):
     build, shape = MODELS[name]
     model = build()
     samples, states = collected(model)
-    x = inputs(model, shape, rows)
+    x = inputs(model, shape, 1 if name == "linear" else 7)
     expected = one_at_a_time(model, states, x)
     tolerance = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(samples.outputs(model, x), expected, **tolerance)
@@ -306,9 +288,10 @@ def test_predicting_leaves_the_model_as_it_was(name):
     assert model.train()(x).requires_grad
 
 
-@pytest.mark.first_cases(7)
-@pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "in place"])
-@pytest.mark.parametrize(("group", "chunk"), [(1, 2), (3, 3), (5, 100), (12, 1), (100, 7)])
+@pytest.mark.parametrize(
+    ("name", "group", "chunk"),
+    [("mlp", 1, 2), ("cnn", 3, 3), ("tied", 5, 100), ("in place", 12, 1), ("mlp", 100, 7)],
+)
 def test_groups_and_chunks_change_nothing(name, group, chunk, monkeypatch):
     build, shape = MODELS[name]
     model = build()
@@ -345,18 +328,6 @@ def test_opacus_hooks_keep_nothing_of_a_prediction(wrap):
     for p in model.parameters():
         assert p.grad is None and p.grad_sample is None and p._forward_counter == 0
     F.cross_entropy(target(x), torch.zeros(7, dtype=torch.long)).backward()
-    for p in model.parameters():
-        torch.testing.assert_close(p.grad_sample.mean(0), p.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_a_prediction_between_forward_and_backward_leaves_the_gradients_alone():
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
-    GradSampleHooks(model)
-    samples, _ = collected(model)
-    x, y = torch.randn(6, 3), torch.zeros(6, dtype=torch.long)
-    loss = F.cross_entropy(model(x), y)
-    samples.predict(model, torch.randn(4, 3))
-    loss.backward()
     for p in model.parameters():
         torch.testing.assert_close(p.grad_sample.mean(0), p.grad, rtol=1e-4, atol=1e-5)
 
@@ -428,18 +399,6 @@ def test_bad_predictions():
 # -- uncertainty -----------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 12), st.integers(2, 5), st.integers(0, 2**32 - 1))
-def test_entropies_agree_with_scipy(count, classes, seed):
-    scores = np.random.default_rng(seed).normal(scale=3, size=(count, classes))
-    model, samples, x = constant(scores, "categorical")
-    probabilities = np.exp(scores - np.logaddexp.reduce(scores, axis=1, keepdims=True))
-    total, expected = entropy(probabilities.mean(0)), entropy(probabilities, axis=1).mean()
-    assert samples.predictive_entropy(model, x).item() == pytest.approx(total)
-    information = samples.mutual_information(model, x).item()
-    assert information >= 0
-    assert information == pytest.approx(total - expected, abs=1e-12)
-
-
 def test_mutual_information_at_its_extremes():
     model, samples, x = constant(
         [[1000.0, 0.0], [0.0, 1000.0]], "categorical"
@@ -449,78 +408,6 @@ def test_mutual_information_at_its_extremes():
     assert samples.mutual_information(model, x).item() == pytest.approx(0, abs=1e-12)
     model, samples, x = constant([[0.0, 0.0, 0.0]])
     assert samples.predictive_entropy(model, x).item() == pytest.approx(math.log(3))
-
-
-@given(
-    st.lists(st.floats(-50, 50), min_size=1, max_size=15),
-    st.floats(0.05, 20),
-    st.lists(st.floats(0.001, 0.999), min_size=1, max_size=3),
-)
-def test_quantiles_are_those_of_the_gaussian_mixture(means, noise_std, quantiles):
-    model, samples, x = constant([[m] for m in means], "normal", noise_std=noise_std)
-    found = samples.predictive_quantiles(model, x, quantiles)
-    assert found.shape == (len(quantiles), 1)
-    for q, y in zip(quantiles, found.flatten().tolist(), strict=True):
-        at = brentq(lambda z, q=q: norm.cdf(z, means, noise_std).mean() - q, -300, 300, xtol=1e-12)
-        # where the mixture has a gap, its CDF is flat and every point of the gap solves the
-        # equation
-        assert y == pytest.approx(at, abs=1e-6) or norm.cdf(
-            y, means, noise_std
-        ).mean() == pytest.approx(q, abs=1e-9)
-
-
-def test_quantiles_of_a_conjugate_linear_regression():
-    """Exact posterior draws: the predictive CDF lies within the Dvoretzky-Kiefer-Wolfowitz band of
-    the closed form.
-
-    Averaging over the noise cannot widen the band. One band for each of 5 inputs, 1e-6 in all.
-    """
-    count, prior_std, noise_std = 3000, 2.0, math.sqrt(0.5)  # MSELoss as -log p: variance 1/2
-    features, targets = (
-        torch.randn(20, 2, dtype=torch.float64),
-        torch.randn(20, dtype=torch.float64),
-    )
-    precision = (
-        features.T @ features / noise_std**2 + torch.eye(2, dtype=torch.float64) / prior_std**2
-    )
-    covariance = torch.linalg.inv(precision)
-    mean = covariance @ features.T @ targets / noise_std**2
-    draws = torch.distributions.MultivariateNormal(mean, covariance).sample((count,))
-    model = nn.Linear(2, 1, bias=False).double()
-    samples = PosteriorSamples("normal", burn_in=0, max_samples=count)
-    for draw in draws:
-        with torch.no_grad():
-            model.weight.copy_(draw)
-        samples.collect(model)
-
-    x = torch.randn(5, 2, dtype=torch.float64)
-    quantiles = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
-    band = math.sqrt(math.log(2 * len(x) / 1e-6) / (2 * count))
-    variance = noise_std**2 + (x @ covariance * x).sum(1)
-    closed_form = torch.distributions.Normal(x @ mean, variance.sqrt())
-
-    def distance(noise):
-        samples.noise_std = noise
-        found = samples.predictive_quantiles(model, x, quantiles.tolist())
-        return (closed_form.cdf(found) - quantiles[:, None]).abs().max().item()
-
-    assert distance(noise_std) < band
-    assert distance(3 * noise_std) > band  # it would be noticed
-
-
-@pytest.mark.parametrize("quantiles", [[], [0.0], [0.5, 1.0], [float("nan")]])
-def test_bad_quantiles(quantiles):
-    model, samples, x = constant([[0.0]], "normal", noise_std=1.0)
-    with pytest.raises(ValueError, match="strictly between 0 and 1"):
-        samples.predictive_quantiles(model, x, quantiles)
-
-
-@pytest.mark.parametrize("noise_std", [0.0, -1.0, math.inf, math.nan])
-def test_bad_noise(noise_std):
-    with pytest.raises(ValueError, match="noise_std must be positive"):
-        PosteriorSamples("normal", noise_std=noise_std)
-    with pytest.raises(ValueError, match='likelihood="normal"'):
-        PosteriorSamples(noise_std=1.0)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -636,53 +523,6 @@ def chain(values, dtype=torch.float64, **options):
     return samples
 
 
-def autoregression(draws, dimensions, coefficient):
-    """Independent stationary AR(1) processes of variance 1, one a column."""
-    innovations = np.random.default_rng().normal(size=(draws, dimensions))
-    innovations[1:] *= math.sqrt(1 - coefficient**2)
-    return lfilter([1.0], [1.0, -coefficient], innovations, axis=0)
-
-
-def figures(diagnosed):
-    return np.asarray(
-        diagnosed["posterior"]["weight"] if "posterior" in diagnosed else diagnosed["weight"]
-    ).ravel()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.9, -0.3])
-def test_effective_sample_size_of_autoregressions(coefficient):
-    """ESS = draws·(1−φ)/(1+φ). The mean over 200 processes, at a significance of 1e-6 for
-    each of the four, and 3 % for the estimator's own bias.
-    """
-    chains = [chain(autoregression(2000, 200, coefficient)) for _ in range(2)]
-    import arviz  # which takes seconds
-
-    found = figures(arviz.ess(chains[0].to_arviz(chains[1])))
-    truth = 4000 * (1 - coefficient) / (1 + coefficient)
-    error = t_distribution.isf(0.5e-6, 199) * found.std(ddof=1) / math.sqrt(200)
-    assert error < 0.1 * truth
-    assert abs(found.mean() - truth) < error + 0.03 * truth
-
-
-@pytest.mark.thorough
-def test_r_hat_of_shifted_chains():
-    """Chains at ±s around zero: the variance of their means is 2s², so R-hat is √(1 + 2s²)
-    for many draws (Vehtari et al., 2021, equation 4).
-    """
-    import arviz
-
-    shift = 1.0
-    draws = [np.random.default_rng().normal(size=(2000, 50)) for _ in range(2)]
-    shifted = chain(draws[0] - shift).to_arviz(chain(draws[1] + shift))
-    assert figures(arviz.rhat(shifted)).min() > 1.1
-    assert figures(arviz.rhat(shifted, method="identity")).mean() == pytest.approx(
-        math.sqrt(1 + 2 * shift**2), rel=0.02
-    )
-    mixed = chain(draws[0]).to_arviz(chain(draws[1]))
-    assert figures(arviz.rhat(mixed)).max() < 1.02
-
-
 def test_every_parameter_under_its_own_name():
     model = mlp().to(torch.bfloat16)
     chains, states = zip(*[collected(copy.deepcopy(model)) for _ in range(3)])
@@ -705,26 +545,6 @@ def test_every_parameter_under_its_own_name():
 
     summary = arviz.summary(chains[0].to_arviz(*chains[1:]), var_names=["3.bias"])
     assert len(summary) == 4 and {"ess_bulk", "r_hat"} <= set(summary.columns)
-
-
-# arviz 0.23 on matplotlib 3.11
-@pytest.mark.thorough
-@pytest.mark.filterwarnings(
-    "ignore:Passing a dict or None as alias_mapping to normalize_kwargs is deprecated"
-)
-def test_trace_picture(tmp_path):
-    import arviz
-    import matplotlib
-    from matplotlib import pyplot
-
-    matplotlib.use("Agg")
-    data = chain(np.random.default_rng().normal(size=(30, 2))).to_arviz(
-        chain(np.random.default_rng().normal(size=(30, 2)))
-    )
-    arviz.plot_trace(data, var_names=["weight"])
-    pyplot.savefig(tmp_path / "trace.png")
-    pyplot.close("all")
-    assert (tmp_path / "trace.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -779,47 +599,3 @@ def test_chains_that_cannot_be_compared():
     taken, _ = collected(nn.ParameterDict({"draw": nn.Parameter(torch.zeros(2))}))
     with pytest.raises(ValueError, match="A parameter is called 'draw', which ArviZ uses"):
         taken.to_arviz()
-
-
-def test_each_chain_is_charged():
-    """Two chains on one accountant: the second pays again, and together they cost their
-    composition by dp_accounting.
-    """
-    accountant, steps, kept = dpb.PrivacyAccountant(), [], []
-    for _ in range(2):
-        net, optimizer, loader = dpb.PrivacyEngine(accountant=accountant).make_private(
-            module=nn.Linear(3, 2),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.5),
-            data_loader=DataLoader(
-                TensorDataset(torch.randn(100, 3), torch.randint(2, (100,))),
-                batch_size=20,
-                shuffle=True,
-            ),
-            max_grad_norm=1.0,
-            noise_multiplier=4.0,
-        )
-        samples = PosteriorSamples(burn_in=0)
-        for _ in range(2):
-            for x, y in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(net(x), y).backward()
-                optimizer.step()
-                samples.collect(net)
-        kept.append(samples)
-        steps.append(sum(charge.count for charge in accountant.history))
-    assert steps == [10, 20]
-    spent = accountant.get_epsilon(1e-5)
-    data = kept[0].to_arviz(kept[1])
-    assert (
-        dict(data["posterior"].sizes)["chain"] == 2 and dict(data["posterior"].sizes)["draw"] == 10
-    )
-    assert (
-        accountant.get_epsilon(1e-5) == spent
-        and sum(charge.count for charge in accountant.history) == 20
-    )
-    reference = dp_accounting.pld.PLDAccountant()
-    noise = optimizer.effective_noise_multiplier
-    reference.compose(
-        dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(noise)), 20
-    )
-    assert spent == pytest.approx(reference.get_epsilon(1e-5), rel=0.01)

@@ -110,7 +110,6 @@ def test_scattering_features(capsys, monkeypatch, tmp_path):
     assert min(float(accuracy) for _, accuracy in found) > 0.75 and plot.exists()
 
 
-@pytest.mark.first_cases(8)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,311 @@
+"""What all samplers share: the law of their draws, that a sequence goes on where it was, and what
+they take of a caller's generator.
+"""
+
+import copy
+import itertools
+import math
+import pickle
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from test_poisson_sampling import requires_law
+
+from torch_dpbayes import noise
+from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.batches.sampler import PoissonSampler
+from torch_dpbayes.batches.sampling_schemes import (
+    FixedSizeSampler,
+    RandomAllocationSampler,
+    TruncatedPoissonSampler,
+    Users,
+    UserSampler,
+)
+
+FALSE_ALARM = 1e-6  # of each test
+
+
+def of_users(num_data, *settings, most=1):
+    """Users who have one record, two, three, one, two …"""
+    ids = [i for i in range(num_data) for _ in range(1 + i % 3)][:num_data]
+    users = Users(ids, num_data, most)
+    return UserSampler(users.counted_records, *settings, users=users)
+
+
+KINDS = {
+    "poisson": PoissonSampler,
+    "truncated": partial(TruncatedPoissonSampler, max_batch_size=60),
+    "fixed size": FixedSizeSampler,
+    "random allocation": RandomAllocationSampler,
+    "users": of_users,
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+RATES = pytest.mark.parametrize("rate", [0.01, 0.1])  # darts, a number for every record
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch):
+    monkeypatch.setattr(noise, "_used_positions", set())
+
+
+def draws_of(sampler, number):
+    """Draws, each used up before the next is drawn."""
+    found = []
+    while len(found) < number:
+        for batch in sampler:
+            sampler.delivered()
+            sampler.use()
+            sampler.mark_used()
+            found.append(batch)
+            if len(found) == number:
+                break
+    return found
+
+
+def seeded(seed=None):
+    """Of one seed in one test, unless another is given."""
+    return torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
+
+
+# -- the laws that are charged ---------------------------------------------------------------------
+
+
+def truncated_sets(num_data, rate, most):
+    law = Counter()
+    for size in range(num_data + 1):
+        for drawn in itertools.combinations(range(num_data), size):
+            kept = list(itertools.combinations(drawn, min(size, most)))
+            for batch in kept:
+                law[batch] += rate**size * (1 - rate) ** (num_data - size) / len(kept)
+    return law
+
+
+def fixed_sets(num_data, size):
+    sets = list(itertools.combinations(range(num_data), size))
+    return dict.fromkeys(sets, 1 / len(sets))
+
+
+def sets_of_users(rate, most):
+    """Of users with the records 0; 1, 2; 3, 4, 5."""
+    law = Counter()
+    brought = [
+        list(itertools.combinations(own, min(most, len(own)))) for own in ([0], [1, 2], [3, 4, 5])
+    ]
+    for joins in itertools.product([False, True], repeat=3):
+        chosen = [sets if join else [()] for sets, join in zip(brought, joins, strict=True)]
+        chance = math.prod(rate if join else 1 - rate for join in joins)
+        for sets in itertools.product(*chosen):
+            law[tuple(itertools.chain(*sets))] += chance / math.prod(map(len, chosen))
+    return law
+
+
+LAWS = {
+    "truncated": (
+        lambda: TruncatedPoissonSampler(4, 0.5, None, 0, max_batch_size=2),
+        truncated_sets(4, 0.5, 2),
+        3000,
+    ),
+    "fixed size": (lambda: FixedSizeSampler(5, 3 / 5, None, 0), fixed_sets(5, 3), 2000),
+    "fixed size, few": (lambda: FixedSizeSampler(33, 2 / 33, None, 0), fixed_sets(33, 2), 14_000),
+    "users": (lambda: of_users(6, 0.4, None, 0, most=2), sets_of_users(0.4, 2), 3000),
+}
+
+
+@pytest.mark.chance(2 * FALSE_ALARM)
+@pytest.mark.parametrize("name", LAWS)
+def test_draws_have_the_law_that_is_charged_and_are_independent(name):
+    make, law, number = LAWS[name]
+    draws = [*map(tuple, draws_of(make(), number))]
+    requires_law(Counter(draws), law)
+    classes = Counter()
+    for batch, p in law.items():
+        classes[sum(batch) % 3] += p
+    pairs = Counter((sum(a) % 3, sum(b) % 3) for a, b in zip(draws[::2], draws[1::2], strict=True))
+    requires_law(pairs, {(a, b): classes[a] * classes[b] for a in classes for b in classes})
+
+
+@pytest.mark.chance(2 * FALSE_ALARM)
+def test_a_pass_gives_every_record_one_batch_each_independently():
+    """Joint law of the batches of three records, and of one record in two passes."""
+    passes, steps = 3000, 3
+    draws = draws_of(RandomAllocationSampler(3, 1 / steps, None, 0), passes * steps)
+    places = []
+    for start in range(0, len(draws), steps):
+        batches = draws[start : start + steps]
+        assert sorted(itertools.chain(*batches)) == [0, 1, 2]
+        places.append(tuple(next(j for j in range(steps) if r in batches[j]) for r in range(3)))
+    cells = list(itertools.product(range(steps), repeat=3))
+    requires_law(Counter(places), dict.fromkeys(cells, 1 / 27))
+    in_a_row = Counter((a[0], b[0]) for a, b in zip(places[::2], places[1::2], strict=True))
+    cells = list(itertools.product(range(steps), repeat=2))
+    requires_law(in_a_row, dict.fromkeys(cells, 1 / 9))
+
+
+# -- a sequence goes on, is copied and shared ------------------------------------------------------
+
+
+@every_kind
+@RATES
+@pytest.mark.parametrize("steps", [5, 13])
+def test_a_resumed_sequence_is_that_of_a_whole_run(kind, rate, steps):
+    """Also with a draw that waited for its step."""
+
+    def made():
+        noise._used_positions.clear()  # as in a new process
+        return kind(200, rate, seeded(), 0)
+
+    whole, first = draws_of(made(), 25), made()
+    begun = draws_of(first, steps)
+    waiting = next(iter(first))
+    resumed = made()
+    resumed.require_position(first.position())
+    resumed.resume(first.position())
+    assert begun + draws_of(resumed, 25 - steps) == whole and whole[steps] == waiting
+
+
+@every_kind
+def test_draws_that_wait_are_not_drawn_again_from_other_data_or_batches(kind):
+    """They would take random numbers of later draws. Without such draws one may change both."""
+    first = kind(400, 0.1, torch.Generator(), 0)
+    before = first.position()
+    next(iter(first))
+    for num_data, rate in ((410, 0.1), (400, 0.05)):
+        other = kind(num_data, rate, torch.Generator(), 0)
+        other.require_position(before)
+        with pytest.raises(ValueError, match="keep data and batch size, or leave out generator="):
+            other.require_position(first.position())
+    kind(400, 0.1, torch.Generator(), 0).require_position(first.position())
+
+
+@every_kind
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_draws_its_own_by_the_same_law(kind, copied):
+    sampler = kind(200, 0.2, None, 0)
+    next(iter(sampler))
+    other = copied(sampler)
+    gaussian = GaussianDpEvent(1.0)
+    assert other.event(gaussian) == sampler.event(gaussian) and other.steps == sampler.steps
+    first, second = draws_of(sampler, 8), draws_of(other, 8)
+    assert all(a != b for a in first for b in second)
+    assert all(len(batch) <= 60 for batch in second) or kind is not KINDS["truncated"]
+    with pytest.raises(TypeError, match=r"the same batches.*make_private"):
+        copied(kind(200, 0.2, torch.Generator(), 0))
+
+
+@every_kind
+@RATES
+def test_ranks_share_the_draws_of_one_process(kind, rate):
+    draws = []
+    for ranks in (None, None, *(SimpleNamespace(rank=rank, size=3) for rank in range(3))):
+        noise._used_positions.clear()  # as in a process of its own
+        draws.append(draws_of(kind(400, rate, seeded(), 0, ranks), 12))
+    first, second, *shares = draws
+    assert first == second and len(set(map(tuple, first))) > 1
+    assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == [
+        sorted(batch) for batch in first
+    ]
+
+
+# -- streams that overlap --------------------------------------------------------------------------
+
+
+def members(num_data, batches):
+    table = torch.zeros(len(batches), num_data, dtype=torch.float64)
+    for row, batch in zip(table, batches, strict=True):
+        row[batch] = 1
+    return table
+
+
+@pytest.mark.chance(FALSE_ALARM)
+@pytest.mark.parametrize(
+    ("kind", "rate", "used"),  # darts, or a number for every record; of 32 bits, a key takes 8
+    [
+        (PoissonSampler, 0.01, 1),
+        (PoissonSampler, 0.1, 4),
+        (FixedSizeSampler, 0.01, 300),
+        (FixedSizeSampler, 0.1, 1),
+        (RandomAllocationSampler, 0.1, 13),
+    ],
+)
+def test_streams_that_overlap_give_independent_draws(kind, rate, used):
+    """Two loaders of one seed, where the user took a few numbers from one generator before. In no
+    pair of draws are there more or fewer records of both than by chance.
+    """
+    num_data, number = 5000, 40
+    tables = []
+    for taken in (0, used):
+        generator = seeded()
+        torch.rand(taken, generator=generator)
+        tables.append(members(num_data, draws_of(kind(num_data, rate, generator, 0), number)))
+    first, second = tables
+    common = (first @ second.T).numpy()
+    sizes = first.sum(1).numpy()[:, None], second.sum(1).numpy()[None]
+    # any records are as likely as others, so that given how many they are this is the law
+    law = stats.hypergeom(num_data, *sizes)
+    tails = np.minimum(law.cdf(common), law.sf(common - 1))
+    assert 2 * tails.min() * number**2 > FALSE_ALARM / 2, common
+    # of all steps together, where the variance is below that of a Poisson number
+    law = stats.poisson((sizes[0][:, 0] * sizes[1][0]).sum() / num_data)
+    same = common.trace()
+    assert 2 * min(law.cdf(same), law.sf(same - 1)) > FALSE_ALARM / 2, same
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_streams_that_stand_at_one_position_are_refused(cached):
+    """Also where a normal number, of which torch makes two at a time, was kept back."""
+    seed = torch.initial_seed()
+    draws_of(PoissonSampler(1000, 0.01, torch.Generator().manual_seed(seed), 0), 5)
+    generator = torch.Generator().manual_seed(seed)
+    if cached:  # takes 128 bits
+        torch.randn(1, generator=generator)
+        torch.rand(4, generator=generator)
+    else:
+        torch.rand(8, generator=generator)
+    with pytest.raises(ValueError, match="a batch was already drawn"):
+        draws_of(PoissonSampler(1000, 0.01, generator, 0), 1)
+
+
+@RATES
+@every_kind
+def test_every_draw_takes_256_bits(kind, rate):
+    """Of the caller's generator, whatever it draws; random allocation takes them for a pass."""
+    generator, other = seeded(), seeded()
+    sampler = kind(1000, rate, generator, 0)
+    draws_of(sampler, 2 * sampler.steps)
+    keys = 2 * (1 if kind is RandomAllocationSampler else sampler.steps)
+    torch.empty(keys * 4, dtype=torch.int64).random_(-(2**63), None, generator=other)
+    assert torch.equal(generator.get_state(), other.get_state())
+
+
+def test_noise_and_draws_of_one_seed_come_from_other_streams(monkeypatch):
+    seeded, states = noise._generator_from, []
+
+    def seen(*settings):
+        stream = seeded(*settings)
+        states.append(stream.get_state())
+        return stream
+
+    monkeypatch.setattr(noise, "_generator_from", seen)
+    seed = torch.initial_seed()
+    noise.GaussianNoise(torch.Generator().manual_seed(seed)).next_stream(torch.device("cpu"), ())
+    sampler = PoissonSampler(1000, 0.01, torch.Generator().manual_seed(seed), 0)
+    draws_of(sampler, 1)
+    assert len(states) == 2 and not torch.equal(*states)
+
+
+@RATES
+@every_kind
+def test_batches_are_drawn_on_the_cpu_whatever_the_default_device(kind, rate):
+    found = []
+    for device in ("cpu", "meta"):
+        noise._used_positions.clear()
+        sampler = kind(1000, rate, seeded(), 0)
+        with torch.device(device):
+            found.append(draws_of(sampler, 5))
+            draws_of(kind(1000, rate, None, 0), 2)
+    assert found[0] == found[1]
