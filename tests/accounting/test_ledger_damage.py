@@ -10,6 +10,7 @@ import resource
 import shutil
 import sqlite3
 import time
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -296,17 +297,17 @@ def test_a_note_that_was_left_behind_is_taken_away_before_a_charge(path, monkeyp
 def test_a_file_that_another_process_begins_at_this_moment_is_made_by_both(tmp_path, monkeypatch):
     """It appears between two looks at it."""
     path, looks = tmp_path / "budget.db", []
+
+    def look(see, self):
+        found = see(self)
+        if self == path and not looks:
+            looks.append(found)
+            path.with_name("budget.db-making").touch()
+            path.touch()
+        return found
+
     for name in ("is_file", "exists"):
-
-        def look(self, see=getattr(Path, name)):
-            found = see(self)
-            if self == path and not looks:
-                looks.append(found)
-                path.with_name("budget.db-making").touch()
-                path.touch()
-            return found
-
-        monkeypatch.setattr(Path, name, look)
+        monkeypatch.setattr(Path, name, partialmethod(partial(look, getattr(Path, name))))
     accountant = PrivacyAccountant(4.0, DELTA, path=path)
     accountant.compose(STEP)
     assert looks == [False] and counted(path) == 1
