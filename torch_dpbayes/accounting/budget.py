@@ -236,7 +236,7 @@ class Budget:
         self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
     ) -> None:
         self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
-        orders = _orders_of(epsilon, delta, 0.15, 1.6, 12)
+        orders = _orders_of(epsilon, delta, 0.3, 1.2, 5)
         if method == "rdp":  # those of the bound that is reported
             known = np.array(renyi.ORDERS)
             orders = tuple({float(known[np.argmin(abs(known - o))]): 0 for o in orders})
