@@ -115,7 +115,7 @@ def reparametrised(reparam, make):
     def model(y):
         with poutine.reparam(config={"m": reparam(y)}):
             m = pyro.sample("m", make())
-        gaussian(y, m)
+        gaussian(y, m + weights("other"))
 
     return model
 
@@ -185,13 +185,16 @@ STRUCTURE = {
         lambda y: gaussian(y, weights("m"), size=20),
         lambda y: gaussian(DATA_ELSEWHERE, weights("m")),
     ],
-    "does not run on made-up data": [
-        collapsed,
-        lambda y: gaussian(y, weights("m"), size=len(y) - 1),
+    "does not run on made-up data": [collapsed],
+    "no argument of the model has a dimension": [
+        lambda y: gaussian(y, weights("m"), size=len(y) - 1)
     ],
 }
 ROWS = {
-    "random numbers": [dropout],
+    "random numbers|changes when": [
+        dropout,
+        reparametrised(lambda y: ConjugateReparam(dist.Beta(1 + (y**2).sum(), 2.0)), BETA),
+    ],
     "likelihood of a record changes when": [
         lambda y: gaussian(y[:1], weights("m"), size=len(y)),
         lambda y: gaussian(y - y.mean(), weights("m")),
@@ -206,7 +209,6 @@ ROWS = {
         and_more(
             lambda m, y: dist.Unit((m * y).sum()), obs=lambda y: torch.empty((*y.shape[1:], 0))
         ),
-        reparametrised(lambda y: ConjugateReparam(dist.Beta(1 + (y**2).sum(), 2.0)), BETA),
     ],
     "changes when another row is very large": [
         model_of(lambda m, y: torch.where(y.abs().max() > 50, y / y.abs().max(), y) * m),
