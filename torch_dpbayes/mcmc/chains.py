@@ -85,7 +85,7 @@ class MCMC(pyro.infer.MCMC):
         if isinstance(self.sampler, _MultiSampler):
             pyros = self.sampler
             pyros.terminate()
-            self.sampler = _ParallelChains(
+            ours: Any = _ParallelChains(
                 kernel,
                 num_samples,
                 self.warmup_steps,
@@ -95,6 +95,7 @@ class MCMC(pyro.infer.MCMC):
                 hook_fn,
                 disable_progbar,
             )
+            self.sampler = ours
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Run the chains on the data.
@@ -214,15 +215,15 @@ class _ParallelChains:
         running = {pipe: number for number, pipe in enumerate(self._pipes)}
         end = time.monotonic() + _SECONDS_TO_STOP
         while running and (left := end - time.monotonic()) > 0:
-            for pipe in wait(list(running), timeout=left):
-                assert isinstance(pipe, Connection)
+            for ready in wait(list(running), timeout=left):
+                assert isinstance(ready, Connection)
                 try:
-                    kind, value = pipe.recv()
+                    kind, value = ready.recv()
                 except (EOFError, OSError):
-                    del running[pipe]
+                    del running[ready]
                     continue
                 if kind == "draw":
-                    self._keep(self._pipes.index(pipe), value)
+                    self._keep(running[ready], value)
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if process.is_alive():
                 process.join(_SECONDS_TO_NOTICE)
