@@ -231,11 +231,17 @@ def test_noise_is_added_to_a_sum_before_it_is_rounded():
     kernel.setup(0, torch.randn(9, 1))
     large = torch.tensor([2.0**24 + 0.75], dtype=torch.float64)
     kernel._density.clipped_gradient_sum = lambda theta, bound: large
-    kernel._noise.standard_normal = lambda size, dtype, **_: torch.full((size,), 0.75, dtype=dtype)
+    asked = []
+
+    def three_quarters(size, dtype, **_):
+        asked.append(dtype)
+        return torch.full((size,), 0.75, dtype=dtype)
+
+    kernel._noise.standard_normal = three_quarters
     # float32 holds even numbers only there
     zero = torch.zeros(1)
     slope = kernel._potential_gradient(kernel._noisy_sum(zero), zero)
-    assert float(slope) == -(2.0**24 + 2)
+    assert float(slope) == -(2.0**24 + 2) and asked == [torch.float64]
 
 
 # -- the exponential family's data -----------------------------------------------------------------

@@ -157,6 +157,8 @@ def test_smoothness_is_a_bound_on_the_curvature():
 
 
 def test_predictions_clip_features_as_fitting_does():
+    short = torch.tensor([[0.3, 0.1, -0.2]])
+    assert torch.equal(ops.GLM().features(short), short)
     x = 50 * torch.randn(9, 3)
     draw = {"weights": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}
     predictor = (x / x.norm(dim=1, keepdim=True)).double() @ draw["weights"]
