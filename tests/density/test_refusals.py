@@ -202,6 +202,7 @@ ROWS = {
         tempered,
         model_of(lambda m, y: m * y.roll(1)),
         model_of(lambda m, y: m * torch.arange(len(y))),
+        model_of(lambda m, y: m + (torch.arange(len(y)) == 5)),
     ],
     "prior changes when": [
         with_latent(lambda y: dist.Normal(y.mean(), 1.0)),

@@ -176,27 +176,35 @@ class _ParallelChains:
     def _received(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
         running = {pipe: number for number, pipe in enumerate(self._pipes)}
         while running:
-            for pipe in wait(list(running)):
-                assert isinstance(pipe, Connection)
-                number = running[pipe]
-                try:
-                    kind, value = pipe.recv()
-                except (EOFError, OSError):
-                    raise self._killed(number) from None
+            for number, kind, value in self._messages(running):
+                if kind == "gone":
+                    raise self._killed(number)
+                if kind == "error":
+                    raise value
                 if kind == "value":
                     yield (torch.as_tensor(value) if isinstance(value, ndarray) else value), number
-                elif kind == "draw":
-                    self._keep(number, value)
                 elif kind == "progress":
                     bars.set_postfix(value, pos=number, refresh=False)
                     bars.update(pos=number)
-                elif kind == "error":
-                    raise value
-                else:
-                    del running[pipe]
+                elif kind == "end":
+                    del running[self._pipes[number]]
 
-    def _keep(self, number: int, draw: dict[str, Any]) -> None:
-        self._draws[number].append({name: torch.as_tensor(v) for name, v in draw.items()})
+    def _messages(
+        self, running: dict[Connection, int], seconds: float | None = None
+    ) -> Iterator[tuple[int, str, Any]]:
+        """What has arrived from chains that run, with their numbers; draws are kept."""
+        for pipe in wait(list(running), seconds):
+            assert isinstance(pipe, Connection)
+            number = running[pipe]
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, OSError):
+                kind, value = "gone", None
+                del running[pipe]
+            if kind == "draw":
+                own = {name: torch.as_tensor(part) for name, part in value.items()}
+                self._draws[number].append(own)
+            yield number, kind, value
 
     def _killed(self, number: int) -> StateError:
         process = self._processes[number]
@@ -207,7 +215,7 @@ class _ParallelChains:
             " Run again with fewer chains or records at a time."
         )
 
-    def terminate(self, *_: Any) -> None:
+    def terminate(self, *_ignored: Any) -> None:
         """Ask the chains that still run to stop, and keep the draws that are on their way."""
         for pipe in self._pipes:
             with suppress(OSError):
@@ -215,19 +223,11 @@ class _ParallelChains:
         running = {pipe: number for number, pipe in enumerate(self._pipes)}
         end = time.monotonic() + _SECONDS_TO_STOP
         while running and (left := end - time.monotonic()) > 0:
-            for ready in wait(list(running), timeout=left):
-                assert isinstance(ready, Connection)
-                try:
-                    kind, value = ready.recv()
-                except (EOFError, OSError):
-                    del running[ready]
-                    continue
-                if kind == "draw":
-                    self._keep(running[ready], value)
+            for _ in self._messages(running, left):
+                pass
         for process, pipe in zip(self._processes, self._pipes, strict=True):
-            if process.is_alive():
-                process.join(_SECONDS_TO_NOTICE)
-                process.terminate()
+            process.join(_SECONDS_TO_NOTICE)
+            process.terminate()
             pipe.close()
         self._processes, self._pipes = [], []
 

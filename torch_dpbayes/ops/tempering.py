@@ -81,14 +81,12 @@ def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float |
     if cost_at(0.0) <= epsilon:
         return 1.0
     least = math.log(LEAST_TEMPERING)
-    low, step = 0.0, 1.05 * excess(0.0)
+    low, factor = 0.0, 1.05
     while cost_at(low) > epsilon:
         if low == least:
             return None
-        low, high = max(low - min(step, _WIDEST) - PRECISION, least), low
-        # to where the line through the last two points meets the target, and a quarter farther
-        fallen = max(excess(high) - excess(low), PRECISION)
-        step = 1.25 * excess(low) * (high - low) / fallen
+        width = min(factor * excess(low), _WIDEST) + PRECISION
+        low, high, factor = max(low - width, least), low, 2 * factor
     root = float(optimize.brentq(excess, low, high, xtol=PRECISION / 4, rtol=1e-15))
     while cost_at(root) > epsilon:  # the accountant's own number decides
         root -= PRECISION / 2
