@@ -251,7 +251,7 @@ def test_a_draw_makes_few_calls_besides_its_sampler(certificate, monkeypatch):
 
 @pytest.mark.parametrize(
     "certificate",
-    [finite(3), ops.Bounded(5.0, warmup_steps=3), ops.StronglyLogConcave(warmup_steps=3)],
+    [finite(3), ops.Bounded(5.0, warmup_steps=12), ops.StronglyLogConcave(warmup_steps=12)],
     ids=["run", "bounded", "concave"],
 )
 def test_nothing_but_the_draw_leaves_whatever_the_caller_has_switched_on(
@@ -273,7 +273,8 @@ def test_nothing_but_the_draw_leaves_whatever_the_caller_has_switched_on(
     assert not torch.equal(draws[0], draws[1])  # seeds do not repeat it
     assert torch.equal(x, before[0]) and torch.equal(y, before[1])
     captured = capsys.readouterr()
-    assert captured.out == captured.err == "" and not caplog.records
+    assert captured.out == captured.err == ""
+    assert not [record for record in caplog.records if record.name.startswith(("torch", "pyro"))]
 
 
 def test_a_seed_that_another_thread_sets_does_not_reach_the_chain():
@@ -444,7 +445,7 @@ KINDS = [
 
 
 def test_refusals():
-    for kind, table in ((ValueError, REFUSED), (TypeError, [(make, "") for make in KINDS])):
+    for kind, table in ((ValueError, REFUSED), (TypeError, [(make, None) for make in KINDS])):
         for number, (make, message) in enumerate(table):
             with pytest.raises(kind, match=message) as caught:
                 make()
