@@ -4,12 +4,14 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from support.pyro_models import gaussian
 from torch.func import grad, vmap
 
 from torch_dpbayes.density import RecordDensity
 
 pytestmark = pytest.mark.usefixtures("double")
 COUNT, GROUPS = 300, 7
+NORMAL = torch.distributions.Normal(0.0, 1.0)
 
 
 def effects(name="effect"):
@@ -19,30 +21,23 @@ def effects(name="effect"):
 
 def picking(group, x, y):
     """A slope, and each record's own entry of one latent."""
-    effect, slope = effects(), pyro.sample("slope", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(effect[group] + slope * x, 1.0), obs=y)
+    gaussian(y, effects()[group] + pyro.sample("slope", dist.Normal(0.0, 1.0)) * x)
 
 
 def crossed(group, other, y):
     """Entries of two latents."""
-    first, second = effects("first"), effects("second")
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(first[group] * second[other], 1.0), obs=y)
+    gaussian(y, effects("first")[group] * effects("second")[other])
 
 
 def pairs(group, other, y):
     """Two entries of the same latent."""
     ability = effects("ability")
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=ability[group] - ability[other]), obs=y)
+    gaussian(y, ability[group] - ability[other])
 
 
 def scaled(group, x, y):
     """What is picked is a function of several latents."""
-    effect, spread = effects(), pyro.sample("spread", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal((spread.exp() * effect)[group], 1.0), obs=y)
+    gaussian(y, (pyro.sample("spread", dist.Normal(0.0, 1.0)).exp() * effects())[group])
 
 
 def groups():
@@ -53,33 +48,18 @@ def at(values, number):
     return values[number[None]][0]  # vmap would look at a number alone
 
 
-NORMAL = torch.distributions.Normal(0.0, 1.0)
-MODELS = {  # the term of a record, θ being the sites sorted by name; and whether pieces are used
-    "picking": (
-        picking,
-        lambda: (groups(), torch.randn(COUNT), 3 * torch.randn(COUNT)),
-        lambda t, g, x, y: NORMAL.log_prob(y - at(t, g) - t[GROUPS] * x),
-        True,
-    ),
-    "crossed": (
-        crossed,
-        lambda: (groups(), groups(), 3 * torch.randn(COUNT)),
-        lambda t, g, o, y: NORMAL.log_prob(y - at(t, g) * at(t[GROUPS:], o)),
-        True,
-    ),
-    "pairs": (
-        pairs,
-        lambda: (groups(), groups(), torch.bernoulli(torch.full((COUNT,), 0.5))),
-        lambda t, g, o, y: -torch.nn.functional.softplus((1 - 2 * y) * (at(t, g) - at(t, o))),
-        False,
-    ),
-    "scaled": (
-        scaled,
-        lambda: (groups(), torch.randn(COUNT), 3 * torch.randn(COUNT)),
-        lambda t, g, x, y: NORMAL.log_prob(y - at(t[GROUPS].exp() * t[:GROUPS], g)),
-        None,
-    ),
+MODELS = {  # the mean of a record, θ being the sites sorted by name; and whether pieces are used
+    "picking": (picking, torch.randn, lambda t, g, x: at(t, g) + t[GROUPS] * x, True),
+    "crossed": (crossed, groups, lambda t, g, o: at(t, g) * at(t[GROUPS:], o), True),
+    "pairs": (pairs, groups, lambda t, g, o: at(t, g) - at(t, o), False),
+    "scaled": (scaled, torch.randn, lambda t, g, x: at(t[GROUPS].exp() * t[:GROUPS], g), None),
 }
+
+
+def made(name):
+    model, second, mean, used = MODELS[name]
+    data = groups(), second(COUNT) if second is torch.randn else second(), 3 * torch.randn(COUNT)
+    return model, data, lambda t, g, x, y: NORMAL.log_prob(y - mean(t, g, x)), used
 
 
 def expected(term, theta, data, bound):
@@ -89,11 +69,9 @@ def expected(term, theta, data, bound):
     return rows.sum(0)
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_are_those_of_whole_vectors(name):
-    model, make, term, _ = MODELS[name]
-    data = make()
+    model, data, term, used = made(name)
     density = RecordDensity(model, data, chunk_bytes=2**14)  # more than one chunk
     theta = torch.randn(density.prior.dimension)
     for bound in (0.5, 1e9):
@@ -102,41 +80,24 @@ def test_sums_are_those_of_whole_vectors(name):
     chosen = torch.rand(COUNT) < 0.5
     some = expected(term, theta, [values[chosen] for values in data], 1e9)
     torch.testing.assert_close(density.gradient_sum(theta, chosen), some)
-
-
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("name", MODELS)
-def test_where_a_record_picks_one_entry_its_zeros_are_left_out(name):
-    model, make, _, used = MODELS[name]
-    density = RecordDensity(model, make())
+    # where a record picks one entry its zeros are left out
     program = density._gradients
-    made = program(density.made_up.theta, density.made_up.rows(program.rows))
-    assert used is None or any(piece.column is not None for piece in made) == used
+    pieces = program(theta, density.made_up.rows(program.rows))
+    assert used is None or any(piece.column is not None for piece in pieces) == used
 
 
-@pytest.mark.thorough
-def test_indices_may_count_from_the_end_and_records_without_an_entry_count_as_zero():
-    model, make, term, _ = MODELS["picking"]
-    group, x, y = make()
+def test_indices_may_count_from_the_end_and_odd_records_count_as_zero():
+    model, (group, x, y), term, _ = made("picking")
     theta = torch.randn(GROUPS + 1)
-    total = expected(term, theta, (group, x, y), 0.7)
     from_the_end = torch.where(torch.rand(COUNT) < 0.5, group, group - GROUPS)
     density = RecordDensity(model, (from_the_end, x, y))
+    total = expected(term, theta, (group, x, y), 0.7)
     torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)
+    kept = torch.arange(COUNT) != 3
+    total = expected(term, theta, [values[kept] for values in (group, x, y)], 0.7)
     for wrong in (GROUPS, -GROUPS - 1, 10**12):
-        odd = group.clone()
-        odd[3] = wrong
-        others = torch.arange(COUNT) != 3
-        total = expected(term, theta, [v[others] for v in (group, x, y)], 0.7)
-        density = RecordDensity(model, (odd, x, y))
-        torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)
-
-
-def test_a_record_whose_number_is_not_finite_counts_as_zero():
-    model, make, term, _ = MODELS["picking"]
-    group, x, y = make()
-    y[5], y[7] = torch.nan, torch.inf
-    theta, sound = torch.randn(GROUPS + 1), y.isfinite()
-    total = expected(term, theta, [v[sound] for v in (group, x, y)], 0.7)
-    density = RecordDensity(model, (group, x, y))
-    torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)
+        odd = density.with_rows([torch.where(kept, group, wrong), x, y])
+        torch.testing.assert_close(odd.clipped_gradient_sum(theta, 0.7), total)
+    for value in (torch.nan, torch.inf):
+        odd = density.with_rows([group, x, torch.where(kept, y, value)])
+        torch.testing.assert_close(odd.clipped_gradient_sum(theta, 0.7), total)

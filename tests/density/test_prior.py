@@ -1,32 +1,33 @@
-"""The prior of a Pyro model, and draws from it."""
+"""The prior of a Pyro model: its density, draws from it, and terms outside the data plate."""
+
+import math
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
+from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from scipy.stats import gamma, kstest
-from support.pyro_models import (
-    weights,
-)
+from support.pyro_models import gaussian, weights
+from torch.distributions import Normal
 
-from torch_dpbayes.density import Prior
+from torch_dpbayes.density import Prior, RecordDensity
 
 pytestmark = pytest.mark.usefixtures("double")
+Y = torch.randn(12, dtype=torch.float64)
 
 
-def test_a_start_comes_from_the_prior_alone():
+@pytest.mark.chance(1e-4)
+def test_draws_come_from_the_prior_and_leave_the_callers_seed():
     prior = Prior(lambda: pyro.sample("rate", dist.Gamma(3.0, 2.0)))
-    draws = [float(prior.constrain(prior.sample())["rate"]) for _ in range(300)]
-    assert kstest(draws, gamma(3.0, scale=0.5).cdf).pvalue > 1e-6
-
-
-def test_drawing_from_the_prior_neither_uses_nor_moves_the_callers_seed():
-    prior = Prior(lambda: weights("m", 2))
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = prior.sample()
+    draws = [float(prior.constrain(theta)["rate"]) for theta in prior.samples(300)]
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(first, prior.sample())
+    assert kstest(draws, gamma(3.0, scale=0.5).cdf).pvalue > 1e-4
+    torch.manual_seed(1)
+    assert float(prior.constrain(prior.sample())["rate"]) != draws[0]
 
 
 def test_densities_of_many_rows_where_vmap_lacks_an_operation_of_the_model():
@@ -41,15 +42,77 @@ def test_densities_of_many_rows_where_vmap_lacks_an_operation_of_the_model():
 
     prior = Prior(ordinal)
     thetas = prior.samples(5)
-    slope, gaps = thetas[:, prior_column(prior, "slope")], thetas[:, prior_column(prior, "gaps")]
-    expected = dist.Normal(0.0, 1.0).log_prob(slope).sum(1)
+    gaps, slope = thetas[:, :2], thetas[:, 2]
+    expected = dist.Normal(0.0, 1.0).log_prob(slope)
     expected += (dist.Gamma(2.0, 1.0).log_prob(gaps.exp()) + gaps).sum(1)  # gaps = log of them
     torch.testing.assert_close(prior.log_densities(thetas), expected)
     values, gradients = prior.log_densities_and_gradients(thetas)
     torch.testing.assert_close(values, expected)
-    torch.testing.assert_close(gradients[:, prior_column(prior, "slope")], -slope)
+    torch.testing.assert_close(gradients[:, 2], -slope)
 
 
-def prior_column(prior, name):
-    numbers = prior.unflatten(torch.arange(prior.dimension, dtype=torch.float64))
-    return numbers[name].reshape(-1).long()
+# -- terms of the latents outside the data plate ---------------------------------------------------
+
+
+def normal(x, mean=0.0, std=1.0):
+    return float(-0.5 * ((x - mean) / std) ** 2 - math.log(std) - 0.5 * math.log(2 * math.pi))
+
+
+def groups(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("groups", 3):
+        group = pyro.sample("group", dist.Normal(mean, scale))
+    gaussian(y, group.sum())
+
+
+@pytest.mark.parametrize("centered", [0.0, 0.3])
+def test_a_location_and_scale_may_be_taken_out(centered, caplog):
+    density = RecordDensity(poutine.reparam(groups, {"group": LocScaleReparam(centered)}), (Y,))
+    assert list(density.prior.transforms) == ["group_decentered", "mean", "scale"]
+    theta = torch.tensor([0.3, -0.4, 0.8, 0.7, 0.2])  # three groups, mean, log scale
+    mean, scale = 0.7, math.exp(0.2)
+    expected = normal(0.7, 0.0, 2.0) + normal(0.2)
+    expected += sum(normal(g, centered * mean, scale**centered) for g in (0.3, -0.4, 0.8))
+    assert density.prior.log_density(theta) == pytest.approx(expected)
+    group = [mean + scale ** (1 - centered) * (g - centered * mean) for g in (0.3, -0.4, 0.8)]
+    torch.testing.assert_close(density.log_likelihoods(theta), Normal(sum(group), 1.0).log_prob(Y))
+    assert not caplog.records  # what a reparametrisation leaves behind is no one's own
+
+
+def test_a_transform_may_be_taken_out():
+    def scaled(y):
+        affine = dist.transforms.AffineTransform(1.0, 2.0)
+        mean = pyro.sample("mean", dist.TransformedDistribution(dist.Normal(0.0, 1.0), [affine]))
+        gaussian(y, mean)
+
+    density = RecordDensity(poutine.reparam(scaled, {"mean": TransformReparam()}), (Y,))
+    theta = torch.tensor([0.6])
+    assert density.prior.log_density(theta) == pytest.approx(normal(0.6))
+    torch.testing.assert_close(density.log_likelihoods(theta), Normal(2.2, 1.0).log_prob(Y))
+
+
+def test_factors_of_latents_count_with_their_gradient_and_are_named(caplog):
+    def penalised(y):
+        mean = weights("mean")
+        pyro.factor("penalty", -3.0 * mean**4)
+        gaussian(y, mean)
+
+    density = RecordDensity(penalised, (Y,))
+    theta = torch.tensor([0.7])
+    value, gradient = density.prior.log_density_and_gradient(theta)
+    assert value == pytest.approx(normal(0.7) - 3 * 0.7**4)
+    assert float(gradient) == pytest.approx(-0.7 - 12 * 0.7**3)
+    torch.testing.assert_close(density.log_likelihoods(theta), Normal(0.7, 1.0).log_prob(Y))
+    (said,) = caplog.records
+    assert said.getMessage().startswith("sites ['penalty'] outside the plate 'data' count as part")
+
+
+def test_records_that_a_factor_closes_over_are_refused():
+    def model(y):
+        mean = weights("mean")
+        pyro.factor("closed over", Normal(mean, 0.1).log_prob(Y).sum())
+        gaussian(y, mean)
+
+    with pytest.raises(ValueError, match=r"'closed over'.*neither clipped nor charged"):
+        RecordDensity(model, (Y,))

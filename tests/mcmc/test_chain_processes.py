@@ -3,7 +3,6 @@ their draws are kept. And Pyro's ways of keeping them.
 """
 
 import copy
-import gc
 import json
 import math
 import multiprocessing
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -23,63 +23,31 @@ from pyro.infer.mcmc.api import StreamingMCMC
 from pyro.ops.streaming import CountMeanStats, StatsOfDict
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting import events
 from torch_dpbayes.accounting.ledger.file import Ledger
 from torch_dpbayes.accounting.ledger.schema import open_blocks
-from torch_dpbayes.mcmc import DPHMC, MCMC, DPPenalty, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc import DPHMC, MCMC, DPPenalty
 
 DATA = torch.linspace(-1.0, 2.0, 40)
-START = {"mean": torch.tensor([0.1, 0.2, 0.3]), "scale": torch.tensor([0.0, 0.1, 0.2])}
+START = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
 
 
 def model(x):
-    mean, scale = prior()
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     with pyro.plate("data", len(x)):
         pyro.sample("x", dist.Normal(mean, scale), obs=x)
-
-
-def prior():
-    return pyro.sample("mean", dist.Normal(0.0, 1.0)), pyro.sample(
-        "scale", dist.LogNormal(0.0, 1.0)
-    )
-
-
-def statistics(x):
-    return torch.stack([x, x**2])
-
-
-def natural(theta):
-    return torch.stack([theta["mean"] / theta["scale"] ** 2, -0.5 / theta["scale"] ** 2])
-
-
-def normalizer(theta):
-    return theta["mean"] ** 2 / (2 * theta["scale"] ** 2) + theta["scale"].log()
 
 
 def make(kind, accountant, noise=50.0, **options):
     if kind == "penalty":
         settings = {"proposal_scale": 0.1, "log_ratio_slope": 5.0, "noise_multiplier": noise}
         return DPPenalty(model, **{**settings, **options}, accountant=accountant)
-    if kind == "family":
-        functions = {
-            "sufficient_statistics": statistics,
-            "natural_parameters": natural,
-            "log_normalizer": normalizer,
-        }
-        settings = {"proposal_scale": 0.1, "max_statistic_norm": 5.0, "noise_multiplier": noise}
-        return ExponentialFamilyPenalty(
-            prior, **functions, **settings, accountant=accountant, **options
-        )
-    bounds = {
-        "log_ratio_slope": 5.0,
-        "max_grad_norm": 5.0,
-        "ratio_noise_multiplier": noise,
-        "grad_noise_multiplier": 1.2 * noise,
-    }
-    return DPHMC(model, step_size=0.02, num_steps=3, **bounds, accountant=accountant, **options)
+    noises = {"ratio_noise_multiplier": noise, "grad_noise_multiplier": 1.2 * noise}
+    bounds = {"log_ratio_slope": 5.0, "max_grad_norm": 5.0, "step_size": 0.02, "num_steps": 3}
+    return DPHMC(model, **{**bounds, **noises, **options}, accountant=accountant)
 
 
-KINDS = ["penalty", "family", "HMC"]
+KINDS = ["penalty", "HMC"]
 
 
 def counts(accountant):
@@ -87,51 +55,29 @@ def counts(accountant):
 
 
 def expected(kind, iterations, chains):
-    return {
-        50.0: iterations * chains,
-        **({60.0: 3 * iterations * chains + chains} if kind == "HMC" else {}),
-    }
+    gradients = {60.0: 3 * iterations * chains + chains} if kind == "HMC" else {}
+    return {50.0: iterations * chains, **gradients}
 
 
-def parallel(kernel, num_chains=3, context="fork", **options):
+def run(kernel, num_chains=3, context="fork", processors=8, **options):
     settings = {"num_samples": 8, "warmup_steps": 4, "disable_progbar": True, **options}
     with pytest.MonkeyPatch.context() as patch:
         # Pyro runs chains side by side only if there are more cores than chains
-        patch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 8)
-        return MCMC(kernel, num_chains=num_chains, mp_context=context, **settings)
-
-
-def ratios(runner):
-    return [
-        value
-        for chain in runner.diagnostics()["noisy log ratios"].values()
-        for value in chain
-        if not math.isnan(value)
-    ]
-
-
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore:num_chains=3 is more than available_cpu:UserWarning")
-def test_sequential_chains_are_charged_each(kind, monkeypatch):
-    monkeypatch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 1)
-    kernel = make(kind, dpb.PrivacyAccountant())
-    runner = MCMC(
-        kernel,
-        num_samples=8,
-        warmup_steps=4,
-        num_chains=3,
-        initial_params=START,
-        disable_progbar=True,
-    )
+        patch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: processors)
+        runner = MCMC(kernel, num_chains=num_chains, mp_context=context, **settings)
     runner.run(DATA)
-    assert counts(kernel.accountant) == expected(kind, 12, 3)
-    assert runner.get_samples(group_by_chain=True)["mean"].shape == (3, 8)
-    own = kernel.get_samples(group_by_chain=True)
-    for chain in range(3):
-        torch.testing.assert_close(
-            own[chain]["mean"], runner.get_samples(group_by_chain=True)["mean"][chain]
-        )
+    return runner
+
+
+def assert_draws_are_kept(runner, iterations=12, chains=3):
+    """The kernel and Pyro's runner have the same draws, and no noise was drawn twice."""
+    given = runner.get_samples(group_by_chain=True)
+    own = runner.kernel.get_samples(group_by_chain=True)[-chains:]
+    for name in ("mean", "scale"):
+        torch.testing.assert_close(torch.stack([draws[name] for draws in own]), given[name])
+    ratios = runner.diagnostics()["noisy log ratios"].values()
+    drawn = [ratio for chain in ratios for ratio in chain if not math.isnan(ratio)]
+    assert len(set(drawn)) == len(drawn) > 0.8 * iterations * chains
 
 
 def in_a_fresh_process(function, *arguments):
@@ -140,48 +86,56 @@ def in_a_fresh_process(function, *arguments):
     """
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
-    process.join(100)
+    process.join(600)
     process.kill()
     process.join()
     assert process.exitcode == 0
 
 
-def forking(kind):
-    return (
-        in_a_fresh_process if kind == "HMC" else lambda function, *arguments: function(*arguments)
-    )
+@pytest.fixture
+def accountant(tmp_path):
+    return dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
 
 
-def forked_chains(kind, path):
+@pytest.mark.filterwarnings("ignore:num_chains=3 is more than available_cpu:UserWarning")
+def test_sequential_chains_are_charged_each():
+    kernel = make("penalty", dpb.PrivacyAccountant())
+    assert_draws_are_kept(run(kernel, processors=1, initial_params=START))
+    assert counts(kernel.accountant) == expected("penalty", 12, 3)
+
+
+def chains_side_by_side(kind, context, path):
     accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=path)
     kernel = make(kind, accountant)
     pyro.set_rng_seed(1)  # Pyro seeds its workers from this; the noise must not follow
-    runner = parallel(kernel, initial_params=START)
-    runner.run(DATA)
+    assert_draws_are_kept(run(kernel, context=context, initial_params=START))
     assert counts(accountant) == expected(kind, 12, 3)
-    assert len(set(ratios(runner))) == len(ratios(runner)) > 30
-    assert runner.get_samples()["scale"].shape == (24,) and runner.get_samples()["scale"].min() > 0
-    own = kernel.get_samples(group_by_chain=True)
-    for chain in range(3):
-        torch.testing.assert_close(
-            own[chain]["scale"], runner.get_samples(group_by_chain=True)["scale"][chain]
-        )
-    if kind == "HMC":
+    if context == "spawn":  # where a process takes seconds to start
         return
-    runner = parallel(kernel)  # another run, from the prior, on the same budget
-    runner.run(DATA)
+    assert_draws_are_kept(run(kernel, context=context))  # from the prior, on the same budget
     assert counts(accountant) == expected(kind, 12, 6)
-    assert len(kernel.get_samples(group_by_chain=True)) == 6
-    torch.testing.assert_close(
-        kernel.get_samples(group_by_chain=True)[4]["mean"],
-        runner.get_samples(group_by_chain=True)["mean"][1],
-    )
+    again = copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))
+    for copied in again:
+        kept = copied.get_samples(group_by_chain=True)
+        assert len(kept) == 6 and torch.equal(kept[4]["mean"], kernel.get_samples(True)[4]["mean"])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_forked_chains_charge_one_file_and_draw_different_noise(kind, tmp_path):
-    forking(kind)(forked_chains, kind, tmp_path / "budget.db")
+@pytest.mark.parametrize("kind, context", [("penalty", "fork"), ("HMC", "fork"), ("HMC", "spawn")])
+def test_parallel_chains_charge_one_file_and_draw_different_noise(kind, context, tmp_path):
+    in_a_fresh_process(chains_side_by_side, kind, context, tmp_path / "budget.db")
+
+
+def test_parallel_chains_start_where_they_are_told_to(accountant):
+    kernel = make("penalty", accountant, proposal_scale=1e-6)
+    run(kernel, num_samples=2, warmup_steps=0, initial_params=START)
+    # of one who sets it himself: for all chains
+    kernel.initial_params = {name: value[0] for name, value in START.items()}
+    run(kernel, 2, num_samples=2, warmup_steps=0)
+    for chain, draws in zip([0, 1, 2, 0, 0], kernel.get_samples(group_by_chain=True)):
+        for name, value in (("mean", draws["mean"]), ("scale", draws["scale"].log())):
+            close = {"atol": 1e-4, "rtol": 0}
+            torch.testing.assert_close(value, START[name][chain].expand(2), **close)
 
 
 class Nested(torch.autograd.Function):
@@ -209,63 +163,77 @@ def nested_backward(depth):
         torch.autograd.grad(Nested.apply(x, depth), x)
 
 
-def forked_after_a_backward_pass(depth, path):
-    nested_backward(depth)
-    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=path)
-    runner = parallel(make("HMC", accountant), 2)
-    if depth > 60 or torch.accelerator.is_available():
-        with pytest.raises(RuntimeError, match='mp_context="spawn"'):
-            runner.run(DATA)
-        assert counts(accountant) == {}
-    else:
-        runner.run(DATA)
-        assert counts(accountant) == expected("HMC", 12, 2)
+def forked_after_a_backward_pass(path):
+    nested_backward(100)
+    kernel = make("HMC", dpb.PrivacyAccountant(8.0, 1e-5, path=path))
+    with pytest.raises(RuntimeError, match='mp_context="spawn"'):
+        run(kernel, 2)
+    assert counts(kernel.accountant) == {}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("depth", [0, 100])
-def test_a_forked_chain_that_cannot_differentiate_says_what_to_do(depth, tmp_path):
-    in_a_fresh_process(forked_after_a_backward_pass, depth, tmp_path / "budget.db")
+def test_a_forked_chain_that_cannot_differentiate_says_what_to_do(tmp_path):
+    in_a_fresh_process(forked_after_a_backward_pass, tmp_path / "budget.db")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "penalty",
-        pytest.param("family", marks=pytest.mark.slow),
-        pytest.param("HMC", marks=pytest.mark.slow),
-    ],
-)
-def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path):
-    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
-    kernel = make(kind, accountant)
-    runner = parallel(kernel, 2, "spawn")
-    runner.run(DATA)
-    assert counts(accountant) == expected(kind, 12, 2)
-    assert len(set(ratios(runner))) == len(ratios(runner)) > 20
-    assert (
-        runner.get_samples()["mean"].shape == (16,)
-        and len(kernel.get_samples(group_by_chain=True)) == 2
-    )
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_an_accountant_in_memory_refuses_parallel_chains(context):
+    kernel = make("penalty", dpb.PrivacyAccountant())
+    with pytest.raises((TypeError, RuntimeError), match=r"path=|another process"):
+        run(kernel, 2, context)
+    assert counts(kernel.accountant) == {} and kernel.get_samples() == {}
 
 
-def killed_while_it_logs(path):
-    def hold_the_lock(*_):
-        if multiprocessing.current_process().name == "0":
-            runner.sampler.log_queue._wlock.acquire()
+# -- how chains end --------------------------------------------------------------------------------
+
+
+def killed(accountant, hook):
+    """A run of two chains of which one ends without a word."""
+    kernel, begun = make("penalty", accountant), time.monotonic()
+    with pytest.raises(RuntimeError, match=r"chain 1 was killed \(exit code -9\)"):
+        run(kernel, 2, num_samples=10**6, warmup_steps=0, hook_fn=hook)
+    assert time.monotonic() - begun < 60 and multiprocessing.active_children() == []
+    draws = kernel.get_samples(group_by_chain=True)
+    assert len(draws) == 2 and min(len(chain["mean"]) for chain in draws) >= 5
+    # what was charged is kept; of the other chain what it had reserved is given back
+    assert sum(len(chain["mean"]) for chain in draws) <= counts(accountant)[50.0]
+    assert len(open_blocks(Ledger(accountant.path, {}).read())) <= 1
+
+
+def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(accountant):
+    def hook(kernel, params, stage, i):
+        if multiprocessing.current_process().name == "1" and i == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    kernel = make("penalty", dpb.PrivacyAccountant(8.0, 1e-5, path=path))
-    runner = parallel(kernel, 2, hook_fn=hold_the_lock)
-    threading.Timer(3.0, lambda: runner.sampler.result_queue.put((0, KeyError("enough")))).start()
-    with pytest.raises(KeyError):
-        runner.run(DATA)
+    killed(accountant, hook)
 
 
-@pytest.mark.thorough
-def test_a_chain_that_was_killed_while_it_logged_does_not_keep_the_program_from_ending(tmp_path):
-    in_a_fresh_process(killed_while_it_logs, tmp_path / "budget.db")
+def test_a_chain_that_is_killed_in_the_middle_of_a_message_is_not_waited_for(accountant):
+    def hook(kernel, params, stage, i):
+        if multiprocessing.current_process().name == "1" and i == 5:
+            os.write(kernel._chain.pipe.fileno(), b"\0\0\1\0half")  # of 256 bytes
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed(accountant, hook)
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("secret")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "error, kind, text", [(KeyError, KeyError, "'secret'"), (None, RuntimeError, "Unpicklable")]
+)
+def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(error, kind, text, accountant):
+    def hook(*_):
+        raise error("secret") if error else Unpicklable()
+
+    with pytest.raises(kind, match=text) as caught:
+        run(make("penalty", accountant), 2, hook_fn=hook)
+    assert error is None or "in hook" in caught.value.__notes__[0]
+    assert multiprocessing.active_children() == []
 
 
 def wide(x):
@@ -275,68 +243,37 @@ def wide(x):
 
 
 @pytest.mark.thorough
-def test_draws_that_are_larger_than_a_pipe_arrive(tmp_path):
+def test_draws_that_are_larger_than_a_pipe_arrive(accountant):
     """A pipe holds 64 kB: a chain that waits for its draw to be taken must not be waited for."""
-    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
-    kernel = DPPenalty(
-        wide,
-        proposal_scale=1e-3,
-        log_ratio_slope=1.0,
-        noise_multiplier=50.0,
-        accountant=accountant,
-    )
-
-    def too_long(*_):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(120)
-    try:
-        parallel(kernel, 2, num_samples=3, warmup_steps=1).run(DATA)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    assert kernel.get_samples()["w"].shape == (6, 40_000)
-    assert counts(accountant) == {50.0: 8}
+    kernel = make("penalty", accountant)
+    kernel.model = wide
+    run(kernel, 2, num_samples=3, warmup_steps=1)
+    assert kernel.get_samples()["w"].shape == (6, 40_000) and counts(accountant) == {50.0: 8}
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_an_accountant_in_memory_refuses_parallel_chains(context):
-    kernel = make("penalty", dpb.PrivacyAccountant())
-    with pytest.raises((TypeError, RuntimeError), match=r"path=|another process"):
-        parallel(kernel, 2, context).run(DATA)
-    assert counts(kernel.accountant) == {} and kernel.get_samples() == {}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_budget_that_runs_out_in_parallel_keeps_the_samples(kind, tmp_path):
-    forking(kind)(too_many_forked_chains, kind, tmp_path / "budget.db")
-
-
-def too_many_forked_chains(kind, path):
+def too_many_chains(kind, path):
     accountant = dpb.PrivacyAccountant(2.0, 1e-5, path=path)
     kernel = make(kind, accountant, noise=20.0)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         # the budget may end before a late chain has warmed up
-        parallel(kernel, num_samples=100_000, warmup_steps=0).run(DATA)
-    for child in multiprocessing.active_children():  # which Pyro has ended, but does not wait for
-        child.join(20)
+        run(kernel, num_samples=100_000, warmup_steps=0)
     draws, charged = len(kernel.get_samples()["mean"]), counts(accountant)
-    assert charged.keys() == ({20.0, 24.0} if kind == "HMC" else {20.0}), (
-        f"reserved, and not given back: {charged}"
-    )
-    assert 20 < draws <= charged[20.0] <= draws + 3, (
-        f"{draws} draws, but {charged}: nothing else but what was under way in three chains"
-    )
+    assert charged.keys() == ({20.0, 24.0} if kind == "HMC" else {20.0}), "reserved, not given back"
+    # nothing else but what was under way in three chains
+    assert 20 < draws <= charged[20.0] <= draws + 3
     if kind == "HMC":
         assert 3 * draws + 1 <= charged[24.0] <= 3 * (draws + 3) + 3
     assert 1.8 < accountant.get_epsilon() <= 2.0
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_that_runs_out_in_parallel_keeps_the_samples(kind, tmp_path):
+    in_a_fresh_process(too_many_chains, kind, tmp_path / "budget.db")
+
+
 INTERRUPTED = """
-import json, multiprocessing, os, signal, sys
+import json, os, signal, sys
 # a test run in the background hands it down ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
@@ -350,14 +287,9 @@ def started(kernel, params, stage, i):
 if __name__ == "__main__":
     accountant = dpb.PrivacyAccountant(8.0, 1e-5, path={path!r})
     kernel = t.make("penalty", accountant, noise=200.0)
-    runner = t.parallel(
-        kernel, {chains}, {context!r}, num_samples=10**6, warmup_steps=5, hook_fn=started
-    )
     try:
-        runner.run(t.DATA)
+        t.run(kernel, {chains}, num_samples=10**6, warmup_steps=5, hook_fn=started)
     except KeyboardInterrupt:
-        for child in multiprocessing.active_children():
-            child.join()
         draws = [len(chain["mean"]) for chain in kernel.get_samples(group_by_chain=True)]
         charged, epsilon = t.counts(accountant)[200.0], accountant.get_epsilon()
         print(json.dumps({{"draws": draws, "charged": charged, "epsilon": epsilon}}), flush=True)
@@ -365,28 +297,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "chains, context", [(1, "fork"), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
-)
-def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, context, tmp_path):
-    script = tmp_path / "interrupted.py"
-    script.write_text(
-        INTERRUPTED.format(
-            tests=os.path.dirname(__file__),
-            path=str(tmp_path / "budget.db"),
-            chains=chains,
-            context=context,
-        )
-    )
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    }
-    with subprocess.Popen(
-        [sys.executable, str(script)], start_new_session=True, **pipes
-    ) as process:
+@pytest.mark.parametrize("chains", [1, 2])
+def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, tmp_path):
+    script, tests = tmp_path / "interrupted.py", os.path.dirname(__file__)
+    path = str(tmp_path / "budget.db")
+    script.write_text(INTERRUPTED.format(tests=tests, path=path, chains=chains))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, start_new_session=True, env=environment, **pipes) as process:
         for _ in range(chains):
             assert process.stdout.readline() == "started\n"
         time.sleep(0.3)
@@ -402,94 +321,34 @@ def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, context, tmp_p
     assert 0 < told["epsilon"] < 8
 
 
-@pytest.fixture
-def accountant(tmp_path):
-    return dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
-
-
-def wait_for_ever():
+def wait_for_ever(told, *_):
+    told.put(os.getpid())
     threading.Event().wait()
 
 
-def test_a_killed_chain_keeps_what_it_was_charged(accountant, tmp_path):
-    """And what it had reserved: nobody is left to return it."""
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-
-    def charge():
-        for _ in range(3):
-            accountant.compose(events.GaussianDpEvent(200.0))
-        ready.set()
-        wait_for_ever()
-
-    process = context.Process(target=charge)
-    process.start()
-    assert ready.wait(60)
-    process.kill()
-    process.join()
-    assert counts(accountant)[200.0] >= 3
-
-
-def test_parallel_chains_end_with_the_process_that_started_them(accountant):
+@pytest.mark.parametrize("is_set_up", [True, False])
+def test_parallel_chains_end_with_the_process_that_started_them(is_set_up, accountant, monkeypatch):
     """Which was killed, and could not ask them to; they return what they had reserved."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()
-
-    def slow_hook(kernel, params, stage, i):
-        told.put(os.getpid())
-        wait_for_ever()
-
+    if not is_set_up:  # a large model is checked for long
+        monkeypatch.setattr(DPPenalty, "_prepare", partial(wait_for_ever, told))
+    kernel = make("penalty", accountant)
     process = context.Process(
-        target=lambda: parallel(make("penalty", accountant), 2, hook_fn=slow_hook).run(DATA)
+        target=run, args=(kernel, 2), kwargs={"hook_fn": partial(wait_for_ever, told)}
     )
     process.start()
-    workers = [told.get(timeout=300) for _ in range(2)]
+    chains = [told.get(timeout=300) for _ in range(2)]
     process.kill()
     process.join()
-    assert_end(workers)
-    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {50.0: 2}
-
-
-def test_several_starts_for_one_chain_are_refused():
-    """Pyro sets the starts of all parallel chains on one kernel, one after another."""
-    kernel = make("penalty", dpb.PrivacyAccountant())
-    for row in (0, 1):
-        kernel.initial_params = {name: value[row] for name, value in START.items()}
-    with pytest.raises(RuntimeError, match=r"mcmc\.MCMC"):
-        kernel.setup(0, DATA)
-
-
-def test_other_kernels_are_refused():
-    with pytest.raises(TypeError, match="private kernels"):
-        MCMC(pyro.infer.NUTS(model), num_samples=3)
-
-
-def test_a_worker_that_is_still_being_set_up_ends_with_its_parent(accountant, monkeypatch):
-    told = multiprocessing.get_context("fork").Queue()
-
-    def slow(*_):
-        told.put(os.getpid())
-        wait_for_ever()
-
-    monkeypatch.setattr(DPPenalty, "_prepare", slow)  # as a large model is checked for long
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda: parallel(make("penalty", accountant), 2).run(DATA)
-    )
-    process.start()
-    workers = [told.get(timeout=300) for _ in range(2)]
-    process.kill()
-    process.join()
-    assert_end(workers)
-
-
-def assert_end(pids):
     end = time.monotonic() + 30
-    while any(map(is_running, pids)) and time.monotonic() < end:
+    while any(map(is_running, chains)) and time.monotonic() < end:
         time.sleep(0.05)
-    running = [pid for pid in pids if is_running(pid)]
+    running = [pid for pid in chains if is_running(pid)]
     for pid in running:
         os.kill(pid, signal.SIGKILL)
-    assert not running
+    assert not running and open_blocks(Ledger(accountant.path, {}).read()) == []
+    assert counts(accountant) == ({50.0: 2} if is_set_up else {})
 
 
 def is_running(pid):
@@ -501,159 +360,89 @@ def is_running(pid):
         return False
 
 
-FAR = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_parallel_chains_start_where_they_are_told_to(context, accountant):
-    kernel = make("penalty", accountant, proposal_scale=1e-6)
-    for starts in (FAR, {name: -value[:2] for name, value in FAR.items()}):
-        number = len(starts["mean"])
-        parallel(kernel, number, context, num_samples=2, warmup_steps=0, initial_params=starts).run(
-            DATA
-        )
-        for chain, draws in enumerate(kernel.get_samples(group_by_chain=True)[-number:]):
-            torch.testing.assert_close(
-                draws["mean"], starts["mean"][chain].expand(2), atol=1e-4, rtol=0
-            )
-            torch.testing.assert_close(
-                draws["scale"].log(), starts["scale"][chain].expand(2), atol=1e-4, rtol=0
-            )
-    # of one who sets it himself: for all chains
-    kernel.initial_params = {"mean": torch.tensor(7.0), "scale": torch.tensor(0.5)}
-    parallel(kernel, 2, context, num_samples=2, warmup_steps=0).run(DATA)
-    torch.testing.assert_close(
-        torch.stack([draws["mean"] for draws in kernel.get_samples(group_by_chain=True)[-2:]]),
-        torch.full((2, 2), 7.0),
-    )
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))]
-)
-def test_a_copy_keeps_the_draws_of_all_chains_when_the_original_is_gone(copied, tmp_path):
-    kernel = make("penalty", dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db"))
-    parallel(kernel, 2).run(DATA)
-    draws = kernel.get_samples(group_by_chain=True)
-    again = copied(kernel)
-    del kernel
-    gc.collect()
-    kept = again.get_samples(group_by_chain=True)
-    assert len(kept) == 2
-    for chain in range(2):
-        assert torch.equal(kept[chain]["mean"], draws[chain]["mean"])
-    parallel(again, 2).run(DATA)
-    assert len(again.get_samples(group_by_chain=True)) == 4 and counts(
-        again.accountant
-    ) == expected("penalty", 12, 4)
-
-
 # -- Pyro's ways of keeping draws ------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_see_every_iteration(kind):
+def test_hooks_see_every_iteration():
     seen = []
-    kernel = make(kind, dpb.PrivacyAccountant())
-
-    def note(given, params, stage, i):
-        seen.append((given is kernel, stage, i))
-
-    MCMC(kernel, num_samples=5, warmup_steps=3, disable_progbar=True, hook_fn=note).run(DATA)
-    assert seen == [(True, "Warmup", i) for i in range(3)] + [(True, "Sample", i) for i in range(5)]
+    kernel = make("HMC", dpb.PrivacyAccountant())
+    run(kernel, 1, num_samples=5, warmup_steps=3, hook_fn=lambda k, p, *at: seen.append((k, *at)))
+    stages = [("Warmup", i) for i in range(3)] + [("Sample", i) for i in range(5)]
+    assert seen == [(kernel, *at) for at in stages]
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize(
-    "kind, names", [("penalty", ["scale"]), ("family", ["scale", "mean"]), ("HMC", ("mean",))]
-)
-def test_only_what_was_asked_for_is_saved_under_its_own_name(kind, names):
-    kernel = make(kind, dpb.PrivacyAccountant())
+@pytest.mark.parametrize("names", [["scale"], ["scale", "mean"], ("mean",)])
+def test_only_what_was_asked_for_is_saved_under_its_own_name(names):
+    kernel = make("penalty", dpb.PrivacyAccountant())
     # far apart, so that a mix-up shows
     start = {"mean": torch.tensor(-50.0), "scale": torch.tensor(0.0)}
-    runner = MCMC(
-        kernel,
-        num_samples=6,
-        warmup_steps=1,
-        initial_params=start,
-        save_params=names,
-        disable_progbar=True,
-    )
-    runner.run(DATA)
+    runner = run(kernel, 1, num_samples=6, initial_params=start, save_params=names)
     assert set(runner.get_samples()) == set(kernel.get_samples()) == set(names)
     for name in names:
         torch.testing.assert_close(runner.get_samples()[name], kernel.get_samples()[name])
         assert (runner.get_samples()[name] < 0).all() == (name == "mean")
 
 
-def test_what_the_model_has_not_cannot_be_saved():
+def test_streaming_statistics_are_those_of_the_draws():
     kernel = make("penalty", dpb.PrivacyAccountant())
-    with pytest.raises(ValueError, match="save_params names"):
-        MCMC(kernel, num_samples=6, save_params=["mean", "slope"], disable_progbar=True).run(DATA)
-    assert counts(kernel.accountant) == {}
-    with pytest.raises(TypeError, match="list of names"):
-        MCMC(kernel, num_samples=6, save_params="mean", disable_progbar=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow
-def test_streaming_statistics_are_those_of_the_draws(kind):
-    kernel = make(kind, dpb.PrivacyAccountant())
+    statistics = StatsOfDict(default=CountMeanStats)
     streaming = StreamingMCMC(
-        kernel,
-        num_samples=20,
-        warmup_steps=5,
-        statistics=StatsOfDict(default=CountMeanStats),
-        disable_progbar=True,
+        kernel, num_samples=20, warmup_steps=5, statistics=statistics, disable_progbar=True
     )
     streaming.run(DATA)
     found = streaming.get_statistics(group_by_chain=False)
     torch.testing.assert_close(found["mean"]["mean"], kernel.get_samples()["mean"].mean())
-    assert counts(kernel.accountant) == expected(kind, 25, 1)
+    assert counts(kernel.accountant) == {50.0: 25}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu:UserWarning")
 @pytest.mark.slow
-def test_arviz_takes_the_draws(kind, monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu:UserWarning")
+def test_arviz_takes_the_draws(capsys):
     import arviz  # which takes seconds
 
-    monkeypatch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 1)
-    kernel = make(kind, dpb.PrivacyAccountant(), noise=0.2)  # so little that every chain moves
-    runner = MCMC(kernel, num_samples=30, warmup_steps=5, num_chains=2, disable_progbar=True)
-    runner.run(DATA)
-    samples = {
-        name: value.numpy() for name, value in runner.get_samples(group_by_chain=True).items()
-    }
-    table = arviz.summary(
-        arviz.from_dict(posterior=samples)
-        if arviz.__version__ < "1"
-        else arviz.from_dict({"posterior": samples})
-    )
-    assert {"mean", "scale"} == set(table.index)
-    if arviz.__version__ < "1" and kind != "family":  # whose model has no data to copy
+    # so little noise that every chain moves
+    kernel = make("HMC", dpb.PrivacyAccountant(), noise=0.2)
+    runner = run(kernel, 2, processors=1, num_samples=30)
+    samples = {n: value.numpy() for n, value in runner.get_samples(group_by_chain=True).items()}
+    if arviz.__version__ < "1":
         found = arviz.from_pyro(runner, log_likelihood=False)
-        assert (
-            found.posterior["scale"].shape == (2, 30) and not found.sample_stats["diverging"].any()
-        )
+        assert found.posterior["scale"].shape == (2, 30)
+        assert not found.sample_stats["diverging"].any()
+        table = arviz.summary(arviz.from_dict(posterior=samples))
+    else:
+        table = arviz.summary(arviz.from_dict({"posterior": samples}))
+    assert {"mean", "scale"} == set(table.index)
     runner.summary()
     assert "scale" in capsys.readouterr().out
-    found = runner.diagnostics()
-    assert set(found["acceptance rate"]) == {"chain 0", "chain 1"} and all(
-        0 <= rate <= 1 for rate in found["acceptance rate"].values()
-    )
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_progress_bar_shows_what_was_charged_for(kind, capsys, monkeypatch):
+@pytest.mark.parametrize("chains", [1, 2])
+def test_the_progress_bar_shows_what_was_charged_for(chains, capsys, monkeypatch, accountant):
     for name in ("CI", "PYTEST_XDIST_WORKER"):  # where Pyro shows none
         monkeypatch.delenv(name, raising=False)
-    kernel = make(kind, dpb.PrivacyAccountant(8.0, 1e-5))
-    MCMC(kernel, num_samples=6, warmup_steps=2).run(DATA)
+    run(make("penalty", accountant), chains, num_samples=6, disable_progbar=False)
     shown = capsys.readouterr().err
-    assert "acc. rate" in shown and "epsilon" in shown
-    assert {"step size", "acc. rate", "epsilon"} == set(kernel.logging())
+    assert "step size" in shown and "acc. rate" in shown and "epsilon" in shown
+
+
+WRONG = [
+    (lambda: run(make("penalty", None)), TypeError, "accountant"),
+    (lambda: MCMC(pyro.infer.NUTS(model), num_samples=3), TypeError, "private kernels"),
+    (lambda: run(make("HMC", dpb.PrivacyAccountant()), 1, save_params="mean"), TypeError, "list"),
+    (lambda: run(make("HMC", dpb.PrivacyAccountant()), 1, save_params=["b"]), ValueError, "names"),
+]
+
+
+@pytest.mark.parametrize("make, error, text", WRONG)
+def test_what_cannot_be_run_is_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_several_starts_for_one_chain_are_refused():
+    """Pyro sets the starts of all parallel chains on one kernel, one after another."""
+    kernel = make("penalty", dpb.PrivacyAccountant())
+    for row in (0, 1):
+        kernel.initial_params = {name: value[row] for name, value in START.items()}
+    with pytest.raises(RuntimeError, match=r"mcmc\.MCMC"):
+        kernel.setup(0, DATA)

@@ -1,4 +1,4 @@
-"""The Pyro example as people call it, and the benchmark."""
+"""The Pyro example as people call it."""
 
 import importlib.util
 import re
@@ -11,17 +11,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(path):
+@pytest.fixture(scope="module")
+def example():
+    path = ROOT / "examples" / "pyro_logistic_regression.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def example():
-    return load(ROOT / "examples" / "pyro_logistic_regression.py")
 
 
 def spent(out):
@@ -31,50 +28,32 @@ def spent(out):
 @pytest.mark.thorough
 def test_one_accountant_pays_for_the_start_and_the_chain(example, capsys, tmp_path):
     picture = tmp_path / "logistic.png"
-    example.main(
-        [
-            "--records",
-            "3000",
-            "--iterations",
-            "12",
-            "--steps",
-            "2",
-            "--epsilon",
-            "2",
-            "--plot",
-            str(picture),
-        ]
-    )
+    short = "--records 3000 --iterations 12 --steps 2 --epsilon 2 --plot".split()
+    example.main([*short, str(picture)])
     out = capsys.readouterr().out
     assert 1.98 < spent(out) <= 2
-    assert re.search(r"DPSGLD +[\d.]+% of the cost, 200 releases", out) and re.search(
-        r"DPHMC +[\d.]+% of the cost, 37 releases", out
-    )
+    assert re.search(r"DPSGLD +[\d.]+% of the cost, 200 releases", out)
+    assert re.search(r"DPHMC +[\d.]+% of the cost, 37 releases", out)
     assert "without privacy" in out and "8 samples" in out
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+ROW = (
+    "{}, Private, 77516, Bachelors, {}, {}, Adm-clerical, Not-in-family, White, Male, {}, 0, {},"
+    " United-States, {}"
+)
+
+
 @pytest.mark.thorough
 def test_adult_is_read_where_it_lies(example, capsys, tmp_path):
-    row = (
-        "{}, Private, 77516, Bachelors, {}, {}, Adm-clerical, Not-in-family, White, Male, {}, 0,"
-        " {}, United-States, {}"
-    )
     folder = tmp_path / "adult"
     folder.mkdir()
     for name, end in (("adult.data", ""), ("adult.test", ".")):
-        lines = [
-            row.format(
-                20 + i % 70,
-                i % 17,
-                ["Divorced", "Married-civ-spouse"][i % 2],
-                i % 3000,
-                i % 99,
-                ["<=50K", ">50K"][i % 2],
-            )
-            + end
-            for i in range(900)
-        ]
+        lines = []
+        for i in range(900):
+            married, rich = [("Divorced", "<=50K"), ("Married-civ-spouse", ">50K")][i % 2]
+            row = ROW.format(20 + i % 70, i % 17, married, i % 3000, i % 99, rich)
+            lines.append(row + end)
         (folder / name).write_text("|1x3 Cross validator\n" * bool(end) + "\n".join(lines) + "\n\n")
     table = example.adult(folder)
     assert len(table.x) == len(table.test_x) == 900 and table.y.mean() == table.test_y.mean() == 0.5

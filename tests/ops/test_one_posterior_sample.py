@@ -1,312 +1,456 @@
-"""One posterior sample: charges, tempering, words, and what must not leave."""
+"""One posterior sample: charges, tempering, words, what must not leave, and refusals."""
 
 import logging
 import math
+import sys
+import threading
+import time
+import warnings
 
+import numpy as np
 import pytest
 import torch
-from support.one_draw import (
-    finite,
-    problem,
-)
+from scipy import optimize
+from support.one_draw import RELATIONS, Interrupted, conjugate, finite, problem
+from support.profiles import stated
 
+import torch_dpbayes as dpb
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.events import (
+    BoundedRangeDpEvent,
+    ComposedDpEvent,
+    FailureDpEvent,
+    GaussianDpEvent,
+    MuGaussianDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+)
+from torch_dpbayes.ops.certificates import Setting
+from torch_dpbayes.ops.nuts import no_u_turn
+from torch_dpbayes.ops.tempering import largest_tempering
+
+LOG_CONCAVE = ops.StronglyLogConcave()
+WALK = ops.Overdamped(5, 0.01)
+RENYI = ops.RenyiClose(LOG_CONCAVE, WALK, divergence=0.02, order=50.0, delta=1e-6)
+VARIATION = ops.TotalVariationClose(ops.Bounded(0.2), 1e-9, 1e-6, ops.Underdamped(5, 0.1))
+PAIRS = [RENYI, VARIATION]
+
+
+def held(*budget, **options):
+    return PrivacyAccountant(*budget, **{"neighboring": "replace_one", **options})
+
 
 # --- charging -------------------------------------------------------------------------------------
 
 
-def test_a_draw_has_the_shape_of_the_model_and_is_charged_once():
-    x, y = problem()
-    accountant = PrivacyAccountant(neighboring="replace_one")
-    sampler = ops.OnePosteriorSample(ops.GLM(), finite(), accountant=accountant)
-    draw = sampler.sample(x, y)
-    assert (
-        list(draw) == ["weights"]
-        and draw["weights"].shape == (3,)
-        and not draw["weights"].requires_grad
-    )
-    assert [(charge.event, charge.count) for charge in accountant.history] == [(sampler.event, 1)]
-    assert not torch.equal(sampler.sample(x, y)["weights"], draw["weights"])
-    assert len(accountant) == 2
-
-
 @pytest.mark.parametrize("method", ["pld", "rdp"])
-@pytest.mark.parametrize("neighboring", ["replace_one", "add_or_remove_one"])
-@pytest.mark.parametrize("held", [False, True])
-def test_the_target_is_met_with_what_the_accountant_holds(held, neighboring, method):
-    accountant = PrivacyAccountant(method=method, neighboring=neighboring)
-    if held:
-        accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0)), 50)
-    sampler = ops.OnePosteriorSample(ops.GLM(), finite(500), 1.0, 1e-5, accountant, num_data=50)
-    sampler.sample(*problem())
-    assert accountant.get_epsilon(1e-5) == pytest.approx(1.0, rel=1e-4 if held else 1e-6)
-    assert accountant.get_epsilon(1e-5) <= 1.0 + 1e-9
-    assert 0 < sampler.tempering < 1
-    assert sampler.variance_inflation == 1 + 1 / sampler.tempering
-    with pytest.raises(PrivacyBudgetExceeded, match="n draws cost n releases"):
-        sampler.sample(*problem())
-
-
-def test_the_default_certificate_is_a_finite_run():
-    sampler = ops.OnePosteriorSample(ops.GLM(prior_std=0.5), num_data=32561)
-    assert (
-        sampler.event
-        == ops.OnePosteriorSample(ops.GLM(prior_std=0.5), finite(10_000), num_data=32561).event
-    )
-    with pytest.raises(ValueError, match="not a GLM"):
-        ops.OnePosteriorSample(lambda x: None)
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_the_target_is_met_with_what_the_accountant_holds(neighboring, method):
+    for before in (0, 50):
+        accountant = PrivacyAccountant(method=method, neighboring=neighboring)
+        if before:
+            accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0)), before)
+        sampler = ops.OnePosteriorSample(ops.GLM(), finite(500), 1.0, 1e-5, accountant, num_data=50)
+        draw = sampler.sample(*problem())
+        assert list(draw) == ["weights"] and draw["weights"].shape == (3,)
+        assert not draw["weights"].requires_grad and len(accountant) == before + 1
+        assert accountant.history[-1].event == sampler.event
+        assert 1.0 - 1e-4 <= accountant.get_epsilon(1e-5) <= 1.0 + 1e-9
+        assert 0 < sampler.tempering < 1
+        assert sampler.variance_inflation == 1 + 1 / sampler.tempering
+        with pytest.raises(PrivacyBudgetExceeded, match="n draws cost n releases"):
+            sampler.sample(*problem())
 
 
 def test_a_target_above_the_cost_leaves_the_likelihood_alone():
-    sampler = ops.OnePosteriorSample(
-        ops.GLM(prior_std=0.5), finite(10_000), 50.0, 1e-5, num_data=32561
-    )
-    assert sampler.tempering == 1.0
-    assert "rho = 1" in sampler.guarantee() and "epsilon = 4.3395" in sampler.guarantee()
+    glm = ops.GLM(prior_std=0.5)
+    sampler = ops.OnePosteriorSample(glm, finite(10_000), 50.0, 1e-5, num_data=32561)
+    assert sampler.tempering == 1.0 and "epsilon = 4.3395" in sampler.guarantee()
+    assert sampler.event == ops.OnePosteriorSample(glm, num_data=32561).event  # the default
 
 
-class Recording(ops.Certificate):
-    """Wraps a certificate and notes whether anything was drawn."""
-
-    def __init__(self, inner):
-        self.inner, self.drawn = inner, 0
-
-    def check(self, model):
-        self.inner.check(model)
-
-    def needs_num_data(self, model):
-        return self.inner.needs_num_data(model)
-
-    def event(self, model, setting):
-        return self.inner.event(model, setting)
-
-    def statement(self, model, setting):
-        return self.inner.statement(model, setting)
+class Noting(ops.FiniteRunLangevin):
+    """Notes how many draws were made, and how much was charged by then."""
 
     def draw(self, *arguments):
-        self.drawn += 1
-        return self.inner.draw(*arguments)
+        seen.append(len(charged[0]))
+        return super().draw(*arguments)
 
 
-def test_nothing_is_drawn_when_the_charge_is_refused():
-    certificate = Recording(finite())
-    accountant = PrivacyAccountant(1e-3, 1e-5, neighboring="replace_one")
+seen, charged = [], [None]
+
+
+def test_nothing_is_drawn_where_the_charge_is_refused_or_another_comes_in_between():
+    seen.clear()
+    charged[0] = held(1e-3, 1e-5)
     with pytest.raises(PrivacyBudgetExceeded):
-        ops.OnePosteriorSample(ops.GLM(), certificate, accountant=accountant).sample(*problem())
-    assert certificate.drawn == 0 and len(accountant) == 0
+        ops.OnePosteriorSample(ops.GLM(), Noting(5), accountant=charged[0]).sample(*problem())
+    assert not seen and len(charged[0]) == 0
+    charged[0] = Interrupted(neighboring="replace_one")
+    sampler = ops.OnePosteriorSample(ops.GLM(), Noting(5), 1.0, 1e-5, charged[0], num_data=60)
+    sampler.tempering  # noqa: B018  solved before the other charge
+    with pytest.raises(PrivacyBudgetExceeded, match="Nothing was drawn, but the charge stays"):
+        sampler.sample(*problem(60))
+    assert not seen and len(charged[0]) == 4
+    charged[0] = held()
+    ops.OnePosteriorSample(ops.GLM(), Noting(5), accountant=charged[0]).sample(*problem())
+    assert seen == [1]
 
 
-def test_bad_shapes_cost_nothing():
-    sampler = ops.OnePosteriorSample(ops.GLM(), finite())
-    x, y = problem()
-    for data in (
-        (x, y[:-1]),
-        (x, y[:, None]),
-        (x, y.repeat(3, 1).T),
-        (x[0], y),
-        (x.tolist(), y),
-        (x.to_sparse(), y),
-        (x[:, :0], y),
-    ):
-        with pytest.raises(ValueError):
-            sampler.sample(*data)
-    with pytest.raises(TypeError):
-        sampler.sample(x)
-    assert len(sampler.accountant) == 0
+class Slow(PrivacyAccountant):
+    """So slow that all threads have looked before the first has charged."""
+
+    def compose(self, event, count=1, label=None, adaptive=False):
+        time.sleep(0.05)
+        return super().compose(event, count, label, adaptive)
 
 
-def test_the_number_of_records_under_both_relations():
-    x, y = problem()
-    with pytest.raises(ValueError, match="num_data"):
-        ops.OnePosteriorSample(ops.GLM(), finite(), accountant=PrivacyAccountant())
-    with pytest.raises(ValueError, match="49 was stated, but there are 50"):
-        ops.OnePosteriorSample(ops.GLM(), finite(), num_data=49).sample(x, y)
-    bounded = ops.OnePosteriorSample(
-        ops.GLM(), finite(), accountant=PrivacyAccountant(), num_data=50
+def test_of_many_threads_one_gets_the_draw():
+    accountant, results = Slow(neighboring="replace_one"), []
+    sampler = ops.OnePosteriorSample(ops.GLM(), finite(5), 1.0, 1e-5, accountant, num_data=60)
+    sampler.tempering  # noqa: B018
+
+    def run():
+        try:
+            results.append(sampler.sample(*problem(60)))
+        except PrivacyBudgetExceeded:
+            results.append(None)
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6 and sum(result is not None for result in results) == 1
+    assert len(accountant) == 1 and accountant.get_epsilon(1e-5) <= 1.0
+
+
+@pytest.mark.parametrize("certificate", PAIRS, ids=["renyi", "variation"])
+def test_a_pair_with_delta_is_never_charged_as_less_tempered_and_used_up(certificate):
+    glm = ops.GLM(prior_std=0.2)
+    epsilon, delta = certificate.single_guarantee(glm, Setting(1.0, None, "replace_one"))
+    exact = certificate.target.event(glm, Setting(1.0, None, "replace_one"))
+    assert epsilon > optimize.brentq(lambda e: stated(exact, e) - delta, 0, 40) and delta == 1e-6
+    release = ops.OnePosteriorSample(glm, certificate)
+    assert f"({epsilon:.5g}, 1e-06)" in release.guarantee()
+    assert release.event == ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(1e-6)])
+    alone = held().compose(release.event)
+    assert alone.get_epsilon(1e-6) == pytest.approx(epsilon, rel=1e-9)
+    assert alone.get_epsilon(0.9e-6) == math.inf
+    for method in ("pld", "rdp"):
+        accountant = held(1.0, 1e-5, method=method)
+        release = ops.OnePosteriorSample(ops.GLM(), certificate, epsilon=1.0, accountant=accountant)
+        assert torch.isfinite(release.sample(*problem())["weights"]).all()
+        assert accountant.get_epsilon() <= 1.0 and 0 < release.tempering <= 1
+        if release.tempering < 1:
+            assert accountant.get_epsilon() == pytest.approx(1.0, rel=1e-3)
+        # each uses up a tenth of delta, and their losses are bounded
+        assert held(1e3, 1e-5, method=method).remaining(release.event) == 10
+    with pytest.raises(ValueError, match="cannot be met"):  # a delta below that of the certificate
+        ops.OnePosteriorSample(ops.GLM(), certificate, 1.0, 0.9e-6).tempering  # noqa: B018
+
+
+@pytest.mark.parametrize("target", [LOG_CONCAVE, ops.Bounded(3.0)], ids=["concave", "bounded"])
+def test_a_ratio_bounded_draw_is_tempered_charged_and_labelled(target):
+    for sampler in (WALK, ops.Underdamped(5, 0.1, inverse_mass=0.05)):
+        certificate = ops.RenyiClose(target, sampler, divergence=0.02)
+        release = ops.OnePosteriorSample(ops.GLM(), certificate, epsilon=1.0, delta=1e-5)
+        assert torch.isfinite(release.sample(*problem())["weights"]).all()
+        assert 0.999 <= release.accountant.get_epsilon(1e-5) <= 1.0
+        exact = ops.OnePosteriorSample(ops.GLM(), target, epsilon=1.0, delta=1e-5)
+        assert release.tempering < exact.tempering
+        text = release.guarantee()
+        assert "in both directions, on every data set" in text and "ASSUMED" in text
+        assert "the No-U-Turn sampler" not in text
+
+
+def test_a_distance_that_is_too_large_for_a_full_likelihood_is_met_by_tempering():
+    glm, certificate = ops.GLM(prior_std=2.0), ops.TotalVariationClose(LOG_CONCAVE, 2e-7, 1e-6)
+    release = ops.OnePosteriorSample(glm, certificate, 30.0, 1e-5)
+    assert 0 < release.tempering < 1 and math.isfinite(
+        certificate.single_guarantee(glm, release._setting())[0]
     )
-    event = bounded.event
-    for n in (0, 1, 49, 50):
-        bounded.sample(x[:n], y[:n])
-    # the size that came changes nothing
-    assert bounded.event == event and {charge.event for charge in bounded.accountant.history} == {
-        event
-    }
-    with pytest.raises(ValueError, match="upper bound") as error:
-        bounded.sample(torch.cat([x, x]), torch.cat([y, y]))
-    assert "100" not in str(error.value)
+    far = ops.RenyiClose(LOG_CONCAVE, WALK, divergence=1e4, order=50.0, delta=1e-6)
+    for held_to, epsilon, message in (
+        (certificate, None, "too large"),
+        (far, None, "no finite epsilon"),
+        (far, 1.0, "no finite epsilon|cannot be met"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.OnePosteriorSample(glm, held_to, epsilon, 1e-5).event  # noqa: B018
 
 
-def test_nothing_but_the_draw_is_kept_printed_or_logged(capsys, caplog):
+# --- the tempering --------------------------------------------------------------------------------
+
+COSTS = {
+    "proportional": lambda r: 7.3 * r,
+    "quadratic": lambda r: 40 * r**2 + 3 * r,
+    "above what is held": lambda r: 0.9 + 5 * r,
+    "nothing below": lambda r: max(0.0, 60 * (r - 0.01)),
+    "not certified above": lambda r: 0.4 * r if r < 0.2345 else math.inf,
+    "a jump": lambda r: 0.4 if r < 0.0123 else 30.0,
+    "tiny": lambda r: 3e6 * r,
+}
+
+
+def test_the_largest_tempering_meets_the_target_and_no_larger_one_does():
+    for cost in COSTS.values():
+        found = largest_tempering(cost, 1.0)
+        assert cost(found) <= 1.0 < cost(found * (1 + 1e-6))
+    assert largest_tempering(lambda r: 0.99 * r, 1.0) == 1.0
+    assert largest_tempering(lambda r: 1.0 + r, 1.0) is None
+    assert largest_tempering(lambda r: math.inf, 1.0) is None
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_the_tempering_of_a_guarantee_is_that_of_its_closed_form(neighboring):
+    """G/√λ = 2ρ/√λ or ρ/√λ, beside a Gaussian that the accountant holds."""
+    accountant = PrivacyAccountant(neighboring=neighboring).compose(MuGaussianDpEvent(0.05), 4)
+    glm = ops.GLM(prior_std=2.0)
+    sampler = ops.OnePosteriorSample(glm, LOG_CONCAVE, 0.8, 1e-6, accountant)
+    mu = optimize.brentq(lambda m: stated(MuGaussianDpEvent(m), 0.8) - 1e-6, 0.01, 2)
+    expected = math.sqrt(mu**2 - 0.1**2) / 2 / (2 if neighboring == "replace_one" else 1)
+    assert sampler.tempering == pytest.approx(expected, rel=1e-6)
+    bounded = ops.OnePosteriorSample(glm, ops.Bounded(10.0), epsilon=1.0, delta=1e-5).event
+    assert stated(bounded, 1.0) <= 1e-5 < stated(BoundedRangeDpEvent(bounded.epsilon * 1.001), 1.0)
+
+
+FEW_CALLS = [finite(400), LOG_CONCAVE, ops.Bounded(3.0), VARIATION, RENYI]
+
+
+@pytest.mark.parametrize("certificate", FEW_CALLS, ids=lambda c: type(c).__name__)
+def test_a_draw_makes_few_calls_besides_its_sampler(certificate, monkeypatch):
+    """10,000 and more where each trial of the search built an accountant."""
+    kind, nothing = type(certificate), torch.zeros(3, dtype=torch.float64)
+    monkeypatch.setattr(kind, "draw", lambda *_: nothing)
+    data = problem(100)
+
+    def draw(epsilon):
+        sampler = ops.OnePosteriorSample(ops.GLM(prior_std=3.0), certificate, epsilon, 1e-5)
+        sampler.sample(*data)
+        assert sampler.tempering < 0.9 or kind is ops.TotalVariationClose
+
+    draw(1.3)  # what is imported and cached
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        draw(1.0)
+    finally:
+        sys.setprofile(None)
+    assert calls <= (4000 if kind is ops.RenyiClose else 3000)
+
+
+# --- what leaves, and what is said ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "certificate",
+    [finite(3), ops.Bounded(5.0, warmup_steps=12), ops.StronglyLogConcave(warmup_steps=12)],
+    ids=["run", "bounded", "concave"],
+)
+def test_nothing_but_the_draw_leaves_whatever_the_caller_has_switched_on(
+    certificate, capsys, caplog
+):
     x, y = problem()
+    before, draws = (x.clone(), y.clone()), []
     with caplog.at_level(logging.DEBUG):
-        for certificate in (
-            finite(),
-            ops.Bounded(5.0, warmup_steps=5),
-            ops.StronglyLogConcave(warmup_steps=5),
-        ):
+        for data in ((x, y), (x, y), (torch.zeros_like(x), 1 - y)):
+            torch.manual_seed(0)
+            state = torch.get_rng_state()
             sampler = ops.OnePosteriorSample(ops.GLM(), certificate)
-            text = repr(sampler.__dict__)
-            sampler.sample(x, y)
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+                draws.append(sampler.sample(*data)["weights"])
+            assert torch.equal(torch.get_rng_state(), state)
+            assert draws[-1].dtype == torch.float64 and not draws[-1].is_inference()
             assert not any(isinstance(value, torch.Tensor) for value in vars(sampler).values())
-            first = sampler.guarantee()
-            sampler.sample(torch.zeros_like(x), 1 - y)
-            assert sampler.guarantee() == first and "tensor" not in text
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == "" and not caplog.records
-
-
-def test_the_users_data_is_not_touched():
-    x, y = 10 * torch.randn(20, 3), torch.randn(20)
-    before = x.clone(), y.clone()
-    ops.OnePosteriorSample(ops.GLM(), finite()).sample(x, y)
+            assert len({sampler.guarantee(), draws and sampler.guarantee()}) == 1
+    assert not torch.equal(draws[0], draws[1])  # seeds do not repeat it
     assert torch.equal(x, before[0]) and torch.equal(y, before[1])
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    assert not [record for record in caplog.records if record.name.startswith(("torch", "pyro"))]
 
 
-def test_the_finite_run_ignores_torchs_seed():
-    x, y = problem()
+def test_a_seed_that_another_thread_sets_does_not_reach_the_chain():
     draws = []
     for _ in range(2):
-        torch.manual_seed(0)
-        draws.append(ops.OnePosteriorSample(ops.GLM(), finite()).sample(x, y)["weights"])
+
+        def potential(theta):
+            torch.manual_seed(0)  # at every step, whatever the other thread is about
+            return theta.square().sum() / 2
+
+        with torch.random.fork_rng([]):
+            draws.append(no_u_turn(potential, torch.zeros(3, dtype=torch.float64), 5))
     assert not torch.equal(*draws)
 
 
-# --- words ----------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.chance(1e-4)
+@pytest.mark.parametrize("certificate", [ops.Bounded((-80.0, 5.0)), ops.StronglyLogConcave(1e4)])
+def test_draws_by_nuts_follow_the_posterior(certificate):
+    from scipy import stats
+
+    glm, y, mean, precision = conjugate()
+    x, standard = torch.eye(len(y), dtype=torch.float64), []
+    for _ in range(3):
+        draw = ops.OnePosteriorSample(glm, certificate).sample(x, y)["weights"].numpy()
+        standard.append((draw - mean) * math.sqrt(precision))
+    assert stats.kstest(np.concatenate(standard), "norm").pvalue > 1e-4
 
 
 def test_a_guarantee_says_what_is_proved_and_what_is_assumed():
-    finite_run = ops.OnePosteriorSample(ops.GLM(), finite(), num_data=100).guarantee()
-    assert (
-        "proved" in finite_run
-        and "ASSUMED" not in finite_run
-        and "one record is replaced" in finite_run
-        and "N = 100" in finite_run
-    )
-    for certificate in (ops.Bounded(5.0), ops.StronglyLogConcave()):
-        assert (
-            "ASSUMED     the draw is exact"
-            in ops.OnePosteriorSample(ops.GLM(), certificate).guarantee()
-        )
-    with pytest.raises(ValueError, match="num_data"):
-        ops.OnePosteriorSample(ops.GLM(), finite()).guarantee()
+    run = ops.OnePosteriorSample(ops.GLM(), finite(), num_data=100).guarantee()
+    assert "proved" in run and "ASSUMED" not in run
+    assert "one record is replaced" in run and "N = 100" in run
+    for certificate in (ops.Bounded(5.0), LOG_CONCAVE):
+        text = ops.OnePosteriorSample(ops.GLM(), certificate).guarantee()
+        assert "ASSUMED     the draw is exact" in text
     added = ops.OnePosteriorSample(
         ops.GLM(), finite(), accountant=PrivacyAccountant(), num_data=100
     ).guarantee()
     assert "one record is added or removed" in added and "at most N = 100 records" in added
 
 
-# --- bad input ------------------------------------------------------------------------------------
+def test_the_number_of_records_under_both_relations():
+    x, y = problem()
+    accountant = PrivacyAccountant()
+    bounded = ops.OnePosteriorSample(ops.GLM(), finite(), accountant=accountant, num_data=50)
+    event = bounded.event
+    for n in (0, 1, 49, 50):
+        bounded.sample(x[:n], y[:n])
+    # the size that came changes nothing
+    assert bounded.event == event and {charge.event for charge in accountant.history} == {event}
+    with pytest.raises(ValueError, match="upper bound") as error:
+        bounded.sample(torch.cat([x, x]), torch.cat([y, y]))
+    assert "100" not in str(error.value)
 
 
-@pytest.mark.first_cases(99)
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ops.GLM("softmax"), "family must be one of .* got .softmax"),
-        (lambda: ops.GLM("categorical"), "Pyro model with asserted constants"),
-        (lambda: ops.GLM(max_feature_norm=math.inf), "max_feature_norm"),
-        (lambda: ops.GLM(max_feature_norm=0.0), "max_feature_norm"),
-        (lambda: ops.GLM(prior_std=-1.0), "prior_std"),
-        (lambda: ops.GLM(prior_std=math.nan), "prior_std"),
-        (lambda: ops.GLM(prior_std=[1.0, 0.0]), "prior_std"),
-        (lambda: ops.GLM("gaussian"), "noise_std"),
-        (lambda: ops.GLM("poisson"), "max_count"),
-        (lambda: ops.GLM("poisson", max_count=math.inf), "max_count"),
-        (lambda: ops.GLM("bernoulli", noise_std=1.0), "belongs to"),
-        (lambda: ops.GLM(max_feature_norm=1e30), "float32"),
-        # 1/s^2 overflows, and 0 times it is not a number
-        (lambda: ops.GLM("gaussian", noise_std=1e-20), "float32"),
-        (lambda: ops.GLM("poisson", max_count=1e20), "float32"),
-        (lambda: ops.OnePosteriorSample(ops.GLM(), finite(max_grad_norm=1e-40)), "float32"),
-        (
-            lambda: ops.OnePosteriorSample(ops.GLM(), ops.StronglyLogConcave(max_grad_norm=1e36)),
-            "float32",
-        ),
-        (lambda: finite(0), "steps"),
-        (lambda: finite(2.5), "steps"),
-        (lambda: finite(step_size=-0.1), "step_size"),
-        (lambda: finite(step_size=math.nan), "step_size"),
-        (lambda: finite(max_grad_norm=math.inf), "max_grad_norm"),
-        (lambda: finite(lipschitz=1.0, strength=-0.5, smoothness=2.0), "not convex"),
-        (lambda: finite(lipschitz=1.0, strength=3.0, smoothness=2.0), "between 0 and smoothness"),
-        (lambda: finite(lipschitz=1.0), "missing"),
-        (lambda: ops.Bounded(math.inf), "log_likelihood_range must be a finite interval"),
-        (lambda: ops.Bounded((-math.inf, 0.0)), "log_likelihood_range must be a finite interval"),
-        (lambda: ops.Bounded((0.0, -1.0)), "log_likelihood_range"),
-        (lambda: ops.Bounded(1.0, warmup_steps=0), "warmup_steps"),
-        (lambda: ops.StronglyLogConcave(lipschitz=1.0), "together"),
-        (lambda: ops.StronglyLogConcave(lipschitz=1.0, strength=0.0), "strength"),
-        (
-            lambda: ops.OnePosteriorSample(ops.GLM(prior_std=math.inf), ops.StronglyLogConcave()),
-            "not strongly log-concave",
-        ),
-        (
-            lambda: ops.OnePosteriorSample(ops.GLM(prior_std=math.inf), ops.Bounded(1.0)),
-            "flat prior",
-        ),
-        (
-            lambda: ops.OnePosteriorSample(
-                ops.GLM(), finite(lipschitz=1.0, strength=1.0, smoothness=2.0)
-            ),
-            "derived",
-        ),
-        (
-            lambda: (
-                ops.OnePosteriorSample(
-                    ops.GLM(), finite(step_size=2.01 / (1 + 50 / 4)), num_data=50
-                ).event
-            ),
-            "above 2/M",
-        ),
-        (
-            lambda: (
-                ops.OnePosteriorSample(
-                    ops.GLM(), finite(step_size=0.1), 1.0, 1e-5, num_data=5000
-                ).event
-            ),
-            "above 2/M",
-        ),
-        (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), 1.0), "both numbers"),
-        (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), -1.0, 1e-5), "epsilon"),
-        (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), 1.0, 2.0), "delta"),
-        (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), num_data=0), "num_data"),
-    ],
-)
-def test_bad_input_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+# --- arrays and frames ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (torch.nn.Linear(2, 1), ops.FiniteRunLangevin(steps=1)),
-        (ops.GLM(), "finite run"),
-        (ops.GLM, finite()),
-    ],
-)
-def test_wrong_kinds_are_refused(arguments):
-    with pytest.raises(TypeError):
-        ops.OnePosteriorSample(*arguments)
+def test_draws_and_posteriors_of_arrays_and_frames():
+    pandas = pytest.importorskip("pandas")
+    x, y = np.random.randn(40, 2) / 3, np.random.rand(40) > 0.5
+    gaps = pandas.DataFrame({"a": x[:, 0], "b": pandas.array([1, None] * 20, dtype="Int64")})
+    frame, model = pandas.DataFrame(x), ops.GLM("bernoulli", prior_std=0.5)
+    for features, targets in ((x, y), (frame, pandas.Series(y)), (gaps, y.astype(float))):
+        release = ops.OnePosteriorSample(model, finite(), epsilon=1.0, delta=1e-5)
+        assert release.sample(features, targets)["weights"].shape == (2,)
+        made = model.prepare((features, targets))
+        assert torch.equal(made[1].bool(), torch.as_tensor(y))
+        if features is gaps:  # a gap, and no error
+            assert made[0][:, 1].isnan().tolist() == [False, True] * 20
+            continue
+        torch.testing.assert_close(made[0], torch.as_tensor(x))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the budget is small for forty records
+            post = dpb.noise_aware.posterior(model, features, targets, epsilon=0.1, delta=1e-5)
+        assert post.mean["weights"].shape == (2,)
+    table = pandas.DataFrame({"a": ["secret", "1"], "b": [1.0, 2.0]})
+    with pytest.raises(ValueError, match="'a' of the DataFrame is not numeric") as caught:
+        model.prepare((table, np.zeros(2)))
+    assert "secret" not in str(caught.value)
 
 
-def test_a_spent_accountant_leaves_nothing_to_temper_to():
-    accountant = PrivacyAccountant(neighboring="replace_one").compose(GaussianDpEvent(0.5))
-    with pytest.raises(ValueError, match="cannot be met"):
-        ops.OnePosteriorSample(ops.GLM(), finite(), 1.0, 1e-5, accountant, num_data=50).sample(
-            *problem()
-        )
+# --- refusals -------------------------------------------------------------------------------------
 
 
-def test_adaptive_charges_have_no_target_below_their_budget():
-    accountant = PrivacyAccountant(20.0, 1e-5, neighboring="replace_one").compose(
-        GaussianDpEvent(10.0), adaptive=True
-    )
-    with pytest.raises(ValueError, match="adaptive"):
-        ops.OnePosteriorSample(ops.GLM(), finite(), 1.0, 1e-5, accountant, num_data=50).sample(
-            *problem()
-        )
-    ops.OnePosteriorSample(ops.GLM(), finite(), accountant=accountant).sample(*problem())
-    assert len(accountant) == 2
+def one(model=None, certificate=None, *target, **options):
+    return ops.OnePosteriorSample(model or ops.GLM(), certificate or finite(), *target, **options)
+
+
+def close(divergence=0.1, sampler=WALK, target=ops.Bounded(1.0), **options):  # noqa: B008
+    return ops.RenyiClose(target, sampler, divergence=divergence, **options)
+
+
+def varied(xi=1e-6, delta=1e-5):
+    return ops.TotalVariationClose(ops.Bounded(1.0), xi=xi, delta=delta)
+
+
+X, Y = problem()
+FLAT = ops.GLM(prior_std=math.inf)
+SPENT = held().compose(GaussianDpEvent(0.5))
+ADAPTIVE = held(20.0, 1e-5).compose(GaussianDpEvent(10.0), adaptive=True)
+REFUSED = [
+    (lambda: ops.GLM("softmax"), "family must be one of .* got .softmax"),
+    (lambda: ops.GLM("categorical"), "Pyro model with asserted constants"),
+    *((lambda v=v: ops.GLM(max_feature_norm=v), "max_feature_norm") for v in (math.inf, 0.0)),
+    *((lambda v=v: ops.GLM(prior_std=v), "prior_std") for v in (-1.0, math.nan, [1.0, 0.0])),
+    (lambda: ops.GLM("gaussian"), "noise_std"),
+    (lambda: ops.GLM("poisson"), "max_count"),
+    (lambda: ops.GLM("poisson", max_count=math.inf), "max_count"),
+    (lambda: ops.GLM("bernoulli", noise_std=1.0), "belongs to"),
+    (lambda: ops.GLM(max_feature_norm=1e30), "float32"),
+    # 1/s^2 overflows, and 0 times it is not a number
+    (lambda: ops.GLM("gaussian", noise_std=1e-20), "float32"),
+    (lambda: ops.GLM("poisson", max_count=1e20), "float32"),
+    (lambda: one(None, finite(max_grad_norm=1e-40)), "float32"),
+    (lambda: one(None, ops.StronglyLogConcave(max_grad_norm=1e36)), "float32"),
+    *((lambda v=v: finite(v), "steps") for v in (0, 2.5)),
+    *((lambda v=v: finite(step_size=v), "step_size") for v in (-0.1, math.nan)),
+    (lambda: finite(max_grad_norm=math.inf), "max_grad_norm"),
+    (lambda: finite(lipschitz=1.0, strength=-0.5, smoothness=2.0), "not convex"),
+    (lambda: finite(lipschitz=1.0, strength=3.0, smoothness=2.0), "between 0 and smoothness"),
+    (lambda: finite(lipschitz=1.0), "missing"),
+    *((lambda v=v: ops.Bounded(v), "finite interval") for v in (math.inf, (-math.inf, 0.0))),
+    (lambda: ops.Bounded((0.0, -1.0)), "log_likelihood_range"),
+    (lambda: ops.Bounded(1.0, warmup_steps=0), "warmup_steps"),
+    (lambda: ops.StronglyLogConcave(lipschitz=1.0), "together"),
+    (lambda: ops.StronglyLogConcave(lipschitz=1.0, strength=0.0), "strength"),
+    (lambda: one(FLAT, LOG_CONCAVE), "not strongly log-concave"),
+    (lambda: one(FLAT, ops.Bounded(1.0)), "flat prior"),
+    (lambda: one(FLAT, close()), "flat prior"),
+    (lambda: one(None, finite(lipschitz=1.0, strength=1.0, smoothness=2.0)), "derived"),
+    (lambda: one(None, finite(step_size=2.01 / (1 + 50 / 4)), num_data=50).event, "above 2/M"),
+    (lambda: one(None, finite(step_size=0.1), 1.0, 1e-5, num_data=5000).event, "above 2/M"),
+    (lambda: one(None, None, 1.0), "both numbers"),
+    (lambda: one(None, None, -1.0, 1e-5), "epsilon"),
+    (lambda: one(None, None, 1.0, 2.0), "delta"),
+    (lambda: one(num_data=0), "num_data"),
+    (lambda: one(accountant=PrivacyAccountant()), "num_data"),
+    (lambda: one(num_data=49).sample(X, Y), "49 was stated, but there are 50"),
+    (lambda: one().guarantee(), "num_data"),
+    (lambda: one(lambda x: None), "not a GLM"),
+    (lambda: one(None, None, 1.0, 1e-5, accountant=SPENT, num_data=50).event, "cannot be met"),
+    (lambda: one(None, None, 1.0, 1e-5, accountant=ADAPTIVE, num_data=50).event, "adaptive"),
+    *((lambda v=v: close(v), "divergence") for v in (-0.1, math.inf)),
+    (lambda: close(order=1.0), "order"),
+    (lambda: close(order=20.0), "delta="),
+    (lambda: close(delta=1e-6), "leave out delta"),
+    *((lambda v=v: varied(v), m) for v, m in ((0.0, "xi"), (6e-6, "delta / 2"))),
+    (lambda: varied(delta=2.0), "delta"),
+    (lambda: ops.Overdamped(0, 0.1), "steps"),
+    (lambda: ops.Underdamped(5, 0.1, friction=0.0), "friction"),
+    # shapes cost nothing
+    (lambda: one().sample(X, Y[:-1]), "number of records"),
+    *((lambda v=v: one().sample(X, v), "targets must be") for v in (Y[:, None], Y.repeat(3, 1).T)),
+    *((lambda v=v: one().sample(v, Y), "features") for v in (X[0], X.tolist(), X.to_sparse())),
+    (lambda: one().sample(X[:, :0], Y), "no column"),
+]
+KINDS = [
+    lambda: one(torch.nn.Linear(2, 1)),
+    lambda: one(None, "finite run"),
+    lambda: one(ops.GLM),
+    lambda: one().sample(X),
+    lambda: close(target=finite(1)),
+    lambda: close(sampler=ops.Bounded(1.0)),
+    lambda: close(sampler=ops.Overdamped),
+]
+
+
+def test_refusals():
+    for kind, table in ((ValueError, REFUSED), (TypeError, [(make, None) for make in KINDS])):
+        for number, (make, message) in enumerate(table):
+            with pytest.raises(kind, match=message) as caught:
+                make()
+                pytest.fail(f"row {number} of {kind.__name__}: {message}")
+            assert isinstance(caught.value, dpb.errors.DPBayesError), number
+    assert len(SPENT) == len(ADAPTIVE) == 1
+    one(accountant=ADAPTIVE).sample(X, Y)  # without a target
+    assert len(ADAPTIVE) == 2

@@ -1,4 +1,4 @@
-"""Several chains of one kernel: Pyro's runner, which gives every parallel chain its number."""
+"""Several chains of one kernel: Pyro's runner, with a process and a pipe for every chain."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import multiprocessing
 import os
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
-from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import pyro.infer
 import torch
-from pyro.infer.mcmc.api import _MultiSampler, _Worker
+from numpy import ndarray
+from pyro.infer.mcmc.api import MAX_SEED, _gen_samples, _MultiSampler
+from pyro.infer.mcmc.logger import ProgressBar
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..errors import ArgumentTypeError
-from .kernel import Draw, PrivateKernel
+from ..errors import ArgumentTypeError, StateError
+from .kernel import PrivateKernel
 from .mixing import complaint_of
 
 _SECONDS_TO_STOP, _SECONDS_TO_CHARGE, _SECONDS_TO_SEND = 40.0, 30.0, 1.0
-_SECONDS_TO_NOTICE, _SECONDS_TO_LOOK = 0.2, 0.02
+_SECONDS_TO_NOTICE = 0.2
 
 
 class MCMC(pyro.infer.MCMC):
@@ -35,8 +36,8 @@ class MCMC(pyro.infer.MCMC):
     Each parallel chain gets its own copy of the kernel, with the chain's number and start. The
     kernel keeps every draw as it arrives: :meth:`PrivateKernel.get_samples` has them also when the
     budget, an error or Ctrl-C ends the run. The chains that still run are then asked to stop and
-    return what they reserved of the budget. A chain that is killed keeps what it was charged, and
-    what it had reserved. A warning says so if the chains have not mixed.
+    return what they reserved of the budget. A chain that is killed ends the run too; it keeps what
+    it was charged, and what it had reserved. A warning says so if the chains have not mixed.
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.
@@ -82,99 +83,153 @@ class MCMC(pyro.infer.MCMC):
             save_params=save_params,
         )
         if isinstance(self.sampler, _MultiSampler):
-            starts = self.sampler.initial_params
-            self.sampler.terminate()
-            self.sampler = _ParallelChains(
+            pyros = self.sampler
+            pyros.terminate()
+            ours: Any = _ParallelChains(
                 kernel,
                 num_samples,
                 self.warmup_steps,
                 num_chains,
-                mp_context,
+                pyros.initial_params,
+                pyros.ctx.get_context(),
+                hook_fn,
                 disable_progbar,
-                initial_params=starts,
-                hook=hook_fn,
             )
+            self.sampler = ours
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Run the chains on the data.
 
         Raises:
             PrivacyBudgetExceeded: an iteration did not fit into the budget.
+            StateError: a parallel chain was killed.
         """
         with self.kernel.in_run():
-            super().run(*args, **kwargs)
+            try:
+                super().run(*args, **kwargs)
+            finally:
+                self.sampler.terminate()
         if (complaint := complaint_of(self.kernel.diagnostics())) is not None:
             warnings.warn(complaint, stacklevel=2)
 
 
-class _ParallelChains(_MultiSampler):
-    """Pyro's parallel chains, with a copy of the kernel for each."""
+@dataclass
+class _ParallelChains:
+    """Chains side by side, each with a copy of the kernel, in the place of Pyro's sampler.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # a chain that is killed may hold this queue's lock: the process must end without it
-        self.log_queue.cancel_join_thread()
-        self._context: BaseContext = self.ctx.get_context()
-        self._sent: SimpleQueue[tuple[int, dict[str, Any]]] = self._context.SimpleQueue()
-        # one pipe a chain: an event would be a lock of all, which one that ends may hold
-        self._stops: list[tuple[Any, Any]] = []
-        self._receiving = threading.Lock()
+    A chain has a pipe of its own and nothing that chains share: one that is killed, even in the
+    middle of a message, leaves no lock behind, and its pipe ends.
+    """
 
-    def init_workers(self, *args: Any, **kwargs: Any) -> None:
-        self.workers, starts = [], self.initial_params
-        self._stops = [self._context.Pipe(duplex=False) for _ in range(self.num_chains)]
-        for number in range(self.num_chains):
-            start = None if starts is None else {name: v[number] for name, v in starts.items()}
-            kernel = self.kernel.for_chain(Chain(number, self._stops[number][0], self._sent), start)
-            worker = _Worker(
-                number,
-                self.result_queue,
-                self.log_queue,
-                self.events[number],
-                kernel,
-                self.num_samples,
-                self.warmup_steps,
-                hook=self.hook,
-            )
-            self.workers.append(
-                self.ctx.Process(
-                    name=str(number), target=worker.run, args=args, kwargs=kwargs, daemon=True
-                )
-            )
+    kernel: PrivateKernel
+    num_samples: int
+    warmup_steps: int
+    num_chains: int
+    initial_params: dict[str, Tensor] | None
+    context: Any
+    hook: Callable[..., Any] | None
+    is_silent: bool
 
-    def run(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        self._chains, ended = self.kernel.begin_chains(self.num_chains), threading.Event()
-        threading.Thread(target=self._keep_receiving, args=(ended,), daemon=True).start()
+    def __post_init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []  # numbered like the chains
+
+    def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
+        """What every chain yields, with its number."""
+        self._draws = self.kernel.begin_chains(self.num_chains)
+        self._processes, self._pipes = [], []
         try:
-            yield from super().run(*args, **kwargs)
+            for number in range(self.num_chains):
+                self._start(number, args, kwargs)
+            bars = ProgressBar(
+                self.warmup_steps,
+                self.num_samples,
+                disable=self.is_silent,
+                num_bars=self.num_chains,
+            )
+            with bars:
+                yield from self._received(bars)
         finally:
-            ended.set()
-            self._receive()
+            self.terminate()
 
-    def _keep_receiving(self, ended: threading.Event) -> None:
-        """A chain whose draw is larger than a pipe waits until it is taken."""
-        while not ended.wait(_SECONDS_TO_LOOK):
-            self._receive()
+    def _start(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ours, theirs = self.context.Pipe()
+        starts = self.initial_params
+        start = None if starts is None else {name: v[number] for name, v in starts.items()}
+        chain = Chain(theirs, not self.is_silent)
+        settings = self.warmup_steps, self.num_samples, self.hook
+        seed = (torch.initial_seed() + number) % MAX_SEED
+        defaults = torch.get_default_dtype(), torch.get_default_device()
+        kernel = self.kernel.for_chain(chain, start)
+        process = self.context.Process(
+            name=str(number),
+            target=chain.run,
+            args=(kernel, settings, seed, defaults, args, kwargs),
+            daemon=True,
+        )
+        process.start()
+        # now the chain alone can write: its pipe ends when it ends
+        theirs.close()
+        self._processes.append(process)
+        self._pipes.append(ours)
 
-    def terminate(self, terminate_workers: bool = False) -> None:
-        if terminate_workers:
-            for worker, (_, stop) in zip(self.workers, self._stops, strict=True):
-                if worker.is_alive():
-                    stop.send_bytes(b"stop")
-            end = time.monotonic() + _SECONDS_TO_STOP
-            while any(worker.is_alive() for worker in self.workers) and time.monotonic() < end:
-                self._receive()
-                time.sleep(0.02)
-            self._receive()
-        super().terminate(terminate_workers)
+    def _received(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
+        running = {pipe: number for number, pipe in enumerate(self._pipes)}
+        while running:
+            for number, kind, value in self._messages(running):
+                if kind == "gone":
+                    raise self._killed(number)
+                if kind == "error":
+                    raise value
+                if kind == "value":
+                    yield (torch.as_tensor(value) if isinstance(value, ndarray) else value), number
+                elif kind == "progress":
+                    bars.set_postfix(value, pos=number, refresh=False)
+                    bars.update(pos=number)
+                elif kind == "end":
+                    del running[self._pipes[number]]
 
-    def _receive(self) -> None:
-        """Keep the draws that have arrived."""
-        with self._receiving:
-            while not self._sent.empty():
-                number, draw = self._sent.get()
-                own = {name: torch.as_tensor(value) for name, value in draw.items()}
-                self._chains[number].append(own)
+    def _messages(
+        self, running: dict[Connection, int], seconds: float | None = None
+    ) -> Iterator[tuple[int, str, Any]]:
+        """What has arrived from chains that run, with their numbers; draws are kept."""
+        for pipe in wait(list(running), seconds):
+            assert isinstance(pipe, Connection)
+            number = running[pipe]
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, OSError):
+                kind, value = "gone", None
+                del running[pipe]
+            if kind == "draw":
+                own = {name: torch.as_tensor(part) for name, part in value.items()}
+                self._draws[number].append(own)
+            yield number, kind, value
+
+    def _killed(self, number: int) -> StateError:
+        process = self._processes[number]
+        process.join(_SECONDS_TO_STOP)
+        return StateError(
+            f"chain {number} was killed (exit code {process.exitcode}), so the run ends. Draws of"
+            " all chains are in kernel.get_samples(); what was charged or reserved stays charged."
+            " Run again with fewer chains or records at a time."
+        )
+
+    def terminate(self, *_ignored: Any) -> None:
+        """Ask the chains that still run to stop, and keep the draws that are on their way."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send_bytes(b"stop")
+        running = {pipe: number for number, pipe in enumerate(self._pipes)}
+        end = time.monotonic() + _SECONDS_TO_STOP
+        while running and (left := end - time.monotonic()) > 0:
+            for _ in self._messages(running, left):
+                pass
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join(_SECONDS_TO_NOTICE)
+            process.terminate()
+            pipe.close()
+        self._processes, self._pipes = [], []
 
 
 @dataclass
@@ -182,14 +237,12 @@ class Chain:
     """What a kernel knows of the parallel chain that it runs, in a process of its own.
 
     Attributes:
-        number: of the chain.
-        stop: where the chain hears that it has to end.
-        sent: where draws go: to the process that started the chains.
+        pipe: to the process that started the chain, which sends one message: that it has to end.
+        shows_progress: whether anybody looks.
     """
 
-    number: int
-    stop: Connection
-    sent: SimpleQueue[tuple[int, dict[str, Any]]]
+    pipe: Connection
+    shows_progress: bool
     _sending: threading.Lock = field(default_factory=threading.Lock)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,24 +251,73 @@ class Chain:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _sending=threading.Lock())
 
+    def run(
+        self,
+        kernel: PrivateKernel,
+        settings: tuple[int, int, Callable[..., Any] | None],
+        seed: int,
+        defaults: tuple[torch.dtype, torch.device],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """All of the chain."""
+        warmup_steps, num_samples, hook = settings
+        pyro.set_rng_seed(seed)
+        torch.set_default_dtype(defaults[0])
+        torch.set_default_device(defaults[1])
+
+        def after_an_iteration(kernel: PrivateKernel, *what: Any) -> None:
+            if self.shows_progress:
+                self._send("progress", kernel.logging())
+            if hook:
+                hook(kernel, *what)
+
+        try:
+            for value in _gen_samples(
+                kernel, warmup_steps, num_samples, after_an_iteration, None, *args, **kwargs
+            ):
+                self._send("value", value)
+            self._send("end", None)
+        except KeyboardInterrupt:
+            self._end(kernel.accountant)
+        except Exception as error:
+            error.add_note(f"In a parallel chain:\n{traceback.format_exc()}")
+            try:
+                self._send("error", error)
+            except Exception:  # it cannot be pickled
+                self._send("error", StateError(f"a chain failed with a {type(error).__name__}."))
+
     def begin(self, accountant: PrivacyAccountant) -> None:
         """End this process when it is asked to, or when the one that started it has ended. The
-        chain may be waiting for Pyro, so a thread does it.
+        chain may be computing for long, so a thread does it.
         """
         threading.Thread(target=self._end_when_asked, args=(accountant,), daemon=True).start()
 
-    def send(self, draw: Draw) -> None:
+    def keep(self, draw: dict[str, Tensor]) -> None:
         """Hand on a draw, which was charged."""
+        self._send("draw", draw)
+
+    def _send(self, kind: str, value: Any) -> None:
+        if isinstance(value, dict):
+            value = {name: _plain(part) for name, part in value.items()}
         with self._sending:
-            self.sent.put((self.number, {name: value.numpy() for name, value in draw.items()}))
+            self.pipe.send((kind, _plain(value)))
 
     def _end_when_asked(self, accountant: PrivacyAccountant) -> None:
         parent, starter = multiprocessing.parent_process(), os.getppid()
-        asks: list[Any] = [self.stop] if parent is None else [self.stop, parent.sentinel]
+        asks: list[Any] = [self.pipe] if parent is None else [self.pipe, parent.sentinel]
         # what else the starter forked may keep its sentinel open
         while not wait(asks, timeout=_SECONDS_TO_NOTICE) and os.getppid() == starter:
             pass
+        self._end(accountant)
+
+    def _end(self, accountant: PrivacyAccountant) -> None:
         with ExitStack() as at_the_end:
             at_the_end.callback(os._exit, 1)
             accountant.close_for_good(_SECONDS_TO_CHARGE)  # no iteration begins any more
             self._sending.acquire(timeout=_SECONDS_TO_SEND)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor as an array: torch would send it through memory that the processes share."""
+    return value.detach().cpu().numpy() if type(value) is Tensor else value

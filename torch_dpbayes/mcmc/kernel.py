@@ -354,7 +354,7 @@ class PrivateKernel(MCMCKernel):
             values = self._prior.constrain(self._theta)
             draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
             if self._chain is not None:
-                self._chain.send(draw)
+                self._chain.keep(draw)
             if self._iteration == self._warmup_steps + 1:
                 self._chains.append([])
             self._chains[-1].append(draw)

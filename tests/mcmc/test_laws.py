@@ -1,0 +1,335 @@
+"""The law of every kernel against closed forms of posteriors: noise, acceptance, free moves.
+
+A right kernel fails one look with probability CHANCE at most, and is looked at twice.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from pyro.infer import MCMC
+from pyro.ops.stats import effective_sample_size
+from scipy.stats import kstest, norm
+from support.conjugate_chains import (
+    CHANCE,
+    GROUPS,
+    LEVEL,
+    MAKERS,
+    PRIOR_STD,
+    ROWS,
+    Drift,
+    Gaussian,
+    Hierarchy,
+    Tosses,
+    binomial_bounds,
+    counts,
+    family,
+    hmc,
+    p_value,
+    penalty,
+    smallest,
+)
+
+from torch_dpbayes.accounting import events
+from torch_dpbayes.mcmc import DPPenalty, proposals
+from torch_dpbayes.mcmc.owners import SoleOwner
+
+pytestmark = pytest.mark.usefixtures("double")
+
+WALK = torch.tensor([[0.2, 0.0], [0.15, 0.1]]).double()
+FULL_MASS = torch.tensor([[2.0, 0.8], [0.8, 1.0]]).double()
+PRIVATE_COUNT = {"neighboring": "add_or_remove_one", "noise_multiplier": 0.5}
+TWO = partial(Gaussian, 2)
+
+LAWS = {  # the first three before each change
+    "HMC, L=3": (Gaussian, partial(hmc, num_steps=3)),
+    "penalty, groups": (Hierarchy, penalty),
+    "family, private number of records": (Tosses, partial(family, **PRIVATE_COUNT)),
+    "HMC, groups": (Hierarchy, partial(hmc, num_steps=3)),
+    "family, groups": (Hierarchy, family),
+    "family, two columns": (TWO, family),
+    "penalty, tosses": (Tosses, penalty),
+    "penalty, much noise": (Gaussian, partial(penalty, noise_multiplier=0.5, proposal_scale=0.4)),
+    "penalty, asymmetric proposal": (Gaussian, partial(penalty, proposal=Drift())),
+    "penalty, correlated walk": (TWO, partial(penalty, proposal_scale=WALK)),
+    "HMC, L=1": (Tosses, partial(hmc, num_steps=1)),
+    "HMC, without reuse": (Gaussian, partial(hmc, num_steps=5, reuse_gradients=False)),
+    "HMC, long": (Tosses, partial(hmc, num_steps=20)),
+    "HMC, full mass": (TWO, partial(hmc, mass_matrix=FULL_MASS, step_size=0.12)),
+    "HMC, diagonal mass": (TWO, partial(hmc, mass_matrix=FULL_MASS.diagonal(), step_size=0.12)),
+    "HMC, no jitter": (Gaussian, partial(hmc, jitter=0, step_size=0.1)),
+}
+
+
+@pytest.mark.chance(CHANCE)
+@pytest.mark.parametrize("case", LAWS)
+def test_the_posterior_is_stationary(case):
+    target, make = LAWS[case]
+    target = target()
+    assert p_value(make(target), target) > LEVEL
+
+
+class WithoutPenalty(DPPenalty):
+    def _metropolis(self, log_ratio, rest, bound, multiplier):
+        half_variance = (multiplier * bound) ** 2 / 2
+        return super()._metropolis(log_ratio, rest + half_variance, bound, multiplier)
+
+
+@pytest.mark.thorough
+def test_the_test_of_the_law_sees_that_the_penalty_is_left_out():
+    kernel = partial(penalty, kernel=WithoutPenalty, noise_multiplier=0.5, proposal_scale=0.4)
+    assert p_value(kernel(Gaussian()), Gaussian(), 1000, 8) < LEVEL
+
+
+@pytest.mark.thorough
+@pytest.mark.chance(CHANCE)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_chain_from_far_away_finds_the_posterior(name):
+    """Thinned to two autocorrelation times."""
+    kernel, draws = MAKERS[name](Hierarchy()), 1500
+    start = {"level": torch.zeros(GROUPS), "mu": torch.tensor(4.0)}
+    runner = MCMC(kernel, draws, 200, initial_params=start, disable_progbar=True)
+    runner.run(*Hierarchy.args)
+    found = runner.get_samples()
+    rows = torch.cat([found["level"], found["mu"][:, None]], 1)
+    worth = float(effective_sample_size(rows[None], 0, 1).nan_to_num(nan=1.0).min())
+    thin = max(1, math.ceil(2 * draws / max(worth, 40.0)))
+    params = [{"level": row[:GROUPS], "mu": row[GROUPS]} for row in rows[::thin]]
+    assert smallest(Hierarchy().uniforms(params)) > LEVEL
+
+
+@pytest.mark.thorough
+@pytest.mark.chance(CHANCE)
+def test_starts_come_from_the_prior_and_seeds_do_not_repeat_them():
+    starts = []
+    for _ in range(60):
+        torch.manual_seed(1)
+        kernel = penalty(Gaussian())
+        kernel.setup(0, torch.full((20, 1), 1e6))
+        starts.append(float(kernel.initial_params["mean"]))
+    assert kstest(starts, norm(0, PRIOR_STD).cdf).pvalue > CHANCE
+
+
+@pytest.mark.thorough
+def test_warm_up_reaches_the_acceptance_rate_it_aims_at():
+    kernel = penalty(Gaussian(), proposal_scale=0.001, noise_multiplier=0.1, target_accept_prob=0.3)
+    MCMC(kernel, 1000, 1500, disable_progbar=True).run(*Gaussian().args)
+    draws = kernel.get_samples()["mean"][:, 0]
+    assert 0.15 < float((draws[1:] != draws[:-1]).double().mean()) < 0.45
+
+
+# -- the noise, and what it costs ------------------------------------------------------------------
+
+
+@pytest.mark.chance(2 * CHANCE)
+@pytest.mark.parametrize("ratio", [-1.0, 0.0, 0.7])
+def test_the_noise_of_a_ratio_is_paid_for_by_half_its_variance(ratio):
+    """Then a move is accepted with E min(1, e^(R + σξ − σ²/2)) = Φ(R/σ − σ/2) + e^R·Φ(−R/σ − σ/2),
+    e^R times as often as the move back (Ceperley and Dewing 1999).
+    """
+    bound, multiplier, rest, draws = 0.5, 3.0, 0.2, 200_000
+    std = multiplier * bound
+    noisy = ratio - rest + std * torch.randn(draws)
+    accepted, _ = SoleOwner().accepts(noisy, torch.rand(draws).log(), rest, bound, multiplier)
+
+    def share(r):
+        return norm.cdf(r / std - std / 2) + math.exp(r) * norm.cdf(-r / std - std / 2)
+
+    assert share(ratio) == pytest.approx(math.exp(ratio) * share(-ratio))
+    low, high = binomial_bounds(share(ratio), CHANCE, draws)
+    assert low < float(accepted.double().mean()) < high
+
+
+class There(Drift):
+    """Always to one place; no acceptance."""
+
+    def propose(self, params):
+        return {"mean": torch.full_like(params["mean"], 0.4)}, -math.inf
+
+
+PRIVATE = {"neighboring": "add_or_remove_one", "max_statistic_norm": 0.25}
+STATED = {"neighboring": "add_or_remove_one", "num_data": len(ROWS)}
+OF_THE_RATIO = {  # the clip bound of a record, and what it moves a ratio by at a distance of .3
+    "penalty": (penalty, {}, 20.0, 20.0 * 0.3),
+    "family, private number of records": (family, PRIVATE, 0.25, 0.25 * 0.3 + 0.075),
+    "family": (family, {}, 20.0, 20.0 * 0.3),
+    "family, stated number of records": (family, STATED, 20.0, 20.0 * 0.3),
+}
+
+
+@pytest.mark.chance(CHANCE)
+@pytest.mark.parametrize("case", OF_THE_RATIO)
+def test_noisy_ratios_scatter_as_charged_around_the_exact_one(case):
+    """log p(x | .4) − log p(x | .1) = .3x − .075."""
+    make, options, bound, sensitivity = OF_THE_RATIO[case]
+    options = {"proposal": There(), "noise_multiplier": 0.5, **options}
+    kernel = make(Gaussian(), **options, **({} if make is penalty else {"proposal_scale": None}))
+    kernel.setup(0, *Gaussian().args)
+    params = {"mean": torch.tensor([0.1])}
+    for _ in range(700):
+        assert kernel.sample(params)["mean"] == 0.1
+    exact = float((0.3 * ROWS[:, 0].clamp(-bound, bound) - 0.075).sum())
+    found = kernel.diagnostics()["noisy log ratios"]
+    assert kstest(found, norm(exact, 0.5 * sensitivity).cdf).pvalue > CHANCE
+    assert counts(kernel.accountant) == {0.5: 700}
+
+
+@pytest.mark.chance(CHANCE)
+def test_gradient_noise_is_what_is_charged():
+    kernel = hmc(Gaussian(), 1)
+    kernel.setup(0, *Gaussian().args)
+    exact = float((ROWS[:, 0] - 0.1).sum())  # the prior's part is exact
+    found = [float(kernel._noisy_sum(torch.tensor([0.1]))) for _ in range(700)]
+    assert kstest(found, norm(exact, 0.2 * Gaussian.slope).cdf).pvalue > CHANCE
+
+
+# -- free moves ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_paid_moves_are_those_of_latents_that_records_read(name):
+    kernel = MAKERS[name](Hierarchy())
+    kernel.setup(0, *Hierarchy.args)
+    assert kernel._read.tolist() == [0, 1, 2] and kernel._unread.tolist() == [3]
+    assert kernel._distance(torch.zeros(4), torch.tensor([3.0, 4.0, 0.0, 100.0])) == 5.0
+    params = kernel.initial_params
+    for _ in range(10):
+        params = kernel.sample(params)
+        # paid moves start from the prior after the free one
+        assert kernel._log_prior == pytest.approx(kernel._prior.log_density(kernel._theta))
+    for make, argument in ((penalty, "proposal_scale"), (hmc, "mass_matrix")):
+        make(Hierarchy(), **{argument: torch.ones(GROUPS)}).setup(0, *Hierarchy.args)
+        with pytest.raises(ValueError, match="records read 3"):
+            make(Hierarchy(), **{argument: torch.ones(GROUPS + 1)}).setup(0, *Hierarchy.args)
+
+
+def test_a_model_of_which_all_latents_are_read_moves_none_for_free(monkeypatch):
+    monkeypatch.setattr("torch_dpbayes.mcmc.kernel.free_move", lambda *_: pytest.fail("moved"))
+    kernel = penalty(Gaussian())
+    kernel.setup(0, *Gaussian().args)
+    kernel.sample(kernel.initial_params)
+
+
+def uniforms():
+    while True:
+        yield float(torch.rand(()))
+
+
+@pytest.mark.chance(CHANCE)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 300.0], ids=["narrow", "medium", "wide"])
+def test_slices_keep_a_law_with_two_modes(scale):
+    """An even mixture of N(-2s, s²/4) and N(s, s²)."""
+
+    def log_density(theta):
+        x = theta[0] / scale
+        return float(torch.logaddexp(-2 * (x + 2) ** 2 + math.log(2), -((x - 1) ** 2) / 2))
+
+    ends, unread = [], torch.tensor([0])
+    for _ in range(500):
+        x = -2 + torch.randn(1) / 2 if torch.rand(()) < 0.5 else 1 + torch.randn(1)
+        theta = scale * x.double()
+        value = log_density(theta)
+        for _ in range(5):
+            theta, value = proposals.free_move(log_density, theta, value, unread, uniforms())
+        assert value == pytest.approx(log_density(theta))
+        ends.append(float(theta[0]) / scale)
+    x = torch.tensor(ends)
+    assert smallest([(norm.cdf(2 * (x + 2)) + norm.cdf(x - 1)) / 2]) > LEVEL
+
+
+def test_a_point_is_taken_only_if_doubling_from_there_leads_to_the_same_interval():
+    """It stops early where an interval inside has both ends outside of the slice."""
+
+    def at(x):
+        return math.sin(3 * x) + math.sin(7.1 * x)
+
+    found = []
+    while len(found) < 400:
+        here, level = 10 * float(torch.rand(())), -1.5 * float(torch.rand(()))
+        if at(here) <= level:
+            continue
+        low, high = proposals._doubled(at, here, level, uniforms())
+        there = low + float(torch.rand(())) * (high - low)
+        left, right, stops = low, high, False
+        while right - left > 1.1 * proposals._WIDTH:
+            middle = (left + right) / 2
+            left, right = (left, middle) if there < middle else (middle, right)
+            stops |= at(left) <= level and at(right) <= level
+        assert proposals._could_come_back(at, here, there, level, low, high) == (not stops)
+        found.append(stops)
+    assert 4 < sum(found) < len(found)
+
+
+# -- kept gradients --------------------------------------------------------------------------------
+
+
+def kept_gradients_are_right(kernel):
+    """Whether each kept gradient was drawn where the chain stays, and each iteration drew
+    ``num_steps`` others.
+    """
+    target, drawn, original = Gaussian(), {}, kernel._noisy_sum
+
+    def noted(theta):
+        gradient = original(theta)
+        drawn[gradient] = theta.clone()  # tensors are keys by identity
+        return gradient
+
+    kernel._noisy_sum = noted
+    kernel.setup(0, *target.args)
+    params, accepted, right = target.draw(), set(), True
+    for k in range(40):
+        before, params = params, kernel.sample(params)
+        accepted.add(torch.equal(before["mean"], params["mean"]))
+        right &= torch.equal(drawn[kernel._gradient], params["mean"])
+        right &= len(drawn) == 3 * (k + 1) + 1
+    assert accepted == {True, False}
+    return right
+
+
+def test_the_kept_gradient_is_the_one_where_the_chain_stays():
+    assert kept_gradients_are_right(hmc(Gaussian(), 3))
+
+
+def energy_errors(step_size, num_steps, monkeypatch):
+    """Of noiseless trajectories of one duration."""
+    noiseless = {"jitter": 0, "ratio_noise_multiplier": 0, "grad_noise_multiplier": 0}
+    kernel, found = hmc(Gaussian(), num_steps, step_size=step_size, **noiseless), []
+    original = kernel._metropolis
+
+    def noted(ratio, rest, *noise):
+        found.append(ratio + rest)
+        return original(ratio, rest, *noise)
+
+    monkeypatch.setattr(kernel, "_metropolis", noted)
+    kernel.setup(0, *Gaussian().args)
+    for _ in range(60):
+        kernel.sample(Gaussian().draw())
+    return float(torch.tensor(found).abs().mean())
+
+
+def test_the_leapfrog_keeps_the_energy_to_second_order(monkeypatch):
+    coarse, fine = energy_errors(0.04, 5, monkeypatch), energy_errors(0.01, 20, monkeypatch)
+    assert fine < 0.01 and 6 < coarse / fine < 40  # 16 but for which momenta were drawn
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
+    noises = {"ratio_noise_multiplier": 7.0, "grad_noise_multiplier": 5.0}
+    kernel = hmc(Gaussian(), steps, reuse_gradients=reuse, **noises)
+    runner = MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True)
+    gradients = 10 * steps + 1 if reuse else 10 * (steps + 1)
+    for runs in (1, 2):  # another chain begins with another gradient
+        runner.run(*Gaussian().args)
+        assert counts(kernel.accountant) == {7.0: 10 * runs, 5.0: gradients * runs}
+
+
+def test_an_iteration_is_one_ratio_and_the_proposals_event():
+    proposal = Drift()
+    proposal.event = events.GaussianDpEvent(11.0)
+    for make in (penalty, family):
+        options = {"proposal": proposal, "noise_multiplier": 7.0}
+        kernel = make(Gaussian(), **options, **({"proposal_scale": None} if make is family else {}))
+        MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True).run(*Gaussian().args)
+        assert counts(kernel.accountant) == {7.0: 10, 11.0: 10}

@@ -1,0 +1,294 @@
+"""Stated profiles of certificates against exact densities of draws from neighbouring data."""
+
+import math
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from scipy import optimize, stats
+from support.examples import examples
+from support.one_draw import RELATIONS, glm_of, tensors
+from support.profiles import renyi_of_gaussians, stated
+
+from torch_dpbayes import ops
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import (
+    BoundedRangeDpEvent,
+    ComposedDpEvent,
+    FailureDpEvent,
+    MuGaussianDpEvent,
+    PureDpEvent,
+)
+from torch_dpbayes.ops.certificates import Setting
+from torch_dpbayes.ops.certificates.renyi_close import ratio_bounded, renyi_close
+from torch_dpbayes.ops.certificates.total_variation_close import total_variation_close
+
+EPSILONS = (0.0, 0.1, 0.3, 0.7, 1.0, 1.5, 3.0)
+GRID = np.linspace(-14, 14, 20001)
+
+
+def worse_delta(p, q, epsilon):
+    return max(np.clip(a - math.exp(epsilon) * b, 0, None).sum() for a, b in ((p, q), (q, p)))
+
+
+# --- exact draws ----------------------------------------------------------------------------------
+
+
+def density(potential):
+    """exp(−U) on the grid, normalised."""
+    coarse = GRID[::20]
+    values = [float(potential(torch.tensor([w], dtype=torch.float64))) for w in coarse]
+    values = np.interp(GRID, coarse, values)
+    weights = np.exp(values.min() - values)
+    return weights / weights.sum()
+
+
+def potential_of(glm, records, certificate, setting, is_clipped):
+    clip = getattr(certificate, "max_grad_norm", math.inf) if is_clipped else 1e9
+    target = glm.target(tensors(records), tempering=setting.tempering, max_grad_norm=clip)
+    if isinstance(certificate, ops.StronglyLogConcave):
+        return target.potential
+    low, high = certificate.log_likelihood_range if is_clipped else (-math.inf, math.inf)
+    return lambda w: target.clipped_potential(w, low, high)
+
+
+def worst_excess(glm, neighbours, certificate, setting, is_clipped=True):
+    """Of the exact δ over the stated one, and their largest ratio where it is not tiny."""
+    p, q = (
+        density(potential_of(glm, records, certificate, setting, is_clipped))
+        for records in neighbours
+    )
+    both = [(worse_delta(p, q, e), stated(certificate.event(glm, setting), e)) for e in EPSILONS]
+    excess = max(exact - claimed for exact, claimed in both)
+    return excess, max(exact / claimed for exact, claimed in both if claimed > 1e-3)
+
+
+def neighbours_of(base, record, other, neighboring):
+    return [*base, record], [*base, other] if neighboring == "replace_one" else base
+
+
+RECORD = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
+
+
+@pytest.mark.parametrize("certificate", [ops.Bounded((-2.0, 0.5)), ops.StronglyLogConcave(0.3)])
+@examples(24)
+@hypothesis.given(
+    family=st.sampled_from(ops.glm.FAMILIES),
+    neighboring=st.sampled_from(RELATIONS),
+    base=st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=3),
+    record=RECORD,
+    other=RECORD,
+    std=st.sampled_from([0.5, 2.0]),
+    rho=st.sampled_from([0.3, 1.0]),
+)
+def test_exact_densities_never_exceed_the_stated_delta(
+    certificate, family, neighboring, base, record, other, std, rho
+):
+    glm = glm_of(family, prior_std=std)
+    neighbours = neighbours_of(base, record, other, neighboring)
+    assert worst_excess(glm, neighbours, certificate, Setting(rho, None, neighboring))[0] < 1e-5
+
+
+STEEP = 1e4  # a logistic curve so steep is a step: its log likelihood is at one end or the other
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_stated_deltas_are_reached_and_an_attack_succeeds_without_the_clips(neighboring):
+    setting = Setting(1.0, None, neighboring)
+    step = ops.GLM(prior_std=1.0, max_feature_norm=STEEP)
+    neighbours = neighbours_of([], (STEEP, 1.0), (STEEP, 0.0), neighboring)
+    excess, share = worst_excess(step, neighbours, ops.Bounded(1.0), setting)
+    assert excess < 1e-3 and share > 0.9  # the step of the grid at 0
+    line, concave = glm_of("gaussian", prior_std=2.0), ops.StronglyLogConcave(0.3)
+    neighbours = neighbours_of([], (1.0, 1e6), (1.0, -1e6), neighboring)
+    excess, share = worst_excess(line, neighbours, concave, setting)
+    assert excess < 1e-5 and share > 0.99
+    neighbours = neighbours_of([], (1.0, 3.0), (1.0, -3.0), neighboring)
+    for certificate in (ops.Bounded((-1.0, 0.0)), ops.StronglyLogConcave()):
+        assert worst_excess(line, neighbours, certificate, setting, is_clipped=False)[0] > 0.1
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_stated_ranges(neighboring):
+    twice = 2 if neighboring == "replace_one" else 1
+    glm, setting = ops.GLM(prior_std=0.5), Setting(0.3, None, neighboring)
+    for certificate, expected in (
+        (ops.Bounded((-4.0, 1.0)), 5 * 0.3),
+        (ops.Bounded(2.0), 2 * 0.3),
+        (ops.StronglyLogConcave(max_grad_norm=0.7), 0.7 * 0.3 / 2),
+    ):
+        event = certificate.event(glm, setting)
+        found = getattr(event, "mu", None) or event.epsilon
+        assert twice * expected <= found <= twice * expected * (1 + 1e-8)
+
+
+# --- the ratio of densities bounded ---------------------------------------------------------------
+
+
+def pairs():
+    """Targets on neighbouring data sets, as probabilities of small cells, with the event of
+    an exact draw.
+    """
+    edges = np.linspace(-12, 12, 4001)
+    for mu in (0.3, 1.0):
+        cells = [np.diff(stats.norm.cdf(edges - shift)) for shift in (0.0, mu)]
+        yield *cells, MuGaussianDpEvent(mu)
+    share = np.full(200, 1 / 200)
+    for b in (0.3, 1.0):
+        # a step of height b in the log ratio: the exponential mechanism with two outcomes
+        for heavy in (0.5, 0.2, 0.02):
+            low = heavy / (heavy + (1 - heavy) * math.exp(b))
+            cells = [np.concatenate([p * share, (1 - p) * share]) for p in (heavy, low)]
+            yield *cells, BoundedRangeDpEvent(b)
+
+
+def lifted(p, chosen_first, mass, eta):
+    """p times e^η on the first cells of an order, of total ``mass`` at most, and times less
+    elsewhere; every log ratio is within ±η.
+    """
+    order = np.argsort(chosen_first, kind="stable")
+    inside = np.zeros(len(p), dtype=bool)
+    inside[order[np.cumsum(p[order]) <= mass]] = True
+    share = p[inside].sum()
+    result = np.where(inside, math.exp(eta), (1 - math.exp(eta) * share) / (1 - share)) * p
+    assert abs(np.log(result[p > 0] / p[p > 0])).max() <= eta * (1 + 1e-9)
+    return result
+
+
+@pytest.mark.parametrize("eta", [0.01, 0.2, 0.8])
+def test_no_densities_within_the_ratio_exceed_the_stated_delta(eta):
+    exceeded_without = 0.0
+    for p, other, event in pairs():
+        wider = ratio_bounded(event, eta)
+        gain = np.log(np.maximum(p, 1e-300) / np.maximum(other, 1e-300))
+        for mass in np.geomspace(1e-3, 1, 8) / (1 + math.exp(eta)):
+            q, q_other = lifted(p, -gain, mass, eta), lifted(other, gain, mass, eta)
+            for epsilon in EPSILONS:
+                exact = worse_delta(q, q_other, epsilon)
+                assert exact <= stated(wider, epsilon) + 1e-9
+                exceeded_without = max(exceeded_without, exact - stated(event, epsilon))
+    assert exceeded_without > 0.1 * eta  # the event of an exact draw would have been too optimistic
+
+
+def test_the_ratio_bound_is_reached():
+    """b + 4η is the span of the log ratio of Q to Q' where each is lifted on another rare
+    set, and μ + 2m dominates no less.
+    """
+    eta, b, rare = 0.3, 0.5, 1e-3
+    p = np.array([rare, rare, 1 - 2 * rare])
+    other = p * np.exp([b, 0.0, 0.0])
+    other /= other.sum()
+    factor = np.exp([-eta, eta, 0.0])
+    q, q_other = p * factor, other / factor
+    q[2], q_other[2] = 1 - q[:2].sum(), 1 - q_other[:2].sum()
+    for new, old in ((q, p), (q_other, other)):
+        assert abs(np.log(new / old)).max() <= eta * (1 + 1e-9)
+    span = np.ptp(np.log(q_other / q))
+    assert span == pytest.approx(b + 4 * eta, rel=1e-6)
+    assert ratio_bounded(BoundedRangeDpEvent(b), eta).epsilon == pytest.approx(span, rel=1e-6)
+
+
+# --- a Rényi divergence of finite order -----------------------------------------------------------
+
+
+def gaussian_chain(mu, order, std, shift, delta):
+    """A chain N(−shift, std²) beside N(0, 1), its neighbour N(μ + shift, std²) beside N(μ, 1): the
+    stated ε, and the exact event of the pair. None where the divergence is infinite.
+    """
+    both = (shift, std, 0, 1), (0, 1, shift, std)
+    eta = max(renyi_of_gaussians(*laws, order) for laws in both)
+    if math.isinf(eta):
+        return None
+    epsilon = renyi_close(MuGaussianDpEvent(mu), eta, order, delta)
+    return epsilon, MuGaussianDpEvent((mu + 2 * shift) / std)
+
+
+@pytest.mark.parametrize("order", [3.0, 20.0, 300.0])
+@pytest.mark.parametrize("mu", [0.2, 1.0])
+def test_gaussian_chains_never_exceed_the_stated_pair(mu, order):
+    shares = []
+    for std in (0.9, 1 - 0.1 / order, 1.0, 1 + 0.1 / order):
+        for shift in (0.0, 0.01, 0.1):
+            for delta in (1e-3, 1e-6):
+                if (chain := gaussian_chain(mu, order, std, shift, delta)) is not None:
+                    epsilon, event = chain
+                    assert stated(event, epsilon) <= delta
+                    shares.append(stated(event, epsilon) / delta)
+    assert order < 300 or max(shares) > 0.3
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("order", [20.0, 300.0])
+def test_many_close_draws_never_exceed_what_the_accountant_says(order, method):
+    """Their exact delta is that of a Gaussian with √k μ."""
+    epsilon, event = gaussian_chain(0.3, order, 1 - 0.1 / order, 0.01, 1e-7)
+    charged = ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(1e-7)])
+    for count in (1, 4, 16):
+        accountant = PrivacyAccountant(method=method).compose(charged, count)
+        exact = MuGaussianDpEvent(math.sqrt(count) * event.mu)
+        for epsilon in (0.1, 1.0, 3.0, 8.0):
+            assert stated(exact, epsilon) <= accountant.get_delta(epsilon) * (1 + 1e-9)
+        assert stated(exact, accountant.get_epsilon(1e-5)) <= 1e-5
+
+
+def two_point_divergence(p, q, order):
+    """D_β of a coin with probability p of heads from one with q, both of them tiny."""
+    heads = order * math.log(p) - (order - 1) * math.log(q)
+    tails = order * math.log1p(-p) - (order - 1) * math.log1p(-q)
+    return np.logaddexp(heads, tails) / (order - 1)
+
+
+@pytest.mark.parametrize("order", [1.5, 5.0, 10.0])
+@pytest.mark.parametrize(("b", "delta"), [(0.2, 0.3), (2.0, 1e-2), (11.0, 7e-4)])
+def test_a_rare_set_that_all_three_steps_favour_stays_below_the_stated_pair(b, delta, order):
+    # P of it; P' is less by e^-b, and the log ratio spans b
+    for rare in np.geomspace(1e-4, 0.4, 6):
+        other = rare * math.exp(-b) / (1 - rare + rare * math.exp(-b))
+        for up in (1.0, 1.5, 4.0, 12.0):
+            for down in (1.0, 1.5, 14.0, 200.0):
+                q, q_other = min(rare * up, 0.9), other / down
+                laws = ((q, rare), (rare, q), (other, q_other), (q_other, other))
+                eta = max(two_point_divergence(*pair, order) for pair in laws)
+                epsilon = renyi_close(BoundedRangeDpEvent(b), eta, order, delta)
+                assert epsilon > 700 or q - math.exp(epsilon) * q_other <= delta * (1 + 1e-9)
+
+
+def test_a_close_pair_tends_to_the_exact_one_and_one_direction_certifies_nothing():
+    delta = 1e-6
+    for event in (MuGaussianDpEvent(0.5), BoundedRangeDpEvent(0.8)):
+        exact = optimize.brentq(lambda e: stated(event, e) - delta, 0, 10)  # noqa: B023
+        assert exact <= renyi_close(event, 1e-9, 1e5, delta) <= exact * 1.02
+        assert total_variation_close(event, 1e-13, delta) == pytest.approx(exact, rel=1e-3)
+        values = [renyi_close(event, eta, 100.0, delta) for eta in (0.0, 0.1, 0.5)]
+        assert values == sorted(values)
+    # Q' = P' without a rare set: D(Q'‖P') is tiny at every order, D(P'‖Q') infinite, and Q = P
+    # gives the rare set away
+    tau, delta = 1e-3, 1e-5
+    for order in (2.0, 50.0, 1e4):
+        epsilon = renyi_close(MuGaussianDpEvent(1e-6), -math.log1p(-tau), order, delta)
+        cut = worse_delta(np.array([tau, 1 - tau]), np.array([0.0, 1.0]), epsilon)
+        assert cut >= tau > 50 * delta
+
+
+# --- total variation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("xi", [1e-7, 1e-5, 1e-4])
+def test_total_variation_is_reached_and_not_exceeded(xi):
+    delta = 1e-3
+    for p, other, event in pairs():
+        every = [stated(event, e) + (1 + math.exp(e)) * xi for e in np.linspace(0, 12, 1000)]
+        try:
+            epsilon = total_variation_close(event, xi, delta)
+        except ValueError:
+            assert min(every) > delta * (1 - 1e-6)
+            continue
+        assert stated(event, epsilon) + (1 + math.exp(epsilon)) * xi <= delta * (1 + 1e-9)
+        # mass ξ moved onto the cells where p exceeds e^ε·other, and as much away from there: the
+        # worst pair there is
+        best = p > math.exp(epsilon) * other
+        if isinstance(event, MuGaussianDpEvent) and other[best].sum() > xi:
+            exact = (p[best].sum() + xi) - math.exp(epsilon) * (other[best].sum() - xi)
+            assert 0.98 * delta <= exact <= delta * (1 + 1e-6)
