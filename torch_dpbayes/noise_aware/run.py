@@ -8,6 +8,7 @@ function of earlier releases. Besides the releases nothing here depends on recor
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,9 +61,13 @@ class Mechanism:
     Args:
         records: the model.
         shape: how rows of numbers are shortened; None without any.
+        categories: how many values each argument has that is one.
     """
 
-    def __init__(self, records: ModelRecords, shape: FeatureShape | None) -> None:
+    def __init__(
+        self, records: ModelRecords, shape: FeatureShape | None, categories: Mapping[int, int]
+    ) -> None:
+        self._categories = categories
         self._shape, self._noise = shape, GaussianNoise()
         self._rows = shortened_rows(records, records.density.rows(), shape)
         self._records, self._private = records, PrivateRecords(records, self._rows)
@@ -74,8 +79,7 @@ class Mechanism:
             rows = all_numbers(self._records, self._rows)
             found = noisy_moments(rows, self._shape, plan.moments, self._normal)
         if plan.histograms is not None:
-            for number in self._records.of_role("category"):
-                count = self._records.num_categories(number)
+            for number, count in self._categories.items():
                 values = self._records.rows_first(number, self._rows[number]).reshape(-1).long()
                 values = values[(values >= 0) & (values < count)]
                 counts = torch.bincount(values, minlength=count).to(_CPU, torch.float64)

@@ -182,10 +182,10 @@ class _ClosedForm(Likelihood):
         white = torch.linalg.solve_triangular(torch.linalg.cholesky(total), apart.T, upper=False)
         return -0.5 * white.square().sum(0)
 
-    def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row, ``[m]``; differentiable."""
+    def __call__(self, theta: Tensor) -> tuple[Tensor, int]:
+        """Of every row, ``[m]``; nothing is simulated."""
         rows = max(_NUMBERS // self._size**2, 1)
-        return torch.cat([self._values(some) for some in theta.split(rows)])
+        return torch.cat([self._values(some) for some in theta.split(rows)]), 0
 
     def _values(self, theta: Tensor) -> Tensor:
         means, covariances = vmap(self._moments)(theta)
@@ -197,10 +197,6 @@ class _ClosedForm(Likelihood):
         white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
         values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)
         return torch.where((failed == 0) & values.isfinite(), values, -math.inf)
-
-    def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
-        """The same: nothing is simulated."""
-        return self(theta), 0
 
 
 def _normal(size: int) -> Tensor:
