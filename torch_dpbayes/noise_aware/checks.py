@@ -6,10 +6,10 @@ that is its threshold as far as that holds:
 * *each release given the others*: θ integrated out over the prior's Gaussian, the residual of one
   block of T given the others has covariance :math:`Q_{kk}^{-1}`, Q the precision of T. Its squared
   length is χ² if the law of the covariates is known, and under another law l noncentral χ², by the
-  squared length :math:`\lambda_l` of what l moves the residual by. Of a law that is drawn from its
-  posterior mean and variance are those of :math:`a\chi^2_\nu` (Satterthwaite 1946, "An approximate
-  distribution of estimates of variance components"). A covariance of so few laws in the place of
-  their lengths would be singular, and alarm falsely;
+  squared length :math:`\lambda_l` of what l moves the residual by. For a law that is drawn from its
+  posterior the χ² with the same three moments takes its place (Imhof 1961, "Computing the
+  distribution of quadratic forms in normal variables"). A covariance of so few laws would be
+  singular, and alarm falsely;
 * *the prior*: the distance of the likelihood's maximum from the prior's median, in the directions
   that the releases tell better than the prior, against draws of the prior.
 
@@ -75,12 +75,22 @@ def release_p_values(
         root = torch.linalg.cholesky(precision[block, block])
         own = torch.linalg.solve_triangular(root, weighted[:, block].T, upper=False)
         square, *shifts = own.square().sum(0).tolist()
-        lengths, size = torch.tensor(shifts, dtype=torch.float64), len(release.value)
-        mean = size + float(lengths.mean())
-        variance = 2 * size + 4 * float(lengths.mean()) + float(lengths.var(correction=0))
-        scale = variance / (2 * mean)
-        result.append(float(chi2.sf(square / scale, mean / scale)))
+        lengths = torch.tensor(shifts, dtype=torch.float64)
+        result.append(_tail_probability(square, lengths, len(release.value)))
     return result
+
+
+def _tail_probability(square: float, lengths: Tensor, size: int) -> float:
+    """P(X ≥ ``square``) for X | l ~ noncentral χ² of ``size`` degrees of freedom and λ_l, by the
+    cumulants of the mixture over l.
+    """
+    mean = float(lengths.mean())
+    apart = lengths - mean
+    variance = 2 * size + 4 * mean + float(apart.square().mean())
+    third = 8 * size + 24 * mean + float((12 * apart.square() + apart**3).mean())
+    freedom = 8 * variance**3 / max(third, 8 * size) ** 2
+    moved = (square - size - mean) * math.sqrt(2 * freedom / variance)
+    return float(chi2.sf(moved + freedom, freedom))
 
 
 def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) -> float:

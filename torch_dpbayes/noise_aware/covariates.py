@@ -24,13 +24,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..accounting.events import DpEvent, GaussianDpEvent, Neighboring
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
+from .covariance import with_symmetric_noise
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
 
-_MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
 _ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
 _FITTING_STEPS = 12  # until shortened rows have the wanted moments
 _ROWS_OF_A_COLUMN = 20  # fewer have no covariance that can be inverted well
@@ -278,35 +277,9 @@ def noisy_moments(
     own = rows[:, shape.free].to(torch.float64) / shape.bound
     # once more: rows of few digits, as of bfloat16, are longer than the bound by their rounding
     own = own * shorten(own.square().sum(1), 1 - _ROUNDING)[:, None]
-    size = own.shape[1]
-    total = own.sum(0) + multipliers[0] * normal(size)
-    draws = normal(size * size).reshape(size, size)
-    # the mean of a Gaussian matrix and its transpose has variance 1 on the diagonal, 1/2 off it
-    upper = torch.triu(own.T @ own + multipliers[1] * (draws + draws.T) / 2)
-    return NoisyMoments(total, multipliers[0], upper + torch.triu(upper, 1).T, multipliers[1])
-
-
-def moment_multipliers(
-    multiplier: float, share: float, neighboring: Neighboring
-) -> tuple[tuple[float, float], list[DpEvent]]:
-    """z of the mean and of the products that take ``share`` of the budget, and their events.
-
-    The accountant doubles the bound under replace-one, and products move by √2 instead of 2 there.
-    """
-    factor = math.sqrt(2) if neighboring == "replace_one" else 1.0
-    of_mean = multiplier / math.sqrt(share * _MEAN_SHARE)
-    of_products = multiplier / math.sqrt(share * (1 - _MEAN_SHARE)) / factor
-    events: list[DpEvent] = [GaussianDpEvent(of_mean), GaussianDpEvent(of_products * factor)]
-    return (of_mean, of_products), events
-
-
-def histogram_multiplier(
-    multiplier: float, share: float, neighboring: Neighboring, number: int
-) -> tuple[float, DpEvent]:
-    """The noise of ``number`` histograms that take ``share`` together, and their event."""
-    factor = math.sqrt(2) if neighboring == "replace_one" else 1.0
-    of_unit = multiplier / math.sqrt(share)
-    return of_unit * math.sqrt(number) / factor, GaussianDpEvent(of_unit)
+    total = own.sum(0) + multipliers[0] * normal(own.shape[1])
+    products = with_symmetric_noise(own.T @ own, multipliers[1], normal)
+    return NoisyMoments(total, multipliers[0], products, multipliers[1])
 
 
 def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:

@@ -22,7 +22,7 @@ from pyro.ops.stats import effective_sample_size, fit_generalized_pareto
 from torch import Tensor
 
 from ..ops.models import using_pyro
-from .latents import Latents
+from .latents import Latents, NonCentred
 from .likelihood import Likelihood, ridged
 
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
@@ -166,12 +166,16 @@ def _by_short_chains(
 
 
 def _by_no_u_turn(latents: Latents, likelihood: Likelihood) -> tuple[Tensor, float]:
-    """Draws of θ from the prior times the likelihood's Gaussians, in non-centred coordinates, and
-    their smallest effective number.
+    """Draws of θ from the prior times the likelihood's Gaussians, and their smallest effective
+    number.
     """
+    told = torch.zeros_like(likelihood.centre)
+    _, of_prior = latents.slope_and_precision(likelihood.centre)
+    told[latents.read] = (likelihood.precisions.mean(0) - of_prior).diagonal().clamp_min(0.0)
+    frame = NonCentred(latents.prior, likelihood.centre, told)
 
     def potential(values: dict[str, Tensor]) -> Tensor:
-        theta, log_prior = latents.from_non_centred(values["xi"][None])
+        theta, log_prior = frame(values["xi"][None])
         return -(likelihood.gaussian(theta) + log_prior)[0]
 
     kernel = NUTS(potential_fn=potential, full_mass=True, max_tree_depth=_MOST_DOUBLINGS)
@@ -179,16 +183,14 @@ def _by_no_u_turn(latents: Latents, likelihood: Likelihood) -> tuple[Tensor, flo
         kernel,
         num_samples=_NUTS_DRAWS,
         warmup_steps=_NUTS_WARMUP,
-        initial_params={"xi": latents.non_centred_start},
+        initial_params={"xi": frame.start()},
         disable_progbar=True,
     )
     with using_pyro, torch.enable_grad(), warnings.catch_warnings():
         chain.run()
-        xi: Tensor = chain.get_samples()["xi"].detach()
-    theta = latents.from_non_centred(xi)[0].detach()
-    order = torch.randperm(len(theta))  # chains begin at the first ones
+    theta = frame(chain.get_samples()["xi"].detach())[0].detach()
     worth = effective_sample_size(theta[None], chain_dim=0, sample_dim=1).min()
-    return theta[order], float(worth)
+    return theta[torch.randperm(len(theta))], float(worth)  # chains begin at the first ones
 
 
 def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:

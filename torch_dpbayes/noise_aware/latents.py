@@ -3,7 +3,8 @@ r"""The latents of a model as the engine uses them: a vector θ, its prior, and 
 Where a latent's distribution depends on other latents, its prior in θ may be narrow in one place
 and wide in another (Neal's funnel), and no sampler with one step size gets around in it. In
 non-centred coordinates ξ, :math:`\theta_j = m_j(\theta_{<j}) + s_j(\theta_{<j})\,\xi_j`, it has no
-funnel (Papaspiliopoulos, Roberts and Sköld 2007, "A general framework for the parametrization of
+funnel; the likelihood is then the more bent, the more the data tell, so that coordinates in between
+suit best (Papaspiliopoulos, Roberts and Sköld 2007, "A general framework for the parametrization of
 hierarchical models"). They are those of Pyro's ``LocScaleReparam``, of every latent on the real
 line with a location and a scale.
 """
@@ -19,7 +20,6 @@ from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
 from torch.distributions import Independent, LogNormal, constraints
-from torch.fx import GraphModule
 
 from ..density import Prior, without_value_checks
 from ..density.pyro_runs import public_randomness
@@ -123,37 +123,6 @@ class Latents:
     def _own(self, theta: Tensor) -> Tensor:
         return theta.detach().to(self.prior.device, self.prior.dtype)
 
-    @cached_property
-    def _non_centred(self) -> tuple[Prior, GraphModule]:
-        """The prior of ξ, and θ and log p(ξ) as functions of it."""
-        prior = self.prior
-        model = poutine.reparam(prior.run, config=_non_centring(prior))
-        own = Prior(model, factors=prior.factors)
-
-        def of_one(xi: Tensor) -> tuple[Tensor, Tensor]:
-            values = own.constrain(xi)
-            with poutine.block(), poutine.trace() as noted, poutine.condition(data=values):
-                own.run()
-            sites = noted.trace.nodes
-            theta = [t(sites[name]["value"]).reshape(-1) for name, t in prior.transforms.items()]
-            return torch.cat(theta), own.log_density_with(xi, (), {})
-
-        with torch.no_grad(), public_randomness(), without_value_checks():
-            return own, recorded(of_one, own.sample())
-
-    @property
-    def non_centred_start(self) -> Tensor:
-        """The median of ξ, about."""
-        own, _ = self._non_centred
-        return own.samples(_DRAWS).to("cpu", torch.float64).median(0).values
-
-    def from_non_centred(self, xi: Tensor) -> tuple[Tensor, Tensor]:
-        """θ and log p(ξ) of every row, ``[m, D]`` and ``[m]``; differentiable."""
-        own, graph = self._non_centred
-        with without_value_checks():
-            theta, log_density = of_rows(graph, xi.to(own.device, own.dtype))
-        return theta.to(xi), log_density.to(xi)
-
     def constrain(self, theta: Tensor) -> dict[str, Tensor]:
         """Values of the sites for one θ ``[D]``."""
         return self.prior.constrain(theta.to(self.prior.device, self.prior.dtype))
@@ -182,19 +151,64 @@ def is_hierarchical(prior: Prior) -> bool:
     return False
 
 
-def _non_centring(prior: Prior) -> dict[str, Any]:
-    """Pyro's reparametrisation of each site on the real line, or of the logarithm of one."""
+class NonCentred:
+    """Coordinates ξ of a hierarchical prior, between centred and non-centred ones.
+
+    Args:
+        prior: of θ.
+        theta: a typical one, ``[D]``.
+        information: of the likelihood, of each coordinate, ``[D]``; 0 where it tells nothing.
+    """
+
+    def __init__(self, prior: Prior, theta: Tensor, information: Tensor) -> None:
+        config = _reparametrisation(prior, theta, information)
+        self.prior = own = Prior(poutine.reparam(prior.run, config=config), factors=prior.factors)
+
+        def of_one(xi: Tensor) -> tuple[Tensor, Tensor]:
+            values = own.constrain(xi)
+            with poutine.block(), poutine.trace() as noted, poutine.condition(data=values):
+                own.run()
+            sites = noted.trace.nodes
+            theta = [t(sites[name]["value"]).reshape(-1) for name, t in prior.transforms.items()]
+            return torch.cat(theta), own.log_density_with(xi, (), {})
+
+        with torch.no_grad(), public_randomness(), without_value_checks():
+            self._graph = recorded(of_one, own.sample())
+
+    def start(self) -> Tensor:
+        """The median of ξ, about."""
+        return self.prior.samples(_DRAWS).to("cpu", torch.float64).median(0).values
+
+    def __call__(self, xi: Tensor) -> tuple[Tensor, Tensor]:
+        """θ and log p(ξ) of every row, ``[m, D]`` and ``[m]``; differentiable."""
+        with without_value_checks():
+            theta, log_density = of_rows(self._graph, xi.to(self.prior.device, self.prior.dtype))
+        return theta.to(xi), log_density.to(xi)
+
+
+def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict[str, Any]:
+    """Pyro's, of each site on the real line, or of the logarithm of one: centred by the share of
+    what is known of a coordinate that the likelihood tells, s²I/(1 + s²I) with the prior's scale s.
+    """
     found: dict[str, Any] = {}
-    with public_randomness(), without_value_checks():
-        sites = prior.trace().nodes
-    for name in prior.transforms:
-        law = sites[name]["fn"]
+    values = prior.constrain(theta.to(prior.device, prior.dtype))
+    with public_randomness(), without_value_checks(), torch.no_grad(), poutine.block():
+        with poutine.trace() as noted, poutine.condition(data=values):
+            prior.run()
+    for name, told in prior.unflatten(information.to(prior.device, prior.dtype)).items():
+        law = noted.trace.nodes[name]["fn"]
         while isinstance(law, Independent | ExpandedDistribution):
             law = law.base_dist
+        if not (hasattr(law, "loc") and hasattr(law, "scale")):
+            continue
+        share = told * law.scale.square()
         if isinstance(law, LogNormal):
-            found |= {name: TransformReparam(), f"{name}_base": LocScaleReparam(0.0)}
-        elif law.support is constraints.real and hasattr(law, "loc") and hasattr(law, "scale"):
-            found[name] = LocScaleReparam(0.0)
+            found |= {
+                name: TransformReparam(),
+                f"{name}_base": LocScaleReparam(share / (1 + share)),
+            }
+        elif law.support is constraints.real:
+            found[name] = LocScaleReparam(share / (1 + share))
     return found
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -81,41 +81,6 @@ class Simulated(NamedTuple):
         return Simulated(self.centre, density, self.scores[:count])
 
 
-class Simulator:
-    """Simulates records, with the same random numbers at every θ.
-
-    Args:
-        records: the model.
-        covariates: what their covariates are.
-        num_data: n, public.
-        count: M.
-        seed: of the random numbers.
-    """
-
-    def __init__(
-        self, records: ModelRecords, covariates: Covariates, num_data: int, count: int, seed: int
-    ) -> None:
-        self.records, self.covariates = records, covariates
-        self.num_data, self.count, self.seed = num_data, count, seed
-
-    def at(self, theta: Tensor, count: int | None = None, batch: int = 0) -> Simulated:
-        """Records at θ; another ``batch`` has other random numbers."""
-        count = self.count if count is None else count
-        rows = self.covariates.rows(count, batch)
-        density = self.records.simulate(theta, rows, count, self.seed + batch)
-        return Simulated(theta, density, scores(self.records, density, theta))
-
-    def statistics(self, simulated: Simulated, releases: Sequence[Release]) -> Tensor:
-        """c_k(x) of all releases side by side, ``[M, K·d]``."""
-        found = []
-        for release in releases:
-            own = simulated.scores
-            if not torch.equal(release.theta, simulated.centre):
-                own = scores(self.records, simulated.density, release.theta)
-            found.append(clipped(own, release.whitening))
-        return torch.cat(found, 1)
-
-
 class Moments(NamedTuple):
     """Of statistics c at a centre: m, J = ∂m/∂θ, S, S_res, F = Cov(u), and B of c on u."""
 
@@ -155,6 +120,57 @@ def moments(statistics: Tensor, found: Tensor, is_paired: bool) -> Moments:
     return Moments(mean, jacobian, covariance, residual, information, control)
 
 
+class Simulator:
+    """Simulates records, with the same random numbers at every θ.
+
+    Args:
+        records: the model.
+        covariates: what their covariates are.
+        num_data: n, public.
+        count: M.
+        seed: of the random numbers.
+    """
+
+    def __init__(
+        self, records: ModelRecords, covariates: Covariates, num_data: int, count: int, seed: int
+    ) -> None:
+        self.records, self.covariates = records, covariates
+        self.num_data, self.count, self.seed = num_data, count, seed
+
+    def at(self, theta: Tensor, count: int | None = None, batch: int = 0) -> Simulated:
+        """Records at θ; another ``batch`` has other random numbers."""
+        count = self.count if count is None else count
+        rows = self.covariates.rows(count, batch)
+        density = self.records.simulate(theta, rows, count, self.seed + batch)
+        return Simulated(theta, density, scores(self.records, density, theta))
+
+    def statistics(self, simulated: Simulated, releases: Sequence[Release]) -> Tensor:
+        """c_k(x) of all releases side by side, ``[M, K·d]``."""
+        found = []
+        for release in releases:
+            own = simulated.scores
+            if not torch.equal(release.theta, simulated.centre):
+                own = scores(self.records, simulated.density, release.theta)
+            found.append(clipped(own, release.whitening))
+        return torch.cat(found, 1)
+
+    def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Simulated, Moments]:
+        """Records at θ, and the moments of what would have been released of them."""
+        simulated = self.at(theta)
+        statistics = self.statistics(simulated, releases)
+        return simulated, moments(statistics, simulated.scores, self.covariates.is_paired)
+
+    def moved(self, theta: Tensor, step: Tensor) -> Tensor:
+        """θ + step, or half of the step and so on, where the model can be evaluated."""
+        records, prior = self.records, self.records.density.prior
+        for _ in range(_HALVINGS):
+            moved = records.with_read(theta, theta[records.read] + step)
+            if records.density.has_gradients(moved.to(prior.device, prior.dtype)):
+                return moved
+            step = step / 2
+        return theta
+
+
 class Fit(NamedTuple):
     """The mode of what releases say, and the Gaussian there.
 
@@ -166,7 +182,7 @@ class Fit(NamedTuple):
         covariance: nS + V + n²S_res/M of all releases, ``[K·d, K·d]``.
         step: to the mode, as far as the moments here tell.
         last_step: its length in posterior standard deviations.
-        simulated: the records.
+        simulated: the records; None of closed forms.
         slope: ∇ log p(θ) of the prior at the centre.
     """
 
@@ -177,7 +193,7 @@ class Fit(NamedTuple):
     covariance: Tensor
     step: Tensor
     last_step: float
-    simulated: Simulated
+    simulated: Any
     slope: Tensor
 
 
@@ -197,8 +213,21 @@ def posterior_precision(
     return prior_precision + (likelihood + likelihood.T) / 2, pulled
 
 
+class Source(Protocol):
+    """Of moments: a :class:`Simulator`, or closed forms."""
+
+    num_data: int
+    count: int
+
+    def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Any, Moments]:
+        """Records at θ, if any, and the moments of what would have been released of them."""
+
+    def moved(self, theta: Tensor, step: Tensor) -> Tensor:
+        """θ + step, or less."""
+
+
 def find_mode(
-    simulator: Simulator,
+    source: Source,
     releases: Sequence[Release],
     latents: Latents,
     start: Tensor,
@@ -210,15 +239,12 @@ def find_mode(
         \Lambda = P + n^2 J^\top \Sigma^{-1} J, \qquad
         \mathrm{step} = \Lambda^{-1}\big(n J^\top \Sigma^{-1}(T - n m) + \nabla\log p\big)
     """
-    records, n = simulator.records, simulator.num_data
-    value = torch.cat([r.value for r in releases])
+    n, value = source.num_data, torch.cat([r.value for r in releases])
     variances = noise_variances(releases)
     theta, damping, before = start, 1.0, math.inf
     for number in range(most_steps + 1):
-        simulated = simulator.at(theta)
-        statistics = simulator.statistics(simulated, releases)
-        found = moments(statistics, simulated.scores, simulator.covariates.is_paired)
-        covariance = n * found.covariance + n**2 / len(simulated.scores) * found.residual
+        simulated, found = source.local(theta, releases)
+        covariance = n * found.covariance + n**2 / source.count * found.residual
         covariance = covariance + torch.diag(variances)
         slope, prior_precision = latents.slope_and_precision(theta)
         precision, pulled = posterior_precision(found, covariance, prior_precision, n)
@@ -232,7 +258,7 @@ def find_mode(
         before = length
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
         scale = damping * min(1.0, _LONGEST_STEP / max(ratio, 1e-300))
-        theta = _valid(records, theta, scale * step)
+        theta = source.moved(theta, scale * step)
     fields = (theta, precision, prior_precision, found, covariance, step, length, simulated, slope)
     return Fit(*fields)
 
@@ -258,26 +284,11 @@ def law_differences(
     if len(simulators) == 1:
         found = fit.moments
         return LawDifferences(0 * found.mean[None], 0 * found.jacobian[None])
-    under = []
-    for simulator in simulators:
-        simulated = simulator.at(fit.centre)
-        statistics = simulator.statistics(simulated, releases)
-        under.append(moments(statistics, simulated.scores, False))
+    under = [simulator.local(fit.centre, releases)[1] for simulator in simulators]
     return LawDifferences(
         torch.stack([each.mean - under[0].mean for each in under[1:]]),
         torch.stack([each.jacobian - under[0].jacobian for each in under[1:]]),
     )
-
-
-def _valid(records: ModelRecords, theta: Tensor, step: Tensor) -> Tensor:
-    """θ + step, or half of the step and so on, where the model can be evaluated."""
-    prior = records.density.prior
-    for _ in range(_HALVINGS):
-        moved = records.with_read(theta, theta[records.read] + step)
-        if records.density.has_gradients(moved.to(prior.device, prior.dtype)):
-            return moved
-        step = step / 2
-    return theta
 
 
 class Likelihood(Protocol):
