@@ -196,7 +196,7 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
         with poutine.trace() as noted, poutine.condition(data=values):
             prior.run()
     for name, told in prior.unflatten(information.to(prior.device, prior.dtype)).items():
-        law = noted.trace.nodes[name]["fn"]
+        law: Any = noted.trace.nodes[name]["fn"]
         while isinstance(law, Independent | ExpandedDistribution):
             law = law.base_dist
         if not (hasattr(law, "loc") and hasattr(law, "scale")):
