@@ -21,7 +21,7 @@ from torch_dpbayes.noise_aware import (
     gamma_poisson,
     sufficient_statistics,
 )
-from torch_dpbayes.noise_aware.latents import Latents
+from torch_dpbayes.noise_aware.latents import Latents, NonCentred
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -58,9 +58,7 @@ class OneObservation:
     def gaussian(self, theta):
         return -0.5 * ((theta[:, self._read] - self.y) / self.std).square().sum(1)
 
-    __call__ = gaussian
-
-    def with_new_centres(self, theta):
+    def __call__(self, theta):
         return self.gaussian(theta), 0
 
 
@@ -89,6 +87,34 @@ def test_a_hierarchical_prior_is_sampled():
     assert float(found.weights @ log_s) == pytest.approx(mean, abs=5 * error)
     own = math.sqrt(float(found.weights @ (log_s - mean).square()))
     assert own == pytest.approx(deviation, rel=0.25)
+
+
+@pytest.mark.chance(1e-3)
+def test_non_centred_coordinates_have_the_law_of_the_prior():
+    """θ(ξ) of draws of ξ against draws of θ; log p(ξ) against that of normal numbers."""
+
+    def model():
+        scale = pyro.sample("scale", dist.HalfNormal(ONE))
+        mean = pyro.sample("mean", dist.Normal(0 * ONE, 2 * ONE))
+        with pyro.plate("groups", 2):
+            pyro.sample("effect", dist.Normal(mean, scale))
+        pyro.sample("rate", dist.LogNormal(mean, ONE).expand([1]).to_event(1))
+        pyro.sample("heavy", dist.StudentT(4 * ONE, mean, scale))
+
+    latents = Latents(Prior(model), torch.arange(6))
+    told = torch.tensor([0.0, 1e9, 0.5, 0.0, 0.0, 0.0], dtype=torch.float64)
+    frame = NonCentred(latents.prior, latents.start, told)
+    own = frame.prior
+    assert [name for name in own.transforms if "decentered" in name] == [
+        *("effect_decentered", "heavy_decentered", "mean_decentered", "rate_base_decentered"),
+    ]
+    theta, _ = frame(own.samples(400))
+    for k, moved in enumerate(latents.sample(400).T):
+        assert stats.ks_2samp(moved, theta[:, k]).pvalue > 1e-3 / 6
+    xi = torch.zeros(2, own.dimension, dtype=torch.float64)
+    xi[1, 0] = 1.5  # of an effect
+    values = frame(xi)[1]
+    assert float(values[0] - values[1]) == pytest.approx(1.5**2 / 2)
 
 
 def test_short_chains_end_in_the_posterior():

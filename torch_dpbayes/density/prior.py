@@ -44,6 +44,7 @@ class Prior:
         factors: names of observed sites that count as well, functions of the latents alone.
 
     Attributes:
+        factors: as given.
         transforms: by site, from the support of its distribution to unconstrained space.
         dtype, device: those of θ.
 
@@ -60,7 +61,7 @@ class Prior:
         kwargs: Mapping[str, Any] | None = None,
         factors: Sequence[str] = (),
     ) -> None:
-        self._factors = tuple(factors)
+        self.factors = tuple(factors)
         self._model, self._args, self._kwargs = model, tuple(args), dict(kwargs or {})
         self.transforms: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -199,9 +200,9 @@ class Prior:
         """log p(θ) as the model computes it from other arguments."""
         unconstrained, values = self.unflatten(theta), self.constrain(theta)
         trace = poutine.trace(poutine.condition(self._model, values)).get_trace(*args, **kwargs)
-        compute_log_prob(trace, {*self._shapes, *self._factors})
+        compute_log_prob(trace, {*self._shapes, *self.factors})
         result = theta.new_zeros(())
-        for name in self._factors:
+        for name in self.factors:
             result = result + trace.nodes[name]["log_prob_sum"]
         for name in self._shapes:
             jacobian = self.transforms[name].log_abs_det_jacobian(values[name], unconstrained[name])

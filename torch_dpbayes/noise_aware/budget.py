@@ -14,7 +14,6 @@ from ..accounting.events import (
     positive_count,
 )
 from ..errors import ArgumentError, ArgumentTypeError
-from .covariates import histogram_multiplier, moment_multipliers
 
 NUM_RELEASES, MOST_RELEASES = 7, 50
 # of the shares from one release of scores to the next: the first ones only serve to arrive
@@ -22,6 +21,7 @@ _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
 _LEAST_SHARE, _MOST_SHARE = 0.04, 0.30  # of the budget, for the law of the covariates
 _HISTOGRAM = 0.02  # of the budget
+_MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +68,29 @@ def plan_run(
         has_numbers: whether covariates are private rows of numbers.
         num_categories: how many arguments are private categories.
     """
-    neighboring = accountant.neighboring
     events: list[DpEvent] = []
+
+    def noise(share: float, moved: float = 2.0) -> float:
+        """The multiplier of a release with this share of the budget, which replacing a record moves
+        by ``moved`` and adding one by 1. The accountant takes ``moved`` for 2.
+        """
+        events.append(GaussianDpEvent(total / math.sqrt(share)))
+        is_swap = accountant.neighboring == "replace_one"
+        return total / math.sqrt(share) * (moved / 2 if is_swap else 1.0)
+
     moments, histograms, of_rest = None, None, 1 - _CLIPPED
     if has_numbers:
         gain = num_data / (total * dimension)
         share = min(max(2 / math.sqrt(gain), _LEAST_SHARE), _MOST_SHARE)
-        moments, of_moments = moment_multipliers(total, share, neighboring)
-        events += of_moments
+        of_products = noise(share * (1 - _MEAN_SHARE), math.sqrt(2))
+        moments = noise(share * _MEAN_SHARE), of_products
         of_rest -= share
     if num_categories:
-        histograms, of_histograms = histogram_multiplier(
-            total, _HISTOGRAM, neighboring, num_categories
-        )
-        events.append(of_histograms)
+        histograms = math.sqrt(num_categories) * noise(_HISTOGRAM, math.sqrt(2))
         of_rest -= _HISTOGRAM
     weights = [_GROWTH**k for k in range(num_releases)]
-    scores = tuple(total / math.sqrt(of_rest * w / sum(weights)) for w in weights)
-    events += [GaussianDpEvent(z) for z in scores]
-    # a replaced record moves a count by 1 and not by 2, as the accountant takes it
-    of_count = total / math.sqrt(_CLIPPED)
-    clipped = of_count / (2.0 if neighboring == "replace_one" else 1.0)
-    events.append(GaussianDpEvent(of_count))
+    scores = tuple(noise(of_rest * w / sum(weights)) for w in weights)
+    clipped = noise(_CLIPPED, 1.0)
     return Plan(total, scores, moments, histograms, clipped, ComposedDpEvent(events))
 
 

@@ -1,10 +1,15 @@
 r"""Do the releases agree with each other and with the prior? From what was released, and free.
 
-With m linear around the mode, T ~ N(n(m + J(θ − θ_c)), Σ). Two checks, each a χ² tail probability
-whose false-alarm rate is its threshold as far as that holds:
+With m linear around the mode, T ~ N(n(m + J(θ − θ_c)), Σ). Two checks, each with a false-alarm rate
+that is its threshold as far as that holds:
 
 * *each release given the others*: θ integrated out over the prior's Gaussian, the residual of one
-  block of T given the others has covariance :math:`Q_{kk}^{-1}`, Q the precision of T;
+  block of T given the others has covariance :math:`Q_{kk}^{-1}`, Q the precision of T. Its squared
+  length is χ² if the law of the covariates is known, and under another law l noncentral χ², by the
+  squared length :math:`\lambda_l` of what l moves the residual by. For a law that is drawn from its
+  posterior the χ² with the same three moments takes its place (Imhof 1961, "Computing the
+  distribution of quadratic forms in normal variables"). A covariance of so few laws would be
+  singular, and alarm falsely;
 * *the prior*: the distance of the likelihood's maximum from the prior's median, in the directions
   that the releases tell better than the prior, against draws of the prior.
 
@@ -19,10 +24,11 @@ from collections.abc import Sequence
 
 import torch
 from scipy.stats import chi2
+from torch import Tensor
 
 from .drawing import Draws, is_reliable
 from .latents import Latents
-from .likelihood import Fit, Release
+from .likelihood import Fit, LawDifferences, Release
 
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
 _PRIOR_DRAWS = 2000
@@ -30,48 +36,84 @@ _LEVEL = 5  # warn, note, infer, posterior, the caller
 
 
 def release_p_values(
-    fit: Fit, releases: Sequence[Release], latents: Latents, num_data: int
+    fit: Fit,
+    releases: Sequence[Release],
+    latents: Latents,
+    num_data: int,
+    laws: LawDifferences,
+    theta_covariance: Tensor,
 ) -> list[float]:
-    """Of each release given the others."""
+    """Of each release given the others.
+
+    Args:
+        fit: at the mode.
+        releases: T.
+        latents: their prior.
+        num_data: n.
+        laws: what differs under each law of the covariates.
+        theta_covariance: of the posterior, about, ``[d, d]``.
+    """
     n, found = num_data, fit.moments
     value = torch.cat([r.value for r in releases])
     slope, prior_precision = latents.slope_and_precision(fit.centre)
     prior_mean = torch.linalg.solve(prior_precision, slope)  # of θ − θ_c
     jacobian = n * found.jacobian
     residual = value - n * found.mean - jacobian @ prior_mean
+    # θ − θ_c under each law, one draw
+    white = torch.randn(len(laws.means), len(prior_mean), dtype=torch.float64)
+    moved = white @ torch.linalg.cholesky(theta_covariance).T
+    under_laws = n * (laws.means + torch.einsum("lqd,ld->lq", laws.jacobians, moved))
     # the precision of T with θ integrated out (Woodbury)
-    factor = torch.linalg.cholesky(fit.covariance)
-    inverse = torch.cholesky_inverse(factor)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(fit.covariance))
     pulled = inverse @ jacobian
     precision = inverse - pulled @ torch.linalg.solve(fit.precision, pulled.T)
-    weighted = precision @ residual
+    weighted = torch.cat([residual[None], under_laws]) @ precision
     result, start = [], 0
     for release in releases:
         block = slice(start, start + len(release.value))
         start += len(release.value)
-        own = torch.linalg.solve(precision[block, block], weighted[block])
-        result.append(float(chi2.sf(float(weighted[block] @ own), len(release.value))))
+        root = torch.linalg.cholesky(precision[block, block])
+        own = torch.linalg.solve_triangular(root, weighted[:, block].T, upper=False)
+        square, *shifts = own.square().sum(0).tolist()
+        lengths = torch.tensor(shifts, dtype=torch.float64)
+        result.append(_tail_probability(square, lengths, len(release.value)))
     return result
 
 
-def prior_p_value(fit: Fit, releases: Sequence[Release], latents: Latents, num_data: int) -> float:
-    """Of a likelihood that lies as far from the prior as this one; 1 where nothing is told."""
-    n, found = num_data, fit.moments
-    value = torch.cat([r.value for r in releases])
-    information = fit.precision - fit.prior_precision
-    pulled = torch.cholesky_solve(n * found.jacobian, torch.linalg.cholesky(fit.covariance))
-    gradient = pulled.T @ (value - n * found.mean)
+def _tail_probability(square: float, lengths: Tensor, size: int) -> float:
+    """P(X ≥ ``square``) for X | l ~ noncentral χ² of ``size`` degrees of freedom and λ_l, by the
+    cumulants of the mixture over l.
+    """
+    mean = float(lengths.mean())
+    apart = lengths - mean
+    variance = 2 * size + 4 * mean + float(apart.square().mean())
+    third = 8 * size + 24 * mean + float((12 * apart.square() + apart**3).mean())
+    freedom = 8 * variance**3 / max(third, 8 * size) ** 2
+    moved = (square - size - mean) * math.sqrt(2 * freedom / variance)
+    return float(chi2.sf(moved + freedom, freedom))
+
+
+def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) -> float:
+    """Of a likelihood that lies as far from the prior as this one; 1 where nothing is told.
+
+    Args:
+        fit: at the mode.
+        latents: their prior.
+        mean, covariance: of the read coordinates' posterior, about, ``[d]`` and ``[d, d]``.
+    """
+    precision = torch.linalg.inv(covariance)
+    centre, median = fit.centre[latents.read], latents.median[latents.read]
+    gradient = precision @ (mean - centre) - fit.slope  # of the likelihood
     # directions in units of the prior's deviations
     scale = latents.stddev[latents.read]
-    values, vectors = torch.linalg.eigh(scale[:, None] * information * scale)
+    information = scale[:, None] * (precision - fit.prior_precision) * scale
+    values, vectors = torch.linalg.eigh((information + information.T) / 2)
     told = values > 1
     if not bool(told.any()):
         return 1.0
     into = (vectors[:, told] / values[told]).T * scale  # of a gradient, to a distance in units
-    centre = fit.centre[latents.read]
-    place = (vectors[:, told].T / scale) @ (centre - latents.median[latents.read])
-    place = place + into @ gradient
-    draws = latents.sample(_PRIOR_DRAWS)[:, latents.read] - latents.median[latents.read]
+    place = (vectors[:, told].T / scale) @ (centre - median) + into @ gradient
+    draws = latents.sample(_PRIOR_DRAWS)[:, latents.read] - median
     expected = (draws / scale) @ vectors[:, told]
     expected = expected + torch.randn_like(expected) * values[told].rsqrt()
     variances = 1 + 1 / values[told]

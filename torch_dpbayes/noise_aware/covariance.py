@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -123,18 +124,26 @@ def covariance(
     factor = math.sqrt(2) if accountant.neighboring == "replace_one" else 1.0
     event = GaussianDpEvent(noise_multiplier * factor)
     accountant.compose(event, label="noise_aware.covariance")
-    size = x.shape[-1]
-    draws = GaussianNoise().standard_normal(
-        size * size, dtype=torch.float64, device=torch.device("cpu")
-    )
-    draws = draws.reshape(size, size)
     total = _second_moments(x.detach(), max_feature_norm).cpu()
-    # the mean of a Gaussian matrix and its transpose has variance 1 on the diagonal, 1/2 off it;
+    released = with_symmetric_noise(total, noise_multiplier, normal_numbers)
+    return NoisyCovariance(unit * released, unit * noise_multiplier)
+
+
+def normal_numbers(size: int) -> Tensor:
+    """Fresh ones, ``[size]``."""
+    cpu = torch.device("cpu")
+    return GaussianNoise().standard_normal(size, dtype=torch.float64, device=cpu)
+
+
+def with_symmetric_noise(exact: Tensor, std: float, normal: Callable[[int], Tensor]) -> Tensor:
+    """A symmetric matrix ``[d, d]`` with noise of standard deviation ``std`` on the diagonal and
+    ``std``/√2 off it: the mean of a Gaussian matrix and its transpose.
+    """
+    draws = normal(exact.numel()).reshape(exact.shape)
     # one triangle is mirrored, for rounding makes sums unsymmetric, and a difference of the halves
     # would have no noise
-    upper = torch.triu(total + noise_multiplier * (draws + draws.T) / 2)
-    released = upper + torch.triu(upper, 1).T
-    return NoisyCovariance(unit * released, unit * noise_multiplier)
+    upper = torch.triu(exact + std * (draws + draws.T) / 2)
+    return upper + torch.triu(upper, 1).T
 
 
 def _second_moments(x: Tensor, max_norm: float) -> Tensor:

@@ -18,22 +18,21 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..accounting.events import DpEvent, GaussianDpEvent, Neighboring
 from ..density import UnfitModel
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
+from .covariance import with_symmetric_noise
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
 
-_MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
 _ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
-_FITTING_STEPS, _MORE_FITTING_STEPS = 12, 3  # until shortened rows have the wanted moments
-_FITTING_ROWS = 4_000
-_ROWS_OF_A_COLUMN = 5  # fewer have no covariance that can be inverted well
+_FITTING_STEPS = 12  # until shortened rows have the wanted moments
+_ROWS_OF_A_COLUMN = 20  # fewer have no covariance that can be inverted well
 _RIDGE = 1e-9  # relative
 
 
@@ -128,17 +127,62 @@ class PublicRows:
         return {k: back(k, row[chosen]) for k, row in self._rows.items()}
 
 
+def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | None:
+    """The public sample that was ``given``, or the rows of public arguments; None without any.
+
+    Raises:
+        ValueError, TypeError: they do not fit the arguments, or are not finite.
+    """
+    public, private = records.of_role("public"), records.of_role("numbers", "category")
+    own: dict[int, Tensor] = {}
+    if given is None:
+        if public and private:
+            raise ArgumentError(
+                "public= names some covariates and not others: name all of them, or give"
+                " covariates= a public sample of all."
+            )
+        rows = records.density.rows()
+        own = {k: records.rows_first(k, rows[k]) for k in public}
+    else:
+        numbers = sorted(public + private)
+        given = given if isinstance(given, tuple | list) else (given,)
+        if len(given) != len(numbers):
+            raise ArgumentError(
+                f"covariates= takes one tensor for each of {[records.names[k] for k in numbers]},"
+                f" got {len(given)}."
+            )
+        for number, sample in zip(numbers, given, strict=True):
+            if not isinstance(sample, Tensor) or not sample.dim():
+                raise ArgumentTypeError(
+                    "covariates= is a tensor of public rows, or a tuple of one for each covariate;"
+                    f" got {sample!r:.60}."
+                )
+            like = records.density.made_up.few()[number]
+            own[number] = row = records.rows_first(number, sample.to(like.dtype))
+            if row.shape[1:] != records.rows_first(number, like).shape[1:] or not len(row):
+                raise ArgumentError(
+                    f"the public sample of {records.names[number]!r} has another shape than the"
+                    " argument."
+                )
+    for number, row in own.items():
+        if not bool(row.isfinite().all()):
+            raise ArgumentError(
+                f"the public rows of {records.names[number]!r} have numbers that are not finite:"
+                " put public constants in their place."
+            )
+    return PublicRows(own, records, is_paired=given is None, seed=seed) if own else None
+
+
 class Released:
-    """Covariates drawn from a released law.
+    """Covariates drawn from a released law; none where the model has none.
 
     Args:
         records: the model.
+        seed: of the draws.
         shape: how rows of numbers are shortened; None without any.
         moments: their mean and covariance in units of the bound.
         histograms: noisy counts by number of the argument, and their noise.
-        seed: of the draws.
         noise_seed: None: the most likely law; else one draw of it, the release's noise included.
-        near: a law of nearly the same moments.
     """
 
     is_paired = False
@@ -146,31 +190,17 @@ class Released:
     def __init__(
         self,
         records: ModelRecords,
-        shape: FeatureShape | None,
-        moments: tuple[Tensor, Tensor] | None,
-        histograms: Mapping[int, tuple[Tensor, float]],
         seed: int,
+        shape: FeatureShape | None = None,
+        moments: tuple[Tensor, Tensor] | None = None,
+        histograms: Mapping[int, tuple[Tensor, float]] = MappingProxyType({}),
         noise_seed: int | None = None,
-        near: Released | None = None,
     ) -> None:
-        self._records, self._shape, self._seed = records, shape, seed
-        self._dtypes = {k: row.dtype for k, row in enumerate(records.density.made_up.few())}
+        self._records, self._seed, self._shape, self._moments = records, seed, shape, moments
         self._cache: dict[tuple[int, int], Mapping[int, Tensor]] = {}
-        if moments is not None and shape is not None:
-            self.mean, self.wanted = moments[0], torch.linalg.cholesky(moments[1])
-            self.place, self.root = self._start(near)
         self._shares = {
             number: _shares(counts, std, noise_seed) for number, (counts, std) in histograms.items()
         }
-
-    def _start(self, near: Released | None) -> tuple[Tensor, Tensor]:
-        if near is not None:
-            root = torch.linalg.solve_triangular(near.wanted, near.root, upper=False)
-            return near.place + self.mean - near.mean, self.wanted @ root
-        size, start = len(self.mean), (self.mean, self.wanted)
-        with seeded(self._seed):
-            normal = torch.randn(max(_FITTING_ROWS, 20 * size), size, dtype=torch.float64)
-        return _fitted(self.mean, self.wanted, start, normal, _FITTING_STEPS)
 
     def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
         """Fresh draws, the same ones for a batch."""
@@ -181,44 +211,17 @@ class Released:
         return self._cache[count, batch]
 
     def _drawn(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        records, result = self._records, {}
+        records, shape = self._records, self._shape
+        result, few = {}, records.density.made_up.few()
         with seeded(self._seed + batch):
-            if self._shape is not None:
-                shape, free = self._shape, self._shape.free
-                normal = torch.randn(count, len(free), dtype=torch.float64)
-                # their own moments are those wanted, without the error of so many draws
-                place, root = self.place, self.root
-                if count > _ROWS_OF_A_COLUMN * len(free):
-                    start = place, root
-                    place, root = _fitted(
-                        self.mean, self.wanted, start, normal, _MORE_FITTING_STEPS
-                    )
-                unit = place + normal @ root.T
-                unit = unit * shorten(unit.square().sum(1), 1.0)[:, None]
+            if shape is not None and self._moments is not None:
                 rows = torch.zeros(count, sum(shape.widths), dtype=torch.float64)
-                rows[:, free] = shape.bound * unit
-                for column, value in shape.constants.items():
-                    rows[:, column] = value
-                parts = rows.split(list(shape.widths), dim=1)
-                for number, part in zip(records.of_role("numbers"), parts, strict=True):
-                    like = records.density.made_up.few()[number]
-                    size = records.rows_first(number, like).shape[1:]
-                    part = part.reshape(count, *size).to(self._dtypes[number])
-                    result[number] = records.rows_back(number, part)
+                rows[:, shape.free] = shape.bound * _shortened_draws(*self._moments, count)
+                result = parts_of(records, rows, shape, few)
             for number, shares in self._shares.items():
                 drawn = torch.multinomial(shares, count, replacement=True)
-                result[number] = drawn.to(self._dtypes[number])
+                result[number] = drawn.to(few[number].dtype)
         return result
-
-
-class Nothing:
-    """A model without covariates."""
-
-    is_paired = False
-
-    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        """None."""
-        return {}
 
 
 # -- the release -----------------------------------------------------------------------------------
@@ -274,35 +277,9 @@ def noisy_moments(
     own = rows[:, shape.free].to(torch.float64) / shape.bound
     # once more: rows of few digits, as of bfloat16, are longer than the bound by their rounding
     own = own * shorten(own.square().sum(1), 1 - _ROUNDING)[:, None]
-    size = own.shape[1]
-    total = own.sum(0) + multipliers[0] * normal(size)
-    draws = normal(size * size).reshape(size, size)
-    # the mean of a Gaussian matrix and its transpose has variance 1 on the diagonal, 1/2 off it
-    upper = torch.triu(own.T @ own + multipliers[1] * (draws + draws.T) / 2)
-    return NoisyMoments(total, multipliers[0], upper + torch.triu(upper, 1).T, multipliers[1])
-
-
-def moment_multipliers(
-    multiplier: float, share: float, neighboring: Neighboring
-) -> tuple[tuple[float, float], list[DpEvent]]:
-    """z of the mean and of the products that take ``share`` of the budget, and their events.
-
-    The accountant doubles the bound under replace-one, and products move by √2 instead of 2 there.
-    """
-    factor = math.sqrt(2) if neighboring == "replace_one" else 1.0
-    of_mean = multiplier / math.sqrt(share * _MEAN_SHARE)
-    of_products = multiplier / math.sqrt(share * (1 - _MEAN_SHARE)) / factor
-    events: list[DpEvent] = [GaussianDpEvent(of_mean), GaussianDpEvent(of_products * factor)]
-    return (of_mean, of_products), events
-
-
-def histogram_multiplier(
-    multiplier: float, share: float, neighboring: Neighboring, number: int
-) -> tuple[float, DpEvent]:
-    """The noise of ``number`` histograms that take ``share`` together, and their event."""
-    factor = math.sqrt(2) if neighboring == "replace_one" else 1.0
-    of_unit = multiplier / math.sqrt(share)
-    return of_unit * math.sqrt(number) / factor, GaussianDpEvent(of_unit)
+    total = own.sum(0) + multipliers[0] * normal(own.shape[1])
+    products = with_symmetric_noise(own.T @ own, multipliers[1], normal)
+    return NoisyMoments(total, multipliers[0], products, multipliers[1])
 
 
 def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:
@@ -318,25 +295,27 @@ def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:
     return found / found.sum()
 
 
-def _fitted(
-    mean: Tensor, wanted: Tensor, start: tuple[Tensor, Tensor], normal: Tensor, steps: int
-) -> tuple[Tensor, Tensor]:
-    """Place and root of rows made of ``normal`` that have this mean and the covariance
-    ``wanted`` ``wanted``ᵀ once they are shortened to norm 1.
+def _shortened_draws(mean: Tensor, covariance: Tensor, count: int) -> Tensor:
+    """Gaussian rows, shortened to norm 1, that have these moments once they are; their own moments
+    are those wanted, without the error of so many draws.
     """
-    place, root = start
+    size = len(mean)
+    normal = torch.randn(max(count, _ROWS_OF_A_COLUMN * size), size, dtype=torch.float64)
+    place, root = mean, torch.linalg.cholesky(covariance)
+    wanted = root
     # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
-    least = _RIDGE * float(wanted.square().sum()) / len(mean) + torch.finfo(torch.float64).eps
-    ridge = least * torch.eye(len(mean), dtype=torch.float64)
-    for _ in range(steps):
+    least = _RIDGE * float(wanted.square().sum()) / size + torch.finfo(torch.float64).eps
+    for step in range(_FITTING_STEPS + 1):
         rows = place + normal @ root.T
         rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
-        found = rows.mean(0)
-        place = place + mean - found
-        apart = rows - found
-        own = torch.linalg.cholesky(apart.T @ apart / len(rows) + ridge)
-        root = wanted @ torch.linalg.solve_triangular(own, root, upper=False)
-    return place, root
+        if step < _FITTING_STEPS:
+            found = rows.mean(0)
+            place = place + mean - found
+            apart = rows - found
+            own = apart.T @ apart / len(rows) + least * torch.eye(size, dtype=torch.float64)
+            own = torch.linalg.cholesky(own)
+            root = wanted @ torch.linalg.solve_triangular(own, root, upper=False)
+    return rows[:count]
 
 
 def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
@@ -349,13 +328,12 @@ def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
 
 
 def feature_shape(
-    records: ModelRecords, rows: Sequence[Tensor], bound: float, constants: Mapping[int, float]
+    records: ModelRecords, bound: float, constants: Mapping[int, float]
 ) -> FeatureShape | None:
     """Of the arguments that are private rows of numbers; None without any."""
-    widths = []
-    for number in records.of_role("numbers"):
-        shape = records.rows_first(number, rows[number]).shape[1:]
-        widths.append(math.prod(shape))
+    few = records.density.made_up.few()
+    numbers = records.of_role("numbers")
+    widths = [math.prod(records.rows_first(k, few[k]).shape[1:]) for k in numbers]
     if not widths:
         if constants:
             raise ArgumentError("constant_columns= needs private covariates that are numbers.")
@@ -371,6 +349,19 @@ def feature_shape(
     return FeatureShape(float(bound), dict(constants), tuple(widths))
 
 
+def parts_of(
+    records: ModelRecords, columns: Tensor, shape: FeatureShape, like: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Shortened columns ``[n, p]`` as the arguments that they belong to, typed as ``like``."""
+    result = {}
+    parts = shape.shortened(columns).split(list(shape.widths), dim=1)
+    for number, part in zip(records.of_role("numbers"), parts, strict=True):
+        size = records.rows_first(number, like[number]).shape[1:]
+        part = part.reshape(len(columns), *size).to(like[number].dtype)
+        result[number] = records.rows_back(number, part)
+    return result
+
+
 def shortened_rows(
     records: ModelRecords, rows: Sequence[Tensor], shape: FeatureShape | None
 ) -> list[Tensor]:
@@ -378,10 +369,6 @@ def shortened_rows(
     result = list(rows)
     if shape is None:
         return result
-    short = shape.shortened(all_numbers(records, rows))
-    parts = short.split(list(shape.widths), dim=1)
-    for number, part in zip(records.of_role("numbers"), parts, strict=True):
-        like = records.rows_first(number, rows[number])
-        part = part.reshape(like.shape).to(like.dtype)
-        result[number] = records.rows_back(number, part)
+    for number, part in parts_of(records, all_numbers(records, rows), shape, rows).items():
+        result[number] = part
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import total_multiplier
 from ..accounting.events import positive_count
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError
 from ..noise import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
@@ -29,11 +30,10 @@ from .checks import note, note_clipped, note_draws, prior_p_value, release_p_val
 from .covariates import (
     Covariates,
     FeatureShape,
-    Nothing,
-    PublicRows,
     Released,
     constants_of,
     feature_shape,
+    public_rows,
 )
 from .drawing import draw_posterior
 from .latents import Latents
@@ -42,7 +42,6 @@ from .likelihood import (
     SyntheticLikelihood,
     find_mode,
     law_differences,
-    with_laws,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import ModelRecords
@@ -132,24 +131,25 @@ def posterior(
     whose density or score is not finite counts as 0. Nothing else depends on records: errors before
     the charge follow from the model, shapes, types and public rows.
     """
-    setup = Setup(
-        model,
-        data,
+    if max_grad_norm is not None:
+        max_grad_norm = check_clip_bound(
+            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+        )
+    settings = Settings(
         budget_of(accountant, epsilon, delta),
+        epsilon,
+        delta,
         num_data,
         public,
         covariates,
         max_feature_norm,
         constant_columns,
+        num_releases,
         num_simulated,
         data_plate,
     )
-    if max_grad_norm is not None:
-        max_grad_norm = check_clip_bound(
-            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
-        )
     with using_pyro, torch.no_grad():
-        return setup.infer(epsilon, delta, num_releases, max_grad_norm)
+        return Setup(model, data, settings).infer(max_grad_norm)
 
 
 def posterior_for_module(
@@ -185,134 +185,78 @@ def posterior_for_module(
     return found
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Arguments that :func:`posterior` and :func:`.plan` have in common."""
+
+    accountant: PrivacyAccountant
+    epsilon: float | None
+    delta: float | None
+    num_data: int | None
+    public: Sequence[str | int]
+    covariates: Any
+    max_feature_norm: float
+    constant_columns: Any
+    num_releases: int
+    num_simulated: int | None
+    data_plate: str
+
+
 class Setup:
     """A model on its records, before anything is charged."""
 
-    def __init__(
-        self,
-        model: Any,
-        data: Sequence[Any],
-        accountant: PrivacyAccountant,
-        num_data: int | None,
-        public: Sequence[str | int],
-        covariates: Any,
-        max_feature_norm: float,
-        constant_columns: Any,
-        num_simulated: int | None,
-        data_plate: str,
-    ) -> None:
+    def __init__(self, model: Any, data: Sequence[Any], settings: Settings) -> None:
+        bound = settings.max_feature_norm
         if isinstance(model, GLM | Softmax):
-            max_feature_norm = model.max_feature_norm
+            bound = model.max_feature_norm
             data = targets_of(model, *model.prepare(tuple(data)))
             model = model_of(model, data[0].shape[1])
-        self.accountant = accountant
+        self.settings, self.accountant = settings, settings.accountant
         self.count = _SIMULATED
-        if num_simulated is not None:
-            self.count = positive_count(num_simulated, "num_simulated")
+        if settings.num_simulated is not None:
+            self.count = positive_count(settings.num_simulated, "num_simulated")
             if self.count < _LEAST_SIMULATED:
                 raise ArgumentError(
-                    f"num_simulated = {num_simulated} is too few for moments: leave it out, or"
-                    f" take {_LEAST_SIMULATED} or more."
+                    f"num_simulated = {self.count} is too few for moments: leave it out, or take"
+                    f" {_LEAST_SIMULATED} or more."
                 )
-        with using_pyro, torch.no_grad():
-            self.records = ModelRecords(
-                model,
-                data,
-                data_plate=data_plate,
-                count_is_public=accountant.neighboring == "replace_one",
-                public=public,
-                chunk=_FEW,
-            )
-            self.latents = Latents(self.records.density.prior, self.records.read)
-        self.num_data = public_num_data(num_data, self.records.density.num_records, accountant)
+        self.records = ModelRecords(
+            model,
+            data,
+            data_plate=settings.data_plate,
+            count_is_public=self.accountant.neighboring == "replace_one",
+            public=settings.public,
+            chunk=_FEW,
+        )
+        self.latents = Latents(self.records.density.prior, self.records.read)
+        found = self.records.density.num_records
+        self.num_data = public_num_data(settings.num_data, found, self.accountant)
         # of independent streams: covariates, their laws, and what is simulated given them
         self.seed, self.seed_of_laws, self.seed_of_records = torch.randint(2**40, (3,)).tolist()
-        self._given = covariates
-        self._public_rows = self._rows_given() if covariates is not None else self._rows_public()
+        self._public_rows = public_rows(self.records, settings.covariates, self.seed)
         self.shape: FeatureShape | None = None
-        self.num_categories = 0
+        self.categories: dict[int, int] = {}
         if self._public_rows is None:
-            bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
-            rows = self.records.density.rows()
-            constants = constants_of(constant_columns)
-            self.shape = feature_shape(self.records, rows, bound, constants)
-            categories = self.records.of_role("category")
-            self.num_categories = len(categories)
-            for number in categories:
-                self.records.num_categories(number)
-
-    def _rows_public(self) -> PublicRows | None:
-        numbers = self.records.of_role("public")
-        private = self.records.of_role("numbers", "category")
-        if not numbers or private:
-            if numbers:
-                raise ArgumentError(
-                    "public= names some covariates and not others: name all of them, or give"
-                    " covariates= a public sample of all."
-                )
-            return None
-        rows = self.records.density.rows()
-        own = {k: self.records.rows_first(k, rows[k]) for k in numbers}
-        self._require_finite(own)
-        return PublicRows(own, self.records, is_paired=True, seed=self.seed)
-
-    def _require_finite(self, rows: Mapping[int, Tensor]) -> None:
-        for number, row in rows.items():
-            if not bool(row.isfinite().all()):
-                raise ArgumentError(
-                    f"the public rows of {self.records.names[number]!r} have numbers that are not"
-                    " finite: put public constants in their place."
-                )
-
-    def _rows_given(self) -> PublicRows:
-        numbers = self.records.of_role("public", "numbers", "category")
-        given = self._given if isinstance(self._given, tuple | list) else (self._given,)
-        if len(given) != len(numbers):
-            raise ArgumentError(
-                f"covariates= takes one tensor for each of"
-                f" {[self.records.names[k] for k in numbers]}, got {len(given)}."
-            )
-        own = {}
-        for number, sample in zip(numbers, given, strict=True):
-            if not isinstance(sample, Tensor) or not sample.dim():
-                raise ArgumentTypeError(
-                    "covariates= is a tensor of public rows, or a tuple of one for each covariate;"
-                    f" got {sample!r:.60}."
-                )
-            like = self.records.density.made_up.few()[number]
-            row = self.records.rows_first(number, sample.to(like.dtype))
-            if row.shape[1:] != self.records.rows_first(number, like).shape[1:] or not len(row):
-                raise ArgumentError(
-                    f"the public sample of {self.records.names[number]!r} has another shape than"
-                    " the argument."
-                )
-            own[number] = row
-        self._require_finite(own)
-        return PublicRows(own, self.records, is_paired=False, seed=self.seed)
+            bound = check_clip_bound("max_feature_norm", bound, "of rows of covariates")
+            self.shape = feature_shape(self.records, bound, constants_of(settings.constant_columns))
+            for number in self.records.of_role("category"):
+                self.categories[number] = self.records.num_categories(number)
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
         """The mean law of the covariates, and draws of it given the release."""
         if self._public_rows is not None:
             return [self._public_rows]
-        if self.shape is None and not self.num_categories:
-            return [Nothing()]
         found: list[tuple[Tensor, Tensor] | None] = [None] * (_LAWS + 1)
         if transcript.moments is not None:
             found = list(transcript.moments.draws(self.num_data, _LAWS, self.seed_of_laws))
-        laws: list[Released] = []
-        for k, each in enumerate(found):
-            laws.append(
-                Released(
-                    self.records,
-                    self.shape,
-                    each,
-                    transcript.histograms,
-                    self.seed,
-                    self.seed_of_laws + k if k else None,
-                    laws[0] if k else None,
-                )
-            )
-        return list(laws)
+        elif not transcript.histograms:
+            found = [None]
+        seeds = [None, *range(self.seed_of_laws + 1, self.seed_of_laws + len(found))]
+        counts = transcript.histograms
+        return [
+            Released(self.records, self.seed, self.shape, moments, counts, seed)
+            for moments, seed in zip(found, seeds, strict=True)
+        ]
 
     def in_run(self, law: Covariates) -> Simulator:
         """Of fewer records, for steps."""
@@ -322,29 +266,26 @@ class Setup:
         """Of records with covariates from ``law``."""
         return Simulator(self.records, law, self.num_data, count, self.seed_of_records)
 
-    def plan(self, total: float, num_releases: int) -> Plan:
+    def plan(self) -> Plan:
         """The split of the budget."""
-        if positive_count(num_releases, "num_releases") > MOST_RELEASES:
-            raise ArgumentError(f"num_releases = {num_releases}: take at most {MOST_RELEASES}.")
+        settings = self.settings
+        if positive_count(settings.num_releases, "num_releases") > MOST_RELEASES:
+            raise ArgumentError(
+                f"num_releases = {settings.num_releases}: take at most {MOST_RELEASES}."
+            )
         return plan_run(
             self.accountant,
-            total,
+            total_multiplier(self.accountant, settings.epsilon, settings.delta),
             dimension=self.records.dimension,
             num_data=self.num_data,
-            num_releases=num_releases,
+            num_releases=settings.num_releases,
             has_numbers=self.shape is not None,
-            num_categories=self.num_categories,
+            num_categories=len(self.categories),
         )
 
-    def infer(
-        self,
-        epsilon: float | None,
-        delta: float | None,
-        num_releases: int,
-        max_grad_norm: float | None,
-    ) -> NoiseAwarePosterior:
+    def infer(self, max_grad_norm: float | None) -> NoiseAwarePosterior:
         """Charges, releases, and draws from the posterior."""
-        plan = self.plan(total_multiplier(self.accountant, epsilon, delta), num_releases)
+        plan = self.plan()
         start = self.latents.start  # before the charge: a prior that fails costs nothing
         if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
             raise ArgumentError(
@@ -352,19 +293,13 @@ class Setup:
                 " use a prior that suits the likelihood."
             )
         self.accountant.compose(plan.event, label=_LABEL)
-        mechanism = Mechanism(self.records, self.shape)
+        mechanism = Mechanism(self.records, self.shape, self.categories)
         transcript = mechanism.covariates(plan)
         laws = self.laws(transcript)
         transcript, theta = run(
             mechanism, transcript, self.in_run(laws[0]), self.latents, plan, max_grad_norm
         )
         self.records.forget()
-        return self.draw(transcript, laws, theta)
-
-    def draw(
-        self, transcript: Transcript, laws: Sequence[Covariates], theta: Tensor
-    ) -> NoiseAwarePosterior:
-        """The posterior given the releases."""
         few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
         n, releases = self.num_data, transcript.scores
         # the mode by few records, the moments there by all of them
@@ -372,12 +307,15 @@ class Setup:
         simulator = self.simulator(laws[0], self.count)
         fit = find_mode(simulator, releases, self.latents, fit.centre, 0)
         under_laws = [self.simulator(law, min(self.count, _SIMULATED_UNDER_LAW)) for law in laws]
-        differences = law_differences(fit.centre, under_laws, releases)
+        differences = law_differences(fit, under_laws, releases)
         likelihood = SyntheticLikelihood(
             simulator, releases, fit, differences, few=few, most_batches=_MOST_BATCHES
         )
-        known = with_laws(fit, differences, likelihood.covariance(), n), releases, self.latents, n
-        checks = release_p_values(*known), prior_p_value(*known)
+        mean, spread = likelihood.modes.mean(0), likelihood.covariance()
+        checks = (
+            release_p_values(fit, releases, self.latents, n, differences, spread),
+            prior_p_value(fit, self.latents, mean, spread),
+        )
         found = draw_posterior(self.latents, likelihood, _DRAWS)
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
@@ -399,6 +337,6 @@ class Setup:
                 " (max_feature_norm) are shortened to it, and parameters are those of shortened"
                 " rows"
             )
-        if self.num_categories:
+        if self.categories:
             lines.append("a histogram of each category")
         return lines

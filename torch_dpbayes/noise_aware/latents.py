@@ -1,4 +1,13 @@
-"""The latents of a model as the engine uses them: a vector θ, its prior, and where to begin."""
+r"""The latents of a model as the engine uses them: a vector θ, its prior, and where to begin.
+
+Where a latent's distribution depends on other latents, its prior in θ may be narrow in one place
+and wide in another (Neal's funnel), and no sampler with one step size gets around in it. In
+non-centred coordinates ξ, :math:`\theta_j = m_j(\theta_{<j}) + s_j(\theta_{<j})\,\xi_j`, it has no
+funnel; the likelihood is then the more bent, the more the data tell, so that coordinates in between
+suit best (Papaspiliopoulos, Roberts and Sköld 2007, "A general framework for the parametrization of
+hierarchical models"). They are those of Pyro's ``LocScaleReparam``, of every latent on the real
+line with a location and a scale.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +15,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from pyro import poutine
+from pyro.distributions.torch_distribution import ExpandedDistribution
+from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
+from torch.distributions import Independent, LogNormal, constraints
 
-from ..density import Prior
-from .noncentred import NonCentred, is_hierarchical
+from ..density import Prior, without_value_checks
+from ..density.pyro_runs import public_randomness
+from ..density.recording import of_rows, recorded
 
 _DRAWS = 500  # of a prior, of which quantiles are taken
 _STEP = 1e-4  # of a prior's deviation, by which its gradient is differenced
@@ -84,8 +98,8 @@ class Latents:
         place = torch.arange(len(chosen))
         moved[place, chosen] += _STEP * width
         moved[len(chosen) + place, chosen] -= _STEP * width
-        _, gradients = self.values_and_gradients(moved)
-        gradients = gradients[:, chosen] * width
+        _, found = self.prior.log_densities_and_gradients(self._own(moved))
+        gradients = found.to("cpu", torch.float64)[:, chosen] * width
         up, down, slope = gradients.split([len(chosen), len(chosen), 1])
         curvature = (down - up) / (2 * _STEP)
         values, vectors = torch.linalg.eigh((curvature + curvature.T) / 2)
@@ -93,36 +107,21 @@ class Latents:
         return slope[0] / width, positive / width[:, None] / width
 
     def log_density(self, theta: Tensor) -> Tensor:
-        """log p(θ) of every row, Jacobians included, ``[m]``; differentiable."""
-        if theta.requires_grad:
-            result: Tensor = _LogDensities.apply(theta, self)
-            return result
+        """log p(θ) of every row, Jacobians included, ``[m]``."""
         return self.prior.log_densities(self._own(theta)).to("cpu", torch.float64)
 
-    def values_and_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """log p(θ) of every row and its gradients, ``[m]`` and ``[m, D]``."""
-        values, gradients = self.prior.log_densities_and_gradients(self._own(theta))
-        return values.to("cpu", torch.float64), gradients.to("cpu", torch.float64)
+    def with_unread(self, theta: Tensor, known: Tensor) -> Tensor:
+        """Rows ``[m, D]`` whose coordinates but the ``known`` ones are drawn from the prior: what
+        no record reads is independent of the rest, if the prior is not hierarchical.
+        """
+        if len(known) == theta.shape[1]:
+            return theta
+        result = self.sample(len(theta))
+        result[:, known] = theta[:, known]
+        return result
 
     def _own(self, theta: Tensor) -> Tensor:
         return theta.detach().to(self.prior.device, self.prior.dtype)
-
-    @cached_property
-    def _non_centred(self) -> NonCentred:
-        return NonCentred(self.prior)
-
-    def outer(self, xi: Tensor) -> tuple[Tensor, Tensor]:
-        """θ and log |∂θ/∂ξ| for non-centred coordinates ξ, ``[m, D]`` and ``[m]``."""
-        if not self.is_hierarchical:
-            return xi, xi.new_zeros(len(xi))
-        theta, log_jacobian = self._non_centred.outer(xi.to(self.prior.device, self.prior.dtype))
-        return theta.to(xi), log_jacobian.to(xi)
-
-    def inner(self, theta: Tensor) -> Tensor:
-        """The inverse of :meth:`outer`."""
-        if not self.is_hierarchical:
-            return theta
-        return self._non_centred.inner(self._own(theta)).to(theta)
 
     def constrain(self, theta: Tensor) -> dict[str, Tensor]:
         """Values of the sites for one θ ``[D]``."""
@@ -138,17 +137,79 @@ class Latents:
         return self.prior.flatten(moved).to("cpu", torch.float64), total
 
 
-class _LogDensities(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, theta: Tensor, latents: Latents) -> Tensor:
-        values, gradients = latents.values_and_gradients(theta)
-        ctx.save_for_backward(gradients.to(theta))
-        return values.to(theta)
+def is_hierarchical(prior: Prior) -> bool:
+    """Whether the distribution of a latent depends on other latents, or seems to where two runs of
+    the model differ.
+    """
+    with public_randomness(), without_value_checks():
+        first, second = prior.trace(), prior.trace()
+        for name in prior.transforms:
+            value = first.nodes[name]["value"]
+            one, other = (trace.nodes[name]["fn"].log_prob(value) for trace in (first, second))
+            if not torch.equal(one, other):
+                return True
+    return False
 
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        (gradients,) = ctx.saved_tensors
-        return outer[0][:, None] * gradients, None
+
+class NonCentred:
+    """Coordinates ξ of a hierarchical prior, between centred and non-centred ones.
+
+    Args:
+        prior: of θ.
+        theta: a typical one, ``[D]``.
+        information: of the likelihood, of each coordinate, ``[D]``; 0 where it tells nothing.
+    """
+
+    def __init__(self, prior: Prior, theta: Tensor, information: Tensor) -> None:
+        config = _reparametrisation(prior, theta, information)
+        self.prior = own = Prior(poutine.reparam(prior.run, config=config), factors=prior.factors)
+
+        def of_one(xi: Tensor) -> tuple[Tensor, Tensor]:
+            values = own.constrain(xi)
+            with poutine.block(), poutine.trace() as noted, poutine.condition(data=values):
+                own.run()
+            sites = noted.trace.nodes
+            theta = [t(sites[name]["value"]).reshape(-1) for name, t in prior.transforms.items()]
+            return torch.cat(theta), own.log_density_with(xi, (), {})
+
+        with torch.no_grad(), public_randomness(), without_value_checks():
+            self._graph = recorded(of_one, own.sample())
+
+    def start(self) -> Tensor:
+        """The median of ξ, about."""
+        return self.prior.samples(_DRAWS).to("cpu", torch.float64).median(0).values
+
+    def __call__(self, xi: Tensor) -> tuple[Tensor, Tensor]:
+        """θ and log p(ξ) of every row, ``[m, D]`` and ``[m]``; differentiable."""
+        with without_value_checks():
+            theta, log_density = of_rows(self._graph, xi.to(self.prior.device, self.prior.dtype))
+        return theta.to(xi), log_density.to(xi)
+
+
+def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict[str, Any]:
+    """Pyro's, of each site on the real line, or of the logarithm of one: centred by the share of
+    what is known of a coordinate that the likelihood tells, s²I/(1 + s²I) with the prior's scale s.
+    """
+    found: dict[str, Any] = {}
+    values = prior.constrain(theta.to(prior.device, prior.dtype))
+    with public_randomness(), without_value_checks(), torch.no_grad(), poutine.block():
+        with poutine.trace() as noted, poutine.condition(data=values):
+            prior.run()
+    for name, told in prior.unflatten(information.to(prior.device, prior.dtype)).items():
+        law: Any = noted.trace.nodes[name]["fn"]
+        while isinstance(law, Independent | ExpandedDistribution):
+            law = law.base_dist
+        if not (hasattr(law, "loc") and hasattr(law, "scale")):
+            continue
+        share = told * law.scale.square()
+        if isinstance(law, LogNormal):
+            found |= {
+                name: TransformReparam(),
+                f"{name}_base": LocScaleReparam(share / (1 + share)),
+            }
+        elif law.support is constraints.real:
+            found[name] = LocScaleReparam(share / (1 + share))
+    return found
 
 
 def _correlations(draws: Tensor) -> Tensor:

@@ -71,6 +71,54 @@ class Simulated(NamedTuple):
     density: RecordDensity
     scores: Tensor
 
+    def first(self, count: int) -> Simulated:
+        """So many of them."""
+        if len(self.scores) <= count:
+            return self
+        dims = self.density.row_dims.values()
+        rows = zip(self.density.rows(), dims, strict=True)
+        density = self.density.with_rows([row.narrow(dim, 0, count) for row, dim in rows])
+        return Simulated(self.centre, density, self.scores[:count])
+
+
+class Moments(NamedTuple):
+    """Of statistics c at a centre: m, J = ∂m/∂θ, S, S_res, F = Cov(u), and B of c on u."""
+
+    mean: Tensor
+    jacobian: Tensor
+    covariance: Tensor
+    residual: Tensor
+    information: Tensor
+    control: Tensor
+
+    def projected(self, onto: Tensor) -> Moments:
+        """Of the statistics ``onto`` c."""
+        return Moments(
+            onto @ self.mean,
+            onto @ self.jacobian,
+            onto @ self.covariance @ onto.T,
+            onto @ self.residual @ onto.T,
+            self.information,
+            onto @ self.control,
+        )
+
+
+def moments(statistics: Tensor, found: Tensor, is_paired: bool) -> Moments:
+    """Moments of ``statistics`` ``[M, q]`` whose records have the scores ``found`` ``[M, d]``."""
+    if is_paired:
+        apart = (statistics[0::2] - statistics[1::2]) / math.sqrt(2)
+        inner = (found[0::2] - found[1::2]) / math.sqrt(2)
+    else:
+        apart, inner = statistics - statistics.mean(0), found
+    count = len(apart)
+    information = inner.T @ inner / count
+    jacobian = apart.T @ inner / count
+    covariance = apart.T @ apart / count
+    control = torch.linalg.solve(ridged(information), jacobian.T).T
+    residual = covariance - control @ jacobian.T
+    mean = statistics.mean(0) - control @ found.mean(0)
+    return Moments(mean, jacobian, covariance, residual, information, control)
+
 
 class Simulator:
     """Simulates records, with the same random numbers at every θ.
@@ -106,39 +154,21 @@ class Simulator:
             found.append(clipped(own, release.whitening))
         return torch.cat(found, 1)
 
+    def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Simulated, Moments]:
+        """Records at θ, and the moments of what would have been released of them."""
+        simulated = self.at(theta)
+        statistics = self.statistics(simulated, releases)
+        return simulated, moments(statistics, simulated.scores, self.covariates.is_paired)
 
-class Moments(NamedTuple):
-    """Of statistics c at a centre: m, J = ∂m/∂θ, S, S_res, F = Cov(u), and B of c on u."""
-
-    mean: Tensor
-    jacobian: Tensor
-    covariance: Tensor
-    residual: Tensor
-    information: Tensor
-    control: Tensor
-
-
-def moments(
-    statistics: Tensor, found: Tensor, is_paired: bool, use_control: bool = True
-) -> Moments:
-    """Moments of ``statistics`` ``[M, q]`` whose records have the scores ``found`` ``[M, d]``."""
-    if is_paired:
-        apart = (statistics[0::2] - statistics[1::2]) / math.sqrt(2)
-        inner = (found[0::2] - found[1::2]) / math.sqrt(2)
-    else:
-        apart, inner = statistics - statistics.mean(0), found
-    count = len(apart)
-    information = inner.T @ inner / count
-    jacobian = apart.T @ inner / count
-    covariance = apart.T @ apart / count
-    control = torch.zeros_like(jacobian)
-    if use_control:
-        ridge = _RIDGE * information.diagonal().mean() + 1e-300
-        eye = torch.eye(len(information), dtype=torch.float64)
-        control = torch.linalg.solve(information + ridge * eye, jacobian.T).T
-    residual = covariance - control @ jacobian.T
-    mean = statistics.mean(0) - control @ found.mean(0)
-    return Moments(mean, jacobian, covariance, residual, information, control)
+    def moved(self, theta: Tensor, step: Tensor) -> Tensor:
+        """θ + step, or half of the step and so on, where the model can be evaluated."""
+        records, prior = self.records, self.records.density.prior
+        for _ in range(_HALVINGS):
+            moved = records.with_read(theta, theta[records.read] + step)
+            if records.density.has_gradients(moved.to(prior.device, prior.dtype)):
+                return moved
+            step = step / 2
+        return theta
 
 
 class Fit(NamedTuple):
@@ -152,7 +182,7 @@ class Fit(NamedTuple):
         covariance: nS + V + n²S_res/M of all releases, ``[K·d, K·d]``.
         step: to the mode, as far as the moments here tell.
         last_step: its length in posterior standard deviations.
-        simulated: the records.
+        simulated: the records; None of closed forms.
         slope: ∇ log p(θ) of the prior at the centre.
     """
 
@@ -163,7 +193,7 @@ class Fit(NamedTuple):
     covariance: Tensor
     step: Tensor
     last_step: float
-    simulated: Simulated
+    simulated: Any
     slope: Tensor
 
 
@@ -183,8 +213,21 @@ def posterior_precision(
     return prior_precision + (likelihood + likelihood.T) / 2, pulled
 
 
+class Source(Protocol):
+    """Of moments: a :class:`Simulator`, or closed forms."""
+
+    num_data: int
+    count: int
+
+    def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Any, Moments]:
+        """Records at θ, if any, and the moments of what would have been released of them."""
+
+    def moved(self, theta: Tensor, step: Tensor) -> Tensor:
+        """θ + step, or less."""
+
+
 def find_mode(
-    simulator: Simulator,
+    source: Source,
     releases: Sequence[Release],
     latents: Latents,
     start: Tensor,
@@ -196,15 +239,12 @@ def find_mode(
         \Lambda = P + n^2 J^\top \Sigma^{-1} J, \qquad
         \mathrm{step} = \Lambda^{-1}\big(n J^\top \Sigma^{-1}(T - n m) + \nabla\log p\big)
     """
-    records, n = simulator.records, simulator.num_data
-    value = torch.cat([r.value for r in releases])
+    n, value = source.num_data, torch.cat([r.value for r in releases])
     variances = noise_variances(releases)
     theta, damping, before = start, 1.0, math.inf
     for number in range(most_steps + 1):
-        simulated = simulator.at(theta)
-        statistics = simulator.statistics(simulated, releases)
-        found = moments(statistics, simulated.scores, simulator.covariates.is_paired)
-        covariance = n * found.covariance + n**2 / len(simulated.scores) * found.residual
+        simulated, found = source.local(theta, releases)
+        covariance = n * found.covariance + n**2 / source.count * found.residual
         covariance = covariance + torch.diag(variances)
         slope, prior_precision = latents.slope_and_precision(theta)
         precision, pulled = posterior_precision(found, covariance, prior_precision, n)
@@ -218,7 +258,7 @@ def find_mode(
         before = length
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
         scale = damping * min(1.0, _LONGEST_STEP / max(ratio, 1e-300))
-        theta = _valid(records, theta, scale * step)
+        theta = source.moved(theta, scale * step)
     fields = (theta, precision, prior_precision, found, covariance, step, length, simulated, slope)
     return Fit(*fields)
 
@@ -236,52 +276,19 @@ class LawDifferences(NamedTuple):
 
 
 def law_differences(
-    centre: Tensor, simulators: Sequence[Simulator], releases: Sequence[Release]
-) -> LawDifferences | None:
-    """At a centre, with the same random numbers under each law; the first of ``simulators`` has the
-    mean law. None if that is the only one.
+    fit: Fit, simulators: Sequence[Simulator], releases: Sequence[Release]
+) -> LawDifferences:
+    """At the mode, with the same random numbers under each law; the first of ``simulators`` has the
+    mean law. Zeros where that is the only one.
     """
-    found = []
-    for simulator in simulators if len(simulators) > 1 else ():
-        simulated = simulator.at(centre)
-        statistics = simulator.statistics(simulated, releases)
-        found.append(moments(statistics, simulated.scores, False))
-    if not found:
-        return None
-    middle = found[0]
+    if len(simulators) == 1:
+        found = fit.moments
+        return LawDifferences(0 * found.mean[None], 0 * found.jacobian[None])
+    under = [simulator.local(fit.centre, releases)[1] for simulator in simulators]
     return LawDifferences(
-        torch.stack([each.mean - middle.mean for each in found[1:]]),
-        torch.stack([each.jacobian - middle.jacobian for each in found[1:]]),
+        torch.stack([each.mean - under[0].mean for each in under[1:]]),
+        torch.stack([each.jacobian - under[0].jacobian for each in under[1:]]),
     )
-
-
-def with_laws(
-    fit: Fit, laws: LawDifferences | None, theta_covariance: Tensor, num_data: int
-) -> Fit:
-    r"""The fit with what T varies by because the law l is not known and θ varies by C:
-
-    .. math::
-        \frac{n^2}{L}\sum_l (m_l - m)(m_l - m)^\top + (J_l - J)\,C\,(J_l - J)^\top
-    """
-    if laws is None:
-        return fit
-    share = num_data**2 * (1 + 1 / len(laws.means)) / len(laws.means)  # m is of as many draws, too
-    root = laws.jacobians @ torch.linalg.cholesky(theta_covariance)
-    added = laws.means.T @ laws.means + torch.einsum("lqd,lrd->qr", root, root)
-    covariance = fit.covariance + share * added
-    precision, _ = posterior_precision(fit.moments, covariance, fit.prior_precision, num_data)
-    return fit._replace(covariance=covariance, precision=precision)
-
-
-def _valid(records: ModelRecords, theta: Tensor, step: Tensor) -> Tensor:
-    """θ + step, or half of the step and so on, where the model can be evaluated."""
-    prior = records.density.prior
-    for _ in range(_HALVINGS):
-        moved = records.with_read(theta, theta[records.read] + step)
-        if records.density.has_gradients(moved.to(prior.device, prior.dtype)):
-            return moved
-        step = step / 2
-    return theta
 
 
 class Likelihood(Protocol):
@@ -300,11 +307,8 @@ class Likelihood(Protocol):
     def gaussian(self, theta: Tensor) -> Tensor:
         """With means linear and covariances constant, ``[m]``; differentiable."""
 
-    def __call__(self, theta: Tensor) -> Tensor:
-        """``[m]``; differentiable."""
-
-    def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
-        """The same far away, too, and for how many rows it is unsure."""
+    def __call__(self, theta: Tensor) -> tuple[Tensor, int]:
+        """``[m]``, and for how many rows it is unsure."""
 
 
 class SyntheticLikelihood(Likelihood):
@@ -333,7 +337,7 @@ class SyntheticLikelihood(Likelihood):
         simulator: of the records.
         releases: T.
         fit: at the mode.
-        laws: what differs under each law of the covariates; None where it is known.
+        laws: what differs under each law of the covariates.
         few: how many records weights are computed of.
         most_batches: of further records for the mean at the centre.
     """
@@ -343,64 +347,53 @@ class SyntheticLikelihood(Likelihood):
         simulator: Simulator,
         releases: Sequence[Release],
         fit: Fit,
-        laws: LawDifferences | None = None,
+        laws: LawDifferences,
         *,
         few: int,
         most_batches: int,
     ) -> None:
         self._simulator, self._releases = simulator, list(releases)
-        self._few = few = _enough(fit.simulated.scores, few)
-        n, found = simulator.num_data, fit.moments
-        value = torch.cat([r.value for r in releases])
-        variances = noise_variances(releases)
-        _, pulled = posterior_precision(found, fit.covariance, fit.prior_precision, n)
+        self._read, self._few = simulator.records.read, _enough(fit.simulated.scores, few)
+        self.centre, n = fit.centre, simulator.num_data
+        _, pulled = posterior_precision(fit.moments, fit.covariance, fit.prior_precision, n)
         # in units of the posterior, without directions that the releases say nothing of, so that
         # the statistic's covariance is the identity at the centre
-        root = torch.linalg.cholesky(fit.precision)
-        white = torch.linalg.solve_triangular(root, pulled.T, upper=False)
+        white = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(fit.precision), pulled.T, upper=False
+        )
         told, vectors = torch.linalg.eigh(white @ fit.covariance @ white.T)
-        kept = told > max(_LEAST_TOLD, float(told[-1]) * _LEAST_TOLD)
-        if not bool(kept.any()):
-            kept[-1] = True
+        kept = told >= min(max(_LEAST_TOLD, float(told[-1]) * _LEAST_TOLD), float(told[-1]))
         self._projection = (vectors[:, kept] * told[kept].clamp_min(1e-300).rsqrt()).T @ white
-        mean, residual, count = self._refined(fit, root, most_batches)
-        self.noise = self._projection @ (variances[:, None] * self._projection.T)
-        self.noise = self.noise + n**2 / count * residual
-        self._released = self._projection @ value
-        self.num_simulated = count
-        error = n**2 / count * residual * told[kept].outer(told[kept]).sqrt()
+        found = fit.moments.projected(self._projection)
+        mean, self.num_simulated = self._refined(fit, found, most_batches)
+        found = found._replace(mean=mean)
+        error = n**2 / self.num_simulated * found.residual
+        variances = noise_variances(releases)
+        self.noise = self._projection @ (variances[:, None] * self._projection.T) + error
+        self._released = self._projection @ torch.cat([r.value for r in releases])
+        error = error * told[kept].outer(told[kept]).sqrt()
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
-        jacobian = self._projection @ found.jacobian
-        covariance = self._projection @ found.covariance @ self._projection.T
-        read = simulator.records.read
-        self.centre = fit.centre
-        self._linear = mean, jacobian
-        self._root = torch.linalg.cholesky(n * covariance + self.noise)
-        self._settle_laws(fit, laws)
-        self._near = _Around(
-            simulator, self._statistics, fit.simulated, few, read, mean, jacobian, covariance
-        )
+        self._settle_laws(fit, found, laws)
+        self._near = self._around(fit.simulated, found)
         self._others: list[_Around] = []
-        at_centre = self._of_many(self._near, self.centre[None])[0]
-        self._offset = float(self.gaussian(self.centre[None])) - float(at_centre)
 
-    def _settle_laws(self, fit: Fit, laws: LawDifferences | None) -> None:
-        n, (mean, jacobian) = self._simulator.num_data, self._linear
-        self._shifts, self._tilts = torch.zeros_like(mean)[None], torch.zeros_like(jacobian)[None]
-        if laws is not None:
-            self._shifts = laws.means @ self._projection.T
-            self._tilts = self._projection @ laws.jacobians
+    def _settle_laws(self, fit: Fit, found: Moments, laws: LawDifferences) -> None:
+        """The Gaussian under each law."""
+        n = self._simulator.num_data
+        self._shifts = laws.means @ self._projection.T
+        self._tilts = self._projection @ laws.jacobians
+        root = torch.linalg.cholesky(n * found.covariance + self.noise)
         slopes = torch.linalg.solve_triangular(
-            self._root, n * (jacobian + self._tilts), upper=False
+            root, n * (found.jacobian + self._tilts), upper=False
         )
-        apart = self._released - n * (mean + self._shifts)
-        white = torch.linalg.solve_triangular(self._root, apart.T, upper=False).T
+        apart = self._released - n * (found.mean + self._shifts)
+        white = torch.linalg.solve_triangular(root, apart.T, upper=False).T
         gradients = torch.einsum("lqd,lq->ld", slopes, white) + fit.slope
         self.precisions = fit.prior_precision + slopes.mT @ slopes
         factors = torch.linalg.cholesky(self.precisions)
         steps = torch.cholesky_solve(gradients[:, :, None], factors)[:, :, 0]
         shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
-        self.modes = fit.centre[self._simulator.records.read] + shortened * steps
+        self.modes = fit.centre[self._read] + shortened * steps
         self._log_evidence = (
             ((gradients * steps).sum(1) - white.square().sum(1)) / 2
             - factors.diagonal(dim1=1, dim2=2).log().sum(1)
@@ -417,39 +410,32 @@ class SyntheticLikelihood(Likelihood):
     def _statistics(self, simulated: Simulated) -> Tensor:
         return self._simulator.statistics(simulated, self._releases) @ self._projection.T
 
-    def _refined(self, fit: Fit, root: Tensor, most: int) -> tuple[Tensor, Tensor, int]:
-        """The mean at the centre, projected, of as many records as keep the simulation's error
-        below a tenth of the posterior's deviation; S_res, projected; how many.
+    def _refined(self, fit: Fit, found: Moments, most: int) -> tuple[Tensor, int]:
+        """The mean at the centre of as many records as keep the simulation's error below a tenth of
+        the posterior's deviation, and how many.
         """
-        n, found = self._simulator.num_data, fit.moments
-        mean = self._projection @ found.mean
-        residual = self._projection @ found.residual @ self._projection.T
+        mean, n = found.mean, self._simulator.num_data
         count = size = len(fit.simulated.scores)
-        wanted = float(torch.linalg.eigvalsh(residual)[-1]) * n**2 / LARGEST_ERROR**2  # at most
-        control = self._projection @ found.control
+        wanted = float(torch.linalg.eigvalsh(found.residual)[-1]) * n**2 / LARGEST_ERROR**2
         for batch in range(1, most):
             if count >= wanted:
                 break
             more = self._simulator.at(fit.centre, batch=batch)
-            left = self._statistics(more) - more.scores @ control.T
+            left = self._statistics(more) - more.scores @ found.control.T
             mean, count = (count * mean + size * left.mean(0)) / (count + size), count + size
-        return mean, residual, count
+        return mean, count
 
     def gaussian(self, theta: Tensor) -> Tensor:
         """With m linear and S constant, of every row, ``[m]`` for ``[m, D]``; differentiable."""
-        read = self._simulator.records.read
         white, slopes = self._white
-        moved = torch.einsum("lqd,md->mlq", slopes, theta[:, read] - self.centre[read])
+        moved = torch.einsum("lqd,md->mlq", slopes, self._moved(theta))
         return ((white - moved).square().sum(2) / -2 - self._log_evidence).logsumexp(1)
 
-    def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row, ``[m]`` for ``[m, D]``, from the records at the mode; differentiable. At
-        the mode it is what :meth:`gaussian` is there.
-        """
-        return self._of_many(self._near, theta)[0] + self._offset
+    def _moved(self, theta: Tensor) -> Tensor:
+        return theta[:, self._read] - self.centre[self._read]
 
-    def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
-        """The same, and of how many rows no simulated records are near enough. Records are
+    def __call__(self, theta: Tensor) -> tuple[Tensor, int]:
+        """Of every row, and for how many of them no simulated records are near enough. Records are
         simulated anew where those at the mode are worth too little.
         """
         values = torch.empty(len(theta), dtype=torch.float64)
@@ -461,36 +447,30 @@ class SyntheticLikelihood(Likelihood):
             if around is None:
                 if len(self._others) >= _MOST_CENTRES:
                     break
-                apart = (theta[left] - self._near.centre).square().sum(1)
+                apart = (theta[left] - self.centre).square().sum(1)
                 around = self._new(theta[left[int(apart.argsort()[len(apart) // 2])]])
                 self._others.append(around)
             found, own = self._of_many(around, theta[left])
             better = own > worth[left]
             values[left[better]], worth[left[better]] = found[better], own[better]
             left = left[worth[left] < _LEAST_WORTH]
-        return values + self._offset, len(left)
+        return values, len(left)
 
     def _new(self, theta: Tensor) -> _Around:
         found = self._simulator.at(theta, self._few)
-        statistics = self._statistics(found)
-        own = moments(statistics, found.scores, self._simulator.covariates.is_paired)
-        return _Around(
-            self._simulator,
-            self._statistics,
-            found,
-            self._few,
-            self._simulator.records.read,
-            own.mean,
-            own.jacobian,
-            own.covariance,
-        )
+        is_paired = self._simulator.covariates.is_paired
+        return self._around(found, moments(self._statistics(found), found.scores, is_paired))
+
+    def _around(self, simulated: Simulated, found: Moments) -> _Around:
+        some = simulated.first(self._few)
+        return _Around(some, self._statistics(some), self._read, found)
 
     def _of_many(self, around: _Around, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Log likelihoods ``[m]``, and what part of the records the weights are worth."""
         means, covariances, worth = around(theta)
-        n, read = self._simulator.num_data, self._simulator.records.read
+        n = self._simulator.num_data
         factors, failed = torch.linalg.cholesky_ex(n * covariances + self.noise)
-        moved = torch.einsum("lqd,md->mql", self._tilts, theta[:, read] - self.centre[read])
+        moved = torch.einsum("lqd,md->mql", self._tilts, self._moved(theta))
         apart = self._released[:, None] - n * (means[:, :, None] + self._shifts.T + moved)
         white = torch.linalg.solve_triangular(factors, apart, upper=False)
         values = (white.square().sum(1) / -2 - self._log_evidence).logsumexp(1)
@@ -502,98 +482,60 @@ def _enough(found: Tensor, few: int) -> int:
     """How many records tell moments as well as ``few`` do of usual scores: more where few of them
     carry most of the information, as rare events do.
     """
-    root = torch.linalg.cholesky(_ridged(found.T @ found / len(found)))
+    root = torch.linalg.cholesky(ridged(found.T @ found / len(found)))
     sizes = torch.linalg.solve_triangular(root, found.T, upper=False).square().sum(0)
     share = float(sizes.sum().square() / sizes.square().sum()) / len(found)
     return min(len(found), math.ceil(few * max(1.0, _USUAL_SHARE / max(share, 1e-12))))
 
 
 class _Around:
-    """Moments of the projected statistics at any θ, from records that were simulated at one."""
+    """Moments of the projected statistics at any θ, from records that were simulated at one.
 
-    def __init__(
-        self,
-        simulator: Simulator,
-        statistics: Any,
-        simulated: Simulated,
-        few: int,
-        read: Tensor,
-        mean: Tensor,
-        jacobian: Tensor,
-        covariance: Tensor,
-    ) -> None:
-        self.centre, self._read = simulated.centre, read
-        density, own = simulated.density, simulated.scores
-        if len(own) > few:
-            dims = density.row_dims.values()
-            rows = [row.narrow(dim, 0, few) for row, dim in zip(density.rows(), dims, strict=True)]
-            density, own = density.with_rows(rows), own[:few]
-        some = Simulated(simulated.centre, density, own)
-        self._density, self._records = density, simulator.records
-        self._own = statistics(some)
-        self._base = log_likelihoods(density, self.centre)
-        of_some = moments(self._own, own, is_paired=False, use_control=False)
-        self._mean = mean - of_some.mean
-        self._slope = jacobian - of_some.jacobian
-        root = torch.linalg.cholesky(_ridged(covariance))
-        of_root = torch.linalg.cholesky(_ridged(of_some.covariance))
+    Args:
+        simulated: some of the records.
+        own: their statistics.
+        read: coordinates of θ that records depend on.
+        found: moments there, of more records.
+    """
+
+    def __init__(self, simulated: Simulated, own: Tensor, read: Tensor, found: Moments) -> None:
+        self._centre, self._read, self._density = simulated.centre, read, simulated.density
+        self._own, self._base = own, log_likelihoods(self._density, self._centre)
+        of_some = moments(own, simulated.scores, is_paired=False)
+        self._mean = found.mean - own.mean(0)
+        self._slope = found.jacobian - of_some.jacobian
+        root = torch.linalg.cholesky(ridged(found.covariance))
+        of_root = torch.linalg.cholesky(ridged(of_some.covariance))
         self._stretch = torch.linalg.solve_triangular(of_root, root, upper=False, left=False)
-        size = self._own.shape[1]
-        self._upper = torch.triu_indices(size, size)
-        self._products = self._own[:, self._upper[0]] * self._own[:, self._upper[1]]
+        self._upper = torch.triu_indices(own.shape[1], own.shape[1])
+        self._products = own[:, self._upper[0]] * own[:, self._upper[1]]
 
     def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """m ``[m, d]`` and S ``[m, d, d]`` at θ ``[m, D]``, and what part of the records the
         weights are worth, ``[m]``. Not a number where the model cannot be evaluated.
         """
-        terms = torch.stack([_terms(each, self._density, self._records) for each in theta])
-        ratios = (terms - self._base).nan_to_num(0.0, 0.0, 0.0)
-        invalid = terms.detach().isnan().all(1)
-        weights = torch.softmax(ratios, 1)
-        worth = 1 / weights.detach().square().sum(1) / weights.shape[1]
-        means = weights @ self._own
-        flat = weights @ self._products
-        size = self._own.shape[1]
-        second = flat.new_zeros(len(theta), size, size)
-        second[:, self._upper[0], self._upper[1]] = flat
+        terms = torch.stack([self._terms(each) for each in theta])
+        weights = torch.softmax((terms - self._base).nan_to_num(0.0, 0.0, 0.0), 1)
+        worth = 1 / weights.square().sum(1) / weights.shape[1]
+        means, size = weights @ self._own, self._own.shape[1]
+        second = torch.zeros(len(theta), size, size, dtype=torch.float64)
+        second[:, self._upper[0], self._upper[1]] = weights @ self._products
         second = second + torch.triu(second, 1).mT
         covariances = second - means[:, :, None] * means[:, None, :]
         covariances = self._stretch @ covariances @ self._stretch.T
-        delta = theta[:, self._read] - self.centre[self._read]
+        delta = theta[:, self._read] - self._centre[self._read]
         means = means + self._mean + delta @ self._slope.T
-        return torch.where(invalid[:, None], math.nan, means), covariances, worth
+        return means.where(~terms.isnan().all(1, keepdim=True), math.nan), covariances, worth
+
+    def _terms(self, theta: Tensor) -> Tensor:
+        """log p(x; θ) of every record."""
+        try:
+            return log_likelihoods(self._density, theta)
+        except InvalidPoint:
+            return torch.full_like(self._base, math.nan)
 
 
-def _ridged(matrix: Tensor) -> Tensor:
-    level = matrix.diagonal().mean().clamp_min(1e-300)
+def ridged(matrix: Tensor) -> Tensor:
+    """One that can be inverted."""
+    level = matrix.diagonal().mean().clamp_min(1e-290)
     return matrix + _RIDGE * level * torch.eye(len(matrix), dtype=matrix.dtype)
-
-
-def _terms(theta: Tensor, density: RecordDensity, records: ModelRecords) -> Tensor:
-    """log p(x; θ) of every record, differentiable."""
-    if not theta.requires_grad:
-        try:
-            return log_likelihoods(density, theta)
-        except InvalidPoint:
-            return theta.new_full((density.num_records,), math.nan)
-    result: Tensor = _Terms.apply(theta, density, records)
-    return result
-
-
-class _Terms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, theta: Tensor, density: RecordDensity, records: ModelRecords) -> Tensor:
-        point = theta.detach()
-        own = torch.zeros(density.num_records, len(theta), dtype=torch.float64)
-        try:
-            own[:, records.read] = scores(records, density, point)
-            values = log_likelihoods(density, point)
-        except InvalidPoint:
-            values = point.new_full((density.num_records,), math.nan)
-        ctx.save_for_backward(own)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
-        (own,) = ctx.saved_tensors
-        return outer[0] @ own, None, None

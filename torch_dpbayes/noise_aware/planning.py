@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import total_multiplier
 from ..ops.models import using_pyro
 from .budget import NUM_RELEASES, budget_of
 from .covariates import Covariates, NoisyMoments
-from .inference import Setup
+from .inference import Settings, Setup
 from .run import Transcript, choose_scale
 
 _DRAWS = 5  # of the prior
@@ -67,20 +66,22 @@ def plan(
     **Privacy.** Nothing is charged or released; shapes and types of the data are read, and rows
     that are declared public.
     """
-    setup = Setup(
-        model,
-        data,
+    settings = Settings(
         budget_of(accountant, epsilon, delta),
+        epsilon,
+        delta,
         num_data,
         public,
         covariates,
         max_feature_norm,
         constant_columns,
+        num_releases,
         num_simulated,
         data_plate,
     )
     with using_pyro, torch.no_grad():
-        split = setup.plan(total_multiplier(setup.accountant, epsilon, delta), num_releases)
+        setup = Setup(model, data, settings)
+        split = setup.plan()
         simulator = setup.in_run(_assumed_law(setup))
         together = sum(z**-2 for z in split.scores) ** -0.5
         scales, seconds = [], []
@@ -106,8 +107,8 @@ def _assumed_law(setup: Setup) -> Covariates:
         products = setup.num_data / size * torch.eye(size, dtype=torch.float64)
         zeros = torch.zeros(size, dtype=torch.float64)
         moments = NoisyMoments(zeros, 1.0, 0.9 * products, 1e-3)
-    histograms = {}
-    for number in setup.records.of_role("category"):
-        count = setup.records.num_categories(number)
-        histograms[number] = torch.ones(count, dtype=torch.float64), 1e-3
+    histograms = {
+        number: (torch.ones(count, dtype=torch.float64), 1e-3)
+        for number, count in setup.categories.items()
+    }
     return setup.laws(Transcript(moments, histograms))[0]

@@ -155,7 +155,7 @@ class NoiseAwarePosterior:
                 f" { ({k: list(v) for k, v in found.items()}) }."
             )
         theta, log_jacobian = self._latents.unconstrain(dict(values))
-        terms, _ = self._likelihood.with_new_centres(theta[None])
+        terms, _ = self._likelihood(theta[None])
         return float(terms[0] + self._latents.log_density(theta[None])[0]) + log_jacobian
 
     def guarantee(self) -> str:

@@ -8,14 +8,15 @@ function of earlier releases. Besides the releases nothing here depends on recor
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..noise import GaussianNoise
 from .budget import Plan
+from .covariance import normal_numbers
 from .covariates import (
     FeatureShape,
     NoisyMoments,
@@ -32,7 +33,6 @@ _QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be
 # a model that is not quite right are zero elsewhere
 _SPARED = 0.10
 _FIRST_STEPS, _MORE_STEPS = 30, 12  # of Gauss-Newton after a release
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,14 @@ class Mechanism:
     Args:
         records: the model.
         shape: how rows of numbers are shortened; None without any.
+        categories: how many values each argument has that is one.
     """
 
-    def __init__(self, records: ModelRecords, shape: FeatureShape | None) -> None:
-        self._shape, self._noise = shape, GaussianNoise()
+    def __init__(
+        self, records: ModelRecords, shape: FeatureShape | None, categories: Mapping[int, int]
+    ) -> None:
+        self._categories = categories
+        self._shape = shape
         self._rows = shortened_rows(records, records.density.rows(), shape)
         self._records, self._private = records, PrivateRecords(records, self._rows)
 
@@ -72,30 +76,26 @@ class Mechanism:
         found, histograms = None, {}
         if plan.moments is not None and self._shape is not None:
             rows = all_numbers(self._records, self._rows)
-            found = noisy_moments(rows, self._shape, plan.moments, self._normal)
+            found = noisy_moments(rows, self._shape, plan.moments, normal_numbers)
         if plan.histograms is not None:
-            for number in self._records.of_role("category"):
-                count = self._records.num_categories(number)
+            for number, count in self._categories.items():
                 values = self._records.rows_first(number, self._rows[number]).reshape(-1).long()
                 values = values[(values >= 0) & (values < count)]
-                counts = torch.bincount(values, minlength=count).to(_CPU, torch.float64)
-                counts = counts + plan.histograms * self._normal(count)
+                counts = torch.bincount(values, minlength=count).to("cpu", torch.float64)
+                counts = counts + plan.histograms * normal_numbers(count)
                 histograms[number] = counts, plan.histograms
         return Transcript(found, histograms)
 
     def scores(self, theta: Tensor, whitening: Tensor, multiplier: float) -> Release:
         """The noisy clipped sum of whitened scores."""
         exact = self._private.clipped_sum(theta, whitening)
-        noisy = exact + multiplier * self._normal(len(exact))
+        noisy = exact + multiplier * normal_numbers(len(exact))
         return Release(theta, whitening, noisy, multiplier)
 
     def clipped_count(self, release: Release, multiplier: float) -> float:
         """The noisy number of records that were clipped in a release."""
         exact = self._private.clipped_count(release.theta, release.whitening)
-        return exact + multiplier * float(self._normal(1))
-
-    def _normal(self, size: int) -> Tensor:
-        return self._noise.standard_normal(size, dtype=torch.float64, device=_CPU)
+        return exact + multiplier * float(normal_numbers(1))
 
 
 class Scale(NamedTuple):

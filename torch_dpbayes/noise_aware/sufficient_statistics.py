@@ -8,6 +8,7 @@ families", with Gaussian noise.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,20 +19,20 @@ from ..accounting.calibration import total_multiplier
 from ..accounting.events import GaussianDpEvent
 from ..density import Prior, RecordStatistics, UnfitModel
 from ..errors import ArgumentTypeError
-from ..noise import GaussianNoise
 from ..ops.models import using_pyro
 from .budget import budget_of, public_num_data, statement_of_charge
+from .covariance import normal_numbers
 from .drawing import draw_posterior
 from .families import ExponentialFamily, LinearRegression
 from .inference import posterior
 from .latents import Latents
-from .likelihood import Likelihood
+from .likelihood import Likelihood, Moments, Release, find_mode, ridged
 from .result import NoiseAwarePosterior
 
 _LABEL = "noise_aware.sufficient_statistics"
 _DRAWS = 2000
 _NUMBERS = 10_000_000  # of covariances in memory at a time
-_NEWTON_STEPS, _LEAST_STEP = 50, 1e-6  # and posterior deviations
+_NEWTON_STEPS = 50
 
 
 def sufficient_statistics(
@@ -103,7 +104,7 @@ def sufficient_statistics(
         statistics = RecordStatistics(model.statistics, data)
         likelihood = _ClosedForm(model, latents, count, multiplier, statistics.size)
         accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
-        noise = _normal(statistics.size)
+        noise = normal_numbers(statistics.size)
         exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
         likelihood.settle(exact + multiplier * noise)
         found = draw_posterior(latents, likelihood, _DRAWS)
@@ -121,15 +122,13 @@ def sufficient_statistics(
 class _ClosedForm(Likelihood):
     """log p(s̃ | θ) in units of the bound, in the form of a synthetic likelihood."""
 
-    simulation_error, num_simulated = 0.0, 0
+    simulation_error, num_simulated, count = 0.0, 0, 1
 
     def __init__(
         self, model: ExponentialFamily, latents: Latents, num_data: int, noise: float, size: int
     ) -> None:
-        self._model, self._latents = model, latents
-        self._num_data, self._noise, self._size = num_data, noise, size
-        self.released = torch.zeros(size, dtype=torch.float64)
-        self.centre = latents.start
+        self._model, self._latents, self._noise, self._size = model, latents, noise, size
+        self.num_data, self.centre = num_data, latents.start
         self._require_parameters()
 
     def _require_parameters(self) -> None:
@@ -154,54 +153,45 @@ class _ClosedForm(Likelihood):
         bound = self._model.max_statistic_norm
         return mean / bound, covariance / bound**2
 
+    def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[None, Moments]:
+        """Moments in closed form; the control variate of a record is its own statistic."""
+        mean, covariance = self._moments(theta)
+        jacobian = jacrev(lambda at: self._moments(at)[0])(theta)
+        control = torch.linalg.solve(ridged(covariance), jacobian).T  # F = JᵀS⁻¹J
+        information = control @ jacobian
+        return None, Moments(mean, jacobian, covariance, 0 * covariance, information, control)
+
+    def moved(self, theta: Tensor, step: Tensor) -> Tensor:
+        """θ + step."""
+        return theta + step
+
     def settle(self, released: Tensor) -> None:
         """Finds the mode given what was released."""
-        self.released, n = released, self._num_data
-        eye = torch.eye(self._size, dtype=torch.float64)
-        for _ in range(_NEWTON_STEPS):
-            mean, covariance = self._moments(self.centre)
-            jacobian = n * jacrev(lambda at: self._moments(at)[0])(self.centre)
-            total = n * covariance + self._noise**2 * eye
-            pulled = torch.linalg.solve(total, jacobian)
-            slope, prior_precision = self._latents.slope_and_precision(self.centre)
-            precision = prior_precision + (jacobian.T @ pulled + pulled.T @ jacobian) / 2
-            step = torch.linalg.solve(precision, pulled.T @ (released - n * mean) + slope)
-            length = math.sqrt(max(float(step @ precision @ step), 0.0))
-            self._linear = (mean, jacobian / n, total)
-            # from far away a step of a Gaussian fit may overshoot
-            if length < _LEAST_STEP:
-                break
-            own = float((step / self._latents.stddev).abs().max())
-            self.centre = self.centre + step * min(1.0, 0.5 / own)
-        self.modes, self.precisions = self.centre[None], precision[None]
+        self.released, size = released, len(self.centre)
+        release = Release(self.centre, torch.eye(size).double(), released, self._noise)
+        self._fit = find_mode(self, [release], self._latents, self.centre, _NEWTON_STEPS)
+        self.centre = self._fit.centre
+        self.modes, self.precisions = self.centre[None] + self._fit.step, self._fit.precision[None]
 
     def gaussian(self, theta: Tensor) -> Tensor:
         """With the mean linear and the covariance constant, ``[m]``."""
-        mean, jacobian, total = self._linear
-        apart = self.released - self._num_data * (mean + (theta - self.centre) @ jacobian.T)
-        white = torch.linalg.solve_triangular(torch.linalg.cholesky(total), apart.T, upper=False)
-        return -0.5 * white.square().sum(0)
+        found, root = self._fit.moments, torch.linalg.cholesky(self._fit.covariance)
+        means = found.mean + (theta - self.centre) @ found.jacobian.T
+        apart = (self.released - self.num_data * means).T
+        return torch.linalg.solve_triangular(root, apart, upper=False).square().sum(0) / -2
 
-    def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row, ``[m]``; differentiable."""
+    def __call__(self, theta: Tensor) -> tuple[Tensor, int]:
+        """Of every row, ``[m]``; nothing is simulated."""
         rows = max(_NUMBERS // self._size**2, 1)
-        return torch.cat([self._values(some) for some in theta.split(rows)])
+        return torch.cat([self._values(some) for some in theta.split(rows)]), 0
 
     def _values(self, theta: Tensor) -> Tensor:
         means, covariances = vmap(self._moments)(theta)
         eye = torch.eye(self._size, dtype=torch.float64)
         factors, failed = torch.linalg.cholesky_ex(
-            self._num_data * covariances + self._noise**2 * eye
+            self.num_data * covariances + self._noise**2 * eye
         )
-        apart = (self.released - self._num_data * means)[..., None]
+        apart = (self.released - self.num_data * means)[..., None]
         white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
         values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)
         return torch.where((failed == 0) & values.isfinite(), values, -math.inf)
-
-    def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
-        """The same: nothing is simulated."""
-        return self(theta), 0
-
-
-def _normal(size: int) -> Tensor:
-    return GaussianNoise().standard_normal(size, dtype=torch.float64, device=torch.device("cpu"))
