@@ -10,7 +10,6 @@ import signal
 # test processes share the cores: more threads than cores slow all of them down
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections import Counter
 
 import hypothesis
 import pytest
@@ -29,8 +28,6 @@ hypothesis.settings.load_profile("torch_dpbayes")
 
 LOOKS = 2  # at a statistical test that does not say how many
 LARGEST_CHANCE = 1e-4  # that a run of all tests fails when all is right
-ROOMS_OF_FIRST_CASES = ("accounting", "density", "infer", "mcmc", "noise_aware", "ops")
-FIRST_CASES = 3  # of a test that the default run takes, where the test does not say how many
 
 seed_key = pytest.StashKey[int]()
 
@@ -47,16 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"tests fail by chance once in {1 / total:.0f} runs: scripts/chance.py names them"
         )
-    cases: Counter[str] = Counter()
-    for item in items:
-        if item.path.parent.name not in ROOMS_OF_FIRST_CASES:
-            continue
-        marker = item.get_closest_marker("first_cases")
-        most = marker.args[0] if marker is not None else FIRST_CASES
-        test = item.nodeid.partition("[")[0]
-        cases[test] += 1
-        if cases[test] > most:
-            item.add_marker("thorough")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -94,7 +94,6 @@ def test_the_table_is_complete():
     }
 
 
-@pytest.mark.first_cases(8)
 @pytest.mark.parametrize(("name", "relation", "pld", "rdp"), table())
 def test_every_cell_of_the_table(name, relation, pld, rdp):
     event = EXAMPLES[name]

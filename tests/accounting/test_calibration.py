@@ -70,7 +70,6 @@ def test_any_event():
     assert noise == pytest.approx(dpa.get_sigma_gaussian(1.0, 1e-5) * 8.0, rel=1e-3)
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 def test_number_of_steps_is_the_largest(neighboring):
     target = {

@@ -80,7 +80,6 @@ USES = {
 }
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_every_use_of_a_relation_tells_the_two_apart_and_takes_nothing_else(use, tmp_path):
     found = {
@@ -123,7 +122,6 @@ OPTIONS = {
 WORDS = ["", *"Poisson RDP Full Matched Hooks Sum Gram Bernoulli Posterior none".split()]
 
 
-@pytest.mark.first_cases(175)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("word", WORDS)
 def test_a_misspelt_option_is_an_error(option, word):

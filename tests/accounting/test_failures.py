@@ -74,7 +74,6 @@ def test_the_probability_of_a_failure_is_rounded_to_the_safe_side(failures):
 # --- budgets --------------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "event",

@@ -122,7 +122,6 @@ def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
     assert row == ("block", code, 1), "other tools read it"
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("method", "relation"),
     [("pld", "add_or_remove_one"), ("pld", "replace_one"), ("rdp", "replace_one")],
@@ -174,7 +173,6 @@ def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
     assert accountant.get_epsilon(DELTA) <= 6.0
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("turns", "most_commits"),
     [
@@ -283,7 +281,6 @@ def test_a_refusal_says_why_the_filter_counts(path, where):
     assert str(refusal.value).endswith("which counts: the charges were declared adaptive.")
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "noise", [lambda x: 1 + 2 * x, lambda x: 3 - 2 * x, lambda x: 2 + math.sin(30 * x)]
 )
@@ -300,7 +297,6 @@ def test_a_schedule_costs_few_commits_and_few_compositions(path, noise, monkeypa
     assert counted(path) == 3000 == len(PrivacyAccountant(path=path))
 
 
-@pytest.mark.first_cases(2)
 @WHERE
 @pytest.mark.parametrize(("budget", "adaptive"), [((), False), ((2.5,), False), ((2.5,), True)])
 def test_repetitions_are_counted_like_any_other_charge(where, budget, adaptive, path):

@@ -124,7 +124,6 @@ def charged(path):
 WAYS = [read, read_with_its_budget, charged]
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("times", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(file, "MAKING_SECONDS", 0.02)

@@ -200,7 +200,6 @@ def test_no_folder(tmp_path):
         PrivacyAccountant(path=tmp_path / "none" / "budget.db")
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, sqlite3.OperationalError("disk I/O error")])
 def test_an_interrupted_commit_never_counts_less_than_was_released(

@@ -419,7 +419,6 @@ if sys.argv[2] == "_exit":
 """
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("how", ["end", "error", "_exit", "daemon"])
 def test_a_program_that_ends_without_close(tmp_path, how):
     path = tmp_path / "budget.db"

@@ -27,7 +27,6 @@ REFERENCE = [
 ]
 
 
-@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("kind", "noise", "rate", "steps", "epsilon", "half_digit"), REFERENCE)
 def test_reference_values(kind, noise, rate, steps, epsilon, half_digit):
     counts = {Sampled(kind, rate, noise): steps}

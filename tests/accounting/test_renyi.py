@@ -21,7 +21,6 @@ from torch_dpbayes.accounting.dominating_pairs import (
 DELTA = 1e-5
 
 
-@pytest.mark.first_cases(10)
 @pytest.mark.parametrize("order", [1.5, 3.0, 9.3])
 @pytest.mark.parametrize(("rate", "noise"), [(0.05, 0.8), (0.5, 2.0)])
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
@@ -98,7 +97,6 @@ def scattered(number, steps):
     return {Sampled("directed", q, z): steps for q, z in zip(rate, noise, strict=True)}
 
 
-@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("steps", [1, 20])
 @pytest.mark.parametrize("number", [60, 120])
 def test_many_different_releases_cost_no_more_than_by_dp_accounting(number, steps):

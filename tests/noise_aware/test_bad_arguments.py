@@ -318,7 +318,6 @@ RECORDS = {
 }
 
 
-@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("name", RECORDS)
 def test_no_record_raises(name):
     with warnings.catch_warnings():
