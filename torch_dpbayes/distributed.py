@@ -228,10 +228,11 @@ class Ranks:
         try:
             found = [json.loads(t[:n]) for t, n in zip(texts, lengths, strict=True)]
             return [
-                _Message(str(place), dict(facts), beside, float(norm), str(error))
-                for place, facts, beside, norm, error in found
+                _Message(str(place), {str(k): v for k, v in facts.items()}, *rest)
+                for place, facts, *rest in ((p, f, b, float(n), str(e)) for p, f, b, n, e in found)
             ]
-        except (ValueError, TypeError):  # of a text that is not ours
+        # of a text that is not ours
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
             raise RankError(
                 "another rank sent settings that cannot be read: run the same version of this"
                 " library on all ranks."

@@ -131,6 +131,8 @@ SEPARATE = {
     "no tensors": (TABLE, lambda records: records),
     "no numbers": (PICTURES, lambda records: (default_collate(records)[0], "name")),
     "not a number": (PICTURES, changed(lambda x, y: (torch.where(x > 0.5, torch.nan, x), y))),
+    "numbers of eight bits": (PICTURES, changed(lambda x, y: (x.to(torch.float8_e4m3fn), y))),
+    "complex numbers": (PICTURES, changed(lambda x, y: (torch.complex(x, x / 0), y))),
     "fails": (TABLE, failing),
     "a number of tensors that changes": (
         PICTURES,

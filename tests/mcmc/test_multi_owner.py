@@ -660,8 +660,11 @@ def test_owners_that_differ_find_out_at_set_up(owners):
         assert result["nothing"] == ("", "", 10, 10)
 
 
-def unreadable(gather, own, size):
-    return gather((1).to_bytes(8, "little") + b"{", size)
+UNREADABLE = ("{", "[" * 900, '["", [[1, 2]], 0, 0, ""]', f'["", {{}}, 0, {10**400}, ""]')
+
+
+def unreadable(text, gather, own, size):
+    return gather(len(text).to_bytes(8, "little") + text.encode(), size)
 
 
 def refusals(rank):
@@ -677,11 +680,13 @@ def refusals(rank):
     for copied in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
         with pytest.raises(RuntimeError, match="copied into another process"):
             copied.setup(0, records(rank))
-    strange = make("penalty", 1.0)
-    if rank == 1:
-        strange._owners._ranks._gather = partial(unreadable, strange._owners._ranks._gather)
-    with pytest.raises(RuntimeError, match="another rank sent settings that cannot be read"):
-        strange.setup(0, records(rank))
+    for text in UNREADABLE:
+        strange = make("penalty", 1.0)
+        if rank == 1:
+            gather = strange._owners._ranks._gather
+            strange._owners._ranks._gather = partial(unreadable, text, gather)
+        with pytest.raises(RuntimeError, match="another rank sent settings that cannot be read"):
+            strange.setup(0, records(rank))
     return json.dumps(sorted(kernel._owners._settings))
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
+from torch_dpbayes.errors import CheckpointError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
@@ -488,6 +489,19 @@ def test_state_dict_round_trip_and_refusals():
         behind.load_state_dict(state)
     with pytest.raises(TypeError, match="state_dict"):
         torch.save(optimizer, io.BytesIO())
+
+
+def test_a_state_without_an_option_of_its_groups_is_refused():
+    def hmc(momentum):
+        options = {"num_data": 100, "expected_batch_size": 100, "noise_multiplier": 1.0}
+        options |= {"max_grad_norm": 1.0, "temperature": 1.0, "assume_independent_records": True}
+        return dpb.optim.DPSGHMC([nn.Parameter(torch.zeros(2))], 0.1, momentum=momentum, **options)
+
+    state = hmc("matched").state_dict()
+    fresh = hmc(0.9)
+    with pytest.raises(CheckpointError, match="no momentum of its parameter groups"):
+        fresh.load_state_dict(state)
+    assert len(fresh.accountant) == 0
 
 
 def test_a_deep_copied_pair_needs_make_private_again():

@@ -236,6 +236,36 @@ def test_dropout_differs_between_records(make):
     source.remove()
 
 
+class LastOutput(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1]
+
+
+@pytest.mark.chance(1e-6)
+@SOURCES
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_dropout_between_recurrent_layers(make, kind):
+    """A second layer passes on what the first one has, all of it the same but for dropout."""
+    net = LastOutput(kind(6, 400, num_layers=2, dropout=0.5, batch_first=True))
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.zero_()
+            if name == "layer.bias_ih_l0":
+                p.fill_(1.0)
+            if name == "layer.weight_ih_l1":
+                p.copy_(torch.eye(400).repeat(len(p) // 400, 1))
+    source = make(net)
+    (x,) = delivered(torch.randn(2, 1, 6))
+    out = net(x)
+    out.mean().backward()
+    assert 100 < int((out[0] != out[1]).sum()) < 300  # 200 ± 10
+    source.remove()
+
+
 @pytest.mark.chance(1e-6)
 @SOURCES
 def test_rrelu_draws_a_slope_for_each_negative_number(make):

@@ -94,10 +94,7 @@ class RecordwiseCollate:
             return ""
         with seeded(0):
             alone = list(tensors_in(self(records)))
-        is_repeatable = len(together) == len(again) and all(
-            torch.equal(a.nan_to_num(), b.nan_to_num())
-            for a, b in zip(together, again, strict=True)
-        )
+        is_repeatable = len(together) == len(again) and all(map(_are_equal, together, again))
         if [t.shape for t in together] != [t.shape for t in alone] or (
             is_repeatable and not all(map(_are_close, together, alone))
         ):
@@ -116,8 +113,16 @@ def _tensors(
             return None
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).nan_to_num()
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_wide(a), _wide(b))
+
+
 def _are_close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a.double().nan_to_num(), b.double().nan_to_num(), _TOLERANCE, _TOLERANCE)
+    return torch.allclose(_wide(a), _wide(b), _TOLERANCE, _TOLERANCE)
 
 
 def _synthetic(record: Any, seed: int) -> Any:

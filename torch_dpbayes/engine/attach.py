@@ -261,11 +261,13 @@ def _check_consistent(
             ),
             "the accountant's history (one that is kept in a file has to be opened on every"
             " rank, and is on one machine)": (kept),
-            "the generators of noise and sampling (seeds must be equal)": generators,
         }
     )
-    digests = records_digests(loader.dataset, users_collate(loader))  # data: no error shows them
-    what = "the records or their order (pass all of the data set on every rank)"
-    ranks.check_consistent(MAKE_PRIVATE, {what: digests})
+    digests = records_digests(loader.dataset, users_collate(loader))
+    secrets = {  # no error shows them
+        "the records or their order (pass all of the data set on every rank)": digests,
+        "the generators of noise and sampling (seeds must be equal)": repr(generators),
+    }
+    ranks.check_consistent(MAKE_PRIVATE, secrets)
     state = ranks.from_rank_0(MAKE_PRIVATE, lambda: sampler.stream_state().tolist())
     sampler.draw_from(torch.tensor(state, dtype=torch.uint8))

@@ -300,6 +300,12 @@ class PrivateOptimizer(DeclaredOptimizer):
                 "the state belongs to parameters of another number or other shapes than this"
                 " optimizer's"
             )
+        for name in self._group_options:
+            if any(name not in group for group in state_dict["param_groups"]):
+                raise CheckpointError(
+                    f"the state has no {name} of its parameter groups: build the optimizer with"
+                    " the arguments of the saved run"
+                )
         self.release.resume_charges(private)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,35 +17,82 @@ from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
 
-def _layer(name: str) -> Callable[..., Any]:
-    """A recurrent layer of torch, step by step, for inputs that are not packed."""
-
-    def run(input: Tensor, hx: Any, weights: Sequence[Tensor], has_biases: bool, *rest: Any) -> Any:
-        torchs: Any = import_module("torch._decomp.decompositions")  # the first map loads it
-        if name != "lstm":
-            return getattr(torchs, name)(input, hx, weights, has_biases, *rest)
-        # torch's own of lstm takes a fused layer, which has no rule
-        params = torchs.gather_params(weights, has_biases, hx[0].size(2) != hx[1].size(2))
-        hidden = list(zip(*hx, strict=True))
-        run_layers, of_layer = torchs._rnn_helper, torchs.one_layer_lstm  # noqa: SLF001
-        out, last = run_layers(input, hidden, params, has_biases, *rest, of_layer)
-        return (out, *(torch.stack(state) for state in zip(*last, strict=True)))
-
-    return run
+def lstm_cell(
+    input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, *biases: Any
+) -> tuple[Tensor, Tensor]:
+    """As ``torch.lstm_cell``."""
+    i, f, g, o = _gates(input, hx[0], w_ih, w_hh, *biases).chunk(4, -1)
+    cell = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
 
 
-def _cell(name: str) -> Callable[..., Any]:
-    """A recurrent cell of torch: one step of a layer."""
-    layer, has_memory = _layer(name), name == "lstm"
+def gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    """As ``torch.gru_cell``."""
+    r, z, n = F.linear(input, w_ih, b_ih).chunk(3, -1)
+    hr, hz, hn = F.linear(hx, w_hh, b_hh).chunk(3, -1)
+    update = (z + hz).sigmoid()
+    return (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * hx
 
-    def run(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, *biases: Any) -> Any:
-        given = [b for b in biases if b is not None]
-        states = [h.unsqueeze(0) for h in (hx if has_memory else [hx])]
-        of_one_step = [w_ih, w_hh, *given], bool(given), 1, 0.0, False, False, False
-        hidden = states if has_memory else states[0]
-        _, *last = layer(input.unsqueeze(0), hidden, *of_one_step)
-        found = tuple(h.squeeze(0) for h in last)
-        return found if has_memory else found[0]
+
+def rnn_tanh_cell(*args: Any) -> Tensor:
+    """As ``torch.rnn_tanh_cell``."""
+    return _gates(*args).tanh()
+
+
+def rnn_relu_cell(*args: Any) -> Tensor:
+    """As ``torch.rnn_relu_cell``."""
+    return _gates(*args).relu()
+
+
+def _gates(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    return F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh)
+
+
+def _recurrent(cell: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """A recurrent layer of torch for inputs that are not packed, step by step."""
+    has_memory = cell is lstm_cell
+
+    def run(
+        input: Tensor,
+        hx: Any,
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        states: tuple[Tensor, ...] = tuple(hx) if has_memory else (hx,)
+        directions = 2 if bidirectional else 1
+        each = len(weights) // (num_layers * directions)
+        steps = list(input.transpose(0, 1) if batch_first else input)
+        last: list[Any] = []
+        for layer in range(num_layers):
+            found = []
+            for direction in range(directions):
+                place = layer * directions + direction
+                w_ih, w_hh, *rest = weights[place * each : (place + 1) * each]
+                biases, projection = (rest[:2], rest[2:]) if has_biases else ([], rest)
+                state = tuple(s[place] for s in states)
+                outputs = []
+                for x in reversed(steps) if direction else steps:
+                    new = cell(x, state if has_memory else state[0], w_ih, w_hh, *biases)
+                    state = tuple(new) if has_memory else (new,)
+                    if projection:
+                        state = (F.linear(state[0], projection[0]), state[1])
+                    outputs.append(state[0])
+                found.append(outputs[::-1] if direction else outputs)
+                last.append(state)
+            steps = [torch.cat(at, -1) for at in zip(*found, strict=True)]
+            if layer < num_layers - 1 and dropout > 0 and train:
+                steps = list(F.dropout(torch.stack(steps), dropout))
+        output = torch.stack(steps, 1 if batch_first else 0)
+        return (output, *(torch.stack(s) for s in zip(*last, strict=True)))
 
     return run
 
@@ -153,16 +199,16 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.rrelu: rrelu,
-    torch.lstm_cell: _cell("lstm"),
-    torch.gru_cell: _cell("gru_impl"),
-    torch.rnn_tanh_cell: _cell("rnn_tanh_input"),
-    torch.rnn_relu_cell: _cell("rnn_relu_input"),
+    torch.lstm_cell: lstm_cell,
+    torch.gru_cell: gru_cell,
+    torch.rnn_tanh_cell: rnn_tanh_cell,
+    torch.rnn_relu_cell: rnn_relu_cell,
 }
 LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
-    torch.lstm: _layer("lstm"),
-    torch.gru: _layer("gru_impl"),
-    torch.rnn_tanh: _layer("rnn_tanh_input"),
-    torch.rnn_relu: _layer("rnn_relu_input"),
+    torch.lstm: _recurrent(lstm_cell),
+    torch.gru: _recurrent(gru_cell),
+    torch.rnn_tanh: _recurrent(rnn_tanh_cell),
+    torch.rnn_relu: _recurrent(rnn_relu_cell),
 }
 
 

@@ -221,8 +221,8 @@ class PosteriorSamples(Chain):
 
         Records that the samples were trained on give a T that is too small where the network has
         learnt them by heart, a little with noise; records that were kept aside do not. A warning
-        says that the sums leave T undetermined, log T's standard deviation above .25, half of that
-        beforehand: of runs that know log T to .07 fewer than 1 in 100 are warned of.
+        says that the sums leave T undetermined, log T's standard deviation above half of that
+        beforehand: of runs that know log T to a seventh of it fewer than 1 in 100 are warned of.
 
         Args:
             model: the network, as for :meth:`predict`. It is run for each record alone; frozen
@@ -283,14 +283,15 @@ class PosteriorSamples(Chain):
                 f"calibrating would pass the accountant's budget; nothing was released: {instead}."
             ) from refused
         t, std = calibration.estimate(score_of(records), total)
+        unit = 2 if self.likelihood == "normal" else 1  # of t in log T
+        self._temperature = math.exp(unit * t)
         if std > calibration.UNDETERMINED:
             warnings.warn(
                 "the noise of this calibration leaves the temperature undetermined: log T ="
-                f" {t:.2f} ± {std:.2f}, before the records ± {calibration.PRIOR_STD:g}. A larger"
-                " share of the budget, as calibrate=0.1, tells more.",
+                f" {unit * t:.2f} ± {unit * std:.2f}, before the records"
+                f" ± {unit * calibration.PRIOR_STD:g}. A larger share of the budget tells more.",
                 stacklevel=2,
             )
-        self._temperature = math.exp(2 * t if self.likelihood == "normal" else t)
         return self._temperature
 
     def predict(
