@@ -272,7 +272,7 @@ def can_hide(scale: float) -> bool:
 
 def check_positive(name: str, value: Any, what: str = "") -> float:
     """``value`` as a positive finite float."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         what = what and f", {what}"
         raise ArgumentError(f"{name} must be a positive finite number{what}; got {value!r}.")
     return float(value)

@@ -190,11 +190,11 @@ def test_an_accountant_in_memory_refuses_parallel_chains(context):
 def killed(accountant, hook):
     """A run of two chains of which one ends without a word."""
     kernel, begun = make("penalty", accountant), time.monotonic()
-    with pytest.raises(RuntimeError, match=r"chain 1 was killed \(exit code -9\)"):
+    with pytest.raises(RuntimeError, match=r"chain 1 ended without a word \(exit code -9\)"):
         run(kernel, 2, num_samples=10**6, warmup_steps=0, hook_fn=hook)
     assert time.monotonic() - begun < 60 and multiprocessing.active_children() == []
     draws = kernel.get_samples(group_by_chain=True)
-    assert len(draws) == 2 and min(len(chain["mean"]) for chain in draws) >= 5
+    assert max(len(chain["mean"]) for chain in draws) >= 5  # the other may hardly have begun
     # what was charged is kept; of the other chain what it had reserved is given back
     assert sum(len(chain["mean"]) for chain in draws) <= counts(accountant)[50.0]
     assert len(open_blocks(Ledger(accountant.path, {}).read())) <= 1
@@ -446,3 +446,19 @@ def test_several_starts_for_one_chain_are_refused():
         kernel.initial_params = {name: value[row] for name, value in START.items()}
     with pytest.raises(RuntimeError, match=r"mcmc\.MCMC"):
         kernel.setup(0, DATA)
+
+
+class TwoWords(Exception):
+    """It is pickled, and cannot be unpickled."""
+
+    def __init__(self, first, second):
+        super().__init__(first + second)
+
+
+def test_an_error_that_cannot_be_sent_is_named(accountant):
+    def hook(kernel, params, stage, i):
+        raise TwoWords("a", "b")
+
+    with pytest.raises(RuntimeError, match="a chain failed with a TwoWords") as raised:
+        run(make("penalty", accountant), 2, num_samples=10, warmup_steps=0, hook_fn=hook)
+    assert any("In a parallel chain" in note for note in raised.value.__notes__)

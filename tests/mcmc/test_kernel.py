@@ -213,7 +213,8 @@ def test_where_noise_cannot_hide_a_sum_nothing_is_accepted():
 def test_statistics_whose_parameters_hardly_move_do_not_show():
     """The norm of Δη is rounded to 0, Δη is not."""
     kernel = family(Gaussian(), noise_multiplier=1.0, proposal_scale=1.0)
-    kernel._natural = lambda theta: 1e-170 * theta["mean"]
+    kernel._natural = lambda theta: 1e-170 * theta["mean"].expand(2)
+    kernel._statistics = lambda x: torch.cat([x, x])
     kernel._normalizer = lambda theta: torch.zeros(())
     run(kernel, num_samples=20)
     assert set(kernel.diagnostics()["noisy log ratios"]) == {0.0}

@@ -117,6 +117,24 @@ def test_non_centred_coordinates_have_the_law_of_the_prior():
     assert float(values[0] - values[1]) == pytest.approx(1.5**2 / 2)
 
 
+def test_the_weight_of_a_latent_is_not_that_of_its_other_coordinates():
+    """log p(ξ) = log p(θ) + log |dθ/dξ|, where poutine.scale has a say in p alone."""
+
+    def model():
+        scale = pyro.sample("scale", dist.HalfNormal(torch.tensor(1.0)))
+        with pyro.poutine.scale(scale=0.2):
+            pyro.sample("weighted", dist.Normal(0.0, scale))
+        pyro.sample("plain", dist.Normal(0.0, scale))
+
+    prior = Prior(model)
+    frame = NonCentred(prior, torch.zeros(3), torch.tensor([0.0, 0.5, 0.5]))
+    for xi in frame.prior.samples(5).double():
+        theta, log_density = frame(xi[None])
+        moved = torch.autograd.functional.jacobian(lambda at: frame(at[None])[0][0], xi)
+        expected = prior.log_densities(theta)[0] + torch.linalg.slogdet(moved)[1]
+        assert float(log_density[0]) == pytest.approx(float(expected), rel=1e-4, abs=1e-4)
+
+
 def test_short_chains_end_in_the_posterior():
     """In 40 dimensions from two Gaussians that are 1.3 times too wide and half a deviation off."""
 

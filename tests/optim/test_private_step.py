@@ -770,3 +770,15 @@ def test_a_resumed_run_that_departs_from_the_first_gets_other_noise(monkeypatch,
         assert abs(float((noise[0] * noise[1]).mean())) < 6 / math.sqrt(20_000)
     else:
         assert torch.equal(*noise)
+
+
+def test_a_skipped_part_is_refused():
+    _, net, optimizer, loader = private(batch_size=30)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as parts:
+        with pytest.raises(RuntimeError, match="got no step"):
+            for i, (x, y) in enumerate(parts):
+                if i != 1:
+                    one(net, optimizer, x, y)
+    assert len(optimizer.accountant) == 0

@@ -312,3 +312,27 @@ def test_a_private_step_launches_few_operations_and_waits_seldom(make, most):
     assert mine <= most * theirs[0]
     # norms of parameters, one look at the records, and the noise's tails on a CPU (none on a GPU)
     assert waits <= 5
+
+
+def test_tied_tables_are_instantiated_for_records_that_cancel_alone():
+    tokens = torch.arange(12).repeat(4, 1)
+    a, g, rows = (torch.randn(4, *of, dtype=torch.float64) for of in ((3, 5), (3, 12), (12, 5)))
+    rows[2] = -g[2].T @ a[2]
+    table, clip, seen = nn.Parameter(torch.zeros(12, 5, dtype=rows.dtype)), 1e-3, []
+    whole = torch.bmm(g.transpose(1, 2), a).add_(rows).flatten(1)
+    whole[2] = 0.0
+    tied = contributions.together(
+        [contributions.Outer(table, None, a, g), contributions.Tokens(table, tokens, rows, None)]
+    )
+    out, real = {table: torch.zeros(60, dtype=rows.dtype)}, contributions.Tokens.per_record
+
+    def per_record(*of):
+        found = real(*of)
+        seen.append(len(found[table]))
+        return found
+
+    with mock.patch.object(contributions.Tokens, "per_record", per_record):
+        assert clipped_sum.add_clipped([tied], clip, out, None, None) == 4
+    assert seen == [1]
+    expected = (whole * (clip / whole.norm(dim=1, keepdim=True).clamp(min=clip))).sum(0)
+    torch.testing.assert_close(out[table], expected, rtol=0.0, atol=1e-10 * clip)

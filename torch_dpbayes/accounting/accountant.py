@@ -185,7 +185,6 @@ class PrivacyAccountant:
 
     def _set_up(self, session: Memory) -> None:
         self._session, self._is_asserted = session, False
-        self._is_adaptive = False  # whether a release of nothing said so
         self._run: _Run | None = None
         self._last: DpEvent | None = None
         self._settle_at_exit()
@@ -509,18 +508,14 @@ class PrivacyAccountant:
         if label is not None and (not isinstance(label, str) or not label):
             raise ArgumentError(f"label must be a non-empty string or None, got {label!r}.")
         parts = self._history.decompose(event, count)
-        adaptive = bool(adaptive) or self._is_adaptive
         if parts:
-            self._change(lambda: self._charge(event, parts, label, adaptive))
+            self._change(lambda: self._charge(event, parts, label, bool(adaptive)))
         elif adaptive:
-            self._change(self._declare_adaptive)
+            raise ArgumentError(
+                "adaptive=True declares how releases are charged, and a charge of nothing declares"
+                " nothing: write it in the first charge of a release."
+            )
         return self
-
-    def _declare_adaptive(self) -> None:
-        """Charges from now on are adaptive, or raises where they cannot be."""
-        if not self._session.later:
-            self._history.rule({}, True, is_later=False)
-        self._is_adaptive = True
 
     def _charge(self, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
         session = self._session

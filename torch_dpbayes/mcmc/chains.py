@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import signal
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any
 
 import pyro.infer
@@ -133,14 +135,18 @@ class _ParallelChains:
     def __post_init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []  # numbered like the chains
+        self._receiver: threading.Thread | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
         """What every chain yields, with its number."""
         self._draws = self.kernel.begin_chains(self.num_chains)
-        self._processes, self._pipes = [], []
+        self._messages: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
         try:
             for number in range(self.num_chains):
                 self._start(number, args, kwargs)
+            # not before: a fork copies no threads
+            self._receiver = threading.Thread(target=self._receive, daemon=True)
+            self._receiver.start()
             bars = ProgressBar(
                 self.warmup_steps,
                 self.num_samples,
@@ -174,45 +180,50 @@ class _ParallelChains:
         self._pipes.append(ours)
 
     def _received(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
+        running = set(range(self.num_chains))
+        while running:
+            number, kind, value = self._messages.get()
+            if kind == "gone" and number in running:
+                raise self._ended(number)
+            if kind == "error":
+                error, note = value
+                error.add_note(note)
+                raise error
+            if kind == "value":
+                yield (torch.as_tensor(value) if isinstance(value, ndarray) else value), number
+            elif kind == "progress":
+                bars.set_postfix(value, pos=number, refresh=False)
+                bars.update(pos=number)
+            elif kind == "end":
+                running.discard(number)
+
+    def _receive(self) -> None:
+        """Keep draws and hand on messages until all pipes end. In a thread, where Ctrl-C does not
+        arrive in the middle of one.
+        """
         running = {pipe: number for number, pipe in enumerate(self._pipes)}
         while running:
-            for number, kind, value in self._messages(running):
-                if kind == "gone":
-                    raise self._killed(number)
-                if kind == "error":
-                    raise value
-                if kind == "value":
-                    yield (torch.as_tensor(value) if isinstance(value, ndarray) else value), number
-                elif kind == "progress":
-                    bars.set_postfix(value, pos=number, refresh=False)
-                    bars.update(pos=number)
-                elif kind == "end":
-                    del running[self._pipes[number]]
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                number = running[pipe]
+                try:
+                    kind, value = pipe.recv()
+                except Exception:  # it ended, perhaps in the middle of a message
+                    kind, value = "gone", None
+                    del running[pipe]
+                if kind == "draw":
+                    own = {name: torch.as_tensor(part) for name, part in value.items()}
+                    self._draws[number].append(own)
+                else:
+                    self._messages.put((number, kind, value))
 
-    def _messages(
-        self, running: dict[Connection, int], seconds: float | None = None
-    ) -> Iterator[tuple[int, str, Any]]:
-        """What has arrived from chains that run, with their numbers; draws are kept."""
-        for pipe in wait(list(running), seconds):
-            assert isinstance(pipe, Connection)
-            number = running[pipe]
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, OSError):
-                kind, value = "gone", None
-                del running[pipe]
-            if kind == "draw":
-                own = {name: torch.as_tensor(part) for name, part in value.items()}
-                self._draws[number].append(own)
-            yield number, kind, value
-
-    def _killed(self, number: int) -> StateError:
+    def _ended(self, number: int) -> StateError:
         process = self._processes[number]
         process.join(_SECONDS_TO_STOP)
         return StateError(
-            f"chain {number} was killed (exit code {process.exitcode}), so the run ends. Draws of"
-            " all chains are in kernel.get_samples(); what was charged or reserved stays charged."
-            " Run again with fewer chains or records at a time."
+            f"chain {number} ended without a word (exit code {process.exitcode}), so the run ends."
+            " Draws of all chains are in kernel.get_samples(); what was charged or reserved stays"
+            " charged. A killed chain may have lacked memory."
         )
 
     def terminate(self, *_ignored: Any) -> None:
@@ -220,16 +231,15 @@ class _ParallelChains:
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send_bytes(b"stop")
-        running = {pipe: number for number, pipe in enumerate(self._pipes)}
-        end = time.monotonic() + _SECONDS_TO_STOP
-        while running and (left := end - time.monotonic()) > 0:
-            for _ in self._messages(running, left):
-                pass
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
+        if self._receiver is not None:
+            self._receiver.join(_SECONDS_TO_STOP)
+        for process in self._processes:
             process.join(_SECONDS_TO_NOTICE)
-            process.terminate()
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._receiver = [], [], None
 
 
 @dataclass
@@ -262,6 +272,7 @@ class Chain:
     ) -> None:
         """All of the chain."""
         warmup_steps, num_samples, hook = settings
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the chain asks it to stop
         pyro.set_rng_seed(seed)
         torch.set_default_dtype(defaults[0])
         torch.set_default_device(defaults[1])
@@ -281,11 +292,13 @@ class Chain:
         except KeyboardInterrupt:
             self._end(kernel.accountant)
         except Exception as error:
-            error.add_note(f"In a parallel chain:\n{traceback.format_exc()}")
+            told: Exception = error
             try:
-                self._send("error", error)
-            except Exception:  # it cannot be pickled
-                self._send("error", StateError(f"a chain failed with a {type(error).__name__}."))
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # it cannot be sent
+                told = StateError(f"a chain failed with a {type(error).__name__}.")
+            # beside it, for not every error keeps its notes on the way
+            self._send("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))
 
     def begin(self, accountant: PrivacyAccountant) -> None:
         """End this process when it is asked to, or when the one that started it has ended. The

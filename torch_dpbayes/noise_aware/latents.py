@@ -196,10 +196,12 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
         with poutine.trace() as noted, poutine.condition(data=values):
             prior.run()
     for name, told in prior.unflatten(information.to(prior.device, prior.dtype)).items():
+        weight = noted.trace.nodes[name]["scale"]
         law: Any = noted.trace.nodes[name]["fn"]
         while isinstance(law, Independent | ExpandedDistribution):
             law = law.base_dist
-        if not (hasattr(law, "loc") and hasattr(law, "scale")):
+        # the weight of poutine.scale is that of the site, not of its other coordinates
+        if not (hasattr(law, "loc") and hasattr(law, "scale") and weight == 1):
             continue
         share = told * law.scale.square()
         if isinstance(law, LogNormal):
