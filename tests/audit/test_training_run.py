@@ -143,15 +143,15 @@ def in_parts(dataset, engine):
 def after_failures(dataset, engine):
     """Every second step fails, and leaves nothing."""
     net, opt, loader = private(dataset, engine, z=0.05)
-    take_noise = opt.release.noise.require_usable
+    charge = opt.accountant.compose
     for fails in (True, False, True, False):
 
-        def usable(device, fails=fails):
+        def charged(*args, fails=fails, **options):
             if fails:
-                raise RuntimeError("no entropy")
-            take_noise(device)
+                raise RuntimeError("a full disk")
+            return charge(*args, **options)
 
-        opt.release.noise.require_usable = usable
+        opt.accountant.compose = charged
         for x, y in loader:
             nn.functional.cross_entropy(net(x), y).backward()
             try:

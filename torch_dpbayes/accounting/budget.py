@@ -338,13 +338,28 @@ class Budget:
 
     def max_count(self, counts: Counts, need: Counts) -> int:
         """How often ``need`` fits after the history, exactly."""
-        n = self.cheap(need)
+        if NonPrivate() in need or NonPrivate() in counts:
+            return 0
+        known = Budget(self._epsilon, self._delta, self._method, self._filter)
+        known._costs = self._costs
+        known.restart(counts)
+        n = known.cheap(need)
         if self._filter is not None or n >= MOST_STEPS:
             return n
 
         def excess(n: int) -> float:
             return self._bound(added(counts, need, n)) - self._epsilon
 
+        def excess_of(composed: Composed, n: int) -> float:
+            return self._excess(composed, added({}, need, n))
+
+        if self._method == "pld" and len(added(counts, need)) > EXACT_LEVELS:
+            # a charge may be admitted where these are tighter than the bound that is reported
+            for one in known._compositions(counts, need):
+                if excess_of(one, 0) <= 0:  # one fits
+                    n = max(n, 1 + largest(partial(excess_of, one)))
+            if excess(n + 1) > 0:
+                return n
         return max(largest(excess, start=max(n + n // 4, 1)), n)
 
     def _keeps(self, wanted: Counts) -> bool:

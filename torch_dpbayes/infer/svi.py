@@ -159,7 +159,7 @@ class DPSVI:
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
         self._noise_multiplier, self._batch_size = noise_multiplier, expected_batch_size
-        self._settings(num_data or 2**62)  # what is out of range is refused at once
+        self._settings(num_data or 2**53)  # what is out of range is refused at once
         self.model, self.guide, self.optim = model, guide, optim
         self._plate = data_plate
         self._gaussian = GaussianGuide(guide)

@@ -1,4 +1,6 @@
-"""Draws from a posterior density. They come from an approximation: the likelihood's Gaussians at
+"""Draws from a posterior density, by importance weights or short chains.
+
+They come from an approximation: the likelihood's Gaussians at
 the mode, or, of a hierarchical prior, the prior times these Gaussians, by Pyro's No-U-Turn sampler.
 Pareto-smoothed weights make draws from the posterior of them. Where these are not to be relied on,
 short chains begin at the draws.
