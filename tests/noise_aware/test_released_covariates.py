@@ -146,7 +146,6 @@ def test_moments_move_by_their_sensitivity(neighboring):
     assert float((before.products - after.products).norm()) <= limits[1]
 
 
-@pytest.mark.filterwarnings("ignore:the releases contradict")  # twenty rows are not the records'
 def test_covariates_of_unknown_kind_are_refused():
     def model(x, g, y):
         w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=x.dtype), 1.0))

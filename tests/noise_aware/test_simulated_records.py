@@ -130,9 +130,6 @@ def test_clipped_is_never_longer_than_one():
     assert bool(found.isfinite().all()) and float(found.norm(dim=1).max()) <= 1.0
 
 
-@pytest.mark.filterwarnings(
-    "ignore:the releases contradict"
-)  # fair labels; the model has an offset
 def test_private_rows_are_not_kept():
     x, y = data()
     found = posterior(regression, x, y, epsilon=1.0, delta=1e-5, num_simulated=8000)

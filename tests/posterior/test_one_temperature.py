@@ -397,7 +397,6 @@ def trained(**options):
     return engine, net, loader, samples
 
 
-@pytest.mark.filterwarnings("ignore:the noise of this calibration leaves")
 def test_a_share_of_the_budget():
     """The noise of the steps leaves room for it, and it is charged when it is used."""
     engine, net, loader, samples = trained(calibrate=0.1)

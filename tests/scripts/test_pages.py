@@ -219,8 +219,6 @@ def test_the_ten_lines_and_the_six(capsys):
     assert accountant.summary() in capsys.readouterr().out
 
 
-# one run in a hundred is told that, and rows that are shortened are not quite the model's
-@pytest.mark.filterwarnings("ignore:the releases contradict")
 @pytest.mark.thorough
 def test_the_readmes_short_examples(capsys):
     kernel, noise_aware, draw, ledger = blocks(README, "python")[2:]
@@ -266,8 +264,6 @@ NAMES = {
 LONG = ("choosing_a_method.md", "coming_from.md", "noise_aware.md")  # the README's is run daily
 
 
-# one run in a hundred is told that, and rows that are shortened are not quite the model's
-@pytest.mark.filterwarnings("ignore:the releases contradict")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in NAMES]
