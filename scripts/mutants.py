@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Whether the tests find faults: each mutant of tests/mutants.txt has to fail the tests beside it.
+
+    scripts/mutants.py [TEXT ...]
+
+runs the mutants of files whose name has one of the texts, or all of them, each in a copy of the
+package, and ends with 1 if one survives. A mutant is a file of the package, the tests that find it,
+the lines that it takes out and those that it puts in their place:
+
+    optim/sgld.py: optim/test_samplers.py
+    -alpha=-float(part.group["lr"])
+    +alpha=-2 * float(part.group["lr"])
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "tests" / "mutants.txt"
+MOST_SECONDS = 600  # of a mutant's tests; one that never ends is found, too
+
+
+class Mutant(NamedTuple):
+    """A fault that the tests have to find."""
+
+    file: str
+    tests: list[str]
+    old: str
+    new: str
+
+    def applied_to(self, package: Path) -> str:
+        """The file's text with the fault in it."""
+        text = (package / self.file).read_text()
+        if (found := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file} has {found} times what a mutant replaces: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+def mutants(path: Path = LIST) -> list[Mutant]:
+    """All mutants of the list."""
+    found = []
+    for block in path.read_text().strip().split("\n\n"):
+        head, *lines = [line for line in block.splitlines() if not line.startswith("#")]
+        file, tests = head.split(": ")
+        old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        found.append(Mutant(file, [f"tests/{name}" for name in tests.split()], old, new))
+    return found
+
+
+def fails(mutant: Mutant, tree: Path) -> bool:
+    """Whether the mutant's tests fail in this copy of the project."""
+    path = tree / "torch_dpbayes" / mutant.file
+    text = path.read_text()
+    path.write_text(mutant.applied_to(tree / "torch_dpbayes"))
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-n", "0", "-m", "not slow"]
+    own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        command = [*pytest, "-p", "no:cacheprovider", *mutant.tests]
+        run = subprocess.run(
+            command, cwd=tree, env=os.environ | own, capture_output=True, timeout=MOST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(text)
+    if run.returncode not in (0, 1):  # pytest's codes of a run that did not happen
+        raise RuntimeError(f"{mutant}: {run.stdout.decode()}{run.stderr.decode()}")
+    return run.returncode == 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("texts", nargs="*", help="parts of files' names; all files if none")
+    texts = parser.parse_args().texts or [""]
+    wanted = [m for m in mutants() if any(text in m.file for text in texts)]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "project"
+        ignored = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, tree, ignore=ignored)
+        for k, mutant in enumerate(wanted, 1):
+            began = time.monotonic()
+            is_found = fails(mutant, tree)
+            survivors += not is_found
+            word = "found" if is_found else "SURVIVED"
+            print(f"{k}/{len(wanted)} {word} {time.monotonic() - began:.0f} s", end=" ")
+            print(f"{mutant.file}: {mutant.old.strip()!r} -> {mutant.new.strip()!r}", flush=True)
+    print(f"{survivors} of {len(wanted)} mutants survived")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
