@@ -29,12 +29,6 @@ SCRIPTS = {
         {},
         r"\| breast cancer \| 8 \| ours, average, calibrated",
     ),
-    "compare_posteriors": (
-        "--data-root {0} --folder {0} --repeats 1 --methods non-private objective"
-        " --data breast_cancer",
-        {"EPSILONS": (3.0,), "PRIOR_STDS": (3.0,)},
-        "breast cancer, prior sd 3",
-    ),
     "na_dpvi": (
         "--quick --repeats 1 --results {0}/runs.jsonl",
         {},
@@ -65,7 +59,6 @@ def test_a_script_runs(name, tmp_path, monkeypatch, capsys):
     for constant, value in smaller.items():
         monkeypatch.setattr(script, constant, value)
     given = arguments.format(tmp_path).split()
-    given = [part.replace("breast_", "breast ") for part in given]
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
     script.main()
     assert re.search(printed, capsys.readouterr().out)
