@@ -185,7 +185,7 @@ def printed_terms():
         epochs=1,
     )
     yield from re.findall(r"^([a-z ]+?)  ", str(plan), re.MULTILINE)
-    yield from ("z_L", "z_min", "floor", "sampling rate", "free", "filter", "registered", "rho")
+    yield from ("z_L", "z_min", "floor", "sampling rate", "free", "filter", "rho")
     yield from ("adaptive", "by construction", "vouched for by the user", "R̂", "label")
 
 
