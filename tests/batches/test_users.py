@@ -8,7 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.steps import one as step_on
 from support.training import deliver
+from test_samplers_of_draws import draws_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,19 +32,6 @@ STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
 IDS = [7, 3, 7, 3, 7, 5]  # of six records
 
 
-def draws_of(sampler, number):
-    found = []
-    while len(found) < number:
-        for batch in sampler:
-            sampler.delivered()
-            sampler.use()
-            sampler.mark_used()
-            found.append(tuple(batch))
-            if len(found) == number:
-                break
-    return found
-
-
 def private(ids=IDS, batch_size=2, accountant=None, noise_multiplier=1.0, data=None, **options):
     x = torch.arange(float(len(ids)))[:, None] if data is None else data
     net = nn.Linear(x.shape[1], 1)
@@ -60,11 +49,7 @@ def private(ids=IDS, batch_size=2, accountant=None, noise_multiplier=1.0, data=N
     return made
 
 
-def one(net, optimizer, batch):
-    x, y = batch
-    optimizer.zero_grad()
-    nn.functional.mse_loss(net(x), y).backward()
-    optimizer.step()
+one = partial(step_on, loss=nn.functional.mse_loss)
 
 
 # -- the law of the draws --------------------------------------------------------------------------
