@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from .. import words
@@ -29,10 +28,8 @@ _NO_BATCHES = (
     " another kind write [batch]."
 )
 
-# Small networks are run for several samples at once, which saves the fixed cost of a forward pass;
-# stacked parameters beyond the cache would cost more than that.
-_ROWS = 256  # of a tensor, predicted at a time
-_GROUP, _LARGEST_IN_GROUP = 16, 20_000  # samples, and numbers in each of them
+# of a tensor, predicted at a time: many short rows, which make up for the fixed cost of a pass
+_NUMBERS, _ROWS = 2**16, 256
 
 
 def evaluate(
@@ -45,7 +42,7 @@ def evaluate(
     *,
     is_alone: bool = False,
 ) -> list[Tensor]:
-    """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each batch.
+    """``reduce`` of the transformed outputs, ``[1, rows, ...]`` of each sample, for each batch.
     ``is_alone``: private records, for each of which the model is run alone, whatever it does.
     """
     batches = _batches(x)
@@ -91,28 +88,14 @@ def evaluate(
             )
         return result
 
-    def groups(batch: Any, size: int) -> Iterator[Tensor]:
-        start = 0
-        while size > 1 and start < len(samples):
-            group = samples[start : start + size]
-            stacked = {
-                name: torch.stack([on_model(name, s[name]) for s in group]) for name in shapes
-            }
-            result = _try_vmap(run, stacked, batch)
-            if result is None:
-                break
-            yield result
-            start += len(group)
-        for sample in samples[start:]:
-            moved = {name: on_model(name, s) for name, s in sample.items()}
-            yield run(moved, batch).unsqueeze(0)
+    def each(batch: Any) -> Iterator[Tensor]:
+        for sample in samples:
+            yield run({name: on_model(name, s) for name, s in sample.items()}, batch).unsqueeze(0)
 
-    is_small = sum(s.numel() for s in samples[0].values()) <= _LARGEST_IN_GROUP
     with _evaluation_mode(model), torch.no_grad():
-        size = _GROUP if is_small and not is_alone else 1
         # a bar would show how many private records there are
         shown = batches if is_alone else words.shown(batches, "predicting")
-        reduced = [reduce(groups(_moved(batch, device), size)) for batch in shown]
+        reduced = [reduce(each(_moved(batch, device))) for batch in shown]
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
     return reduced
@@ -169,7 +152,7 @@ class _Called(nn.Module):
 
 def _batches(x: Inputs) -> Iterable[Any]:
     if isinstance(x, Tensor) and x.dim() > 0:
-        return x.split(_ROWS)
+        return x.split(max(_ROWS, _NUMBERS // max(1, x[:1].numel())))
     if hasattr(x, "sampler_of_draws"):
         raise ArgumentTypeError(
             "x is a private loader, which draws records at random for one step each: pass"
@@ -209,21 +192,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def _records_in(batch: Any) -> int:
     tensors = (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0)
     return len(next(tensors, ()))
-
-
-def _try_vmap(
-    forward: Callable[[Sample, Any], Tensor], stacked: Sample, batch: Any
-) -> Tensor | None:
-    """The outputs ``[samples, rows, ...]``, or ``None`` where vmap cannot run this model."""
-    try:
-        with warnings.catch_warnings():
-            # vmap runs an operation without a batching rule in a slow loop of its own: ours is
-            # faster
-            warnings.filterwarnings("error", message="There is a performance drop")
-            return vmap(forward, in_dims=(0, None))(stacked, batch)
-    # in-place writes, control flow on values, numpy; if the error is real, the loop raises it again
-    except Exception:
-        return None
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
