@@ -71,12 +71,12 @@ REFUSED = [
     (
         factory(torch.optim.SGD(NET.parameters(), 0.3)),
         "optimizer-not-private",
-        r"SGD is not private: pass partial\(torch_dpbayes.optim.DPSGLD, lr=0.3\)",
+        r"SGD is not private: pass optimizer=partial\(torch_dpbayes.optim.DPSGLD, lr=0.25\)",
     ),
     (
         factory(lambda parameters, **_: torch.optim.SGD([p for _, p in parameters], 0.3)),
         "optimizer-not-private",
-        "the factory made a SGD",
+        "SGD, which the factory made, is not private",
     ),
     (factory(partial(SGLD, max_grad_norm=2.0)), "optimizer-settings", "max_grad_norm = 2.0 in the"),
     (factory(partial(SGLD, num_data=7)), "optimizer-settings", "num_data = 7 in the optimizer"),
