@@ -64,11 +64,12 @@ REFUSED = [
     (DPSGFS, {"fisher": "block"}, "diagonal"),
     (DPSGFS, {"fisher_decay": 1.0}, "fisher_decay"),
     (DPSGFS, {"fisher_share": 0.0}, "fisher_share"),
-    (DPSGFS, {"sensitivity_scale": torch.ones(3)}, "shape"),
-    (DPSGFS, {"sensitivity_scale": torch.zeros(2)}, "positive"),
-    (DPSGFS, {"sensitivity_scale": torch.zeros(2, 2)}, "invertible"),
-    (DPSGFS, {"sensitivity_scale": torch.full((2,), math.nan)}, "finite"),
-    (DPSGFS, {"sensitivity_scale": torch.eye(2), "fisher": "diagonal"}, "shape"),
+    (DPSGFS, {"sensitivity_scale": torch.ones(3)}, "a vector of positive finite numbers"),
+    (DPSGFS, {"sensitivity_scale": torch.eye(2)}, "a vector of positive finite numbers"),
+    *(
+        (DPSGFS, {"sensitivity_scale": torch.full((2,), bad)}, "a vector of positive")
+        for bad in (0.0, math.nan, math.inf)
+    ),
 ]
 
 
