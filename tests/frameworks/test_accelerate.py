@@ -48,26 +48,6 @@ def train(accelerator, net, optimizer, loader):
             optimizer.step()
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_recipe_charges_each_step(precision):
-    accelerator = accelerator_of(mixed_precision=precision)
-    data = TensorDataset(torch.randn(RECORDS, 4), torch.randint(3, (RECORDS,)))
-    engine = dpb.PrivacyEngine()
-    net = accelerator.prepare_model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
-    net, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.05),
-        data_loader=DataLoader(data, batch_size=BATCH),
-        max_grad_norm=1.0,
-        noise_multiplier=2.0,
-    )
-    optimizer = accelerator.prepare_optimizer(optimizer)
-    start = [p.detach().clone() for p in net.parameters()]
-    train(accelerator, net, optimizer, loader)
-    assert len(engine.accountant) == len(loader)
-    assert all((a != b).any() for a, b in zip(start, net.parameters()))
-
-
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 @pytest.mark.parametrize("what", ["loader", "ordinary loader", "accumulation"])
 def test_what_is_replaced_ends_in_an_error(what, mode):

@@ -13,6 +13,7 @@ import math
 import pytest
 import scipy.stats
 import torch
+from support.steps import without_noise
 from torch import nn
 
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
@@ -21,6 +22,16 @@ from torch_dpbayes.per_sample.hooks import HooksGradientSource
 REPLICAS = 20_000
 RECORDS = 4
 SIGMAS = 5.0
+
+
+def data(records, clip, batch=None):
+    """What a sampler is told of batches; all records are one unless another size is given."""
+    return {
+        "num_data": records,
+        "expected_batch_size": records if batch is None else batch,
+        "max_grad_norm": clip,
+        "assume_independent_records": True,
+    }
 
 
 class GivenGradients(HooksGradientSource):
@@ -61,10 +72,7 @@ def sampled(
     optimizer = kind(
         [theta],
         lr,
-        assume_independent_records=True,
-        num_data=RECORDS,
-        expected_batch_size=RECORDS,
-        max_grad_norm=1.0,
+        **data(RECORDS, 1.0),
         prior_std=math.inf,
         temperature=temperature,
         noise_multiplier=noise * own,
@@ -168,10 +176,7 @@ def test_thermostat_survives_a_start_far_from_the_posterior():
     optimizer = DPSGNHT(
         [theta],
         0.05,
-        assume_independent_records=True,
-        num_data=1000,
-        expected_batch_size=1000,
-        max_grad_norm=20.0,
+        **data(1000, 20.0),
     )
     for _ in range(1000):
         theta.grad_sample = x * (x @ theta.detach() - y)[:, None]
@@ -192,10 +197,7 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
     optimizer = DPSGNHT(
         [theta],
         lr,
-        assume_independent_records=True,
-        num_data=RECORDS,
-        expected_batch_size=RECORDS,
-        max_grad_norm=1.0,
+        **data(RECORDS, 1.0),
         prior_std=math.inf,
         noise_multiplier=z,
         temperature=1.0,
@@ -243,10 +245,7 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
     optimizer = known_fisher(kind, unit)(
         [theta],
         1.0,
-        assume_independent_records=True,
-        num_data=records,
-        expected_batch_size=batch,
-        max_grad_norm=clip,
+        **data(records, clip, batch),
         noise_multiplier=1.0,
         temperature=temperature,
         prior_std=1 / math.sqrt(prior_precision),
@@ -324,10 +323,7 @@ def test_one_full_step_is_the_formula():
     optimizer = known_fisher(DPSGFS, inside)(
         [{"params": [p], "lr": lr, "prior_std": std} for p, lr, std in zip(theta, lrs, stds)],
         1.0,
-        assume_independent_records=True,
-        num_data=records,
-        expected_batch_size=rate * records,
-        max_grad_norm=clip,
+        **data(records, clip, rate * records),
         temperature=temperature,
         sampling="poisson",
         fisher_share=1e9,
@@ -371,17 +367,14 @@ def test_a_group_at_lr_0_stays_and_the_others_step_without_it():
     optimizer = known_fisher(DPSGFS, information)(
         [{"params": [p], "lr": 0.1} for p in theta],
         1.0,
-        assume_independent_records=True,
-        num_data=records,
-        expected_batch_size=records,
-        max_grad_norm=3.0,
+        **data(records, 3.0),
         temperature=temperature,
         noise_multiplier=0.5,
         prior_std=0.1,
         fisher_share=1e9,
     )
     optimizer.param_groups[1]["lr"] = 0.0
-    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    without_noise(optimizer)
     gradients = 0.1 * torch.randn(records, 5, dtype=torch.float64)
     theta[0].grad_sample, theta[1].grad_sample = gradients[:, :2], gradients[:, 2:]
     z = optimizer._multiplier(optimizer.param_groups[0])
@@ -409,10 +402,7 @@ def fisher_scoring_chain(kind, steps, *, dimension=3, records=2000, z=3.0, **opt
     optimizer = kind(
         [theta],
         1e4,
-        assume_independent_records=True,
-        num_data=records,
-        expected_batch_size=records,
-        max_grad_norm=clip,
+        **data(records, clip),
         noise_multiplier=z,
         prior_std=0.03,
         **options,
@@ -455,10 +445,7 @@ def assert_fisher_noise(kind):
     optimizer = kind(
         [theta],
         1e9,
-        assume_independent_records=True,
-        num_data=10,
-        expected_batch_size=10,
-        max_grad_norm=clip,
+        **data(10, clip),
         noise_multiplier=z,
         fisher_share=share,
         fisher_decay=0.0,
@@ -491,15 +478,12 @@ def test_the_fisher_estimate_starts_at_its_largest():
     optimizer = DPSGFS(
         [theta],
         0.1,
-        assume_independent_records=True,
-        num_data=records,
-        expected_batch_size=records,
-        max_grad_norm=clip,
+        **data(records, clip),
         noise_multiplier=0.5,
         temperature=1.0,
         prior_std=math.inf,
     )
-    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    without_noise(optimizer)
     gradient = torch.full((records, 3), 0.1, dtype=torch.float64)
     theta.grad_sample = gradient
     z = optimizer.effective_noise_multiplier
@@ -528,10 +512,7 @@ def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
     optimizer = DPSGFS(
         [theta],
         0.1,
-        assume_independent_records=True,
-        num_data=records,
-        expected_batch_size=records,
-        max_grad_norm=clip,
+        **data(records, clip),
         noise_multiplier=0.5,
         temperature=1.0,
         prior_std=math.inf,
@@ -539,7 +520,7 @@ def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
         fisher_share=share,
         fisher_decay=1 - beta,
     )
-    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    without_noise(optimizer)
     left = 0.01
     level = left * math.sqrt(2 * dimension if fisher == "full" else 2)
     values = torch.tensor([-1.0, 0.5 * level, 3 * level], dtype=torch.float64)

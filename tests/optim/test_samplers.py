@@ -3,7 +3,6 @@ batches, dtypes, bad input.
 """
 
 import copy
-import inspect
 import io
 import math
 from functools import partial
@@ -516,12 +515,3 @@ def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes(make)
     assert optimizer.event(1.0).sampling_probability == float(np.float16(10.3)) / 100_000
     clip.fill_(1e-6)
     assert query.max_grad_norm == optimizer.max_grad_norm == 1.0
-
-
-def test_help_shows_every_argument_that_a_sampler_takes():
-    common = inspect.signature(dpb.optim.DPSGLD).parameters
-    for kind in (dpb.optim.DPSGHMC, dpb.optim.DPSGNHT, dpb.optim.DPSGFS):
-        own = inspect.signature(kind).parameters
-        assert own.keys() > common.keys()
-        assert all(own[name].default == p.default for name, p in common.items())
-        assert not any(p.kind is p.VAR_KEYWORD for p in own.values())
