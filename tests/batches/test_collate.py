@@ -185,30 +185,19 @@ def test_no_value_of_a_record_is_used():
         assert all((torch.as_tensor(a) <= 1).all() for a in made)
 
 
-def test_the_engine_asks():
-    loader = DataLoader(
-        TensorDataset(torch.randn(40, 3), torch.arange(40) % 2),
-        batch_size=8,
-        collate_fn=changed(mixed_labels),
-    )
-    with pytest.raises(ValueError, match="collate_fn is given each record alone"):
-        dpb.PrivacyEngine().make_private(
-            module=torch.nn.Linear(3, 2),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-            data_loader=loader,
-            max_grad_norm=1.0,
-        )
-
-
-def test_whole_batches_that_the_user_vouches_for_are_said(caplog):
-    data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
-    for function, is_said in ((default_collate, False), (changed(mixed_labels), True)):
+def test_the_engine_asks_and_says_what_the_user_vouches_for(caplog):
+    def make(function, is_vouched):
+        data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
         caplog.clear()
         dpb.PrivacyEngine().make_private(
             module=torch.nn.Linear(3, 2),
             optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
             data_loader=DataLoader(data, batch_size=8, collate_fn=function),
             max_grad_norm=1.0,
-            assume_independent_records=True,
+            assume_independent_records=is_vouched,
         )
-        assert ("collate_fn is given whole batches" in caplog.text) == is_said
+        return "collate_fn is given whole batches" in caplog.text
+
+    with pytest.raises(ValueError, match="collate_fn is given each record alone"):
+        make(changed(mixed_labels), False)
+    assert make(changed(mixed_labels), True) and not make(default_collate, True)

@@ -121,6 +121,11 @@ REFUSED = [
     ({**TARGET, "epochs": 1.5}, "argument", "epochs"),
     ({**TARGET, "target_epsilon": -1.0}, "argument", "epsilon"),
     ({**TARGET, "target_delta": 1.5}, "argument", "delta"),
+    *(
+        ({**TARGET, "calibrate": share}, "argument", "is a share of the target")
+        for share in (0.0, 1.0, -0.1)
+    ),
+    ({**TARGET, **USERS, "calibrate": 0.1}, "argument", "leave one out"),
     ({**TARGET, "data_loader": None}, "argument-type", "data_loader= is missing"),
     (
         {**TARGET, "optimizer": dpb.optim.DPSGLD(NET.parameters(), 20.0, **LOW)},
