@@ -36,13 +36,12 @@ def evaluate(
     samples: Sequence[Sample],
     model: nn.Module,
     x: Inputs,
-    transform: Transform | None,
     forward: Forward | None,
-    reduce: Callable[[Iterator[Tensor]], Tensor],
+    reduce: Callable[[Tensor], Tensor],
     *,
     is_alone: bool = False,
 ) -> list[Tensor]:
-    """``reduce`` of the transformed outputs, ``[1, rows, ...]`` of each sample, for each batch.
+    """``reduce`` of the outputs under all samples, ``[samples, rows, ...]``, for each batch.
     ``is_alone``: private records, for each of which the model is run alone, whatever it does.
     """
     batches = _batches(x)
@@ -75,27 +74,16 @@ def evaluate(
                 f"The model returned a {type(output).__name__}; predictions need one tensor"
                 " with a row a record: pass forward=lambda model, x: model(x).logits, or alike."
             )
-        result = output if transform is None else transform(output)
-        if (
-            not isinstance(result, Tensor)
-            or result.dim() == 0
-            or result.shape[0] != _records_in(batch)
-        ):
-            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise SamplesError(
-                f"{_records_in(batch)} records went in and {shape} came out: model and"
-                " transform must return a tensor with one row a record in its first dimension."
-            )
-        return result
+        return _require_rows(output, _records_in(batch))
 
-    def each(batch: Any) -> Iterator[Tensor]:
-        for sample in samples:
-            yield run({name: on_model(name, s) for name, s in sample.items()}, batch).unsqueeze(0)
+    def of_all(batch: Any) -> Tensor:
+        moved = ({name: on_model(name, s) for name, s in sample.items()} for sample in samples)
+        return torch.stack([run(sample, batch) for sample in moved])
 
     with _evaluation_mode(model), torch.no_grad():
         # a bar would show how many private records there are
         shown = batches if is_alone else words.shown(batches, "predicting")
-        reduced = [reduce(each(_moved(batch, device))) for batch in shown]
+        reduced = [reduce(of_all(_moved(batch, device))) for batch in shown]
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
     return reduced
@@ -114,17 +102,30 @@ def target_of(batch: Any) -> Tensor:
     return found[0]
 
 
-def average(groups: Iterator[Tensor], size: int) -> Tensor:
-    """The average over ``size`` samples."""
-    total, dtype = torch.zeros(()), torch.get_default_dtype()
-    for group in groups:
-        dtype = group.dtype if group.is_floating_point() or group.is_complex() else dtype
-        # at least single precision: a sum of many half-precision values would lose its
-        # small terms
-        total = total.to(group.device) + group.sum(
-            0, dtype=torch.promote_types(group.dtype, torch.float32)
+def transformed(outputs: Tensor, transform: Transform | None) -> Tensor:
+    """``transform`` of the output under each sample."""
+    if transform is None:
+        return outputs
+    return torch.stack([_require_rows(transform(output), len(output)) for output in outputs])
+
+
+def average(points: Tensor) -> Tensor:
+    """The average over samples, at least in single precision: a sum of many half-precision values
+    would lose its small terms.
+    """
+    is_number = points.is_floating_point() or points.is_complex()
+    dtype = points.dtype if is_number else torch.get_default_dtype()
+    return points.mean(0, dtype=torch.promote_types(points.dtype, torch.float32)).to(dtype)
+
+
+def _require_rows(result: Any, rows: int) -> Tensor:
+    if not isinstance(result, Tensor) or result.dim() == 0 or result.shape[0] != rows:
+        shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise SamplesError(
+            f"{rows} records went in and {shape} came out: model and transform must return a tensor"
+            " with one row a record in its first dimension."
         )
-    return (total / size).to(dtype)
+    return result
 
 
 def difference_of(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> str:
