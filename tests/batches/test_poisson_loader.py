@@ -210,27 +210,6 @@ def test_a_step_that_was_released_and_undone_is_not_taken_again():
     assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != records(first)
 
 
-@pytest.mark.parametrize(("batch_size", "waiting"), [(50, 0), (8, 3)])
-def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting, batch_size):
-    seed = torch.seed() % 2**31
-    states, seen = [], []
-    for part in ("whole", "saved", "resumed"):
-        monkeypatch.setattr("torch_dpbayes.noise._used_positions", set())  # as in another process
-        net, optimizer, loader = private(
-            rows=200, batch_size=batch_size, generator=torch.Generator().manual_seed(seed)
-        )
-        if part == "resumed":
-            optimizer.load_state_dict(states[0])
-        seen.append([])
-        for batch in itertools.islice(loader, {"whole": 4, "saved": 1, "resumed": 3}[part]):
-            one(net, optimizer, batch)
-            seen[-1].append(records(batch, 200))
-        if part == "saved":
-            list(itertools.islice(loader, waiting))
-            states.append(copy.deepcopy(optimizer.state_dict()))
-    assert seen[0] == seen[1] + seen[2]
-
-
 # -- the rate --------------------------------------------------------------------------------------
 
 
