@@ -56,8 +56,6 @@ def mixed_labels(x, y):
 
 
 MIXING = {
-    "cutmix": (PICTURES, changed(cutmix)),
-    "labels": (PICTURES, changed(mixed_labels)),
     "centred": (PICTURES, changed(lambda x, y: (x - x.mean(0), y))),
     "ranks": (TABLE, lambda records: torch.tensor([r["age"] for r in records]).argsort().argsort()),
     "a float": (
@@ -112,7 +110,6 @@ def failing(records):
 
 SEPARATE = {
     "torch's own": (PICTURES, default_collate),
-    "as a part": (PICTURES, partial(default_collate)),
     "scaled": (PICTURES, changed(lambda x, y: (x / 255, F.one_hot(y, 2)))),
     "flipped at random": (
         PICTURES,
@@ -126,7 +123,6 @@ SEPARATE = {
     "padded": (LENGTHS, padded),
     "padded, time first": (LENGTHS, time_first),
     "time first of five": (Listed((torch.randn(5, 2), 1)), time_first),
-    "time first of seven": (Listed((torch.randn(7, 2), 1)), time_first),
     "masked at random": (TOKENS, masked),
     "no tensors": (TABLE, lambda records: records),
     "no numbers": (PICTURES, lambda records: (default_collate(records)[0], "name")),
@@ -145,7 +141,6 @@ SEPARATE = {
 
 ALONE = (
     "time first of five",
-    "time first of seven",
     "padded, time first",
     "counts records",
     "a number of tensors that changes",
