@@ -134,6 +134,7 @@ SEPARATE = {
         PICTURES,
         lambda records: [x for x, _ in records if x.mean() > 0.5],
     ),
+    "a random number for every pair": (PICTURES, lambda records: torch.rand(2 * [len(records)])),
     "counts records": (PICTURES, changed(lambda x, y: (x, y, torch.full((len(x),), len(x))))),
     "no records": (Listed(), changed(mixup)),
 }
@@ -143,6 +144,7 @@ ALONE = (
     "time first of five",
     "padded, time first",
     "counts records",
+    "a random number for every pair",
     "a number of tensors that changes",
     "no tensors",
 )
