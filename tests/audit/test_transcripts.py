@@ -57,7 +57,7 @@ def test_log_likelihood_ratios_of_several_releases_add_up(bound, share):
     With two of the three charges left out, the independent bound refutes all, and one alone not.
     At 1 − 10⁻⁷: five standard deviations of the number of right guesses.
     """
-    rng, mu, number = fresh(), 0.9, 20_000
+    rng, mu, number = fresh(), 0.9, 6000
     included = rng.random(number) < 0.5
     ratios = [mu * (rng.normal(size=number) + mu * included) - mu**2 / 2 for _ in range(3)]
     options = {"delta": DELTA, "bound": bound, "confidence": 1 - 1e-7}

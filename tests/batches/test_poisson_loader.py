@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from support.children import in_child
 from support.examples import examples
+from support.steps import one as step_on
 from support.training import values
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -45,11 +47,7 @@ def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader_optio
     )
 
 
-def one(net, optimizer, batch):
-    x, y = batch
-    optimizer.zero_grad()
-    nn.functional.mse_loss(net(x), y).backward()
-    optimizer.step()
+one = partial(step_on, loss=nn.functional.mse_loss)
 
 
 def records(batch, rows=40):
@@ -210,27 +208,6 @@ def test_a_step_that_was_released_and_undone_is_not_taken_again():
         with pytest.raises(FloatingPointError):
             one(net, optimizer, first)
     assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != records(first)
-
-
-@pytest.mark.parametrize(("batch_size", "waiting"), [(50, 0), (8, 3)])
-def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting, batch_size):
-    seed = torch.seed() % 2**31
-    states, seen = [], []
-    for part in ("whole", "saved", "resumed"):
-        monkeypatch.setattr("torch_dpbayes.noise._used_positions", set())  # as in another process
-        net, optimizer, loader = private(
-            rows=200, batch_size=batch_size, generator=torch.Generator().manual_seed(seed)
-        )
-        if part == "resumed":
-            optimizer.load_state_dict(states[0])
-        seen.append([])
-        for batch in itertools.islice(loader, {"whole": 4, "saved": 1, "resumed": 3}[part]):
-            one(net, optimizer, batch)
-            seen[-1].append(records(batch, 200))
-        if part == "saved":
-            list(itertools.islice(loader, waiting))
-            states.append(copy.deepcopy(optimizer.state_dict()))
-    assert seen[0] == seen[1] + seen[2]
 
 
 # -- the rate --------------------------------------------------------------------------------------
@@ -438,49 +415,22 @@ def test_draws_belong_to_one_process():
     in_a_fresh_interpreter(processes)
 
 
-# -- gradient norms without noise ------------------------------------------------------------------
-
-
-def seeded(num_data, batch_size):
-    generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
-    return DataLoader(
-        TensorDataset(torch.arange(num_data)), batch_size=batch_size, generator=generator
-    )
+# -- going back ------------------------------------------------------------------------------------
 
 
 def test_going_back_behind_the_accountant_does_not_draw_again():
     def made(accountant):
-        net = torch.nn.Linear(1, 1)
-        optimizer = partial(dpb.optim.DPSGLD, lr=0.1)
-        loader = DataLoader(
-            TensorDataset(torch.randn(40, 1), torch.randn(40, 1)),
-            batch_size=10,
-            generator=torch.Generator().manual_seed(5),
-        )
-        engine = dpb.PrivacyEngine(accountant=accountant)
-        return engine.make_private(
-            module=net,
-            optimizer=optimizer,
-            data_loader=loader,
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-        )
+        noise._used_positions.clear()  # as in a fresh process
+        return private(accountant=accountant, generator=torch.Generator().manual_seed(5))
 
-    def train(net, optimizer, loader):
-        for x, y in loader:
-            optimizer.zero_grad()
-            (net(x) - y).square().mean().backward()
-            optimizer.step()
-
-    noise._used_positions.clear()
     accountant = dpb.PrivacyAccountant()
     net, optimizer, loader = made(accountant)
-    train(net, optimizer, loader)
+    for batch in loader:
+        one(net, optimizer, batch)
     saved, charged = copy.deepcopy(optimizer.state_dict()), accountant.state_dict()
-    train(net, optimizer, loader)
-    complete = accountant.state_dict()
-    for history, refused in ((complete, True), (charged, False)):
-        noise._used_positions.clear()  # as in a fresh process
+    for batch in loader:
+        one(net, optimizer, batch)
+    for history, refused in ((accountant.state_dict(), True), (charged, False)):
         accountant = dpb.PrivacyAccountant()
         accountant.load_state_dict(history)
         _, optimizer, _ = made(accountant)
@@ -492,34 +442,27 @@ def test_going_back_behind_the_accountant_does_not_draw_again():
 
 
 def test_a_count_that_failed_is_taken_on_the_same_draw():
-    net, batches = torch.nn.Linear(1, 2), []
-    data = TensorDataset(torch.arange(50.0)[:, None], torch.zeros(50, dtype=torch.long))
-    optimizer = partial(dpb.optim.DPSGLD, lr=0.1)
-    net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=net,
-        optimizer=optimizer,
-        data_loader=DataLoader(data, batch_size=25),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-    )
+    net, optimizer, loader = private(rows=50, batch_size=25)
+    drawn = []
 
-    def criterion(output, target, fails=True):
-        batches.append(len(target))
+    def criterion(output, target, fails):
+        drawn.append(len(target))
         if fails:
             raise RuntimeError("not this one")
-        return torch.nn.functional.cross_entropy(output, target)
+        return nn.functional.mse_loss(output, target)
 
-    for _ in range(5):
-        with pytest.raises(RuntimeError, match="not this one"):
+    for fails in (True, True, True, True, True, False):
+        with pytest.raises(RuntimeError, match="not this one") if fails else nullcontext():
             dpb.private_clipped_fraction(
-                net, optimizer, loader, noise_multiplier=1.0, criterion=criterion
+                net,
+                optimizer,
+                loader,
+                noise_multiplier=1.0,
+                criterion=partial(criterion, fails=fails),
             )
-    dpb.private_clipped_fraction(
-        net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False)
-    )
-    assert len(set(batches)) == 1
+    assert len(set(drawn)) == 1
     for _ in range(8):
         dpb.private_clipped_fraction(
             net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False)
         )
-    assert len(set(batches)) > 1
+    assert len(set(drawn)) > 1

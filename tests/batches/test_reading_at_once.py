@@ -179,20 +179,3 @@ def test_workers_are_told_of_the_user_s_data_set():
     loader = private(data, num_workers=1, worker_init_fn=looks)
     for number, (batch,) in enumerate(loader):
         assert torch.equal(batch, loader.sampler_of_draws._draws[number].records + 1)
-
-
-@pytest.mark.slow
-def test_tables_of_hugging_face(tmp_path):
-    datasets = pytest.importorskip("datasets", reason="the package datasets is not installed")
-    size, rng = 60, np.random.default_rng()
-    table = datasets.Dataset.from_dict(
-        {"x": rng.normal(size=(size, 3)).tolist(), "label": list(range(size))}
-    )
-    table.save_to_disk(tmp_path / "table")
-    table = datasets.load_from_disk(tmp_path / "table")
-    for kind in ("torch", None):
-        dataset = table.with_format(kind)
-        loader = private(dataset)
-        for number, batch in enumerate(loader):
-            positions = loader.sampler_of_draws._draws[number].records.tolist()
-            assert same(batch, loader.collate_fn([dataset[i] for i in positions]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support import steps
 from support.training import values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,11 +44,8 @@ def private(
     )
 
 
-def one(net, optimizer, batch):
-    x, y = batch
-    optimizer.zero_grad()
-    nn.functional.mse_loss(net(x), y).backward()
-    optimizer.step()
+one = partial(steps.one, loss=nn.functional.mse_loss)
+train = partial(steps.train, loss=nn.functional.mse_loss)
 
 
 def records(batch, rows=12):
@@ -86,8 +84,7 @@ def test_a_pass_that_was_left_goes_on_and_ends():
     rest = list(loader)
     assert len(rest) == 2
     assert sorted(seen + [r for batch in rest for r in records(batch)]) == list(range(12))
-    for batch in loader:
-        one(net, optimizer, batch)
+    train(net, optimizer, loader)
     assert len(optimizer.accountant) == 1
 
 
@@ -133,14 +130,6 @@ def test_a_step_that_failed_after_its_charge_is_charged_again(monkeypatch):
     assert len(optimizer.accountant) == 2
 
 
-def test_a_pass_that_does_not_fit_is_not_begun():
-    budget = dpb.PrivacyAccountant(1.0, 1e-5)
-    net, optimizer, loader = private(sampling="random_allocation", accountant=budget)
-    with pytest.raises(dpb.PrivacyBudgetExceeded):
-        one(net, optimizer, next(iter(loader)))
-    assert len(budget) == 0
-
-
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize(
     "options, event",
@@ -181,8 +170,7 @@ def test_an_optimizer_with_another_loader_is_charged_for_that_one():
 @pytest.mark.parametrize("sampling", ["random_allocation", "fixed_size"])
 def test_full_batches_are_full_batches(sampling):
     net, optimizer, loader = private(batch_size=12, sampling=sampling)
-    for batch in loader:
-        one(net, optimizer, batch)
+    train(net, optimizer, loader)
     assert events_of(optimizer.accountant) == [(GaussianDpEvent(1.0), 1)]
 
 
@@ -190,6 +178,7 @@ def test_full_batches_are_full_batches(sampling):
     "options",
     [
         {"sampling": "fixed_size"},
+        {"user_ids": [i // 3 for i in range(12)], "records_per_user": 2},
         pytest.param({"sampling": "random_allocation"}, marks=pytest.mark.thorough),
         pytest.param({"max_batch_size": 8}, marks=pytest.mark.thorough),
     ],
@@ -209,10 +198,8 @@ def test_the_noise_of_a_target_is_that_of_the_law(options):
     }
     plan = engine.plan(**arguments)
     net, optimizer, loader = engine.make_private_with_epsilon(**arguments)
-    assert plan.steps == epochs * 3
-    for _ in range(epochs):
-        for batch in loader:
-            one(net, optimizer, batch)
+    assert plan.steps == epochs * len(loader)
+    train(net, optimizer, loader, epochs=epochs)
     assert target * 0.99 <= engine.get_epsilon() <= target
     assert plan.epsilon == pytest.approx(engine.get_epsilon(), rel=1e-9)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
@@ -235,28 +222,6 @@ def test_a_saved_run_of_another_law_is_refused(monkeypatch, rows):
         _, optimizer, _ = private(rows, sampling=sampling, generator=torch.Generator())
         with pytest.raises(ValueError, match="in another way"):
             optimizer.load_state_dict(states[other])
-
-
-@pytest.mark.parametrize("rows, batch_size", [(12, 6), (16, 4), (18, 6)])
-def test_a_pass_does_not_go_on_over_other_data_or_batches(monkeypatch, rows, batch_size):
-    """It was charged for its own; nothing is changed. Between passes one may change both."""
-
-    def made(*sizes):
-        monkeypatch.setattr(noise, "_used_positions", set())
-        return private(*sizes, sampling="random_allocation", generator=torch.Generator())
-
-    net, optimizer, loader = made()
-    one(net, optimizer, next(iter(loader)))
-    begun = copy.deepcopy(optimizer.state_dict())
-    for batch in loader:
-        one(net, optimizer, batch)
-    net, other, loader = made(rows, batch_size)
-    with pytest.raises(ValueError, match="keep data"):
-        other.load_state_dict(begun)
-    assert len(other.accountant) == 0
-    other.load_state_dict(optimizer.state_dict())
-    one(net, other, next(iter(loader)))
-    assert len(other.accountant) == 2
 
 
 def test_a_pass_that_is_paid_does_not_go_on_with_a_dearer_query(monkeypatch):

@@ -8,7 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.steps import one as step_on
 from support.training import deliver
+from test_samplers_of_draws import draws_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,19 +32,6 @@ STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
 IDS = [7, 3, 7, 3, 7, 5]  # of six records
 
 
-def draws_of(sampler, number):
-    found = []
-    while len(found) < number:
-        for batch in sampler:
-            sampler.delivered()
-            sampler.use()
-            sampler.mark_used()
-            found.append(tuple(batch))
-            if len(found) == number:
-                break
-    return found
-
-
 def private(ids=IDS, batch_size=2, accountant=None, noise_multiplier=1.0, data=None, **options):
     x = torch.arange(float(len(ids)))[:, None] if data is None else data
     net = nn.Linear(x.shape[1], 1)
@@ -60,11 +49,7 @@ def private(ids=IDS, batch_size=2, accountant=None, noise_multiplier=1.0, data=N
     return made
 
 
-def one(net, optimizer, batch):
-    x, y = batch
-    optimizer.zero_grad()
-    nn.functional.mse_loss(net(x), y).backward()
-    optimizer.step()
+one = partial(step_on, loss=nn.functional.mse_loss)
 
 
 # -- the law of the draws --------------------------------------------------------------------------
@@ -141,33 +126,6 @@ def test_second_moments_of_a_person_count_too():
     noisy = optimizer.release.event(z, "users", loader.sampler_of_draws)
     alone = plain.release.event(z, "users", loader.sampler_of_draws)
     assert noisy.event.event.noise_multiplier < alone.event.event.noise_multiplier
-
-
-def test_noise_is_calibrated_for_people():
-    engine = dpb.PrivacyEngine()
-    ids = [i // 4 for i in range(200)]
-    found = {}
-    for most in (1, 2):
-        engine = dpb.PrivacyEngine()
-        _, optimizer, loader = engine.make_private_with_epsilon(
-            module=nn.Linear(1, 1),
-            optimizer=partial(dpb.optim.DPSGLD, lr=1e-4, temperature=0.0),
-            data_loader=DataLoader(TensorDataset(torch.zeros(200, 1), torch.zeros(200, 1)), 5),
-            max_grad_norm=1.0,
-            target_epsilon=2.0,
-            target_delta=1e-5,
-            epochs=3,
-            user_ids=ids,
-            records_per_user=most,
-        )
-        assert engine.accountant.unit == "user"
-        event = PoissonSampledDpEvent(
-            loader.sample_rate, GaussianDpEvent(optimizer.noise_multiplier / most)
-        )
-        spent = dpb.PrivacyAccountant().compose(event, 3 * len(loader)).get_epsilon(1e-5)
-        assert 1.97 < spent <= 2.0
-        found[most] = optimizer.noise_multiplier
-    assert found[2] > 1.5 * found[1]
 
 
 # -- records and people do not mix -----------------------------------------------------------------

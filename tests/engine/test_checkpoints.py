@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.steps import train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,10 +35,7 @@ def run(net, steps):
         max_grad_norm=1.0,
         noise_multiplier=4.0,
     )
-    for _, (x, y) in zip(range(steps), loader):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
+    train(net, optimizer, loader, steps)
     return engine, net, optimizer
 
 

@@ -71,12 +71,12 @@ REFUSED = [
     (
         factory(torch.optim.SGD(NET.parameters(), 0.3)),
         "optimizer-not-private",
-        r"SGD is not private: pass partial\(torch_dpbayes.optim.DPSGLD, lr=0.3\)",
+        r"SGD is not private: pass optimizer=partial\(torch_dpbayes.optim.DPSGLD, lr=0.25\)",
     ),
     (
         factory(lambda parameters, **_: torch.optim.SGD([p for _, p in parameters], 0.3)),
         "optimizer-not-private",
-        "the factory made a SGD",
+        "SGD, which the factory made, is not private",
     ),
     (factory(partial(SGLD, max_grad_norm=2.0)), "optimizer-settings", "max_grad_norm = 2.0 in the"),
     (factory(partial(SGLD, num_data=7)), "optimizer-settings", "num_data = 7 in the optimizer"),
@@ -121,6 +121,11 @@ REFUSED = [
     ({**TARGET, "epochs": 1.5}, "argument", "epochs"),
     ({**TARGET, "target_epsilon": -1.0}, "argument", "epsilon"),
     ({**TARGET, "target_delta": 1.5}, "argument", "delta"),
+    *(
+        ({**TARGET, "calibrate": share}, "argument", "is a share of the target")
+        for share in (0.0, 1.0, -0.1)
+    ),
+    ({**TARGET, **USERS, "calibrate": 0.1}, "argument", "leave one out"),
     ({**TARGET, "data_loader": None}, "argument-type", "data_loader= is missing"),
     (
         {**TARGET, "optimizer": dpb.optim.DPSGLD(NET.parameters(), 20.0, **LOW)},

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from support.steps import train
 from support.training import values
 from torch import nn
 from torch.utils.data import (
@@ -32,13 +33,6 @@ def make(engine=None, *, module=None, optimizer=FACTORY, loader=None, **options)
     return engine, *engine.make_private(
         module=module, optimizer=optimizer, data_loader=loader, **{"max_grad_norm": 1.0, **options}
     )
-
-
-def epoch(net, optimizer, loader):
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
 
 
 # -- loaders ---------------------------------------------------------------------------------------
@@ -75,7 +69,7 @@ def test_private_loaders_keep_their_rate():
     )
     _, net, again, other = make(loader=loader)
     assert other is not loader and other.sample_rate == 0.25
-    epoch(net, again, other)
+    train(net, again, other)
 
 
 def test_empty_batches_keep_the_structure_of_a_batch():
@@ -111,7 +105,7 @@ def test_built_optimizers_keep_their_values_and_differing_arguments_raise():
     assert (
         optimizer is built and built.sampling == "poisson" and engine.accountant is built.accountant
     )
-    epoch(net, optimizer, loader)
+    train(net, optimizer, loader)
     for options, message in (
         ({"max_grad_norm": 1.0}, "max_grad_norm = 0.7"),
         ({"max_grad_norm": None, "noise_multiplier": 2.0}, "noise_multiplier = 0.0"),
@@ -132,39 +126,6 @@ def test_built_optimizers_keep_their_values_and_differing_arguments_raise():
         )
 
 
-def test_parameter_groups_from_a_factory():
-    net = nn.Linear(4, 3)
-
-    def groups(_, **options):
-        return dpb.optim.DPSGLD(
-            [{"params": [net.weight]}, {"params": [net.bias], "lr": 0.5}], 0.1, **options
-        )
-
-    _, _, optimizer, loader = make(module=net, optimizer=groups)
-    epoch(net, optimizer, loader)
-    assert optimizer.accountant.history[0].event.event.noise_multiplier == pytest.approx(
-        12 * math.sqrt(2 / (0.5 * 60))
-    )
-
-
-def test_sum_losses():
-    nets = [nn.Linear(4, 3) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    full = data()
-    for net, reduction in zip(nets, ("mean", "sum")):
-        still = partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0)
-        _, _, optimizer, loader = make(
-            module=net,
-            optimizer=still,
-            loader=DataLoader(full, batch_size=60),
-            loss_reduction=reduction,
-        )
-        for x, y in loader:
-            nn.functional.cross_entropy(net(x), y, reduction=reduction).backward()
-            optimizer.step()
-    torch.testing.assert_close(nets[0].weight, nets[1].weight)
-
-
 # -- budgets and plans -----------------------------------------------------------------------------
 
 
@@ -182,11 +143,10 @@ def with_epsilon(engine, **options):
 def test_the_target_is_met_history_included_and_cannot_be_overrun():
     engine = dpb.PrivacyEngine()
     net, optimizer, loader = with_epsilon(engine, target_epsilon=2.0, epochs=3)
-    for _ in range(3):
-        epoch(net, optimizer, loader)
+    train(net, optimizer, loader, epochs=3)
     assert 1.9 < engine.accountant.get_epsilon() <= 2.0
     with pytest.raises(dpb.PrivacyBudgetExceeded):
-        epoch(net, optimizer, loader)
+        train(net, optimizer, loader)
     with pytest.raises(ValueError, match="exceeds the accountant's budget"):
         with_epsilon(engine, target_epsilon=3.0, epochs=3)
 
@@ -194,8 +154,7 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun():
     shared.compose(events.GaussianDpEvent(3.0))
     engine = dpb.PrivacyEngine(accountant=shared)
     net, optimizer, loader = with_epsilon(engine, target_epsilon=3.0, epochs=2)
-    for _ in range(2):
-        epoch(net, optimizer, loader)
+    train(net, optimizer, loader, epochs=2)
     assert 2.8 < shared.get_epsilon() <= 3.0
 
 
@@ -208,8 +167,7 @@ def test_the_target_is_met_by_what_the_sampler_releases_under_the_method_of_the_
     net, optimizer, loader = with_epsilon(
         dpb.PrivacyEngine(accountant=accountant), optimizer=make, target_epsilon=2.0, epochs=3
     )
-    for _ in range(3):
-        epoch(net, optimizer, loader)
+    train(net, optimizer, loader, epochs=3)
     assert 1.9 < accountant.get_epsilon() <= 2.0
 
 
@@ -236,7 +194,7 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
                 max_grad_norm=1.0,
             )
             for _ in range(epochs):
-                epoch(net, optimizer, loader)
+                train(net, optimizer, loader)
             noise.append(optimizer.noise_multiplier)
             assert accountant.get_epsilon() == pytest.approx(plan.epsilon, rel=1e-3)
     assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
@@ -296,8 +254,7 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
     net, optimizer, private = engine.make_private_with_epsilon(optimizer=sampler, **arguments)
     assert optimizer.effective_noise_multiplier == pytest.approx(cold.effective_noise_multiplier)
     assert optimizer.effective_temperature == pytest.approx(cold.effective_temperature)
-    for _ in range(4):
-        epoch(net, optimizer, private)
+    train(net, optimizer, private, epochs=4)
     assert len(engine.accountant) == cold.steps
     assert engine.accountant.get_epsilon() == pytest.approx(cold.epsilon, rel=1e-6)
 

@@ -22,7 +22,6 @@ from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 
 STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
-REFUSED = "does not know the releases of the saved run"
 
 
 def run_on(accountant):
@@ -70,19 +69,6 @@ def says_more(accountant):
     return [note for note in accountant.notes if "assume_independent_records" not in note]
 
 
-# --- other runs' releases never stand for this run's ----------------------------------------------
-
-
-@pytest.mark.parametrize("releases", [10, 25])
-def test_equal_releases_of_another_run_do_not_count(accountant, releases):
-    state = saved(step(run_on(PrivacyAccountant()), 10))
-    step(run_on(accountant), releases)
-    resumed = run_on(accountant)
-    with pytest.raises(ValueError, match=REFUSED):
-        resumed.load_state_dict(state)
-    assert len(accountant) == releases
-
-
 # --- copies that cannot know of each other --------------------------------------------------------
 
 
@@ -126,40 +112,6 @@ def test_a_run_that_was_never_resumed_rests_on_nothing(accountant):
     state = saved(optimizer)
     optimizer.load_state_dict(state)
     assert not says_more(step(optimizer).accountant)
-
-
-# --- ledgers --------------------------------------------------------------------------------------
-
-
-def test_a_state_of_a_ledger_goes_on_with_that_file_only(path, tmp_path):
-    with PrivacyAccountant(path=path) as accountant:
-        state = saved(step(run_on(accountant), 5))
-    with PrivacyAccountant(path=path) as again:
-        optimizer = run_on(again)
-        optimizer.load_state_dict(state)
-        step(optimizer, 2)
-    assert len(PrivacyAccountant(path=path)) == 7
-    for other in (PrivacyAccountant(), PrivacyAccountant(path=tmp_path / "other.db")):
-        with pytest.raises(ValueError, match="belongs to a ledger"):
-            run_on(other).load_state_dict(state)
-        with pytest.raises(ValueError, match="belongs to a ledger"):
-            step(run_on(other), 9).load_state_dict(state)
-
-
-@pytest.mark.parametrize("steps", [1, 5, 20])
-def test_an_older_copy_of_a_ledger_is_refused_however_much_it_was_charged_since(
-    path, tmp_path, steps
-):
-    with PrivacyAccountant(path=path) as accountant:
-        step(run_on(accountant), 3)
-    shutil.copy(path, tmp_path / "backup.db")
-    with PrivacyAccountant(path=path) as accountant:
-        state = saved(step(run_on(accountant), 5))
-    shutil.copy(tmp_path / "backup.db", path)
-    with PrivacyAccountant(path=path) as accountant:
-        optimizer = step(run_on(accountant), steps)
-        with pytest.raises(ValueError, match="older copy"):
-            optimizer.load_state_dict(state)
 
 
 # --- any sequence ---------------------------------------------------------------------------------

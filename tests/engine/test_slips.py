@@ -1,7 +1,6 @@
 """The commonest slips are answered in one sentence with the line to write."""
 
 import gc
-import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators import ModuleValidator
+from support.steps import one
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -41,21 +41,14 @@ def made(net, optimizer=SAMPLER, shape=(4,), **options):
     )
 
 
-def step(net, optimizer, batch):
-    x, y = batch
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(net(x), y).backward()
-    optimizer.step()
-
-
 def forgotten_train(*layers):
     net, optimizer, loader = made(nn.Sequential(nn.Linear(4, 3), *layers))
     batches = iter(loader)
-    step(net, optimizer, next(batches))
+    one(net, optimizer, next(batches))
     net.eval()
     with torch.no_grad():
         net(torch.randn(7, 4))
-    step(net, optimizer, next(batches))
+    one(net, optimizer, next(batches))
 
 
 def accumulated(forgets):
@@ -77,24 +70,6 @@ def convolutions(norm, is_frozen=False, evaluates=False):
     return net
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.body, self.head = kind(4, 6, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.head(self.body(x)[0][:, -1])
-
-
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.body(x, x, x, need_weights=False)[0].mean(1))
-
-
 class Skipping(nn.Module):
     """Leaves a layer out by chance."""
 
@@ -112,7 +87,7 @@ def switched_on_again():
     )
     net.eval()
     net.train()
-    step(net, optimizer, next(iter(loader)))
+    one(net, optimizer, next(iter(loader)))
 
 
 class Fields(Dataset):
@@ -166,10 +141,6 @@ SLIPS = {
     ),
     "frozen BatchNorm after model.train()": (switched_on_again, EVAL_LINE),
     "BatchNorm": (lambda: made(convolutions(nn.BatchNorm2d(32)), **IMAGES), "ModuleValidator.fix"),
-    "SyncBatchNorm": (
-        lambda: made(convolutions(nn.SyncBatchNorm(32)), **IMAGES),
-        "ModuleValidator.fix",
-    ),
     "InstanceNorm": (
         lambda: made(
             convolutions(nn.InstanceNorm2d(32, affine=True, track_running_stats=True)), **IMAGES
@@ -194,34 +165,9 @@ SLIPS = {
         lambda: made(nn.Linear(4, 3), partial(torch.optim.Adam)),
         "partial(torch_dpbayes.optim.DPSGLD, lr=0.25)",
     ),
-    "partial(SGD, lr=)": (
-        lambda: made(nn.Linear(4, 3), partial(torch.optim.SGD, lr=0.5)),
-        "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
-    ),
-    "Adam": (lambda: made(nn.Linear(4, 3), torch.optim.Adam), "torch_dpbayes.optim.DPSGLD"),
     "a built Adam": (
         lambda: made(nn.Linear(4, 3), torch.optim.Adam(nn.Linear(4, 3).parameters(), lr=1e-3)),
         "partial(torch_dpbayes.optim.DPSGLD, lr=0.25)",
-    ),
-    "SGD with momentum": (
-        lambda: made(nn.Linear(4, 3), partial(torch.optim.SGD, lr=0.5, momentum=0.9)),
-        "partial(torch_dpbayes.optim.DPSGHMC, lr=0.5, momentum=0.9)",
-    ),
-    "weight_decay=": (
-        lambda: made(nn.Linear(4, 3), partial(SAMPLER, weight_decay=1e-4)),
-        "prior_std=, which is 1 / sqrt(weight_decay * num_data)",
-    ),
-    "momentum= of DPSGLD": (
-        lambda: made(nn.Linear(4, 3), partial(SAMPLER, momentum=0.9)),
-        "take DPSGHMC",
-    ),
-    "betas=": (
-        lambda: made(nn.Linear(4, 3), partial(dpb.optim.DPSGHMC, lr=0.1, betas=(0.9, 0.99))),
-        "momentum=",
-    ),
-    "a built SGD": (
-        lambda: made(nn.Linear(4, 3), torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.5)),
-        "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
     ),
     "a built DPOptimizer": (
         lambda: made(
@@ -233,7 +179,7 @@ SLIPS = {
                 expected_batch_size=10,
             ),
         ),
-        "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
+        "partial(torch_dpbayes.optim.DPSGLD, lr=0.25)",
     ),
     "a name": (lambda: made(nn.Linear(4, 3), "sgld"), "partial(torch_dpbayes.optim.DPSGLD"),
     "a GradSampleModule": (
@@ -248,17 +194,10 @@ SLIPS = {
         lambda: dpb.PrivacyEngine(opacus.accountants.RDPAccountant()),
         "torch_dpbayes.PrivacyAccountant()",
     ),
-    **{
-        f"grad_sample_mode={mode!r}": (
-            partial(made, nn.Linear(4, 3), grad_sample_mode=mode),
-            f"which is {ours}",
-        )
-        for mode, ours in (
-            ("ghost", '"bookkeeping", the default'),
-            ("functorch", '"vmap"'),
-            ("ew", '"hooks"'),
-        )
-    },
+    "grad_sample_mode='ghost'": (
+        lambda: made(nn.Linear(4, 3), grad_sample_mode="ghost"),
+        '"bookkeeping" (the default, as Opacus\' "ghost")',
+    ),
     "a checkpoint of something else": (lambda: loaded("no checkpoint"), "save_checkpoint"),
     "a checkpoint without optimizer": (
         lambda: loaded("", optimizer=None),
@@ -298,27 +237,11 @@ def test_an_optimizer_that_is_looked_for_at_the_top_is_found():
         _ = dpb.DPNothing
 
 
-def test_the_answers_are_short():
-    assert statistics.median(len(answer(name).split()) for name in SLIPS) <= 18
-
-
-@pytest.mark.parametrize(
-    ("net", "shape"),
-    [
-        (ModuleValidator.fix(convolutions(nn.BatchNorm2d(32))), (3, 8, 8)),
-        (convolutions(nn.BatchNorm2d(32), is_frozen=True, evaluates=True), (3, 8, 8)),
-        (Recurrent(nn.LSTM), (5, 4)),
-        (Recurrent(nn.GRU), (5, 4)),
-        (Recurrent(nn.RNN), (5, 4)),
-        (Attending(), (5, 4)),
-        (ModuleValidator.fix(Recurrent(nn.LSTM)), (5, 4)),
-        (ModuleValidator.fix(Attending()), (5, 4)),
-    ],
-    ids=["BatchNorm", "frozen BatchNorm", "LSTM", "GRU", "RNN", "attention", "DPLSTM", "Opacus'"],
-)
-def test_what_the_answers_say_works(net, shape):
-    net, optimizer, loader = made(net, shape=shape)
-    step(net, optimizer, next(iter(loader)))
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_the_answers_say_works(is_frozen):
+    net = convolutions(nn.BatchNorm2d(32), is_frozen=is_frozen, evaluates=is_frozen)
+    net, optimizer, loader = made(net if is_frozen else ModuleValidator.fix(net), **IMAGES)
+    one(net, optimizer, next(iter(loader)))
     assert len(optimizer.accountant) == 1
 
 
@@ -328,7 +251,7 @@ def test_accumulating_by_the_batch_memory_manager_works():
         data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
     ) as parts:
         for batch in parts:
-            step(net, optimizer, batch)
+            one(net, optimizer, batch)
     assert len(optimizer.accountant) == len(loader)
 
 
@@ -338,7 +261,7 @@ def trained_on(net, accountant, steps=1):
         module=net, optimizer=SAMPLER, data_loader=loader_of(4), max_grad_norm=1.0
     )
     for batch, _ in zip(loader, range(steps), strict=False):
-        step(net, optimizer, batch)
+        one(net, optimizer, batch)
     return optimizer.accountant
 
 

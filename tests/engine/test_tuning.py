@@ -1,12 +1,9 @@
 """Tuning at one price: what is run, what is charged, and what is refused."""
 
-import math
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, strategies
-from support.examples import examples
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -192,50 +189,3 @@ def test_the_generator_does_not_tell_how_many_runs_there_were(monkeypatch):
         assert torch.equal(torch.get_rng_state(), state)
     drawn.append(float(torch.rand(())))
     assert len(set(drawn)) == 5
-
-
-@given(strategies.data())
-@examples(60)
-def test_no_adaptive_choice_within_a_fixed_set_gains_anything(data):
-    """The lemma behind schedules of runs, by dynamic programming over the best possible
-    adversary.
-    """
-    losses = data.draw(
-        strategies.lists(
-            strategies.lists(
-                strategies.tuples(strategies.floats(-2, 2), strategies.floats(0.05, 1)),
-                min_size=2,
-                max_size=3,
-            ),
-            min_size=1,
-            max_size=4,
-        )
-    )
-    kinds = []
-    # a pair (P, Q) is given by P and the losses; Q's masses must add up to at most 1
-    for outcomes in losses:
-        total = sum(p for _, p in outcomes)
-        outcomes = [(loss, p / total) for loss, p in outcomes]
-        shift = math.log(sum(p * math.exp(-loss) for loss, p in outcomes))
-        kinds.append([(loss + shift, p) for loss, p in outcomes])
-    epsilon = data.draw(strategies.floats(0, 2))
-
-    def excess(loss):
-        return max(0.0, 1 - math.exp(epsilon - loss))
-
-    def best(loss, left):
-        """What the adversary gets, who may also stop."""
-        options = [excess(loss)]
-        options += [sum(p * best(loss + step, left - {i}) for step, p in kinds[i]) for i in left]
-        return max(options)
-
-    def all_of_them(loss, left):
-        return (
-            excess(loss)
-            if not left
-            else sum(p * all_of_them(loss + step, left[1:]) for step, p in kinds[left[0]])
-        )
-
-    assert (
-        best(0.0, frozenset(range(len(kinds)))) <= all_of_them(0.0, list(range(len(kinds)))) + 1e-12
-    )

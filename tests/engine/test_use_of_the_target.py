@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.steps import train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,14 +29,6 @@ def arguments(**options):
     return {**given, **options}
 
 
-def train(net, optimizer, loader, epochs):
-    for _ in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
-
-
 def warnings_of(caplog):
     messages = [record.getMessage() for record in caplog.records]
     return [message for message in messages if "now draws" not in message]
@@ -55,20 +48,6 @@ def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog
         assert f"lr = {optimizer.free_lr:.4g}" in warnings[0]
 
 
-def test_the_free_lr_uses_all_of_the_target(caplog):
-    sampler = partial(dpb.optim.DPSGHMC, momentum=0.5)
-    engine = dpb.PrivacyEngine()
-    given = arguments(optimizer=partial(sampler, lr="free"), target_epsilon=3.0)
-    suggested = engine.plan(**{**given, "optimizer": partial(sampler, lr=1e-3)}).free_lr
-    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
-        net, optimizer, loader = engine.make_private_with_epsilon(**given)
-    assert not warnings_of(caplog)
-    (group,) = optimizer.param_groups
-    assert group["lr"] == optimizer.free_lr == pytest.approx(suggested, rel=1e-3)
-    train(net, optimizer, loader, 2)
-    assert 2.9 < engine.accountant.get_epsilon() <= 3.0
-
-
 @pytest.mark.thorough
 def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
     accountant = dpb.PrivacyAccountant()
@@ -79,7 +58,7 @@ def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
             made = dpb.PrivacyEngine(accountant).make_private_with_epsilon(
                 **arguments(optimizer=lrs, **target)
             )
-            train(*made, 2)
+            train(*made, epochs=2)
             noise.append(made[1].noise_multiplier)
     assert noise[1] > 3 * noise[0]
     (warning,) = warnings_of(caplog)
@@ -91,7 +70,7 @@ def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
     planned = dpb.PrivacyEngine(accountant).plan(**share)
     with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
         made = dpb.PrivacyEngine(accountant).make_private_with_epsilon(**share)
-    train(*made, 2)
+    train(*made, epochs=2)
     assert not warnings_of(caplog)
     assert before + 1.45 < accountant.get_epsilon(DELTA) <= before + 1.5
     assert math.isclose(planned.epsilon, accountant.get_epsilon(DELTA), rel_tol=1e-3)

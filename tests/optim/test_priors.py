@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.steps import without_noise
 from torch import nn
 
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
@@ -48,21 +49,23 @@ def network():
 
 @pytest.mark.parametrize(("prior_std", "wanted"), CASES, ids=["number", "fan_in", "names", "one"])
 @pytest.mark.parametrize("mean", [0.0, 0.7])
-def test_the_gradient_is_that_of_the_log_density(prior_std, wanted, mean):
+@pytest.mark.parametrize("is_function", [False, True])
+def test_the_gradient_is_that_of_the_log_density(prior_std, wanted, mean, is_function):
     """No record's gradient, no noise: θ moves by −η∇r/N, r = −Σ log N(θ; mean, σ²)."""
     net = network()
     named = dict(net.named_parameters())
-    log_density = sum(
-        torch.distributions.Normal(*torch.tensor([mean, std], dtype=torch.float64))
-        .log_prob(named[name])
-        .sum()
-        for name, std in wanted.items()
-        if std < INF
-    )
-    expected = torch.autograd.grad(log_density, list(named.values()), allow_unused=True)
+
+    def log_density(named):
+        at = torch.tensor(mean, dtype=torch.float64)
+        laws = {name: torch.distributions.Normal(at, std) for name, std in wanted.items()}
+        return sum(laws[name].log_prob(p).sum() for name, p in named.items() if wanted[name] < INF)
+
+    expected = torch.autograd.grad(log_density(named), list(named.values()), allow_unused=True)
     before = [p.detach().clone() for p in named.values()]
-    optimizer = DPSGLD(net.named_parameters(), 0.1, prior_std=prior_std, prior_mean=mean, **GIVEN)
-    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.zero_()
+    stated = {"prior_std": prior_std, "prior_mean": mean}
+    stated = {"log_prior": log_density} if is_function else stated
+    optimizer = DPSGLD(net.named_parameters(), 0.1, **stated, **GIVEN)
+    without_noise(optimizer, 0.0)
     for p in named.values():
         p.grad_sample = torch.zeros(50, *p.shape, dtype=p.dtype)
     optimizer.step()
@@ -86,7 +89,7 @@ def test_fisher_scoring_takes_the_precision_of_each_parameter(fisher, scaled):
         sensitivity_scale=scale,
         **GIVEN,
     )
-    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.zero_()
+    without_noise(optimizer, 0.0)
     before = torch.cat([p.detach().flatten() for p in net.parameters()])
     for p in net.parameters():
         p.grad_sample = torch.zeros(50, *p.shape, dtype=p.dtype)

@@ -16,6 +16,7 @@ from dp_accounting.pld import PLDAccountant
 from opacus.grad_sample import GradSampleModule
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support.steps import bare, fill, one, train, zeros
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -40,39 +41,14 @@ def batch(rows):
     return 3 * torch.randn(rows, 6), torch.randint(3, (rows,))
 
 
-def bare(parameters, **options):
-    options = {
-        "assume_independent_records": True,
-        "num_data": 100,
-        "expected_batch_size": 10,
-        "max_grad_norm": 1.0,
-        "sampling": "poisson",
-        **options,
-    }
-    return dpb.optim.DPSGLD(parameters, options.pop("lr", 0.1), **options)
-
-
-def private(net=None, rows=60, batch_size=12, loader_options=None, **options):
+def private(net=None, rows=60, batch_size=12, data=None, **options):
     net = mlp() if net is None else net
-    x, y = batch(rows)
-    loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, **(loader_options or {}))
+    loader = DataLoader(TensorDataset(*(data or batch(rows))), batch_size=batch_size)
     factory = partial(dpb.optim.DPSGLD, lr=options.pop("lr", 0.05), **options)
     engine = dpb.PrivacyEngine()
     return engine, *engine.make_private(
         module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5
     )
-
-
-def train(net, optimizer, loader, steps):
-    done = 0
-    while done < steps:
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            done += 1
-            if done == steps:
-                break
 
 
 def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
@@ -120,10 +96,9 @@ def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
 # the last one's square overflows
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e30])
 def test_a_record_that_is_not_finite_counts_as_zero_and_is_not_reported(broken):
-    p = nn.Parameter(torch.zeros(3))
+    p = zeros(3, dtype=torch.float32)
     p.grad_sample = torch.tensor([[0.1, 0.0, 0.0], [broken, 1.0, 0.0], [0.0, 0.2, 0.0]])
-    optimizer = bare([p], temperature=0.0, prior_std=math.inf, lr=1.0)
-    optimizer.step()
+    bare([p], temperature=0.0, prior_std=math.inf, lr=1.0).step()
     torch.testing.assert_close(p.detach(), -torch.tensor([0.1, 0.2, 0.0]) / 10)
 
 
@@ -142,67 +117,24 @@ def test_half_precision_is_clipped_and_noised_in_float32():
 def test_two_physical_batches_make_one_logical_step():
     whole, split = mlp(), mlp()
     split.load_state_dict(whole.state_dict())
-    x, y = batch(24)
-    for net, physical in ((whole, None), (split, 7)):
-        # rate 1: every draw is the whole data set
-        loader = DataLoader(TensorDataset(x, y), batch_size=24)
-        factory = partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0)
-        net, optimizer, loader = dpb.PrivacyEngine().make_private(
-            module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5
-        )
-        if physical is None:
+    data, sizes = batch(24), []
+    for net in (whole, split):  # rate 1: every draw is the whole data set
+        _, net, optimizer, loader = private(net, data=data, batch_size=24, temperature=0.0)
+        if net is whole:
             train(net, optimizer, loader, 1)
             continue
         with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+            data_loader=loader, max_physical_batch_size=7, optimizer=optimizer
         ) as parts:
-            sizes = []
-            for a, b in parts:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(net(a), b).backward()
-                sizes.append(len(a))
-                optimizer.step()
-                optimizer.zero_grad()
-        assert sizes == [6, 6, 6, 6]
-        assert len(optimizer.accountant) == 1
+            for x, y in parts:
+                one(net, optimizer, (x, y))
+                sizes.append(len(x))
+    assert sizes == [6, 6, 6, 6] and len(optimizer.accountant) == 1
     for p, q in zip(whole.parameters(), split.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
 # -- noise -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.chance(SIGNIFICANCE)
-@pytest.mark.parametrize("rows", [0, 5])
-def test_the_noise_added_is_the_noise_charged(rows):
-    """S − Σ clip(g) over all parameters against N(0, (zC)²), on an empty batch too; the
-    multiplier is read off the accountant.
-    """
-    parameters = [
-        nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in [(300, 400), (5000,), ()]
-    ]
-    optimizer = bare(
-        parameters,
-        prior_std=math.inf,
-        noise_multiplier=2.5,
-        max_grad_norm=0.7,
-        lr=0.01,
-        num_data=10_000,
-    )
-    for p in parameters:
-        p.grad_sample = torch.randn(rows, *p.shape, dtype=torch.float64)
-    clipped = [torch.zeros(p.numel(), dtype=torch.float64) for p in parameters]
-    HooksGradientSource().add_clipped_sum(
-        [(str(i), p) for i, p in enumerate(parameters)], 0.7, clipped
-    )
-    optimizer.step()
-    (charge,) = optimizer.accountant.history
-    assert charge.event.sampling_probability == 10 / 10_000
-    released = torch.cat([-p.detach().flatten() for p in parameters]) * 10 / 0.01
-    noise = (released - torch.cat(clipped)) / (charge.event.event.noise_multiplier * 0.7)
-    assert stats.kstest(noise.numpy(), "norm").pvalue > SIGNIFICANCE
-    # the test would see 5 %
-    assert stats.kstest(1.05 * noise.numpy(), "norm").pvalue < SIGNIFICANCE
 
 
 @pytest.mark.chance(2 * SIGNIFICANCE)
@@ -226,17 +158,6 @@ def test_groups_have_their_own_noise_and_the_smallest_is_charged():
     assert optimizer.effective_noise_multiplier == pytest.approx(min(multipliers))
 
 
-def test_zero_lr_uses_the_floor_and_releases_nothing_without_one():
-    p = nn.Parameter(torch.ones(4))
-    for floor, charges in ((1.5, 1), (0.0, 0)):
-        optimizer = bare([p], noise_multiplier=floor, accountant=dpb.PrivacyAccountant(8.0, 1e-5))
-        optimizer.param_groups[0]["lr"] = 0.0
-        p.grad_sample = torch.ones(3, 4)
-        optimizer.step()
-        assert len(optimizer.accountant) == charges
-        torch.testing.assert_close(p.detach(), torch.ones(4))
-
-
 def noise_of(optimizer, p):
     before = p.detach().clone()
     p.grad_sample = torch.zeros(0, *p.shape, dtype=p.dtype)
@@ -245,7 +166,7 @@ def noise_of(optimizer, p):
 
 
 def test_copies_resumes_and_equal_seeds_never_repeat_noise():
-    p = nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    p = zeros(50)
     seeded = torch.Generator().manual_seed(torch.seed())
     state = seeded.get_state()
     original = bare([p], prior_std=math.inf, generator=seeded)
@@ -275,7 +196,7 @@ def test_copies_resumes_and_equal_seeds_never_repeat_noise():
 
 def test_seeds_beyond_32_bits_do_not_alias():
     """On the CPU torch uses the low 32 bits of a seed: two different seeds are then one stream."""
-    p = nn.Parameter(torch.zeros(5))
+    p = zeros(5)
     seed = torch.seed() % 2**31
     noise_of(bare([p], generator=torch.Generator().manual_seed(seed)), p)
     with pytest.raises(ValueError, match="already drawn"):
@@ -334,7 +255,7 @@ def test_epsilon_of_a_run_is_that_of_the_composed_event():
 
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_full_batches_are_recognised_and_their_length_is_checked(neighboring):
-    p = nn.Parameter(torch.zeros(3))
+    p = zeros(3, dtype=torch.float32)
     accountant = dpb.PrivacyAccountant(neighboring=neighboring)
     optimizer = bare([p], num_data=10, sampling=None, accountant=accountant)
     for rows in (10, 9, 11):  # neighbouring data sets must not be told apart by an error
@@ -348,7 +269,7 @@ def test_full_batches_are_recognised_and_their_length_is_checked(neighboring):
 
 
 def test_unknown_batches_are_charged_without_amplification_with_one_warning():
-    p = nn.Parameter(torch.zeros(3))
+    p = zeros(3, dtype=torch.float32)
     optimizer = bare(
         [p], sampling=None, accountant=dpb.PrivacyAccountant(neighboring="replace_one")
     )
@@ -364,21 +285,8 @@ def test_unknown_batches_are_charged_without_amplification_with_one_warning():
     assert charge.count == 2 and isinstance(charge.event, events.UnspecifiedBatchGaussianDpEvent)
 
 
-def test_a_statement_about_batches_is_charged_at_twice_the_clip_norm_and_shown():
-    p = nn.Parameter(torch.zeros(3))
-    optimizer = bare([p], sampling="recordwise", noise_multiplier=2.0, temperature=0.0)
-    p.grad_sample = torch.zeros(4, 3)
-    optimizer.step()
-    assert [charge.event for charge in optimizer.accountant.history] == [
-        events.RecordwiseBatchGaussianDpEvent(2.0)
-    ]
-    epsilon = dp_accounting.get_epsilon_gaussian(1.0, 1e-5)
-    assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-4)
-    assert "rests on" in optimizer.accountant.summary()
-
-
 def test_no_noise_is_charged_as_non_private_and_refused_with_a_budget():
-    p = nn.Parameter(torch.zeros(3))
+    p = zeros(3, dtype=torch.float32)
     optimizer = bare([p], temperature=0.0)
     p.grad_sample = torch.ones(4, 3)
     optimizer.step()
@@ -437,28 +345,15 @@ def test_a_profiler_and_hooks_of_all_optimizers_see_steps():
     assert [e.name for e in profile.events()].count("Optimizer.step#DPSGLD.step") == 1
 
 
-def test_one_parameter_model_and_empty_batches():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(1, 1, bias=False)
-
-        def forward(self, x):
-            return self.linear(x)
-
-    loader = DataLoader(TensorDataset(torch.ones(50, 1), torch.randn(50, 1)), batch_size=1)
-    factory = partial(dpb.optim.DPSGLD, lr=0.1)
-    net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=Mean(), optimizer=factory, data_loader=loader, max_grad_norm=1.0
-    )
+def test_a_batch_without_records_is_a_step_like_others():
+    data = torch.ones(50, 6), torch.randint(3, (50,))
+    _, net, optimizer, loader = private(nn.Linear(6, 3, bias=False), batch_size=1, data=data)
     sizes = []
     for x, y in loader:
-        before = net.linear.weight.item()
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
+        before = net.weight.detach().clone()
+        one(net, optimizer, (x, y))
         sizes.append(len(x))
-        optimizer.step()
-        assert net.linear.weight.item() != before
+        assert not (net.weight == before).any()
     assert 0 in sizes  # fails with probability (1 − 0.98^50)^50 = 2e-10
     assert len(optimizer.accountant) == len(sizes)
 
@@ -526,88 +421,61 @@ def test_a_deep_copied_pair_needs_make_private_again():
 
 # -- bad input: nothing moves, nothing is charged --------------------------------------------------
 
-
-def with_gradients(used, unused, *, optimizer=bare, **options):
-    """An optimizer of two parameters, which got these gradients of records."""
-    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    made = optimizer([*zip(("used", "unused"), parameters)], **options)
-    for p, gradient in zip(parameters, (used, unused)):
-        p.grad_sample = gradient
-    return made, parameters
-
-
-def later(**options):
-    made, parameters = with_gradients(ROWS, ROWS)
-    made.param_groups[0].update(options)
-    return made, parameters
-
-
-def broken(value):
-    made, parameters = with_gradients(ROWS, ROWS)
-    with torch.no_grad():
-        parameters[1][1] = value
-    return made, parameters
-
-
-def of_prior(log_prior):
-    return with_gradients(ROWS, ROWS, log_prior=log_prior)
-
-
-def of_batches_of_the_callers():
-    made, parameters = with_gradients(ROWS, ROWS)
-    made.signal_skip_step(True)
-    return made, parameters
-
-
-def of_batches_without_a_statement():
-    return with_gradients(ROWS, ROWS, sampling=None)
-
-
 ROWS = torch.zeros(3, 2)
+
+
+def refused(code, says, used=ROWS, unused=ROWS, *, later=None, value=0.0, **options):
+    """Gradients of records, arguments, and what is set ``later``, before the step."""
+    return code, says, used, unused, later or {}, value, options
+
+
 REFUSED = {
-    "not recorded": (lambda: with_gradients(ROWS, None), "step-unused", "'unused'"),
-    "other records": (lambda: with_gradients(ROWS, torch.zeros(4, 2)), "step-disagree", None),
-    "two passes": (lambda: with_gradients([ROWS] * 2, ROWS), "step-grad-sample", None),
-    "NaN": (lambda: broken(math.nan), "diverged", "'unused' is not finite"),
-    "infinity": (lambda: broken(math.inf), "diverged", "'unused' is not finite"),
-    "no lr": (lambda: later(lr=math.nan), "argument", "lr"),
-    "a negative lr": (lambda: later(lr=-0.1), "argument", "lr"),
-    "an lr beyond float32": (lambda: later(lr=1e39), "argument", "lr"),
-    "no prior": (lambda: later(prior_std=0.0), "argument", "prior_std"),
-    "an infinite mean": (lambda: later(prior_mean=math.inf), "argument", "prior_mean"),
-    "a prior of many numbers": (lambda: of_prior(lambda q: q["used"]), "argument", "scalar"),
-    "a prior without a slope": (
-        lambda: of_prior(lambda q: (q["used"] / 0.0).sum()),
-        "argument",
-        "not finite",
-    ),
-    "parts of a batch": (of_batches_of_the_callers, "loader-memory-manager", None),
-    "who is in a batch": (of_batches_without_a_statement, "sampling-unknown", "recordwise"),
+    "not recorded": refused("step-unused", "'unused'", unused=None),
+    "other records": refused("step-disagree", None, unused=torch.zeros(4, 2)),
+    "two passes": refused("step-grad-sample", None, used=[ROWS] * 2),
+    "NaN": refused("diverged", "'unused' is not finite", value=math.nan),
+    "infinity": refused("diverged", "'unused' is not finite", value=math.inf),
+    "no lr": refused("argument", "lr", later={"lr": math.nan}),
+    "a negative lr": refused("argument", "lr", later={"lr": -0.1}),
+    "an lr beyond float32": refused("argument", "lr", later={"lr": 1e39}),
+    "no prior": refused("argument", "prior_std", later={"prior_std": 0.0}),
+    "an infinite mean": refused("argument", "prior_mean", later={"prior_mean": math.inf}),
+    "many numbers": refused("argument", "scalar", log_prior=lambda q: q["used"]),
+    "no slope": refused("argument", "not finite", log_prior=lambda q: (q["used"] / 0.0).sum()),
+    "who is in a batch": refused("sampling-unknown", "recordwise", sampling=None),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_charges_and_moves_nothing(name):
-    make, code, says = REFUSED[name]
-    with pytest.raises(dpb.DPBayesError, match=says) as refused:
-        optimizer, parameters = make()
-        before = [p.detach().clone() for p in parameters]
+    code, says, used, unused, later, value, options = REFUSED[name]
+    parameters = [zeros(2, dtype=torch.float32) for _ in range(2)]
+    optimizer = bare([*zip(("used", "unused"), parameters)], **options)
+    optimizer.param_groups[0].update(later)
+    with torch.no_grad():
+        parameters[1][1] = value
+    for p, gradient in zip(parameters, (used, unused)):
+        p.grad_sample = gradient
+    with pytest.raises(dpb.DPBayesError, match=says) as error:
         optimizer.step()
-    assert refused.value.code == code, refused.value
-    if name != "parts of a batch":
-        assert len(optimizer.accountant) == 0
-        assert all(
-            torch.equal(p, b) or not torch.isfinite(b).all() for p, b in zip(parameters, before)
-        )
+    assert error.value.code == code, error.value
+    assert len(optimizer.accountant) == 0 and not parameters[0].any()
+    assert parameters[1].tolist() == pytest.approx([0.0, value], nan_ok=True)
+
+
+def test_parts_of_batches_of_the_callers_are_refused():
+    with pytest.raises(dpb.DPBayesError) as error:
+        bare([zeros(2)]).signal_skip_step(True)
+    assert error.value.code == "loader-memory-manager"
 
 
 def test_a_prior_that_pulls_too_hard_is_undone():
-    optimizer, parameters = with_gradients(
-        ROWS, ROWS, lr=1e5, log_prior=lambda named: -1e36 * named["used"].sum()
-    )
+    p = zeros(2, dtype=torch.float32)
+    optimizer = bare([("p", p)], lr=1e5, log_prior=lambda named: -1e36 * named["p"].sum())
+    fill([p], value=0.0)
     with pytest.raises(FloatingPointError):
         optimizer.step()
-    assert not any(p.any() for p in parameters)
+    assert not p.any()
 
 
 def test_gradient_scalers_are_refused():
@@ -639,20 +507,13 @@ def test_gradients_do_not_survive_a_closure_that_fails():
 # -- one step on each draw -------------------------------------------------------------------------
 
 
-def one(net, optimizer, x, y):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(net(x), y).backward()
-    optimizer.step()
-
-
 def test_rows_that_are_repeated_stay_with_their_record():
     """Each record is clipped once, with all of its rows."""
     found = []
     for change in (lambda x: x, lambda x: x.repeat_interleave(2, 0)):
         torch.manual_seed(0)
         _, net, optimizer, loader = private(batch_size=60, temperature=0.0, prior_std=math.inf)
-        x, y = next(iter(loader))
-        one(net, optimizer, change(x), change(y))
+        one(net, optimizer, [*map(change, next(iter(loader)))])
         found.append([p.detach() for p in net.parameters()])
     for p, q in zip(*found):
         torch.testing.assert_close(p, q)
@@ -664,14 +525,14 @@ def test_parts_of_two_draws_never_mix():
         data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
     ) as parts:
         for x, y in parts:  # leave in the middle of a draw
-            one(net, optimizer, x, y)
+            one(net, optimizer, (x, y))
             break
         assert len(optimizer.accountant) == 0 and optimizer.release._is_pending
     before = [p.detach().clone() for p in net.parameters()]
     x, y = next(iter(loader))
     twin = mlp()
     twin.load_state_dict(net.state_dict())
-    one(net, optimizer, x, y)
+    one(net, optimizer, (x, y))
     hooked = GradSampleModule(twin)
     nn.functional.cross_entropy(hooked(x), y).backward()
     out = [torch.zeros(p.numel()) for p in twin.parameters()]
@@ -696,10 +557,10 @@ def test_on_whole_batches_too_every_record_comes_once(change):
     x, y = next(iter(loader))
     changed, charged = change(x), 0
     if len(changed) == len(x):  # as it is, and then once more
-        one(net, optimizer, x, y)
+        one(net, optimizer, (x, y))
         charged = 1
     with pytest.raises(dpb.DPBayesError) as refused:
-        one(net, optimizer, changed, change(y))
+        one(net, optimizer, (changed, change(y)))
     assert refused.value.code == ("loader-no-batch" if charged else "step-records")
     assert len(optimizer.accountant) == charged
 
@@ -780,5 +641,5 @@ def test_a_skipped_part_is_refused():
         with pytest.raises(RuntimeError, match="got no step"):
             for i, (x, y) in enumerate(parts):
                 if i != 1:
-                    one(net, optimizer, x, y)
+                    one(net, optimizer, (x, y))
     assert len(optimizer.accountant) == 0

@@ -46,16 +46,13 @@ REFUSED = [
     (DPSGLD, NONE_GIVEN | {"noise_multiplier": 0.0}, "without noise none follows"),
     (DPSGLD, NONE_GIVEN | {"lr": "free"}, "pass max_grad_norm= or a number for lr"),
     (DPSGLD, NONE_GIVEN | {"lr": 1e29}, "below what float32 norms can resolve"),
-    (DPSGHMC, NONE_GIVEN | {"momentum": "matched"}, "needs both"),
     (DPSGHMC, {"momentum": 1.0}, r"\[0, 1\)"),
     (DPSGHMC, {"momentum": math.nan}, r"\[0, 1\)"),
     (DPSGHMC, {"momentum": "adaptive"}, "matched"),
-    (DPSGHMC, {"momentum": "matched"}, "noise_multiplier > 0"),
-    (DPSGHMC, {"momentum": "matched", "temperature": None}, "it needs both"),
-    (
-        DPSGHMC,
-        {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 0.0},
-        "temperature > 0",
+    *(
+        (DPSGHMC, {"momentum": "matched", "noise_multiplier": 1.0, name: bad}, "all above 0")
+        for name in ("noise_multiplier", "temperature", "max_grad_norm")
+        for bad in (None, 0.0)
     ),
     (DPSGNHT, {"momentum": 1.0}, r"\[0, 1\)"),
     (DPSGNHT, {"temperature": 0.0}, "DPSGHMC"),
@@ -64,11 +61,12 @@ REFUSED = [
     (DPSGFS, {"fisher": "block"}, "diagonal"),
     (DPSGFS, {"fisher_decay": 1.0}, "fisher_decay"),
     (DPSGFS, {"fisher_share": 0.0}, "fisher_share"),
-    (DPSGFS, {"sensitivity_scale": torch.ones(3)}, "shape"),
-    (DPSGFS, {"sensitivity_scale": torch.zeros(2)}, "positive"),
-    (DPSGFS, {"sensitivity_scale": torch.zeros(2, 2)}, "invertible"),
-    (DPSGFS, {"sensitivity_scale": torch.full((2,), math.nan)}, "finite"),
-    (DPSGFS, {"sensitivity_scale": torch.eye(2), "fisher": "diagonal"}, "shape"),
+    (DPSGFS, {"sensitivity_scale": torch.ones(3)}, "a vector of positive finite numbers"),
+    (DPSGFS, {"sensitivity_scale": torch.eye(2)}, "a vector of positive finite numbers"),
+    *(
+        (DPSGFS, {"sensitivity_scale": torch.full((2,), bad)}, "a vector of positive")
+        for bad in (0.0, math.nan, math.inf)
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.steps import bare, train, without_noise, zeros
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,9 +29,8 @@ every_sampler = pytest.mark.parametrize(
 
 
 def built(make, params=None, **options):
-    params = [nn.Parameter(torch.zeros(4, dtype=torch.float64))] if params is None else params
-    given = {"num_data": N, "expected_batch_size": B, "noise_multiplier": Z, "sampling": "poisson"}
-    return make(params, **{"lr": LR, "assume_independent_records": True, **given, **options})
+    given = {"num_data": N, "expected_batch_size": B, "noise_multiplier": Z, "max_grad_norm": None}
+    return bare([zeros(4)] if params is None else params, make, **{"lr": LR, **given, **options})
 
 
 @pytest.mark.parametrize("temperature", [None, 0.3])
@@ -48,26 +48,6 @@ def test_the_clip_norm_makes_the_noise_the_samplers_own(make, friction, temperat
     other = built(make, max_grad_norm=0.37, temperature=heat)
     again = 0.37 * other.langevin_noise_multiplier / Z
     assert optimizer.max_grad_norm == pytest.approx(again, rel=1e-12)
-
-
-@pytest.mark.chance(1e-8)
-@every_sampler
-def test_a_step_adds_that_noise(make, friction):
-    """The noise of a step on θ is N(0, 2aηT/N), whatever z is."""
-    size = 200_000
-    for z in (0.6, 20.0):
-        p = nn.Parameter(torch.zeros(size, dtype=torch.float64))
-        optimizer = built(make, [p], noise_multiplier=z, temperature=0.5)
-        found = []
-        optimizer.release.watch = lambda layout: found.append(float(layout.gradient.std()))  # noqa: B023
-        p.grad_sample = torch.zeros(3, size, dtype=torch.float64)
-        optimizer.step()
-        tolerance = 5.8 / math.sqrt(2 * size)
-        assert LR * found[0] == pytest.approx(math.sqrt(friction * LR / N), rel=tolerance)
-        (charge,) = optimizer.accountant.history
-        assert charge.event.event.noise_multiplier == pytest.approx(
-            z / (math.sqrt(1.5) if isinstance(optimizer, DPSGFS) else 1), rel=1e-12
-        )
 
 
 @every_sampler
@@ -94,7 +74,7 @@ def test_a_given_temperature_that_is_the_noises_gives_the_same_steps(make, frict
     for temperature in (None, wanted):
         p = nn.Parameter(start.clone())
         optimizer = built(make, [p], max_grad_norm=0.7, temperature=temperature)
-        optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(B)
+        without_noise(optimizer)
         for batch in records:
             p.grad_sample = batch.clone()
             optimizer.step()
@@ -197,8 +177,8 @@ def arguments(make=DPSGLD, lr=LR, **options):
     }
 
 
-@pytest.mark.parametrize(("make", "friction"), [SAMPLERS["sghmc"], SAMPLERS["sgfs"]])
-def test_a_run_uses_all_of_its_target_at_temperature_one(make, friction, caplog):
+def test_a_run_uses_all_of_its_target_at_temperature_one(caplog):
+    make, friction = SAMPLERS["sghmc"]
     engine, given = dpb.PrivacyEngine(), arguments(make)
     plan = engine.plan(**given)
     with caplog.at_level(logging.INFO, logger="torch_dpbayes"):
@@ -211,33 +191,10 @@ def test_a_run_uses_all_of_its_target_at_temperature_one(make, friction, caplog)
         (optimizer.max_grad_norm, 1.0)
     )
     assert f"C = {optimizer.max_grad_norm:.4g}, derived" in str(plan) and "T = 1 " in str(plan)
-    for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
+    train(net, optimizer, loader, epochs=2)
     assert 1.98 < engine.get_epsilon() <= 2.0
     assert f"clip norm {optimizer.max_grad_norm:.4g}, derived" in engine.accountant.summary()
     assert f"max_grad_norm={optimizer.max_grad_norm:.6g}" in repr(optimizer)
-
-
-def test_what_is_left_with_all_three_given_names_the_values_that_use_it(caplog):
-    given = arguments(lr=0.01, max_grad_norm=0.5)
-    given["optimizer"] = partial(given["optimizer"], temperature=1.0)
-    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
-        _, optimizer, _ = dpb.PrivacyEngine().make_private_with_epsilon(**given)
-    assert optimizer.effective_noise_multiplier > 1.1 * optimizer.noise_multiplier
-    (warning,) = [r.getMessage() for r in caplog.records if "was asked for" in r.getMessage()]
-    for name, other in (
-        ("max_grad_norm", dpb.PrivacyEngine().plan(**{**given, "max_grad_norm": None})),
-        (
-            "temperature",
-            dpb.PrivacyEngine().plan(**{**given, "optimizer": partial(DPSGLD, lr=0.01)}),
-        ),
-    ):
-        value = other.max_grad_norm if name == "max_grad_norm" else other.effective_temperature
-        assert f"{name} = {value:.3g}" in warning or f"{name} = {value:.4g}" in warning
-        assert other.epsilon == pytest.approx(2.0, rel=1e-2)
 
 
 def test_a_bare_optimizer_says_so_at_its_first_step(caplog):

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import simpson
-from scipy.special import expit, logsumexp
-from scipy.stats import bernoulli, entropy, norm
+from scipy.special import logsumexp
+from scipy.stats import entropy, norm
 from support.examples import examples
 from torch import nn
 
@@ -41,52 +41,41 @@ def sampled(outputs, *arguments, scales=None, **options):
 draws = st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32 - 1))
 
 
-@given(draws, st.sampled_from([(2,), (3,), (4, 3)]))
-def test_categorical(numbers, shape):
-    size, n, seed = numbers
+SHAPES = [*(("categorical", s) for s in ((2,), (3,), (4, 3)))]
+SHAPES += [*(("bernoulli", s) for s in ((), (1,), (3,)))]
+
+
+@given(draws, st.sampled_from(SHAPES))
+def test_classes(numbers, of):
+    """A logit is two classes, of which the second is predicted."""
+    (size, n, seed), (kind, shape) = numbers, of
     generator = np.random.default_rng(seed)
-    scores = generator.normal(scale=2, size=(size, n, *shape))
-    y = generator.integers(shape[-1], size=(n, *shape[:-1]))
-    samples, model, x = sampled(scores, *(["categorical"] if shape == (2,) else []))
+    outputs = generator.normal(scale=2, size=(size, n, *shape))
+    samples, model, x = sampled(outputs, *([kind] if shape != (3,) or kind == "bernoulli" else []))
+    scores = outputs
+    if kind == "bernoulli":
+        logits = outputs.reshape(size, n, *(shape if shape != (1,) else ()))
+        scores = np.stack([np.zeros_like(logits), logits], -1)
     log_p = scores - logsumexp(scores, -1, keepdims=True)
     p = np.exp(log_p)
-    assert samples.predict(model, x).numpy() == pytest.approx(p.mean(0))
+    points = p if kind == "categorical" else p[..., 1]
+    y = generator.integers(p.shape[-1], size=p.shape[1:-1])
+    predicted = samples.predict(model, x)
+    assert predicted.numpy() == pytest.approx(points.mean(0))
     chosen = np.take_along_axis(log_p, np.broadcast_to(y, log_p.shape[:-1])[..., None], -1)
     wanted = logsumexp(chosen.reshape(size, n, -1).sum(2), 0) - math.log(size)
-    found = samples.log_likelihood(model, x, torch.tensor(y))
-    assert found.numpy() == pytest.approx(wanted)
+    for targets in (torch.tensor(y), torch.tensor(y).double()):
+        found = samples.log_likelihood(model, x, targets)
+        assert found.numpy() == pytest.approx(wanted)
+    if p.ndim == 3:
+        nll = metrics.negative_log_likelihood(predicted, torch.tensor(y))
+        assert nll == pytest.approx(-wanted.mean())
     total, own = entropy(p.mean(0), axis=-1), entropy(p, axis=-1).mean(0)
     assert samples.predictive_entropy(model, x).numpy() == pytest.approx(total)
     information = samples.mutual_information(model, x).numpy()
     assert information == pytest.approx(total - own, abs=1e-12)
     quantiles = samples.predictive_quantiles(model, x, (0.1, 0.8)).numpy()
-    assert quantiles == pytest.approx(np.quantile(p, (0.1, 0.8), axis=0))
-
-
-@given(draws, st.sampled_from([(), (1,), (3,)]))
-def test_bernoulli(numbers, shape):
-    size, n, seed = numbers
-    generator = np.random.default_rng(seed)
-    logits = generator.normal(scale=2, size=(size, n, *shape))
-    samples, model, x = sampled(logits, "bernoulli")
-    logits = logits.reshape(size, n, *(shape if shape != (1,) else ()))
-    p = expit(logits)
-    y = generator.integers(2, size=logits.shape[1:])
-    predicted = samples.predict(model, x)
-    assert predicted.numpy() == pytest.approx(p.mean(0))
-    wanted = bernoulli.logpmf(y, p).reshape(size, n, -1).sum(2)
-    for targets in (torch.tensor(y), torch.tensor(y).double()):
-        found = samples.log_likelihood(model, x, targets.reshape(n, *shape))
-        assert found.numpy() == pytest.approx(logsumexp(wanted, 0) - math.log(size))
-    if shape != (3,):
-        nll = metrics.negative_log_likelihood(predicted, torch.tensor(y))
-        assert nll == pytest.approx(-float(found.mean()))
-    total, own = bernoulli.entropy(p.mean(0)), bernoulli.entropy(p).mean(0)
-    assert samples.predictive_entropy(model, x).numpy() == pytest.approx(total)
-    information = samples.mutual_information(model, x).numpy()
-    assert information == pytest.approx(total - own, abs=1e-12)
-    quantiles = samples.predictive_quantiles(model, x, (0.1, 0.8)).numpy()
-    assert quantiles == pytest.approx(np.quantile(p, (0.1, 0.8), axis=0))
+    assert quantiles == pytest.approx(np.quantile(points, (0.1, 0.8), axis=0))
 
 
 FORMS = ["mean and log variance", "[n]", "[n, 1]", "[n, targets]", "learned"]

@@ -1,6 +1,42 @@
-"""What Lightning warns of in small runs: its exact texts, nothing broader."""
+"""What tests of frameworks share: a small private run, a run that ends in an error, and what
+Lightning warns of in small runs: its exact texts, nothing broader.
+"""
+
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+RECORDS, BATCH = 60, 10
+
+
+def made(**options):
+    """Engine, model, optimizer and loader."""
+    data = TensorDataset(torch.randn(RECORDS, 4), torch.randint(3, (RECORDS,)))
+    engine = dpb.PrivacyEngine()
+    given = {
+        "module": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05),
+        "data_loader": DataLoader(data, batch_size=BATCH),
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 2.0,
+    }
+    return engine, *engine.make_private(**{**given, **options})
+
+
+def moves_nothing(run, engine, net, said, kinds=RuntimeError):
+    """``run`` raises what is ``said``, if anything; nothing is charged, and no parameter moves."""
+    start = [p.detach().clone() for p in net.parameters()]
+    with nullcontext() if said is None else pytest.raises(kinds, match=said):
+        run()
+    assert all(torch.equal(a, b) for a, b in zip(start, net.parameters()))
+    assert len(engine.accountant) == 0
+
 
 _POSSIBLE = "lightning.fabric.utilities.warnings.PossibleUserWarning"
 

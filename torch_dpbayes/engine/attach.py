@@ -164,12 +164,11 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
             " records apart: leave it out, or vouch for both by assume_independent_records=True",
             code="model-vouch",
         )
-    record = loader.dataset[0]
     if examples is not None:
         ways = [(Keywords(examples),) if isinstance(examples, Mapping) else examples]
     else:
         device = next(module.parameters()).device
-        made = ways_to_pass(module, loader.collate_fn([record]))
+        made = ways_to_pass(module, loader.collate_fn([loader.dataset[0]]))
         ways = map_tensors(made, lambda t: t.to(device))
     if (before := GradientSource.attached_to(module)) is not None:
         before.remove()
@@ -188,25 +187,8 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
         is_unmapped = isinstance(error, DPBayesError) and error.code == "model-map"
         if is_unmapped and is_vouched and mode is None:
             return HooksGradientSource(module, loss_reduction=reduction)
-        if examples is None and isinstance(error, ValueError) and (names := _lists_in(record)):
-            raise ArgumentError(
-                f"the model fails on records in which {names} are lists, of which torch's collate"
-                " function makes a tensor for each place: return tensors, as"
-                ' dataset.with_format("torch") of Hugging Face does',
-                code="loader-collate",
-            ) from error
         raise
     return source
-
-
-def _lists_in(record: Any) -> str:
-    """The names of what is a list of numbers in a record that is a mapping."""
-    fields = record.items() if isinstance(record, Mapping) else ()
-    return ", ".join(
-        repr(name)
-        for name, value in fields
-        if isinstance(value, list) and value and isinstance(value[0], (int, float))
-    )
 
 
 def _check_consistent(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import noise_multiplier_for, total_multiplier
@@ -18,8 +18,6 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..posterior.calibration import event_of as event_of_calibration
 from .settings import Settings, is_held
-
-_USUAL_LR = 0.25  # SGD's, of a mean loss, in the examples
 
 
 def build(
@@ -47,23 +45,20 @@ def build(
                 code="optimizer-settings",
             )
     else:
-        if isinstance(optimizer, Optimizer):
-            inner: Any = optimizer
-            while isinstance(getattr(inner, "optimizer", None), Optimizer):  # of a framework
-                inner = inner.optimizer
-            raise ArgumentTypeError(
-                _not_private(type(optimizer), type(inner), inner.param_groups[0]),
-                code="optimizer-not-private",
-            )
-        _require_private(optimizer)
-        if isinstance(optimizer, partial):
-            for name, value in {**stated, **declared, "accountant": accountant}.items():
-                if name in optimizer.keywords and optimizer.keywords[name] != value:
-                    raise ArgumentError(
-                        f"{name} = {optimizer.keywords[name]} in the optimizer factory, but here it"
-                        f" is {value}",
-                        code="optimizer-settings",
-                    )
+        made: Any = optimizer
+        while isinstance(made, partial):
+            made = made.func
+        # what a factory gives by itself would be replaced by what it is called with
+        own = optimizer.keywords if isinstance(optimizer, partial) else {}
+        is_class = isinstance(made, type) and issubclass(made, Optimizer)
+        if not callable(made) or (is_class and not issubclass(made, PrivateOptimizer)):
+            raise _not_private(made.__name__ if is_class else type(made).__name__)
+        for name, value in {**stated, **declared, "accountant": accountant}.items():
+            if name in own and own[name] != value:
+                raise ArgumentError(
+                    f"{name} = {own[name]} in the optimizer factory, but here it is {value}",
+                    code="optimizer-settings",
+                )
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not parameters:
             raise ArgumentError(
@@ -76,11 +71,7 @@ def build(
             parameters, **declared, **stated, sampling=sampling, accountant=accountant
         )
         if not isinstance(built, PrivateOptimizer):
-            raise ArgumentTypeError(
-                f"the factory made a {type(built).__name__}, which is not one of"
-                " torch_dpbayes.optim",
-                code="optimizer-not-private",
-            )
+            raise _not_private(f"{type(built).__name__}, which the factory made,")
         if built.accountant is not accountant:
             raise ArgumentError(
                 "the factory must pass on the accountant= that it is called with:"
@@ -106,32 +97,12 @@ def build(
     return built
 
 
-def _require_private(factory: Any) -> None:
-    """Raise where a factory cannot make a private optimizer, before it is called."""
-    made: Any = factory
-    options: dict[str, Any] = {}
-    while isinstance(made, partial):
-        made, options = made.func, {**made.keywords, **options}
-    if not callable(made):
-        raise ArgumentTypeError(
-            f"optimizer={factory!r}: pass partial(torch_dpbayes.optim.DPSGLD, lr=0.1), or another"
-            " of torch_dpbayes.optim",
-            code="optimizer-not-private",
-        )
-    if isinstance(made, type) and issubclass(made, Optimizer):
-        if not issubclass(made, PrivateOptimizer):
-            raise ArgumentTypeError(_not_private(made, made, options), code="optimizer-not-private")
-
-
-def _not_private(kind: type, inner: type, options: Mapping[str, Any]) -> str:
-    """What to write for an optimizer of torch; only SGD's lr is of the same units."""
-    is_sgd = inner is SGD or getattr(inner, "__name__", "") == "DPOptimizer"
-    lr = options.get("lr", _USUAL_LR) if is_sgd else _USUAL_LR
-    if inner is SGD and (momentum := options.get("momentum")):
-        private = f"DPSGHMC, lr={lr}, momentum={momentum}"
-    else:
-        private = f"DPSGLD, lr={lr}"
-    return f"{kind.__name__} is not private: pass partial(torch_dpbayes.optim.{private})"
+def _not_private(what: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"{what} is not private: pass optimizer=partial(torch_dpbayes.optim.DPSGLD, lr=0.25), or"
+        " another of torch_dpbayes.optim; lr is that of SGD",
+        code="optimizer-not-private",
+    )
 
 
 def build_calibrated(

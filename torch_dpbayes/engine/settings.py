@@ -21,11 +21,6 @@ Examples = tuple[Any, ...] | Mapping[str, Any]
 
 _REQUIRED = ("module", "optimizer", "data_loader")
 SCHEMES = ("poisson", "random_allocation", "fixed_size")
-_OPACUS_MODES = {
-    "ghost": '"bookkeeping", the default',
-    "functorch": '"vmap"',
-    "ew": '"hooks"',
-}
 
 
 class Options(TypedDict, Generic[ModuleT], total=False):
@@ -80,10 +75,9 @@ class Settings(Generic[ModuleT]):
         self._check_batches()
         mode = self.grad_sample_mode
         if mode not in (None, "bookkeeping", "vmap", "hooks"):
-            ours = _OPACUS_MODES.get(str(mode))
             raise ArgumentError(
-                f'grad_sample_mode must be "bookkeeping", "vmap" or "hooks", got {mode!r}'
-                + (f", which is {ours} here" if ours else "")
+                'grad_sample_mode must be "bookkeeping" (the default, as Opacus\' "ghost"), "vmap"'
+                f' or "hooks", got {mode!r}'
             )
         if not isinstance(self.assume_independent_records, bool):
             raise ArgumentTypeError(

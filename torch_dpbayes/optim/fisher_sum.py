@@ -26,7 +26,7 @@ class FisherSum(ClippedSum):
         share: ϕ = (zC²/σ_F)², the weight of the second moment.
 
     Attributes:
-        scale: F, by whose inverse gradients are multiplied before they are clipped; None for 1.
+        scale: F, by which gradients are divided before they are clipped; None for 1.
 
     **Privacy.** Adding or removing a record moves the sum by at most C and the second moment by at
     most C² in Frobenius norm: √(1+ϕ)/z standard deviations together. Replacing one moves them by
@@ -42,7 +42,7 @@ class FisherSum(ClippedSum):
         self.scale_digest = ""
 
     def set_scale(self, scale: Tensor | None) -> None:
-        """Exchange F for one that :func:`checked_scale` returned."""
+        """Exchange F."""
         self.scale = scale
         self.scale_digest = (
             "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
@@ -78,12 +78,6 @@ class FisherSum(ClippedSum):
                     " again"
                 )
             self.scale = self.scale.to(layout.gradient)
-            moves = {group.group["lr"] > 0 for group in layout.groups}
-            if self.scale.dim() == 2 and len(moves) == 2:
-                raise ArgumentError(
-                    "a sensitivity_scale matrix mixes the groups: at lr = 0 in one of them the"
-                    " others have no step. Freeze it instead"
-                )
         return source.add_clipped_sum(
             layout.named,
             self.max_grad_norm,
@@ -102,7 +96,7 @@ class FisherSum(ClippedSum):
             std = self.fisher_noise(smallest)
             add_gaussian(layout.extra, std, self.expected_batch_size, stream)
         if self.scale is not None:
-            layout.gradient.copy_(_times(self.scale, layout.gradient))
+            layout.gradient.mul_(self.scale)
 
     def equivalent_noise_multiplier(
         self, noise_multiplier: float, *, is_full: bool, sampling: str | None, neighboring: str
@@ -120,47 +114,11 @@ class FisherSum(ClippedSum):
         )
 
 
-def checked_scale(scale: Tensor) -> Tensor:
-    """F as a positive vector or as the triangular factor of FFᵀ, on which norm and noise depend."""
-    if not bool(torch.isfinite(scale).all()):
-        raise ArgumentError("sensitivity_scale is not finite")
-    if scale.dim() == 1:
-        if not bool((scale > 0).all()):
-            raise ArgumentError(
-                "sensitivity_scale must be positive: where it is 0, every gradient would be"
-                " infinitely large"
-            )
-        return scale
-    factor, failed = torch.linalg.cholesky_ex(scale @ scale.T)
-    if int(failed):
-        raise ArgumentError(
-            "sensitivity_scale is not invertible: along some direction every gradient would be"
-            " infinitely large"
-        )
-    return factor
-
-
-def _times(scale: Tensor | None, x: Tensor) -> Tensor:
-    """F·x, for a vector x or every column of a matrix."""
-    if scale is None:
-        return x
-    return scale @ x if scale.dim() == 2 else scale.view(-1, *[1] * (x.dim() - 1)) * x
-
-
-def congruent(scale: Tensor | None, moment: Tensor, *, inverse: bool = False) -> Tensor:
-    """F·M·Fᵀ, or with the inverse of F; a vector stands for a diagonal."""
+def in_units(scale: Tensor | None, moment: Tensor) -> Tensor:
+    """F·M·F; a vector stands for a diagonal M."""
     if scale is None:
         return moment
-    if moment.dim() == 1:
-        return moment / scale.square() if inverse else moment * scale.square()
-    for _ in range(2):
-        if not inverse:
-            moment = _times(scale, moment).T
-        elif scale.dim() == 1:
-            moment = (moment / scale[:, None]).T
-        else:
-            moment = torch.linalg.solve_triangular(scale, moment, upper=False).T
-    return moment
+    return moment * (scale.square() if moment.dim() == 1 else scale.outer(scale))
 
 
 def _available_memory(device: torch.device) -> int:

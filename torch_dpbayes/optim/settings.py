@@ -24,11 +24,6 @@ from .priors import LogPrior, PriorStd, require_prior_std, require_used
 _LARGEST_LR = 1e30
 _LARGEST_NOISE_MULTIPLIER = 1e30
 _WASTE = 1.02  # times the floor, from which on the sampler's own noise counts as larger
-_ELSEWHERE = {  # arguments of other optimizers
-    "weight_decay": "weight_decay=: pass prior_std=, which is 1 / sqrt(weight_decay * num_data)",
-    "momentum": "momentum=: take DPSGHMC, which has it",
-    "betas": "betas=: DPSGHMC has momentum=, the first of them",
-}
 
 
 class Options(TypedDict, total=False):
@@ -511,9 +506,6 @@ def _require_arguments(
     try:
         given = {*signature.bind_partial(*args, **options).arguments, *options}
     except TypeError as error:
-        instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
-        if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
-            raise ArgumentTypeError(f"{cls.__name__} has no {line}") from None
         raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
     # a subclass that hands on what it is given has no names for it
     needed = ("lr", "num_data", "expected_batch_size")

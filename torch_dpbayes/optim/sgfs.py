@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .fisher_sum import FisherSum, checked_scale, congruent
+from .fisher_sum import FisherSum, in_units
 from .settings import Options
 
 
@@ -66,11 +66,10 @@ class DPSGFS(PrivateOptimizer):
         fisher_decay: 1 − β in [0, 1).
         fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and, beyond ½, the
             step dearer. On full batches under replace-one, values up to ½ cost nothing.
-        sensitivity_scale: F, a public positive vector of length d or an invertible d × d matrix,
-            over all trainable parameters one after another. Gradients are clipped by ‖F⁻¹g‖ ≤ C and
-            the noise is zC·Fξ: less where gradients are known to be small. May be set between
-            steps, from public data or from what was released before. ``fisher="diagonal"`` takes a
-            vector.
+        sensitivity_scale: F, a public positive vector of length d, over all trainable parameters
+            one after another. Gradients are clipped by ‖g/F‖ ≤ C and the noise is zC·F∘ξ: less
+            where gradients are known to be small. May be set between steps, from public data or
+            from what was released before.
         options: as for :class:`DPSGLD`; the temperature is positive (where it follows from the
             noise, of several groups the highest), and there is no ``log_prior``,
             whose curvature is needed.
@@ -156,31 +155,25 @@ class DPSGFS(PrivateOptimizer):
 
     @property
     def sensitivity_scale(self) -> Tensor | None:
-        """F, as a vector or a lower triangular matrix with the same FFᵀ as the one that was set."""
+        """F."""
         return None if self._query.scale is None else self._query.scale.clone()
 
     @sensitivity_scale.setter
     def sensitivity_scale(self, scale: Tensor | None) -> None:
         if scale is not None:
             like = self._current_layout().gradient
-            allowed = (
-                [(len(like),)]
-                if self._fisher == "diagonal"
-                else [(len(like),), (len(like), len(like))]
-            )
-            if tuple(scale.shape) not in allowed:
-                shapes = " or ".join(map(str, allowed))
+            scale = scale.detach().clone().to(like)
+            if scale.shape != like.shape or not bool((scale > 0).all() & (scale < math.inf).all()):
                 raise ArgumentError(
-                    f'with fisher="{self._fisher}" sensitivity_scale must have the shape {shapes},'
-                    f" got {tuple(scale.shape)}"
+                    "sensitivity_scale must be a vector of positive finite numbers, one for each of"
+                    f" {len(like)} trainable parameters, got shape {tuple(scale.shape)}"
                 )
-            scale = checked_scale(scale.detach().clone().to(like))
         for state in self.state.values():  # the estimate is kept in units of F
             if "fisher" in state:
                 lengths = {len(f) for f in (scale, self._query.scale) if f is not None}
                 if lengths <= {len(state["fisher"])}:
-                    moment = congruent(self._query.scale, state["fisher"])
-                    state["fisher"] = congruent(scale, moment, inverse=True)
+                    moment = in_units(self._query.scale, state["fisher"])
+                    state["fisher"] = moment if scale is None else in_units(1 / scale, moment)
                 else:  # of other parameters than those that are trainable now
                     del state["fisher"]
         self._query.set_scale(scale)
@@ -285,7 +278,7 @@ class DPSGFS(PrivateOptimizer):
         matrix.diagonal().add_(noise)
         # out of the units of F
         scale = self._query.scale
-        matrix = congruent(None if scale is None else scale.to(torch.float64), matrix)
+        matrix = in_units(None if scale is None else scale.to(torch.float64), matrix)
         prior = [
             _spread(part, [temperature / std**2 for std in part.prior_stds], matrix.dtype)
             for part in parts

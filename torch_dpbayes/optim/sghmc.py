@@ -66,20 +66,11 @@ class DPSGHMC(PrivateOptimizer):
                 raise ArgumentError(
                     f'momentum must be a number in [0, 1) or "matched", got {momentum!r}'
                 )
-            if options.get("max_grad_norm") is None or options.get("temperature") is None:
+            needed = ("noise_multiplier", "temperature", "max_grad_norm")
+            if not all(options.get(name) for name in needed):
                 raise ArgumentError(
-                    'momentum="matched" fits the friction to temperature and clip norm: it needs'
-                    " both, as temperature=1.0 and max_grad_norm=1.0"
-                )
-            if not options.get("noise_multiplier", 0.0) > 0:
-                raise ArgumentError(
-                    'momentum="matched" fits the friction to the privacy noise: it needs'
-                    " noise_multiplier > 0"
-                )
-            if options["temperature"] == 0:
-                raise ArgumentError(
-                    'momentum="matched" needs temperature > 0: no friction makes noise sample'
-                    " temperature 0"
+                    'momentum="matched" fits the friction to the noise: it needs noise_multiplier,'
+                    " temperature and max_grad_norm, all above 0"
                 )
         elif not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")

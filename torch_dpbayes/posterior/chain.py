@@ -118,8 +118,7 @@ class Chain:
 
         Raises:
             ModuleNotFoundError: ArviZ is not installed.
-            RuntimeError, TypeError, ValueError: a chain has no sample, other parameters, another
-                length or spacing.
+            ValueError: a chain has no sample, other parameters, another length or spacing.
 
         **Privacy**: post-processing. Each chain is a training run, which pays for itself; whether
         to run longer, decided by looking at these figures, is an adaptive choice in the sense of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import ArgumentTypeError, CheckpointError, SamplesError, StateError
+from ..errors import CheckpointError, SamplesError
 from .outputs import difference_of
 
 if TYPE_CHECKING:
@@ -66,35 +66,25 @@ def arviz_of(posterior: dict[str, Any]) -> Any:
 
 def to_arviz(chains: Sequence[Chain]) -> Any:
     """The samples of several chains as ArviZ's data structure."""
-    for number, chain in enumerate(chains, 1):
-        if type(chain) is not type(chains[0]):
-            raise ArgumentTypeError(
-                f"chain {number} is a {type(chain).__name__}: pass PosteriorSamples one by one,"
-                " first.to_arviz(second, third)."
-            )
-        if not len(chain):
-            raise StateError(
-                f"Chain {number} holds no sample yet: {chain!r}. Collect after burn-in, before"
-                " the export."
-            )
-    first, *others = chains
+    first = chains[0]
     shapes = first.shapes()
     if taken := shapes.keys() & {"chain", "draw"}:
         raise SamplesError(
             f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and"
             " drops: rename it in the model."
         )
-    for number, chain in enumerate(others, 2):
-        if chain.shapes() != shapes:
+    for number, chain in enumerate(chains, 1):
+        if type(chain) is not type(first) or not len(chain):
             raise SamplesError(
-                f"Chain {number} samples other parameters than the first one:"
-                f" {difference_of(shapes, chain.shapes())}. Chains are compared parameter by"
-                " parameter: pass runs of the same model with the same parameters frozen."
+                f"chain {number} is {chain!r}: pass PosteriorSamples that hold samples one by one,"
+                " first.to_arviz(second, third)."
             )
-        if (len(chain), chain.thin) != (len(first), first.thin):
+        own = {"samples": len(chain), "thin": chain.thin}
+        differs = difference_of(shapes, chain.shapes())
+        if differs or own != {"samples": len(first), "thin": first.thin}:
             raise SamplesError(
-                f"Chain {number} holds {len(chain)} samples with thin={chain.thin}, the first"
-                f" one {len(first)} with thin={first.thin}: collect all with the same burn_in,"
-                " thin and max_samples, as often."
+                f"chain {number} is not like the first one, {first!r}: {differs or repr(chain)}."
+                " Pass runs of one model with the same burn_in, thin and max_samples, collected as"
+                " often."
             )
     return arviz_of({name: np.stack([chain.draws_of(name) for chain in chains]) for name in shapes})

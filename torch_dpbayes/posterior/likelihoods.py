@@ -6,10 +6,9 @@ means and log variances.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ _THREE = (
 
 
 class Likelihood(ABC):
-    """One likelihood; tensors with a dimension of samples have it first.
+    """One likelihood; ``forms`` and other tensors with a dimension of samples have it first.
 
     Attributes:
         temperature: T of :meth:`PosteriorSamples.calibrate`.
@@ -48,19 +47,19 @@ class Likelihood(ABC):
         """One sample's output ``[n, ...]``, with a row a record, as what the others take."""
 
     @abstractmethod
-    def point(self, form: Tensor) -> Tensor:
+    def point(self, forms: Tensor) -> Tensor:
         """What is averaged for a prediction."""
 
     @abstractmethod
-    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
+    def log_density(self, forms: Tensor, y: Tensor) -> Tensor:
         """log p(y | x, θ_s) of each target."""
 
     @abstractmethod
-    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        """Entropy of the average over ``size`` samples, and average of their entropies."""
+    def entropies(self, forms: Tensor) -> tuple[Tensor, Tensor]:
+        """Entropy of the average over the samples, and average of their entropies."""
 
     @abstractmethod
-    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
+    def compact(self, forms: Tensor) -> Tensor:
         """What :meth:`scores` needs of the samples' forms, with records in dimension 0."""
 
     @abstractmethod
@@ -69,19 +68,17 @@ class Likelihood(ABC):
         (:mod:`.calibration`). Values of records raise nothing.
         """
 
-    def tempered(self, groups: Iterator[Tensor], size: int) -> tuple[Iterator[Tensor], int]:
-        """Forms whose average is the prediction, and their number."""
-        return groups, size
+    def tempered(self, forms: Tensor) -> Tensor:
+        """Forms whose average is the prediction."""
+        return forms
 
-    def average(self, groups: Iterator[Tensor], size: int) -> Tensor:
+    def average(self, forms: Tensor) -> Tensor:
         """The prediction."""
-        groups, size = self.tempered(groups, size)
-        return average(map(self.point, groups), size)
+        return average(self.point(self.tempered(forms)))
 
-    def entropy(self, groups: Iterator[Tensor], size: int) -> Tensor:
+    def entropy(self, forms: Tensor) -> Tensor:
         """Of the prediction."""
-        groups, size = self.tempered(groups, size)
-        return self.entropies(groups, size)[0]
+        return self.entropies(self.tempered(forms))[0]
 
     def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
         """Of the predictive distribution; of the probabilities where the target is discrete."""
@@ -89,11 +86,10 @@ class Likelihood(ABC):
         at = torch.tensor(quantiles, dtype=points.dtype, device=points.device)
         return torch.quantile(points, at, dim=0)
 
-    def log_likelihood(self, groups: Iterator[Tensor], y: Tensor, size: int) -> Tensor:
+    def log_likelihood(self, forms: Tensor, y: Tensor) -> Tensor:
         """log (1/S) Σ_s p(y | x, θ_s) of each record, over all of its targets together."""
-        groups, size = self.tempered(groups, size)
-        found = [self.log_density(group.double(), y).flatten(2).sum(2) for group in groups]
-        return torch.cat(found).logsumexp(0) - math.log(size)
+        found = self.log_density(self.tempered(forms).double(), y).flatten(2).sum(2)
+        return found.logsumexp(0) - math.log(len(found))
 
 
 class Categorical(Likelihood):
@@ -110,33 +106,28 @@ class Categorical(Likelihood):
             )
         return torch.log_softmax(output, -1)
 
-    def point(self, form: Tensor) -> Tensor:
-        return form.exp()
+    def point(self, forms: Tensor) -> Tensor:
+        return forms.exp()
 
-    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
-        y = _without_column(y) if form.dim() == 3 else y
-        _require_shape(y, form.shape[1:-1])
-        _require_between(y, form.shape[-1] - 1)
-        labels = y.long().expand(form.shape[:-1])[..., None]
-        return form.gather(-1, labels)[..., 0].reshape(*form.shape[:2], -1)
+    def log_density(self, forms: Tensor, y: Tensor) -> Tensor:
+        y = _without_column(y) if forms.dim() == 3 else y
+        _require_shape(y, forms.shape[1:-1])
+        _require_between(y, forms.shape[-1] - 1)
+        labels = y.long().expand(forms.shape[:-1])[..., None]
+        return forms.gather(-1, labels)[..., 0].reshape(*forms.shape[:2], -1)
 
-    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        average = entropy = torch.zeros(())
-        for group in groups:
-            p = group.to(torch.promote_types(group.dtype, torch.float32)).exp()
-            average = average.to(p.device) + p.sum(0) / size
-            entropy = entropy.to(p.device) + torch.special.entr(p).sum((0, -1)) / size
-        return torch.special.entr(average).sum(-1), entropy
+    def entropies(self, forms: Tensor) -> tuple[Tensor, Tensor]:
+        p = forms.to(torch.promote_types(forms.dtype, torch.float32)).exp()
+        return torch.special.entr(p.mean(0)).sum(-1), torch.special.entr(p).sum(-1).mean(0)
 
-    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
-        return torch.cat([group.double() for group in groups]).logsumexp(0) - math.log(size)
+    def compact(self, forms: Tensor) -> Tensor:
+        return forms.double().logsumexp(0) - math.log(len(forms))
 
-    def tempered(self, groups: Iterator[Tensor], size: int) -> tuple[Iterator[Tensor], int]:
+    def tempered(self, forms: Tensor) -> Tensor:
         if self.temperature == 1.0:
-            return groups, size
-        first = next(groups)
-        log_p = self.compact(itertools.chain([first], groups), size) / self.temperature
-        return iter([torch.log_softmax(log_p, -1)[None].to(first.dtype)]), 1
+            return forms
+        log_p = self.compact(forms) / self.temperature
+        return torch.log_softmax(log_p, -1)[None].to(forms.dtype)
 
     def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
         log_p = (compact / math.exp(t)).clamp_min(_LEAST_LOG)
@@ -154,8 +145,8 @@ class Bernoulli(Categorical):
         logit = _without_column(output)
         return nn.functional.logsigmoid(torch.stack([-logit, logit], -1))
 
-    def point(self, form: Tensor) -> Tensor:
-        return form[..., 1].exp()
+    def point(self, forms: Tensor) -> Tensor:
+        return forms[..., 1].exp()
 
 
 class Normal(Likelihood):
@@ -186,29 +177,29 @@ class Normal(Likelihood):
             return form
         return torch.stack([form[..., 0], form[..., 1] + math.log(self.temperature)], -1)
 
-    def compact(self, groups: Iterator[Tensor], size: int) -> Tensor:
+    def compact(self, forms: Tensor) -> Tensor:
         if self._is_mean:
             raise SamplesError(_NO_NOISE)
-        return torch.cat(list(groups)).double().transpose(0, 1)
+        return forms.double().transpose(0, 1)
 
     def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
         mean, log_variance = compact.unbind(-1)
         inside = torch.special.ndtr((y[:, None] - mean) * (-log_variance / 2 - t).exp()).mean(1)
         return 6 * (inside - 0.5).square() - 0.5
 
-    def point(self, form: Tensor) -> Tensor:
-        return form[..., 0]
+    def point(self, forms: Tensor) -> Tensor:
+        return forms[..., 0]
 
-    def log_density(self, form: Tensor, y: Tensor) -> Tensor:
-        mean, log_variance = _moments(form)
+    def log_density(self, forms: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = _moments(forms)
         y = _without_column(y)
         _require_shape(y, mean.shape[1:])
         squared = (y.to(mean) - mean).square() * (-log_variance).exp()
         return -0.5 * (squared + log_variance + math.log(2 * math.pi))[..., None]
 
-    def entropies(self, groups: Iterator[Tensor], size: int) -> tuple[Tensor, Tensor]:
+    def entropies(self, forms: Tensor) -> tuple[Tensor, Tensor]:
         """−∫ p log p of the mixture by the trapezoid rule, on the components' grids together."""
-        mean, log_variance = _moments(torch.cat(list(groups)).double())
+        mean, log_variance = _moments(forms.double())
         std, grid = (log_variance / 2).exp(), torch.linspace(-_REACH, _REACH, _NODES).double()
         nodes = grid.to(mean.device).view(-1, 1, *[1] * (mean.dim() - 1))
         at = (mean + std * nodes).flatten(0, 1).sort(0).values
@@ -216,7 +207,7 @@ class Normal(Likelihood):
         def log_density(points: Tensor) -> Tensor:
             squared = ((points[:, None] - mean) / std).square()
             each = -0.5 * (squared + log_variance + math.log(2 * math.pi))
-            return each.logsumexp(1) - math.log(size)
+            return each.logsumexp(1) - math.log(len(forms))
 
         found = torch.cat([log_density(points) for points in at.split(_NODES)])
         total = -torch.trapezoid(found.exp() * found, at, dim=0)

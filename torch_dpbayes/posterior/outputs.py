@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from .. import words
@@ -29,23 +28,20 @@ _NO_BATCHES = (
     " another kind write [batch]."
 )
 
-# Small networks are run for several samples at once, which saves the fixed cost of a forward pass;
-# stacked parameters beyond the cache would cost more than that.
-_ROWS = 256  # of a tensor, predicted at a time
-_GROUP, _LARGEST_IN_GROUP = 16, 20_000  # samples, and numbers in each of them
+# of a tensor, predicted at a time: many short rows, which make up for the fixed cost of a pass
+_NUMBERS, _ROWS = 2**16, 256
 
 
 def evaluate(
     samples: Sequence[Sample],
     model: nn.Module,
     x: Inputs,
-    transform: Transform | None,
     forward: Forward | None,
-    reduce: Callable[[Iterator[Tensor]], Tensor],
+    reduce: Callable[[Tensor], Tensor],
     *,
     is_alone: bool = False,
 ) -> list[Tensor]:
-    """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each batch.
+    """``reduce`` of the outputs under all samples, ``[samples, rows, ...]``, for each batch.
     ``is_alone``: private records, for each of which the model is run alone, whatever it does.
     """
     batches = _batches(x)
@@ -78,41 +74,16 @@ def evaluate(
                 f"The model returned a {type(output).__name__}; predictions need one tensor"
                 " with a row a record: pass forward=lambda model, x: model(x).logits, or alike."
             )
-        result = output if transform is None else transform(output)
-        if (
-            not isinstance(result, Tensor)
-            or result.dim() == 0
-            or result.shape[0] != _records_in(batch)
-        ):
-            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise SamplesError(
-                f"{_records_in(batch)} records went in and {shape} came out: model and"
-                " transform must return a tensor with one row a record in its first dimension."
-            )
-        return result
+        return _require_rows(output, _records_in(batch))
 
-    def groups(batch: Any, size: int) -> Iterator[Tensor]:
-        start = 0
-        while size > 1 and start < len(samples):
-            group = samples[start : start + size]
-            stacked = {
-                name: torch.stack([on_model(name, s[name]) for s in group]) for name in shapes
-            }
-            result = _try_vmap(run, stacked, batch)
-            if result is None:
-                break
-            yield result
-            start += len(group)
-        for sample in samples[start:]:
-            moved = {name: on_model(name, s) for name, s in sample.items()}
-            yield run(moved, batch).unsqueeze(0)
+    def of_all(batch: Any) -> Tensor:
+        moved = ({name: on_model(name, s) for name, s in sample.items()} for sample in samples)
+        return torch.stack([run(sample, batch) for sample in moved])
 
-    is_small = sum(s.numel() for s in samples[0].values()) <= _LARGEST_IN_GROUP
     with _evaluation_mode(model), torch.no_grad():
-        size = _GROUP if is_small and not is_alone else 1
         # a bar would show how many private records there are
         shown = batches if is_alone else words.shown(batches, "predicting")
-        reduced = [reduce(groups(_moved(batch, device), size)) for batch in shown]
+        reduced = [reduce(of_all(_moved(batch, device))) for batch in shown]
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
     return reduced
@@ -131,17 +102,30 @@ def target_of(batch: Any) -> Tensor:
     return found[0]
 
 
-def average(groups: Iterator[Tensor], size: int) -> Tensor:
-    """The average over ``size`` samples."""
-    total, dtype = torch.zeros(()), torch.get_default_dtype()
-    for group in groups:
-        dtype = group.dtype if group.is_floating_point() or group.is_complex() else dtype
-        # at least single precision: a sum of many half-precision values would lose its
-        # small terms
-        total = total.to(group.device) + group.sum(
-            0, dtype=torch.promote_types(group.dtype, torch.float32)
+def transformed(outputs: Tensor, transform: Transform | None) -> Tensor:
+    """``transform`` of the output under each sample."""
+    if transform is None:
+        return outputs
+    return torch.stack([_require_rows(transform(output), len(output)) for output in outputs])
+
+
+def average(points: Tensor) -> Tensor:
+    """The average over samples, at least in single precision: a sum of many half-precision values
+    would lose its small terms.
+    """
+    is_number = points.is_floating_point() or points.is_complex()
+    dtype = points.dtype if is_number else torch.get_default_dtype()
+    return points.mean(0, dtype=torch.promote_types(points.dtype, torch.float32)).to(dtype)
+
+
+def _require_rows(result: Any, rows: int) -> Tensor:
+    if not isinstance(result, Tensor) or result.dim() == 0 or result.shape[0] != rows:
+        shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise SamplesError(
+            f"{rows} records went in and {shape} came out: model and transform must return a tensor"
+            " with one row a record in its first dimension."
         )
-    return (total / size).to(dtype)
+    return result
 
 
 def difference_of(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> str:
@@ -169,7 +153,7 @@ class _Called(nn.Module):
 
 def _batches(x: Inputs) -> Iterable[Any]:
     if isinstance(x, Tensor) and x.dim() > 0:
-        return x.split(_ROWS)
+        return x.split(max(_ROWS, _NUMBERS // max(1, x[:1].numel())))
     if hasattr(x, "sampler_of_draws"):
         raise ArgumentTypeError(
             "x is a private loader, which draws records at random for one step each: pass"
@@ -209,21 +193,6 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def _records_in(batch: Any) -> int:
     tensors = (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0)
     return len(next(tensors, ()))
-
-
-def _try_vmap(
-    forward: Callable[[Sample, Any], Tensor], stacked: Sample, batch: Any
-) -> Tensor | None:
-    """The outputs ``[samples, rows, ...]``, or ``None`` where vmap cannot run this model."""
-    try:
-        with warnings.catch_warnings():
-            # vmap runs an operation without a batching rule in a slow loop of its own: ours is
-            # faster
-            warnings.filterwarnings("error", message="There is a performance drop")
-            return vmap(forward, in_dims=(0, None))(stacked, batch)
-    # in-place writes, control flow on values, numpy; if the error is real, the loop raises it again
-    except Exception:
-        return None
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:

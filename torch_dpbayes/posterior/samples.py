@@ -261,9 +261,9 @@ class PosteriorSamples(Chain):
                     targets.append(outputs.target_of(batch))
                     yield batch
 
-            def compact(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+            def compact(of: Likelihood, forms: Tensor) -> Tensor:
                 found[:] = [of]
-                return of.compact(groups, len(self))
+                return of.compact(forms)
 
             forms = self._by_likelihood(
                 model, with_targets(), forward, compact, is_calibrating=True
@@ -334,10 +334,11 @@ class PosteriorSamples(Chain):
 
         **Privacy**: post-processing; see the class about private test inputs.
         """
-        size = len(self)
-        if transform != "likelihood":
-            return self._reduced(model, x, transform, forward, lambda g: outputs.average(g, size))
-        return self._by_likelihood(model, x, forward, lambda of, g: of.average(g, size))
+        if transform == "likelihood":
+            return self._by_likelihood(model, x, forward, Likelihood.average)
+        return self._evaluated(
+            model, x, forward, lambda found: outputs.average(outputs.transformed(found, transform))
+        )
 
     def outputs(
         self,
@@ -352,8 +353,8 @@ class PosteriorSamples(Chain):
 
         **Privacy**: post-processing.
         """
-        return self._reduced(
-            model, x, transform, forward, lambda groups: torch.cat(list(groups)), dim=1
+        return self._evaluated(
+            model, x, forward, lambda found: outputs.transformed(found, transform), dim=1
         )
 
     def log_likelihood(
@@ -376,13 +377,11 @@ class PosteriorSamples(Chain):
         """
         done = 0
 
-        def densities(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
+        def densities(of: Likelihood, forms: Tensor) -> Tensor:
             nonlocal done
-            found = list(groups)
-            rows = found[0].shape[1]
+            rows = forms.shape[1]
             done += rows
-            own = y[done - rows : done].to(found[0].device)
-            return of.log_likelihood(iter(found), own, len(self))
+            return of.log_likelihood(forms, y[done - rows : done].to(forms.device))
 
         result = self._by_likelihood(model, x, forward, densities)
         if done != len(y):
@@ -400,7 +399,7 @@ class PosteriorSamples(Chain):
 
         **Privacy**: post-processing.
         """
-        return self._by_likelihood(model, x, forward, lambda of, g: of.entropy(g, len(self)))
+        return self._by_likelihood(model, x, forward, Likelihood.entropy)
 
     def mutual_information(
         self, model: nn.Module, x: Inputs, *, forward: Forward | None = None
@@ -415,8 +414,8 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing.
         """
 
-        def difference(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
-            total, expected = of.entropies(groups, len(self))
+        def difference(of: Likelihood, forms: Tensor) -> Tensor:
+            total, expected = of.entropies(forms)
             return (total - expected).clamp_min(0)  # rounding alone can make it negative
 
         return self._by_likelihood(model, x, forward, difference)
@@ -455,7 +454,7 @@ class PosteriorSamples(Chain):
                 f"quantiles must be probabilities strictly between 0 and 1, got {list(quantiles)}."
             )
         return self._by_likelihood(
-            model, x, forward, lambda of, g: of.quantiles(torch.cat(list(g)), quantiles), dim=1
+            model, x, forward, lambda of, forms: of.quantiles(forms, quantiles), dim=1
         )
 
     def r_hat(self, model: nn.Module, x: Inputs, *, forward: Forward | None = None) -> Tensor:
@@ -482,8 +481,8 @@ class PosteriorSamples(Chain):
         if len(self) < 4:
             raise StateError(f"r_hat compares two halves of two samples or more, got {len(self)}")
 
-        def compared(of: Likelihood, groups: Iterator[Tensor]) -> Tensor:
-            points = of.point(torch.cat(list(groups)).double())
+        def compared(of: Likelihood, forms: Tensor) -> Tensor:
+            points = of.point(forms.double())
             half = len(points) // 2
             first, second = points[:half], points[-half:]
             within = (first.var(0) + second.var(0)) / 2
@@ -498,13 +497,12 @@ class PosteriorSamples(Chain):
         model: nn.Module,
         x: Inputs,
         forward: Forward | None,
-        reduce: Callable[[Likelihood, Iterator[Tensor]], Tensor],
+        reduce: Callable[[Likelihood, Tensor], Tensor],
         dim: int = 0,
         *,
         is_calibrating: bool = False,
     ) -> Tensor:
-        """``reduce`` of the likelihood that the outputs have, and of their form."""
-        found: list[Likelihood] = []
+        """``reduce`` of the likelihood that the outputs have, and of their forms."""
         noise_std, call = self.noise_std, outputs.output_of if forward is None else forward
 
         def with_its_noise(of_model: nn.Module, batch: Any) -> Tensor:
@@ -513,28 +511,24 @@ class PosteriorSamples(Chain):
                 return output  # which the caller refuses
             return with_noise(output, of_model, noise_std)
 
-        def form(output: Tensor) -> Tensor:
-            found[:] = [likelihood_of(self.likelihood, output.shape, noise_std)]
-            found[0].temperature = 1.0 if is_calibrating else self._temperature
-            return found[0].form(output)
+        def reduced(found: Tensor) -> Tensor:
+            of = likelihood_of(self.likelihood, found.shape[1:], noise_std)
+            of.temperature = 1.0 if is_calibrating else self._temperature
+            return reduce(of, torch.stack([of.form(output) for output in found]))
 
-        def reduced(groups: Iterator[Tensor]) -> Tensor:
-            first = next(groups)  # which says what the likelihood is
-            return reduce(found[0], itertools.chain([first], groups))
+        return self._evaluated(model, x, with_its_noise, reduced, dim, is_alone=is_calibrating)
 
-        return self._reduced(model, x, form, with_its_noise, reduced, dim, is_alone=is_calibrating)
-
-    def _reduced(
+    def _evaluated(
         self,
         model: nn.Module,
         x: Inputs,
-        transform: Transform | None,
         forward: Forward | None,
-        reduce: Callable[[Iterator[Tensor]], Tensor],
+        reduce: Callable[[Tensor], Tensor],
         dim: int = 0,
         *,
         is_alone: bool = False,
     ) -> Tensor:
+        """``reduce`` of the outputs under all samples, of all batches."""
         if not self._samples:
             discarded = (
                 "" if self.burn_in is None else f" and burn_in={self.burn_in} of them are discarded"
@@ -543,7 +537,5 @@ class PosteriorSamples(Chain):
                 f"There is no posterior sample yet: collect() was called {self._num_collected}"
                 f" times{discarded}. Call samples.collect(model) after burn-in, before predicting."
             )
-        found = outputs.evaluate(
-            self._samples, model, x, transform, forward, reduce, is_alone=is_alone
-        )
+        found = outputs.evaluate(self._samples, model, x, forward, reduce, is_alone=is_alone)
         return torch.cat(found, dim=dim)
