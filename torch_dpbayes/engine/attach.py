@@ -127,7 +127,8 @@ def made_private(
         )
     if target is not None:
         plan = plan_of(settings, optimizer, loader, accountant, target)
-        warnings += [*little_left(accountant, plan), *plan.unused_target, *plan.too_much_noise]
+        warnings += [*little_left(accountant, plan), *plan.unused_target]
+        warnings += [*plan.too_much_noise, *plan.large_delta]
     elif settings.noise_multiplier is not None:
         warnings += optimizer.unused_floor
     if ranks is None or ranks.rank == 0:

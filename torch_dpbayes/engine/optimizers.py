@@ -115,8 +115,7 @@ def build_calibrated(
     """The optimizer, and the floor with which ``epochs`` passes on top of the accountant's
     history stay within ``epsilon``.
     """
-    assert settings.epochs is not None
-    optimizer, delta = settings.optimizer, settings.delta(accountant)
+    passes, optimizer, delta = settings.passes, settings.optimizer, settings.delta(accountant)
     if accountant.epsilon is not None and accountant.delta is not None:
         if epsilon > accountant.epsilon or delta > accountant.delta:
             raise ArgumentError(
@@ -131,7 +130,7 @@ def build_calibrated(
             " accountant.summary() says why.",
             code="budget-whole",
         )
-    charges, draws = loader.num_charges(settings.epochs), loader.sampler_of_draws
+    charges, draws = loader.num_charges(passes), loader.sampler_of_draws
     after: list[DpEvent] = []
     if settings.calibrate is not None:
         if ranks is not None:

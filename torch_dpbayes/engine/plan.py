@@ -66,9 +66,20 @@ class Plan:
                 " spent before included"
             ),
             *self._calibration,
-            f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})",
         ]
-        return "\n".join([*lines, *self.unused_target, *self.too_much_noise])
+        if not self.derives_clip_norm:
+            lines.append(f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})")
+        return "\n".join([*lines, *self.unused_target, *self.too_much_noise, *self.large_delta])
+
+    @property
+    def large_delta(self) -> list[str]:
+        """A line where δ allows that whole records leave."""
+        if self.delta * self.num_data < 1:
+            return []
+        return [
+            f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a program"
+            " that publishes one of them would keep that. Set it well below"
+        ]
 
     @property
     def _calibration(self) -> list[str]:
@@ -122,8 +133,7 @@ def plan_of(
     target_epsilon: float | None,
 ) -> Plan:
     """What the passes will cost and sample, on top of the accountant's history."""
-    assert settings.epochs is not None
-    epochs, delta = settings.epochs, settings.delta(accountant)
+    epochs, delta = settings.passes, settings.delta(accountant)
     steps = epochs * len(loader)
     z = optimizer.effective_noise_multiplier
     after = PrivacyAccountant(

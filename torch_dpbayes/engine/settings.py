@@ -166,6 +166,13 @@ class Settings(Generic[ModuleT]):
             " order of the data set"
         )
 
+    @property
+    def passes(self) -> int:
+        """The passes over the data that a plan or a target is for."""
+        if self.epochs is None:
+            raise ArgumentError("epochs= is missing: for how many passes over the data")
+        return self.epochs
+
     def delta(self, accountant: PrivacyAccountant) -> float:
         """δ of the run, which is the accountant's if none is given."""
         if (delta := accountant.delta if self.target_delta is None else self.target_delta) is None:
