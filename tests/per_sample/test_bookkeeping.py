@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from torch import nn
 
-from torch_dpbayes.per_sample import clipped_sum, layers
+from torch_dpbayes.per_sample import layers
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
@@ -330,10 +330,8 @@ def test_a_norm_does_not_underflow_where_its_product_counts(exponents, bias):
     assert float(out.double().norm()) <= 1e-12 * (1 + 1e-5)
 
 
-def test_positions_that_cancel_are_clipped_all_the_same(monkeypatch):
-    """Σ_t g_t a_tᵀ is 1e-4 of its terms: in float32 the Gram norm would be rounding error,
-    and the record unclipped.
-    """
+def test_positions_that_cancel_have_their_norm_and_count_as_longer():
+    """Σ_t g_t a_tᵀ is 1e-4 of its terms: in float32 the Gram norm would be rounding error."""
     net = nn.Sequential(nn.Linear(64, 48, bias=False))
     source = BookkeepingGradientSource(net)
     half, backprops = torch.randn(5, 8, 64), torch.randn(5, 8, 48)
@@ -341,12 +339,11 @@ def test_positions_that_cancel_are_clipped_all_the_same(monkeypatch):
     weights = torch.cat([backprops, -backprops], 1).flatten(1)
     exact = torch.einsum("ntp,ntd->npd", weights.view(5, 16, 48).double(), x.double()).flatten(1)
     out, norms = clipped(source, net, x, weights, 1e-6, way="gram")
-    expected = (exact * (1e-6 / exact.norm(dim=1))[:, None]).sum(0)
-    # what is left of the sum in float32 is good to 2⁻²⁴ of its terms
-    assert float((out - expected).norm()) <= 5e-6 * 1e4 * 2**-22
-    monkeypatch.setattr(clipped_sum, "LARGEST_CANCELLATION", math.inf)  # none is set apart
-    _, norms = clipped(source, net, x, weights, 1e-6, way="gram")
     torch.testing.assert_close(norms.double(), exact.norm(dim=1), rtol=1e-6, atol=0)
+    terms = (weights.view(5, 16, 48).norm(dim=2) * x.norm(dim=2)).sum(1).double()
+    expected = (exact * (1e-6 / (terms * 2**-10))[:, None]).sum(0)
+    # what is left of the sum in float32 is good to 2⁻²⁴ of its terms
+    assert float((out - expected).norm()) <= 5e-6 * 2**10 * 2**-22
 
 
 HELD_PRODUCTS = {
@@ -457,7 +454,7 @@ def test_reduced_products_are_not_used_for_norms_and_sums(monkeypatch, precision
     if not hasattr(matmul, "fp32_precision"):
         pytest.skip("this torch cannot tell")
     seen = []
-    monkeypatch.setattr(layers.Outer, "_add_product", lambda *_: seen.append(matmul.fp32_precision))
+    monkeypatch.setattr(layers.Outer, "add_sum", lambda *_: seen.append(matmul.fp32_precision))
     kind = layers.KINDS[nn.Linear]
     noting = kind._replace(kernel=lambda *a: seen.append(matmul.fp32_precision) or kind.kernel(*a))
     monkeypatch.setitem(layers.KINDS, nn.Linear, noting)

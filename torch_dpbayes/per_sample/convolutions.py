@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import arithmetic
 from .arithmetic import chunks, wide
-from .contributions import Outer, PerRecord, Product, beside, trainable, weighted
+from .contributions import Outer, Product, beside, trainable, weighted
 
 
 class Geometry:
@@ -168,10 +168,10 @@ class Convolution(Product):
             norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
         self.note_norms(alike, norms, sizes)
 
-    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
-        return PerRecord(self.geometry.per_record(*self.wide_of(which), "unfold")).gradients
+    def per_record(self) -> dict[Tensor, Tensor]:
+        return self.geometry.per_record(*self.widened(), "unfold")
 
-    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         weight, bias = self.geometry.weight, self.geometry.bias
         g = weighted(self.backprops, factor, out)
         if weight is not None and weight in out:
