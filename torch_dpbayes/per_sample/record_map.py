@@ -485,22 +485,19 @@ def _require_torchs_own(function: type) -> None:
 
 def _require_public(values: Iterable[Any]) -> None:
     """Refuse what was computed from records of other batches, or from several of this one."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if not _is_mapped(value) and holds_records(value):
-                raise CannotBeMapped(
-                    "it computes with a tensor that was made of other records, or of several: leave"
-                    " it out, or make it of each record alone"
-                )
-        elif type(value) in (tuple, list):
-            _require_public(value)
+    for value in _leaves(values):
+        if isinstance(value, Tensor) and not _is_mapped(value) and holds_records(value):
+            raise CannotBeMapped(
+                "it computes with a tensor that was made of other records, or of several: leave"
+                " it out, or make it of each record alone"
+            )
 
 
 def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
     """Refuse what would run code of the caller's below the map, or out of its sight: tensors with
     code of their own, and functions that a torch function calls.
     """
-    for value in values:
+    for value in _leaves(values):
         if type(value) in _ORDINARY:
             continue
         if isinstance(value, Tensor):
@@ -508,13 +505,10 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
                 f"it computes with a {type(value).__name__}, a class of tensors with code of its"
                 " own: take plain tensors"
             )
-        if isinstance(value, (tuple, list)):
-            _require_ordinary(func, value)
-        elif callable(value) and not isinstance(value, type):
-            name = getattr(func, "__name__", str(func))
+        if callable(value) and not isinstance(value, type):
             raise CannotBeMapped(
-                f"it gives {name} a function to call, in which nothing is seen of what it does:"
-                " call it yourself"
+                f"it gives {getattr(func, '__name__', func)} a function to call, in which nothing"
+                " is seen of what it does: call it yourself"
             )
 
 
@@ -522,12 +516,17 @@ def _require_no_outside(func: Any, values: Iterable[Any]) -> None:
     """Refuse a tensor that requires grad and takes no part in the map: its gradient would be
     neither clipped nor noisy.
     """
+    for value in _leaves(values):
+        if isinstance(value, Tensor) and value.requires_grad and not _is_mapped(value):
+            raise OutsideTensor(getattr(func, "__name__", str(func)), value)
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad and not _is_mapped(value):
-                raise OutsideTensor(getattr(func, "__name__", str(func)), value)
-        elif type(value) in (tuple, list):
-            _require_no_outside(func, value)
+        if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _is_mapped(t: Tensor) -> bool:
