@@ -58,10 +58,8 @@ def linear(
         )
     if g.dim() == 3 and g.shape[1] == 1:
         a, g = a[:, 0], g[:, 0]
-    if g.dim() == 3:
-        machine = arithmetic.machine_of(g.device)
-        if choose_linear(g.shape[1], a.shape[2], g.shape[2], machine) != "gram":
-            return PerRecord(outer(weight, bias, a, g, is_transposed=is_transposed))
+    if g.dim() == 3 and choose_linear(g.shape[1], a.shape[2], g.shape[2]) != "gram":
+        return PerRecord(outer(weight, bias, a, g, is_transposed=is_transposed))
     return Outer(weight, bias, a, g, is_transposed=is_transposed)
 
 
@@ -72,8 +70,7 @@ def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     if geometry.weight is None:
         return PerRecord(geometry.per_record(inputs, g, "unfold"))
     a, g = geometry.padded(inputs.to(g.dtype)), g.contiguous()
-    machine = arithmetic.machine_of(g.device)
-    way, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g, machine)
+    way, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g)
     if is_kept:
         with arithmetic.tf32(g.device) if is_reduced(g) else nullcontext():
             return PerRecord(geometry.per_record(a, g, way))
@@ -243,67 +240,38 @@ def is_known(module: nn.Module) -> bool:
     )
 
 
-# Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a
-# multiply-add in a matrix product, in one of float64 and in a oneDNN convolution, a number copied
-# by unfold, a number written to fresh memory.
-_MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE = 0.022, 0.044, 0.012, 0.5, 1.0
-
-
-# The same of GPUs, in multiply-adds of float32 in a matrix product, by the ratio of arithmetic to
-# memory of H100, A100 and T4, which agree within a factor of two: a number that is unfolded, or
-# written and read twice, a multiply-add in TensorFloat-32 and one in a convolution whose groups are
-# records, which takes longer the more weights there are (H200, torch 2.11).
-_GPU_UNFOLD, _GPU_WRITE, _GPU_TF32, _GPU_GROUPED, _GPU_GROUP = 100.0, 80.0, 0.3, 1.4, 300.0
-# Per-record gradients are kept on a GPU where they have at most so many times the numbers of the
-# inputs and output gradients, which the step would hold in their place: with them, a step takes no
-# more memory than these many times a plain step's activations. Matrices of more numbers have fewer
-# positions than 1.6 times the mean width, for which Gram matrices are cheaper.
+# Per-record gradients are kept where they have at most so many times the numbers of the inputs and
+# output gradients, which the step would hold in their place: with them, a step takes no more memory
+# than these many times a plain step's activations. Matrices of more numbers have fewer positions
+# than 1.6 times the mean width, for which Gram matrices are cheaper.
 _KEPT = 1.6
 
 
-def choose_linear(
-    positions: int, width_in: int, width_out: int, machine: arithmetic.Machine
-) -> str:
-    """``"gram"`` or ``"instantiate"`` for a linear layer, by the estimated time of either."""
-    weights = width_in * width_out
-    if machine.is_accelerator:
-        is_kept = weights <= _KEPT * positions * (width_in + width_out)
-        return "instantiate" if is_kept else "gram"
-    gram = positions**2 * (width_in + width_out) * _GRAM + positions * weights * _MATMUL
-    instantiate = positions * weights * _MATMUL + weights * _WRITE
-    return "gram" if gram < instantiate else "instantiate"
+def choose_linear(positions: int, width_in: int, width_out: int) -> str:
+    """``"instantiate"`` or ``"gram"`` for a linear layer."""
+    is_kept = width_in * width_out <= _KEPT * positions * (width_in + width_out)
+    return "instantiate" if is_kept else "gram"
 
 
 def choose_convolution(
-    weights: int, groups: int, inputs: Tensor, backprops: Tensor, machine: arithmetic.Machine
+    weights: int, groups: int, inputs: Tensor, backprops: Tensor
 ) -> tuple[str, bool]:
-    """``"gram"``, ``"unfold"`` or ``"grouped"``, and whether the per-record gradients are kept for
-    the sum.
+    """``"gram"``, ``"unfold"`` or ``"grouped"``, by the estimated time, and whether the per-record
+    gradients are kept for the sum.
     """
-    positions = backprops[0, 0].numel()
-    held = inputs[0].numel() + backprops[0].numel()
+    machine, positions = arithmetic.machine_of(backprops.device), backprops[0, 0].numel()
+    is_kept = weights <= _KEPT * (inputs[0].numel() + backprops[0].numel())
     columns = weights // backprops.shape[1]  # of the unfolded input, for each group
-    products, unfolded = positions * weights, columns * groups * positions
-    in_gram = positions**2 * (columns * groups + backprops.shape[1])
+    products, unfolded = positions * weights, columns * groups * positions * machine.unfold
+    times = {"unfold": products + unfolded + weights * machine.write}
     if machine.is_accelerator:
-        times = {"unfold": products + unfolded * _GPU_UNFOLD + weights * _GPU_WRITE}
-        if is_reduced(backprops):
-            times["unfold"] -= (1 - _GPU_TF32) * products
-            if columns >= 16 * 9:
-                times["grouped"] = products * _GPU_GROUPED + weights * _GPU_GROUP
-        is_kept = weights <= _KEPT * held
-        if machine.has_double and not is_kept:
-            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram
-        return min(times, key=lambda w: times[w]), is_kept
-    is_onednn = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
-    times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
-    if is_onednn and not (inputs.shape[1] // groups % 16 or backprops.shape[1] // groups % 16):
-        times["grouped"] = products * _CONVOLUTION + weights * 2 * _WRITE
-    way = min(times, key=lambda w: times[w])
-    # the weighted sum, from inputs and output gradients
-    again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD
-    is_kept = weights <= held or (weights <= 2 * held and weights * _WRITE < again)
-    gram = unfolded * _UNFOLD + in_gram * _GRAM
-    if gram + again < times[way] + (weights * _WRITE if is_kept else again):
-        return "gram", False
-    return way, is_kept
+        is_fast = columns >= 16 * 9
+    else:  # oneDNN's own convolutions
+        is_fast = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
+        is_fast &= not (inputs.shape[1] // groups % 16 or backprops.shape[1] // groups % 16)
+    if is_fast:
+        times["grouped"] = products * machine.grouped + weights * machine.group
+    if machine.has_double and not is_kept:
+        in_gram = positions**2 * (columns * groups + backprops.shape[1])
+        times["gram"] = unfolded + in_gram * machine.gram
+    return min(times, key=lambda way: times[way]), is_kept
