@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
-from torch_dpbayes.per_sample.fixed_tensors import FixedTensors
+from torch_dpbayes.per_sample.derived import FixedTensors
 
 MODES = pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
 
