@@ -59,7 +59,7 @@ _SMALLEST = 2**22  # numbers in a piece of an accelerator
 def machine_of(device: torch.device) -> Machine:
     """What is known of a device."""
     if device.type == "cpu":
-        return Machine(_CACHE, False, True, 23.0, 45.0, 0.55, 90.0, 2.0)
+        return Machine(_CACHE, False, True, 23.0, 45.5, 0.55, 91.0, 2.0)
     if device.type != "cuda":
         return Machine(2**24, is_accelerator=True, has_double=device.type == "xpu")
     card = torch.cuda.get_device_properties(device)

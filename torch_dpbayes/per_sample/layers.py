@@ -69,8 +69,10 @@ def linear(
         )
     if g.dim() == 3 and g.shape[1] == 1:
         a, g = a[:, 0], g[:, 0]
-    if g.dim() == 3 and choose_linear(g.shape[1], a.shape[2], g.shape[2]) != "gram":
-        return PerRecord(outer(weight, bias, a, g, is_transposed=is_transposed))
+    if g.dim() == 3:
+        machine = arithmetic.machine_of(g.device)
+        if choose_linear(g.shape[1], a.shape[2], g.shape[2], machine) != "gram":
+            return PerRecord(outer(weight, bias, a, g, is_transposed=is_transposed))
     return Outer(weight, bias, a, g, is_transposed=is_transposed)
 
 
@@ -433,9 +435,14 @@ def is_known(module: nn.Module) -> bool:
 _KEPT = 1.6
 
 
-def choose_linear(positions: int, width_in: int, width_out: int) -> str:
-    """``"instantiate"`` or ``"gram"`` for a linear layer."""
-    is_kept = width_in * width_out <= _KEPT * positions * (width_in + width_out)
+def choose_linear(
+    positions: int, width_in: int, width_out: int, machine: arithmetic.Machine
+) -> str:
+    """``"instantiate"`` or ``"gram"`` for a linear layer: by memory, or on a CPU by time."""
+    weights, widths = width_in * width_out, width_in + width_out
+    is_kept = weights <= _KEPT * positions * widths
+    if not machine.is_accelerator:
+        is_kept = weights * machine.write <= positions**2 * widths * machine.gram
     return "instantiate" if is_kept else "gram"
 
 
