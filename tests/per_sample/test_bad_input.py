@@ -62,7 +62,13 @@ class WithScale(nn.Module):
         return self.net(x), self.scale.expand(len(x))
 
 
-SCALE = nn.Parameter(torch.zeros(()))
+def ctc(out, y):
+    log_probabilities = out[:, None, :2].expand(-1, 2, -1).log_softmax(2).transpose(0, 1)
+    ones = torch.ones_like(y)
+    return log_probabilities, ones[:, None], 2 * ones, ones
+
+
+SCALE, WEIGHT = nn.Parameter(torch.zeros(())), torch.tensor([1.0, 2.0, 3.0])
 
 # name: class and code of the error, what is refused, what its advice says
 LOSSES = {
@@ -120,6 +126,26 @@ LOSSES = {
         (LossError, "loss-divisor"),
         {"loop": lambda net, x, y: F.l1_loss(net(x), x[:, :3], weight=torch.ones(8, 3))},
         {"loop": lambda net, x, y: (F.l1_loss(net(x), x[:, :3], reduction="none") * 2.0).mean()},
+    ),
+    "class weights": (
+        (LossError, "loss-divisor"),
+        {"loop": lambda net, x, y: entropy(net(x), y, weight=WEIGHT)},
+        {"loop": lambda net, x, y: entropy(net(x), y, weight=WEIGHT, reduction="none").mean()},
+    ),
+    "lengths of CTC": (
+        (LossError, "loss-divisor"),
+        {"loop": lambda net, x, y: F.ctc_loss(*ctc(net(x), y))},
+        {"loop": lambda net, x, y: F.ctc_loss(*ctc(net(x), y), reduction="none").mean()},
+    ),
+    "noise on the inputs": (
+        (LossError, "loss-rows"),
+        {"loop": lambda net, x, y: entropy(net(x + torch.randn(x.shape)), y)},
+        {"loop": lambda net, x, y: entropy(net(x + torch.randn_like(x)), y)},
+    ),
+    "noise on the outputs": (
+        (LossError, "loss-rows"),
+        {"loop": lambda net, x, y: entropy(net(x) + torch.randn(len(x), 3), y)},
+        {"loop": lambda net, x, y: (lambda o: entropy(o + torch.randn_like(o), y))(net(x))},
     ),
     "random numbers that mix": (
         (LossError, "loss-mixes"),

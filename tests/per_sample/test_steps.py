@@ -318,21 +318,6 @@ def test_writes_into_fixed_tensors_are_seen(name, start):
     assert looks == 0 or (not is_counted and start + looks < 64)
 
 
-@MODES
-def test_statistics_that_the_loop_keeps_are_refused_and_not_charged(mode):
-    net = Centred()
-    net, optimizer, loader = private(
-        net, torch.randn(20, 4), torch.randn(20, 1), grad_sample_mode=mode
-    )
-    with pytest.raises(DPBayesError) as error:
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.mse_loss(net(x), y).backward()
-            net.mean.copy_(x.detach().mean(0).as_subclass(torch.Tensor))
-            optimizer.step()
-    assert error.value.code == "model-written" and len(optimizer.accountant) == 0
-
-
 def kept_by_the_data_set(data, optimizer, x):
     data.mean = x.mean(0)
 
