@@ -249,7 +249,7 @@ def test_a_scalar_that_the_model_returns_is_a_loss_of_each_record(name, is_vouch
 @pytest.mark.parametrize("mode", SOURCES)
 @pytest.mark.parametrize("is_vouched", [False, True])
 def test_empty_batches_add_nothing(mode, is_vouched):
-    for name in ("cross entropy", "Normal", "segmentation", "language model, view", "elbo"):
+    for name in ("cross entropy", "Normal", "segmentation", "language model, two terms", "elbo"):
         usual = USUAL[name]
         net, data = usual.model(), tuple(t[:0] for t in usual.data())
         source = SOURCES[mode](net, assume_independent=is_vouched)
