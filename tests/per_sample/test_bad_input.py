@@ -218,13 +218,6 @@ def batch_norm():
     return Images(nn.Conv2d(1, 64, 1), nn.BatchNorm2d(64), nn.Flatten(1), nn.Linear(384, 3))
 
 
-def evaluated(net):
-    for module in net.modules():
-        if "BatchNorm" in type(module).__name__:
-            module.requires_grad_(False).eval()
-    return net
-
-
 def lazy():
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -282,22 +275,9 @@ def unhooked(net):
 
 MODELS = {
     "BatchNorm": ("model-layer", batch_norm, ModuleValidator.fix),
-    "frozen BatchNorm in training mode": (
-        "model-layer",
-        lambda: (lambda net: (net[1].requires_grad_(False), net)[1])(batch_norm()),
-        evaluated,
-    ),
-    "eval mode": ("model-eval", lambda: mlp().eval(), lambda net: net.train()),
     "lazy": ("model-lazy", lazy, after_one_pass),
     "unused": ("model-unused", with_unused, unused_frozen),
     "backward hook": ("model-backward-hook", hooked, unhooked),
-    "statistics of records": (
-        "model-map",
-        lambda: Images(
-            nn.InstanceNorm2d(1, affine=True, track_running_stats=True), nn.Flatten(1), head()
-        ),
-        lambda net: Images(nn.InstanceNorm2d(1, affine=True), nn.Flatten(1), head()),
-    ),
     "classes": ("model-output", lambda: Of(mlp(), lambda out: out.argmax(1)), lambda net: net.net),
     "TorchScript": ("model-layer", lambda: torch.jit.trace(mlp(), X), lambda net: mlp()),
     "spectral norm": ("model-map", lambda: nn.Sequential(spectral_norm(head())), lambda net: mlp()),

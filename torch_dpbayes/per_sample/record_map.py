@@ -405,28 +405,21 @@ class _OfOneRecord(TorchFunctionMode):
         **kw: Any,
     ) -> Tensor:
         """Fused attention has no batching rule on every device: it runs on the whole batch where
-        dimension 0 is that of the records in all operands.
+        each operand has one row of (heads, positions, width).
         """
-        mask: Tensor | None = attn_mask
-        operands = [query, key, value, *(() if mask is None else (mask,))]
-        is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in operands[:3])
-        if mask is not None and mask.dim() == 4:
-            is_one_row &= mask.shape[0] == 1
+        operands: list[Tensor] = [query, key, value]
+        if attn_mask is not None:
+            operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
 
         def run(*tensors: Tensor) -> Tensor:
-            q, k, v = (t.squeeze(1) if is_one_row else t for t in tensors[:3])
-            m = tensors[3] if len(tensors) > 3 else None  # (n, [1,] [heads,] positions, positions)
-            if m is not None:
-                m = m.squeeze(1) if is_one_row and m.dim() == 5 else m
-                m = m.unflatten(0, (-1, *[1] * max(q.dim() - m.dim(), 0)))
-            out = F.scaled_dot_product_attention(q, k, v, m, *rest, **kw)
-            return out.unsqueeze(1) if is_one_row else out
+            q, k, v, *mask = (t.squeeze(1) for t in tensors)
+            found = F.scaled_dot_product_attention(q, k, v, *(mask or (None,)), *rest, **kw)
+            return found.unsqueeze(1)
 
-        are_alike = query.dim() == key.dim() == value.dim()
-        if self._map.leaves and are_alike and (mask is None or mask.dim() <= query.dim()):
+        if self._map.leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
             with suppress(InnerTransform):
                 return self._map.call_batched(run, operands)
-        args = (query, key, value, mask, *rest)
+        args = (query, key, value, attn_mask, *rest)
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
