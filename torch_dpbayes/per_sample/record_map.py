@@ -315,7 +315,8 @@ class _OfOneRecord(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
             func = F.grouped_mm  # for which it stands while torch traces
-        self._require_nothing_hidden(func, args, kwargs)
+        values = _leaves((*args, *kwargs.values()))
+        self._require_nothing_hidden(func, args, kwargs, values)
         if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
             raise CannotBeMapped(
                 f"it reads a number of the records ({func.__name__}): compute with tensors"
@@ -351,20 +352,21 @@ class _OfOneRecord(TorchFunctionMode):
             raise
         if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
             if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
-                _require_no_outside(func, (*args, *kwargs.values()))
+                _require_no_outside(func, values)
         self._map.track(result)
         return result
 
-    def _require_nothing_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _require_nothing_hidden(
+        self, func: Any, args: Any, kwargs: Any, values: Sequence[Any]
+    ) -> None:
         """Refuse what would run below the map, where tensors hold all records, or out of sight."""
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
             )
-        values = (*args, *kwargs.values())
         _require_public(values)
-        if kwargs or not _ORDINARY.issuperset(map(type, args)):
+        if not _ORDINARY.issuperset(map(type, values)):
             _require_ordinary(func, values)
         if kwargs.get("generator") is not None:
             raise CannotBeMapped(
@@ -478,7 +480,7 @@ def _require_torchs_own(function: type) -> None:
 
 def _require_public(values: Iterable[Any]) -> None:
     """Refuse what was computed from records of other batches, or from several of this one."""
-    for value in _leaves(values):
+    for value in values:
         if isinstance(value, Tensor) and not _is_mapped(value) and holds_records(value):
             raise CannotBeMapped(
                 "it computes with a tensor that was made of other records, or of several: leave"
@@ -490,7 +492,7 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
     """Refuse what would run code of the caller's below the map, or out of its sight: tensors with
     code of their own, and functions that a torch function calls.
     """
-    for value in _leaves(values):
+    for value in values:
         if type(value) in _ORDINARY:
             continue
         if isinstance(value, Tensor):
@@ -509,17 +511,20 @@ def _require_no_outside(func: Any, values: Iterable[Any]) -> None:
     """Refuse a tensor that requires grad and takes no part in the map: its gradient would be
     neither clipped nor noisy.
     """
-    for value in _leaves(values):
+    for value in values:
         if isinstance(value, Tensor) and value.requires_grad and not _is_mapped(value):
             raise OutsideTensor(getattr(func, "__name__", str(func)), value)
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+def _leaves(values: Iterable[Any]) -> list[Any]:
+    """What stands in arguments, and in tuples and lists of them."""
+    found: list[Any] = []
     for value in values:
         if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
-            yield from _leaves(value)
+            found += _leaves(value)
         else:
-            yield value
+            found.append(value)
+    return found
 
 
 def _is_mapped(t: Tensor) -> bool:
