@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import clipped_rows, delivered, sum_of
+from helpers import clipped_rows, delivered, gradients_of_records, sum_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -64,13 +64,8 @@ def weights_of(net, x, spread):
 
 def loop(net, x, weights):
     """Every record's gradient in float64."""
-    exact, rows = copy.deepcopy(net).double(), []
     x = x.double() if x.is_floating_point() else x
-    parameters = [p for p in exact.parameters() if p.requires_grad]
-    for i in range(len(x)):
-        loss = loss_of(exact, x[i : i + 1], weights[i : i + 1].double())
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
-    return torch.stack(rows)
+    return gradients_of_records(copy.deepcopy(net).double(), loss_of, (x, weights.double()))
 
 
 def clipped(source, net, x, weights, clip, *, way=None, is_kept=False, **options):
@@ -429,14 +424,9 @@ def test_autocast_and_half_precision(grad_sample_mode, is_autocast):
     if not is_autocast:
         net, x = net.bfloat16(), x.bfloat16()
     weights = weights_of(net, x, 1.2)
-    truth = []
     # backward and the sum inside as well
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-        for i in range(8):
-            other = copy.deepcopy(net)
-            loss_of(other, x[i : i + 1], weights[i : i + 1]).backward()
-            truth.append(torch.cat([p.grad.double().flatten() for p in other.parameters()]))
-        gradients = torch.stack(truth)
+        gradients = gradients_of_records(copy.deepcopy(net), loss_of, (x, weights)).double()
         norm = gradients.norm(dim=1)
         clip = float(norm.median())
         source = (
@@ -447,7 +437,7 @@ def test_autocast_and_half_precision(grad_sample_mode, is_autocast):
         found, norms = clipped(source, net, x, weights, clip)
     assert found.dtype == norms.dtype == torch.float32
     torch.testing.assert_close(norms.double(), norm, rtol=2**-8, atol=0)
-    expected = (gradients * (clip / norm).clamp(max=1.0)[:, None]).sum(0)
+    expected = clipped_rows(gradients, clip)
     assert float((found - expected).norm()) <= 2**-7 * float(norm.clamp(max=clip).sum())
 
 
