@@ -18,6 +18,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes.per_sample import arithmetic, contributions
 from torch_dpbayes.per_sample.arithmetic import Machine
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.gradient_source import add_clipped
 
 
 @examples(60)
@@ -105,6 +106,18 @@ def test_norms_of_tied_tables_hold_for_the_sum(machine, positions, dtype, closen
                 # off is 2⁻²⁸ of norm² at most; a sum of ten terms has four roundings of each
                 longest = norm * (1 + 2 * ulp + 2**-28) + 4 * ulp * size
                 assert float(out.double().norm()) <= longest
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_what_splitting_rounds_up_is_in_the_norm(positions):
+    """A product of two terms of bfloat16 has 16 bits of the factor: up to 2⁻¹⁸ too many."""
+    weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+    a = torch.ones(1, *[positions] * (positions > 1), 1, dtype=torch.bfloat16)
+    with on(H200):
+        for clip in torch.rand(100, generator=torch.Generator().manual_seed(0)).tolist():
+            out = {weight: torch.zeros(1)}
+            add_clipped([contributions.Outer(weight, None, a, a)], clip, out)
+            assert clip * (1 - 2**-15) <= float(out[weight]) <= clip * (1 + 2**-22)
 
 
 # -- operations of a step --------------------------------------------------------------------------

@@ -75,12 +75,7 @@ class PerRecord(Contribution):
                 parts = total.split([p.numel() for p in parameters])
                 found = [(out[p], t) for p, t in zip(parameters, parts, strict=True) if p in out]
                 torch._foreach_add_([p for p, _ in found], [t for _, t in found])
-            elif parameters[0] not in out:
-                continue
-            elif is_split(g) and dtype == torch.float32:  # three terms are all of a float32
-                terms = torch.stack(split(factor.float(), 3))
-                out[parameters[0]].add_(product(terms, g).sum(0))
-            else:
+            elif parameters[0] in out:
                 out[parameters[0]].addmv_(g.to(dtype).T, factor.to(dtype))
 
     def per_record(self) -> dict[Tensor, Tensor]:
