@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Beta, Categorical, Normal
+from torch.distributions import Categorical, Normal
 
 N, K, T, V = 8, 4, 5, 7  # records, classes, positions, words
 Maker = Callable[[], Any]
@@ -124,9 +124,6 @@ LABELS: Maker = lambda: (inputs(), classes())  # noqa: E731
 REALS: Maker = lambda: (inputs(), reals())  # noqa: E731
 REALS_K: Maker = lambda: (inputs(), reals(K))  # noqa: E731
 BITS: Maker = lambda: (inputs(), bits())  # noqa: E731
-BITS_K: Maker = lambda: (inputs(), bits(K))  # noqa: E731
-UNITS: Maker = lambda: (inputs(), units())  # noqa: E731
-COUNTS: Maker = lambda: (inputs(), classes(6).float())  # noqa: E731
 MAPS: Maker = lambda: (inputs(2, 6, 6), classes(K, 6, 6))  # noqa: E731
 TEXT: Maker = lambda: (classes(V, T), classes(V, T))  # noqa: E731
 MASKED: Maker = lambda: (  # noqa: E731
@@ -141,7 +138,6 @@ BOTH: Maker = lambda: (inputs(), classes(), reals())  # noqa: E731
 
 bce, ce, mse = F.binary_cross_entropy_with_logits, F.cross_entropy, F.mse_loss
 nll = F.gaussian_nll_loss
-WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 def rows(out, y):
@@ -156,16 +152,6 @@ def in_a_loop(out, y, t):
     return loss / (K + 1)
 
 
-class Criterion(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", WEIGHT)
-        self.ce = nn.CrossEntropyLoss(reduction="none")
-
-    def forward(self, out: Tensor, y: Tensor) -> Tensor:
-        return (self.weight[y] * self.ce(out, y)).mean()
-
-
 FROZEN = nn.Linear(6, K).requires_grad_(False).eval()
 
 
@@ -175,19 +161,14 @@ add("cross entropy", lambda out, y: ce(out, y))
 add("cross entropy, sum over len", lambda out, y: ce(out, y, reduction="sum") / len(y))
 add("cross entropy, sum", lambda out, y: ce(out, y, reduction="sum"), loss_reduction="sum")
 add("cross entropy, none then mean", lambda out, y: rows(out, y).mean())
-add("label smoothing", lambda out, y: ce(out, y, label_smoothing=0.1))
 add("log-probability by arange", lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean())
 add("Brier score", lambda out, y: ((out.softmax(-1) - F.one_hot(y, K)) ** 2).sum(-1).mean())
-add("focal", lambda out, y: (lambda e: ((1 - (-e).exp()) ** 2 * e).mean())(rows(out, y)))
-add("bce, squeeze(1)", lambda out, y: bce(out.squeeze(1), y), 1, BITS)
-add("bce, y.view_as", lambda out, y: nn.BCEWithLogitsLoss()(out, y.view_as(out)), 1, BITS)
 add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(3.0)), 1, BITS)
 
 # real targets -------------------------------------------------------------------------------------
 
 add("mse", lambda out, t: mse(out, t), K, REALS_K)
 add("mse, sum over numel", lambda out, t: mse(out, t, reduction="sum") / t.numel(), K, REALS_K)
-add("mse by hand", lambda out, t: ((out - t) ** 2).mean(), K, REALS_K)
 add("gaussian nll", lambda out, t: nll(out[:, 0], t, F.softplus(out[:, 1])), 2, REALS)
 add("gaussian nll, one variance", lambda out, t: nll(out, t, 0.7), K, REALS_K)
 add(
@@ -201,8 +182,6 @@ add(
 
 add("Normal", lambda out, t: -Normal(out[:, 0], out[:, 1].exp()).log_prob(t).mean(), 2, REALS)
 add("Categorical", lambda out, y: -Categorical(logits=out).log_prob(y).mean())
-add("Beta", lambda out, t: -Beta(out[:, 0].exp(), out[:, 1].exp()).log_prob(t).mean(), 2, UNITS)
-
 # images, texts, series ----------------------------------------------------------------------------
 
 add("segmentation", lambda out, y: ce(out, y), data=MAPS, model=lambda: Images(K))
@@ -220,7 +199,6 @@ add(
     data=TEXT,
     model=Words,
 )
-add("language model, view", lambda out, y: ce(out.view(-1, V), y.view(-1)), data=TEXT, model=Words)
 add(
     "mask of tokens, mean per record",
     lambda out, y, m: (
@@ -245,7 +223,6 @@ add(
     model=Named,
 )
 add("losses added in a loop", in_a_loop, data=BOTH, model=Two)
-add("a criterion of ours", lambda out, y: Criterion()(out, y))
 add(
     "elbo",
     lambda net, x: (
@@ -273,15 +250,7 @@ add(
 add("x.view(len(x), -1)", lambda net, x, y: ce(net(x.view(len(x), -1)), y), data=GRID)
 add("x.float() / 255", lambda net, x, y: ce(net(x.float() / 255), y), data=PIXELS)
 add(
-    "normalised by constants",
-    lambda net, x, y: ce(net((x - torch.arange(6.0)) / torch.full((6,), 2.0)), y),
-)
-add(
     "ones appended",
     lambda net, x, y: ce(net(torch.cat([x[:, :5], torch.ones(len(x), 1)], dim=1)), y),
 )
 add("noise added", lambda net, x, y: ce(net(x + 0.1 * torch.randn_like(x)), y), draws=True)
-
-# numbers ------------------------------------------------------------------------------------------
-
-add("accumulation: loss / 4", lambda out, y: ce(out, y) / 4)

@@ -62,7 +62,13 @@ class WithScale(nn.Module):
         return self.net(x), self.scale.expand(len(x))
 
 
-SCALE = nn.Parameter(torch.zeros(()))
+def ctc(out, y):
+    log_probabilities = out[:, None, :2].expand(-1, 2, -1).log_softmax(2).transpose(0, 1)
+    ones = torch.ones_like(y)
+    return log_probabilities, ones[:, None], 2 * ones, ones
+
+
+SCALE, WEIGHT = nn.Parameter(torch.zeros(())), torch.tensor([1.0, 2.0, 3.0])
 
 # name: class and code of the error, what is refused, what its advice says
 LOSSES = {
@@ -120,6 +126,26 @@ LOSSES = {
         (LossError, "loss-divisor"),
         {"loop": lambda net, x, y: F.l1_loss(net(x), x[:, :3], weight=torch.ones(8, 3))},
         {"loop": lambda net, x, y: (F.l1_loss(net(x), x[:, :3], reduction="none") * 2.0).mean()},
+    ),
+    "class weights": (
+        (LossError, "loss-divisor"),
+        {"loop": lambda net, x, y: entropy(net(x), y, weight=WEIGHT)},
+        {"loop": lambda net, x, y: entropy(net(x), y, weight=WEIGHT, reduction="none").mean()},
+    ),
+    "lengths of CTC": (
+        (LossError, "loss-divisor"),
+        {"loop": lambda net, x, y: F.ctc_loss(*ctc(net(x), y))},
+        {"loop": lambda net, x, y: F.ctc_loss(*ctc(net(x), y), reduction="none").mean()},
+    ),
+    "noise on the inputs": (
+        (LossError, "loss-rows"),
+        {"loop": lambda net, x, y: entropy(net(x + torch.randn(x.shape)), y)},
+        {"loop": lambda net, x, y: entropy(net(x + torch.randn_like(x)), y)},
+    ),
+    "noise on the outputs": (
+        (LossError, "loss-rows"),
+        {"loop": lambda net, x, y: entropy(net(x) + torch.randn(len(x), 3), y)},
+        {"loop": lambda net, x, y: (lambda o: entropy(o + torch.randn_like(o), y))(net(x))},
     ),
     "random numbers that mix": (
         (LossError, "loss-mixes"),
@@ -192,13 +218,6 @@ def batch_norm():
     return Images(nn.Conv2d(1, 64, 1), nn.BatchNorm2d(64), nn.Flatten(1), nn.Linear(384, 3))
 
 
-def evaluated(net):
-    for module in net.modules():
-        if "BatchNorm" in type(module).__name__:
-            module.requires_grad_(False).eval()
-    return net
-
-
 def lazy():
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -256,22 +275,9 @@ def unhooked(net):
 
 MODELS = {
     "BatchNorm": ("model-layer", batch_norm, ModuleValidator.fix),
-    "frozen BatchNorm in training mode": (
-        "model-layer",
-        lambda: (lambda net: (net[1].requires_grad_(False), net)[1])(batch_norm()),
-        evaluated,
-    ),
-    "eval mode": ("model-eval", lambda: mlp().eval(), lambda net: net.train()),
     "lazy": ("model-lazy", lazy, after_one_pass),
     "unused": ("model-unused", with_unused, unused_frozen),
     "backward hook": ("model-backward-hook", hooked, unhooked),
-    "statistics of records": (
-        "model-map",
-        lambda: Images(
-            nn.InstanceNorm2d(1, affine=True, track_running_stats=True), nn.Flatten(1), head()
-        ),
-        lambda net: Images(nn.InstanceNorm2d(1, affine=True), nn.Flatten(1), head()),
-    ),
     "classes": ("model-output", lambda: Of(mlp(), lambda out: out.argmax(1)), lambda net: net.net),
     "TorchScript": ("model-layer", lambda: torch.jit.trace(mlp(), X), lambda net: mlp()),
     "spectral norm": ("model-map", lambda: nn.Sequential(spectral_norm(head())), lambda net: mlp()),

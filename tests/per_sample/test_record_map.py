@@ -3,10 +3,10 @@
 import contextlib
 import threading
 import types
-from dataclasses import dataclass
 
 import pytest
 import scipy.stats
+import test_bookkeeping
 import torch
 import torch.nn.functional as F
 from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from torch_dpbayes.errors import DPBayesError, ModelError
 from torch_dpbayes.per_sample import contributions
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
-from torch_dpbayes.per_sample.nested import Nested
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, as_traced
 
 SOURCES = pytest.mark.parametrize(
@@ -94,15 +93,7 @@ def attention():
 
 
 MODELS = {
-    "mlp": (Call, FLAT),
     "one layer": (head, FLAT),
-    "convolutions": (
-        lambda: nn.Sequential(
-            *(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU()),
-            *(nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2), nn.Flatten(1), head(16)),
-        ),
-        IMAGE,
-    ),
     "positions": (
         lambda: Of(
             with_positions, first=nn.Linear(6, 4), position=nn.Embedding(5, 4), head=head(4)
@@ -137,37 +128,11 @@ MODELS = {
     ),
     "LSTM's cell": (lambda: Of(lstm_cell, cell=nn.LSTMCell(6, 6), head=head()), SEQUENCE),
     "fused attention": (lambda: Of(fused_attention, qkv=nn.Linear(6, 18), head=head()), SEQUENCE),
-    "embedding": (
-        lambda: Of(
-            lambda net, x: net.head(net.embedding(x).mean(1)),
-            embedding=nn.Embedding(20, 6, padding_idx=0),
-            head=head(),
-        ),
-        None,
-    ),
     "checkpoint": (lambda: Of(checkpointed, **three()), FLAT),
-    "low rank": (
-        lambda: Of(
-            lambda net, x: net.head(net.base(x) + x @ net.a.T @ net.b.T),
-            base=nn.Linear(6, 6).requires_grad_(False),
-            a=nn.Parameter(torch.randn(2, 6)),
-            b=nn.Parameter(torch.zeros(6, 2)),
-            head=head(),
-        ),
-        FLAT,
-    ),
     "bag": (
         lambda: Of(
             lambda net, x: net.head(net.bag(x)),
             bag=nn.EmbeddingBag(20, 6, sparse=True),
-            head=head(),
-        ),
-        None,
-    ),
-    "bag with offsets": (
-        lambda: Of(
-            lambda net, x: net.head(net.bag(x.flatten(), torch.arange(0, x.numel(), x.shape[1]))),
-            bag=nn.EmbeddingBag(20, 6),
             head=head(),
         ),
         None,
@@ -198,42 +163,32 @@ MODELS = {
 
 
 def of_name(name, n=7):
-    make, shape = MODELS[name]
-    x = torch.randint(20, (n, 4)) if shape is None else torch.randn(n, *shape)
-    return make(), x, torch.randint(3, (n,))
+    make, shape = {**MODELS, **test_bookkeeping.MODELS}[name]
+    x = torch.randint(11, (n, 5)) if shape is None else torch.randn(n, *shape)
+    return make(), x
+
+
+def entropy(net, x, y):
+    return F.cross_entropy(net(x).flatten(1), y)
 
 
 def expected_sum(net, x, y, clip=0.3):
-    loss = lambda net, x, y: F.cross_entropy(net(x), y)  # noqa: E731
-    return clipped_rows(gradients_of_records(net, loss, (x, y)), clip)
+    return clipped_rows(gradients_of_records(net, entropy, (x, y)), clip)
 
 
 @MODES
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "linear", "cnn", "instance norm 2d", "language model"])
 def test_the_clipped_sum_is_that_of_records_run_by_themselves(name, mode):
-    net, x, y = of_name(name)
+    net, x = of_name(name)
+    y = torch.randint(3, (len(x),))
     expected = expected_sum(net, x, y)
     net, optimizer, loader = private(net, x, y, clip=0.3, grad_sample_mode=mode)
     assert optimizer.independence.startswith("by construction")
     for a, b in loader:
-        F.cross_entropy(net(a), b).backward()
+        entropy(net, a, b).backward()
         found = sum_of(optimizer.release.source, net, 0.3)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@SOURCES
-def test_dropout_differs_between_records(make):
-    net = nn.Sequential(nn.Linear(6, 400), nn.Dropout(0.5))
-    with torch.no_grad():
-        net[0].weight.zero_()
-        net[0].bias.fill_(1.0)
-    source = make(net)
-    (x,) = delivered(torch.randn(2, 6))
-    out = net(x)
-    out.mean().backward()
-    assert 100 < int((out[0] != out[1]).sum()) < 300  # 200 ± 10
-    source.remove()
 
 
 class LastOutput(nn.Module):
@@ -245,21 +200,29 @@ class LastOutput(nn.Module):
         return self.layer(x)[0][:, -1]
 
 
+def of_ones(kind):
+    """400 outputs that are all the same but for dropout; recurrent layers have it between two."""
+    if kind is nn.Linear:
+        net, name = nn.Sequential(nn.Linear(6, 400), nn.Dropout(0.5)), "0.bias"
+    else:
+        net = LastOutput(kind(6, 400, num_layers=2, dropout=0.5, batch_first=True))
+        name = "layer.bias_ih_l0"
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+        net.get_parameter(name).fill_(1.0)
+        if kind is not nn.Linear:
+            second = net.layer.weight_ih_l1
+            second.copy_(torch.eye(400).repeat(len(second) // 400, 1))
+    return net
+
+
 @pytest.mark.chance(1e-6)
 @SOURCES
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-def test_dropout_between_recurrent_layers(make, kind):
-    """A second layer passes on what the first one has, all of it the same but for dropout."""
-    net = LastOutput(kind(6, 400, num_layers=2, dropout=0.5, batch_first=True))
-    with torch.no_grad():
-        for name, p in net.named_parameters():
-            p.zero_()
-            if name == "layer.bias_ih_l0":
-                p.fill_(1.0)
-            if name == "layer.weight_ih_l1":
-                p.copy_(torch.eye(400).repeat(len(p) // 400, 1))
-    source = make(net)
-    (x,) = delivered(torch.randn(2, 1, 6))
+@pytest.mark.parametrize("kind", [nn.Linear, nn.RNN, nn.GRU, nn.LSTM])
+def test_dropout_differs_between_records(make, kind):
+    source = make(net := of_ones(kind))
+    (x,) = delivered(torch.randn(2, *[1] * (kind is not nn.Linear), 6))
     out = net(x)
     out.mean().backward()
     assert 100 < int((out[0] != out[1]).sum()) < 300  # 200 ± 10
@@ -336,7 +299,11 @@ def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused
         return out
 
     with pytest.raises(DPBayesError) as error:
-        private(Of(function, first=nn.Linear(6, 6), head=head()), *of_name("mlp")[1:])
+        private(
+            Of(function, first=nn.Linear(6, 6), head=head()),
+            torch.randn(7, 6),
+            torch.zeros(7).long(),
+        )
     assert error.value.code == "step-changed"
 
 
@@ -548,7 +515,6 @@ def test_a_layer_with_code_of_its_own_stays_in_the_map():
 EXCHANGED = {
     "forward of all layers": (nn.Linear, "forward"),
     "forward of one layer": (None, "forward"),
-    "a class": (None, "__class__"),
     "a function of Python": (F, "layer_norm"),
     "a function of C++": (F, "linear"),
     "what a function calls": (torch, "layer_norm"),
@@ -570,12 +536,8 @@ def test_code_in_the_place_of_torchs_sees_one_record(what, when, monkeypatch):
             seen.append(len(next(t for t in given if isinstance(t, torch.Tensor))))
             return before(*given)
 
-        other = type("Other", (nn.Linear,), {"forward": lambda self, x: watching(self, x)})
-        if name == "__class__":
-            before = nn.Linear.forward
         with monkeypatch.context() as patch:
-            value = other if name == "__class__" else watching
-            patch.setattr(layer if place is None else place, name, value)
+            patch.setattr(layer if place is None else place, name, watching)
             yield
 
     class Net(nn.Module):
@@ -665,28 +627,6 @@ def test_passes_in_another_thread(is_evaluated):
         with pytest.raises(DPBayesError) as error:
             sum_of(source, net, 0.3)
         assert error.value.code == "step-passes"
-
-
-# -- nested values ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Pair:
-    first: Tensor
-    second: Tensor
-    note: str = "fine"
-
-
-def test_nested_values_are_taken_apart_and_put_together():
-    value = (
-        {"a": torch.ones(2), "b": [torch.zeros(2), 3, None]},
-        Pair(torch.ones(1), torch.ones(1)),
-    )
-    nested = Nested(value)
-    assert len(nested.tensors) == 4 and not nested.strangers
-    again = nested.rebuilt([t + 1 for t in nested.tensors])
-    assert torch.equal(again[0]["a"], torch.full((2,), 2.0)) and again[0]["b"][1:] == [3, None]
-    assert again[1].note == "fine" and Nested(object()).strangers
 
 
 def test_maps_of_two_threads_leave_the_compilers_flag_as_it_was():

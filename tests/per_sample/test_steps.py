@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
-from torch_dpbayes.per_sample.fixed_tensors import FixedTensors
+from torch_dpbayes.per_sample.derived import FixedTensors
 
 MODES = pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
 
@@ -316,21 +316,6 @@ def test_writes_into_fixed_tensors_are_seen(name, start):
     write(net, torch.randn(3, 4))
     looks = next(k for k in range(65) if found_changed(fixed) == tensor)
     assert looks == 0 or (not is_counted and start + looks < 64)
-
-
-@MODES
-def test_statistics_that_the_loop_keeps_are_refused_and_not_charged(mode):
-    net = Centred()
-    net, optimizer, loader = private(
-        net, torch.randn(20, 4), torch.randn(20, 1), grad_sample_mode=mode
-    )
-    with pytest.raises(DPBayesError) as error:
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.mse_loss(net(x), y).backward()
-            net.mean.copy_(x.detach().mean(0).as_subclass(torch.Tensor))
-            optimizer.step()
-    assert error.value.code == "model-written" and len(optimizer.accountant) == 0
 
 
 def kept_by_the_data_set(data, optimizer, x):

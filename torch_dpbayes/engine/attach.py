@@ -25,7 +25,7 @@ from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
-from ..per_sample.fixed_tensors import FixedTensors
+from ..per_sample.derived import FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.model_check import check_layers, check_model

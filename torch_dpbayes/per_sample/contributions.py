@@ -51,83 +51,63 @@ class Contribution(ABC):
 
 
 class PerRecord(Contribution):
-    """Per-record gradients themselves."""
+    """Per-record gradients themselves.
 
-    def __init__(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        self.gradients = {p: g.reshape(len(g), p.numel()) for p, g in gradients.items()}
+    Args:
+        gradients: with records in dimension 0.
+        is_joined: whether they stand side by side, for one operation on all of them.
+    """
+
+    def __init__(self, gradients: Mapping[Tensor, Tensor], *, is_joined: bool = False) -> None:
         self.parameters = tuple(gradients)
+        rows = [g.reshape(len(g), p.numel()) for p, g in gradients.items()]
+        each = [((p,), g) for p, g in zip(self.parameters, rows, strict=True)]
+        self._blocks = [(self.parameters, torch.cat(rows, dim=1))] if is_joined else each
 
     def norm(self) -> Tensor:
-        return joined(
-            [
-                torch.linalg.vector_norm(
-                    g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)
-                )
-                for g in self.gradients.values()
-            ]
-        )
-
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        for p, g in self.gradients.items():
-            if p in out:
-                out[p].addmv_(g.to(out[p].dtype).T, factor.to(out[p].dtype))
-
-    def add_in_terms(self, terms: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        """The same of gradients in bfloat16, as they are: the factors are the sums of ``terms``."""
-        for p, g in self.gradients.items():
-            if p in out:
-                out[p].add_(product(terms, g).sum(0))
-
-    def per_record(self) -> dict[Tensor, Tensor]:
-        return self.gradients
-
-    def keep_only(self, keep: Tensor) -> None:
-        self.gradients = {p: _kept(g, keep) for p, g in self.gradients.items()}
-
-
-class Small(Contribution):
-    """Per-record gradients of parameters with few numbers, side by side: one operation for all."""
-
-    def __init__(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        self.parameters, self._sizes = tuple(gradients), [p.numel() for p in gradients]
-        self._rows = torch.cat(list(gradients.values()), dim=1)
-
-    def norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self._rows, dim=1)
+        return joined([torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for _, g in self._blocks])
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         dtype = next(iter(out.values())).dtype
-        total = torch.mv(self._rows.to(dtype).T, factor.to(dtype)).split(self._sizes)
-        found = [(out[p], t) for p, t in zip(self.parameters, total, strict=True) if p in out]
-        torch._foreach_add_([p for p, _ in found], [t for _, t in found])
+        for parameters, g in self._blocks:
+            if len(parameters) > 1:
+                total = torch.mv(g.to(dtype).T, factor.to(dtype))
+                parts = total.split([p.numel() for p in parameters])
+                found = [(out[p], t) for p, t in zip(parameters, parts, strict=True) if p in out]
+                torch._foreach_add_([p for p, _ in found], [t for _, t in found])
+            elif parameters[0] in out:
+                out[parameters[0]].addmv_(g.to(dtype).T, factor.to(dtype))
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        rows = self._rows.split(self._sizes, dim=1)
-        return dict(zip(self.parameters, rows, strict=True))
+        found: dict[Tensor, Tensor] = {}
+        for parameters, g in self._blocks:
+            rows = g.split([p.numel() for p in parameters], dim=1)
+            found.update(zip(parameters, rows, strict=True))
+        return found
 
     def keep_only(self, keep: Tensor) -> None:
-        self._rows = _kept(self._rows, keep)
+        self._blocks = [(parameters, _kept(g, keep)) for parameters, g in self._blocks]
 
 
 _SMALL = 2**12  # numbers of a parameter
-_ALL = slice(None)
 
 
 def merged(parts: Sequence[Contribution]) -> Sequence[Contribution]:
-    """The same contributions with small gradients together."""
+    """The same contributions with small gradients side by side."""
     small: dict[Tensor, Tensor] = {}
     rest: list[Contribution] = []
     for part in parts:
-        if type(part) is not PerRecord:
+        if not isinstance(part, PerRecord):
             rest.append(part)
             continue
-        found = {p: g for p, g in part.gradients.items() if g.shape[1] <= _SMALL}
+        gradients = part.per_record()
+        found = {p: g for p, g in gradients.items() if p.numel() <= _SMALL}
         small.update((p, g.to(wide(g))) for p, g in found.items())
-        if len(found) < len(part.gradients):
-            rest.append(PerRecord({p: g for p, g in part.gradients.items() if p not in found}))
+        if len(found) < len(gradients):
+            rest.append(PerRecord({p: g for p, g in gradients.items() if p not in found}))
     if len(small) < 3 or len({g.dtype for g in small.values()}) > 1:
         return parts
-    return [*rest, Small(small)]
+    return [*rest, PerRecord(small, is_joined=True)]
 
 
 class Product(Contribution):
@@ -149,7 +129,6 @@ class Product(Contribution):
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
         self.inputs, self.backprops = inputs, backprops
         self.held = (inputs, backprops)
-        self._apart: tuple[Tensor, PerRecord] | None = None
 
     def norm(self) -> Tensor:
         if self.norms is None:
@@ -173,44 +152,15 @@ class Product(Contribution):
         for layer, norm, size in zip(alike, *rows, strict=True):
             layer.norms, layer.size = norm, size
 
-    def set_apart(self, which: Tensor) -> None:
-        """Sum these records by themselves from now on, their norms included."""
-        index = which.nonzero().flatten()
-        apart, norm = PerRecord(self.per_record_of(index)), self.norm()
-        self.keep_only(~which)
-        self.norms = norm.index_copy(0, index, apart.norm().to(norm.dtype))
-        self._apart, self.size = (index, apart), None
-
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self._add_product(factor, out)
-        if self._apart is not None:
-            index, apart = self._apart
-            apart.add_sum(factor[index], out)
-
-    def per_record(self) -> dict[Tensor, Tensor]:
-        gradients = self.per_record_of(_ALL)
-        if self._apart is None:
-            return gradients
-        index, apart = self._apart
-        return {p: g.index_copy(0, index, apart.gradients[p]) for p, g in gradients.items()}
-
     def keep_only(self, keep: Tensor) -> None:
         self.inputs, self.backprops = _kept(self.inputs, keep), _kept(self.backprops, keep)
-        if self._apart is not None:
-            index, apart = self._apart
-            apart.keep_only(keep[index])
 
-    def wide_of(self, which: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Inputs and output gradients of these records, in the type of sums."""
+    def widened(self) -> tuple[Tensor, Tensor]:
+        """Inputs and output gradients in the type of sums: no per-record gradient is rounded that
+        the norm does not see.
+        """
         dtype = wide(self.backprops)
-        return self.inputs[which].to(dtype), self.backprops[which].to(dtype)
-
-    @abstractmethod
-    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
-        """As matrices, in the type of sums: nothing is rounded that the norm does not see."""
-
-    @abstractmethod
-    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None: ...
+        return self.inputs.to(dtype), self.backprops.to(dtype)
 
 
 class Outer(Product):
@@ -271,32 +221,8 @@ class Outer(Product):
         a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
         return a.mul_(g).hypot_(g)
 
-    def is_with_others(self, out: Mapping[Tensor, Tensor]) -> bool:
-        """Whether the sums of several such layers may be taken by one product."""
-        is_whole = self.backprops.dim() == 3 and self._apart is None and self.weight is not None
-        return is_whole and all(p in out for p in self.parameters)
-
-    def add_sums(
-        self, alike: Sequence[Outer], factor: Tensor, out: Mapping[Tensor, Tensor]
-    ) -> None:
-        """:meth:`add_sum` of layers with the key of this one."""
-        if len(alike) == 1:
-            self.add_sum(factor, out)
-            return
-        g, a = (beside(t) for t in ([x.backprops for x in alike], [x.inputs for x in alike]))
-        g = g.view(len(alike), *self.backprops.shape) * factor.view(-1, 1, 1)
-        g, a = g.flatten(1, 2), a.view(len(alike), -1, a.shape[-1])
-        a = a if is_split(a) else a.to(g.dtype)
-        weights = [out[p].view(p.shape) for x in alike if (p := x.weight) is not None]
-        for term in split(g, 2) if is_split(a) else [g]:
-            left, right = (a, term) if self.is_transposed else (term, a)
-            torch._foreach_add_(weights, list(product(left.transpose(1, 2), right).unbind()))
-        if self.bias is not None:
-            biases = [out[p] for x in alike if (p := x.bias) is not None]
-            torch._foreach_add_(biases, list(g.sum(1).unbind()))
-
-    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        parts = [_ALL]
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        parts = [slice(None)]
         if is_split(self.backprops):
             parts = list(chunks(len(factor), self.backprops[0].numel(), factor.device))
         for part in parts:
@@ -314,10 +240,9 @@ class Outer(Product):
             if self.bias is not None and self.bias in out:
                 out[self.bias].add_(g.sum(0))
 
-    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
-        a, g = self.wide_of(which)
-        found = outer(self.weight, self.bias, a, g, is_transposed=self.is_transposed)
-        return PerRecord(found).gradients
+    def per_record(self) -> dict[Tensor, Tensor]:
+        a, g = self.widened()
+        return outer(self.weight, self.bias, a, g, is_transposed=self.is_transposed)
 
 
 def set_norms(parts: Sequence[Contribution]) -> None:
@@ -372,7 +297,7 @@ def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tens
         of_inputs = torch.linalg.vector_norm(a, dim=2)
         size = size * (of_inputs if like.bias is None else of_inputs.hypot(torch.ones(())))
     size = size.sum(1)
-    rows = torch.cat(list(PerRecord(outer(like.weight, like.bias, a, g)).gradients.values()), 1)
+    rows = torch.cat(list(outer(like.weight, like.bias, a, g).values()), 1)
     norm = torch.linalg.vector_norm(rows, dim=1).add_(_lost_in_squares(rows))
     return norm.add_(size, alpha=g.shape[1] * 2.0**-24), size
 
@@ -414,9 +339,9 @@ class Tokens(Contribution):
             rows = weighted(self.rows, factor[self._records], out)
             out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
 
-    def per_record(self, which: Tensor | slice = _ALL) -> dict[Tensor, Tensor]:
-        g = self.rows.view(self._number, -1, self.rows.shape[1])[which]
-        places = self.tokens.view(self._number, -1, 1)[which].expand_as(g)
+    def per_record(self) -> dict[Tensor, Tensor]:
+        g = self.rows.view(self._number, -1, self.rows.shape[1])
+        places = self.tokens.view(self._number, -1, 1).expand_as(g)
         rows = g.new_zeros(len(g), *self.weight.shape).scatter_add_(1, places, g)
         return {self.weight: rows.flatten(1)}
 
@@ -462,15 +387,15 @@ class Tied(Product):
         norms, sizes = (beside(f) for f in zip(*found, strict=True))
         self.note_norms([self], norms, sizes)
 
-    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
-        return _added([self.linear.per_record_of(which), self.tokens.per_record(which)])
+    def per_record(self) -> dict[Tensor, Tensor]:
+        return _added([self.linear.per_record(), self.tokens.per_record()])
 
     def keep_only(self, keep: Tensor) -> None:
         super().keep_only(keep)
         self.linear.keep_only(keep)
         self.tokens.keep_only(keep)
 
-    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         self.linear.add_sum(factor, out)
         self.tokens.add_sum(factor, out)
 
@@ -517,7 +442,7 @@ def outer(
         inputs, backprops = inputs[:, None], backprops[:, None]
     if weight is not None:
         left, right = (inputs, backprops) if is_transposed else (backprops, inputs)
-        gradients[weight] = torch.bmm(left.transpose(1, 2), right)
+        gradients[weight] = torch.bmm(left.transpose(1, 2), right).flatten(1)
     if bias is not None:
         gradients[bias] = backprops.sum(1)
     return gradients

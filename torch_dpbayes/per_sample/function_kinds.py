@@ -34,18 +34,10 @@ METADATA = names(
     "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
 )
 NUMBERS = frozenset(f.__name__ for f in LOOKS) | {"__iter__"}
-# One to one on records, whatever the shape: they run on all rows at once.
+# To another place or type, also where tensors without values cannot go.
 TO_ELSEWHERE = names(
     "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",
     "short char byte bool",
-)
-ELEMENTWISE = names(
-    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply",
-    "div __truediv__ __rtruediv__ true_divide divide pow __pow__ __rpow__ neg __neg__ abs",
-    "exp log log1p expm1 sqrt rsqrt square sigmoid tanh relu softplus logsigmoid sin cos",
-    "clamp clamp_min clamp_max where maximum minimum eq ne lt le gt ge __eq__ __ne__",
-    "__lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not __and__ __or__",
-    "__invert__ isnan isfinite sign lgamma digamma erf reciprocal nan_to_num",
 )
 # A reduced loss may be multiplied by fixed numbers and added to others.
 PRODUCTS = names("mul __mul__ __rmul__ multiply div true_divide divide __truediv__")
@@ -60,12 +52,7 @@ LOSSES = frozenset(
     for name in dir(F)
     if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
 ) | {"kl_div"}
-# Losses of torch.nn.functional that compute each row, or each entry, by itself.
 OF_CLASSES = names("cross_entropy nll_loss")
-OF_ENTRIES = names(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
-    "poisson_nll_loss soft_margin_loss kl_div",
-)
 
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 

@@ -7,8 +7,9 @@ the checks of ``release/`` see.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError, LossError, StepError
-from .arithmetic import full_precision
-from .clipped_sum import add_clipped, joint_norm
-from .contributions import Contribution
+from .arithmetic import full_precision, joined
+from .contributions import Contribution, PerRecord, Product, merged, set_norms
 from .followed import Followed
 from .nested import tensors_in
 
@@ -138,7 +138,8 @@ class GradientSource(ABC):
         if self.is_empty:
             return torch.zeros(0, device=device)
         with full_precision(device):
-            return joint_norm(parts).float()
+            set_norms(parts)
+            return joined([part.norm() for part in parts]).float()
 
     @abstractmethod
     def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
@@ -217,3 +218,69 @@ def require_first_backward(is_again: bool) -> None:
             " penalty on them would not be clipped. Leave out create_graph.",
             code="loss-backward",
         )
+
+
+# -- the clipped sum -------------------------------------------------------------------------------
+
+# A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about
+# κ·ε·‖g_i‖ of rounding, with ε = 2⁻²⁴ in float32. Above κ = _ROUNDING/ε a record counts as longer
+# than it is, as its terms are over κ: rounding stays below 6e-5 of the clip norm.
+_ROUNDING = 2.0**-14
+
+
+def add_clipped(
+    parts: Sequence[Contribution],
+    max_grad_norm: float,
+    out: Mapping[Tensor, Tensor],
+    scale: Tensor | None = None,
+    second_moment: Tensor | None = None,
+) -> int:
+    """Add Σ_i clip(g_i) of some records to ``out``, a flat tensor for each parameter; returns how
+    many records they are.
+    """
+    is_full = second_moment is not None and second_moment.dim() > 1
+    if scale is not None or is_full:
+        found = {p: g for part in parts for p, g in part.per_record().items()}
+        rows = [found[p] for p in out]
+        rows = rows if scale is None else _scaled(rows, scale)
+        parts = [PerRecord(dict(zip(out, rows, strict=True)))]
+    else:
+        parts = merged(parts)
+    set_norms(parts)
+    norm = joined([part.norm() for part in parts])
+    sizes = [p.size for p in parts if isinstance(p, Product) and p.size is not None]
+    if sizes:
+        largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
+        rounding = torch.finfo(next(iter(out.values())).dtype).eps / 2
+        norm = torch.maximum(norm, largest * (rounding / _ROUNDING))
+    factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
+    # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
+    # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or
+    # more); where only they do, no record is found to be cut out. This is the one look at the
+    # records of a step, for which a GPU has to be waited for.
+    if not math.isfinite(norm.dot(norm)):
+        kept = factor >= torch.finfo(factor.dtype).tiny
+        factor = torch.where(kept, factor, 0.0)
+        for part in parts:
+            part.keep_only(kept)
+    for part in parts:
+        part.add_sum(factor, out)
+    if second_moment is not None and is_full:
+        rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
+        clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)
+        second_moment.addmm_(clipped.T, clipped)
+    elif second_moment is not None:
+        squares = dict(zip(out, second_moment.split([p.numel() for p in out]), strict=True))
+        for part in parts:
+            part.add_squares(factor, squares)
+    return len(norm)
+
+
+def _scaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    """F⁻¹g for every record's g."""
+    rows = torch.cat([g.to(scale.dtype) for g in gradients], dim=1)
+    if scale.dim() == 1:
+        rows = rows / scale
+    else:
+        rows = torch.linalg.solve_triangular(scale, rows.T, upper=False).T
+    return list(rows.split([g.shape[1] for g in gradients], dim=1))

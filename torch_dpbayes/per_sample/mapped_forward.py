@@ -199,15 +199,13 @@ class MappedForward(ReplacedForward):
         around = self._around()
         is_plain = len(args) == 1 and not kwargs and targets is None
         given = Nested(args[0] if is_plain else (args, kwargs, targets))
-        if given.strangers:
-            kind = type(given.strangers[0]).__name__
-            raise CannotBeMapped(
-                f"an argument of type {kind} may hold several records: pass tensors"
-            )
+        kind = type(given.strangers[0]).__name__ if given.strangers else None
         if any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
+            kind = "several numbers or texts"
+        if kind is not None:
             raise CannotBeMapped(
-                "an argument holds several numbers or texts, which every record would see: pass a"
-                " tensor with a row for each"
+                f"an argument holds {kind}, which every record would see: pass a tensor with a row"
+                " for each"
             )
         batch, rows, n = self._rows(given.tensors)
         # of a followed tensor dim() is slow

@@ -3,8 +3,8 @@
 
 An operation on followed tensors runs by ``torch.func.vmap`` for each record as a batch of one, so
 that the result of record i is made of record i. The end is a mean or sum over the records, and
-``backward()``. Elementwise functions of equal shapes, and losses that torch documents as row by
-row, run on all rows at once, for speed.
+``backward()``. Losses of classes run on all rows at once, for speed: torch documents them as row by
+row.
 """
 
 from __future__ import annotations
@@ -151,8 +151,6 @@ class _Operation:
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
             return self._reduced(first._rows, name)
-        if name in kinds.ELEMENTWISE and self._are_alike():
-            return first.like(self._called(f._rows for f in self.followed))
         if name == "squeeze" and is_alone:
             keep = [d for d, size in enumerate(first.shape) if d != first._dim and size == 1]
             dim = None if first._dim is None else first._dim - sum(d < first._dim for d in keep)
@@ -236,18 +234,6 @@ class _Operation:
                     "loss-outside",
                 )
 
-    def _are_alike(self) -> bool:
-        """Whether all tensors have the same rows in the same places, so that an operation on
-        entries keeps records apart.
-        """
-        first = self.followed[0]
-        return all(
-            v._rows.shape == first._rows.shape and v._dim == first._dim
-            if isinstance(v, Followed)
-            else not isinstance(v, Tensor) or v.dim() == 0
-            for v in self.leaves
-        )
-
     def _is_detached(self) -> bool:
         return not torch.is_grad_enabled() or not any(f._rows.requires_grad for f in self.followed)
 
@@ -275,11 +261,10 @@ class _Operation:
             )
         self.kwargs = {**kwargs, "reduction": "none"}
         self.leaves, self.spec = flatten((self.args, self.kwargs))
-        if self._has_rows_of_its_own():
-            each = self._on_whole()
-            if len(each) == len(first._rows) and each.dim() == 1 and how in ("mean", "sum"):
-                return Followed(each, batch, None, how)
-            rows = each.unflatten(0, first._rows.shape[:2])
+        if (whole := self._of_classes()) is not None:
+            if whole.dim() == 1 and len(whole) == len(first._rows) and how in ("mean", "sum"):
+                return Followed(whole, batch, None, how)
+            rows = whole.unflatten(0, first._rows.shape[:2])
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
@@ -319,41 +304,24 @@ class _Operation:
         is_read = place < whole[3].reshape(-1, 1)
         return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 
-    def _has_rows_of_its_own(self) -> bool:
-        """Whether the loss may run on all records at once: torch documents it as row by row for
-        these shapes.
+    def _of_classes(self) -> Tensor | None:
+        """A loss of classes on all records at once, a number for each row; None where outputs and
+        labels are not rows in dimension 0. A record whose label is no class gets the loss NaN,
+        which counts as zero; it stops nobody else's step.
         """
-        if len(self.followed) != 2 or any(f._dim != 0 for f in self.followed):
-            return False
-        first, second = self.followed
-        if len(self.args) < 2 or self.args[0] is not first or self.args[1] is not second:
-            return False
-        mine, theirs = first._rows.shape, second._rows.shape
-        if self.name in kinds.OF_ENTRIES:
-            return mine == theirs and self._are_alike()
-        if self.name in kinds.OF_CLASSES and len(mine) > 2:
-            return theirs in (mine, (*mine[:2], *mine[3:]))
-        return False
-
-    def _on_whole(self) -> Tensor:
-        outputs, targets = (f._rows.flatten(0, 1) for f in self.followed)
-        if self.name in kinds.OF_CLASSES and not targets.is_floating_point():
-            return self._of_classes(outputs, targets)
-        each: Tensor = self._called([outputs, targets])
-        return each
-
-    def _of_classes(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """A record whose label is no class gets the loss NaN, which counts as zero; it stops nobody
-        else's step.
-        """
-        each: Tensor
-        if labels.device.type == "cpu":  # where torch raises an error, and does not abort
+        is_known = [*map(id, self.args[:2])] == [*map(id, self.followed)]
+        if self.name not in kinds.OF_CLASSES or not is_known or len(self.followed) != 2:
+            return None
+        outputs, labels = self.followed
+        is_alike = labels._rows.shape == (*outputs._rows.shape[:2], *outputs._rows.shape[3:])
+        if outputs._dim != 0 or labels._dim != 0 or outputs._rows.dim() < 3 or not is_alike:
+            return None
+        values = [f._rows.flatten(0, 1) for f in self.followed]
+        if values[0].device.type == "cpu":  # where torch raises an error, and does not abort
             with suppress(IndexError):
-                each = self._called([outputs, labels])
-                return each
+                return self._called(values)
         self.function = FUNCTIONS[self.function]
-        each = self._called([outputs, labels])
-        return each
+        return self._called(values)
 
     def _reduced(self, rows: Tensor, how: str) -> Followed:
         if rows.dim() > 1:

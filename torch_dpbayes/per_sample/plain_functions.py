@@ -110,8 +110,10 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """As ``F.embedding_bag``; None where torch refuses these options, or they mix records."""
-    is_refused = per_sample_weights is not None and mode != "sum"
+    """As ``F.embedding_bag`` of equally long bags; None where torch refuses these options, or they
+    mix records.
+    """
+    is_refused = offsets is not None or (per_sample_weights is not None and mode != "sum")
     is_refused |= max_norm is not None or scale_grad_by_freq or indices.numel() == 0
     if is_refused or mode not in ("sum", "mean", "max"):
         return None
@@ -121,12 +123,6 @@ def embedding_bag(
     is_there = torch.ones_like(indices, dtype=torch.bool)
     if padding_idx is not None:
         is_there = indices != padding_idx % len(weight)
-    if offsets is not None:  # one list of places, cut at these
-        ends = torch.cat([offsets[1:], torch.full_like(offsets[:1], len(indices))])
-        starts, ends = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, ends)
-        place = torch.arange(len(indices), device=indices.device)
-        is_there = (place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1)) & is_there
-        found = found.unsqueeze(0)
     there = is_there.unsqueeze(-1)
     count = there.sum(1)
     if mode == "max":

@@ -315,7 +315,8 @@ class _OfOneRecord(TorchFunctionMode):
         kwargs = kwargs or {}
         if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
             func = F.grouped_mm  # for which it stands while torch traces
-        self._require_nothing_hidden(func, args, kwargs)
+        values = _leaves((*args, *kwargs.values()))
+        self._require_nothing_hidden(func, args, kwargs, values)
         if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
             raise CannotBeMapped(
                 f"it reads a number of the records ({func.__name__}): compute with tensors"
@@ -351,20 +352,21 @@ class _OfOneRecord(TorchFunctionMode):
             raise
         if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
             if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
-                _require_no_outside(func, (*args, *kwargs.values()))
+                _require_no_outside(func, values)
         self._map.track(result)
         return result
 
-    def _require_nothing_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _require_nothing_hidden(
+        self, func: Any, args: Any, kwargs: Any, values: Sequence[Any]
+    ) -> None:
         """Refuse what would run below the map, where tensors hold all records, or out of sight."""
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
             )
-        values = (*args, *kwargs.values())
         _require_public(values)
-        if kwargs or not _ORDINARY.issuperset(map(type, args)):
+        if not _ORDINARY.issuperset(map(type, values)):
             _require_ordinary(func, values)
         if kwargs.get("generator") is not None:
             raise CannotBeMapped(
@@ -405,28 +407,21 @@ class _OfOneRecord(TorchFunctionMode):
         **kw: Any,
     ) -> Tensor:
         """Fused attention has no batching rule on every device: it runs on the whole batch where
-        dimension 0 is that of the records in all operands.
+        each operand has one row of (heads, positions, width).
         """
-        mask: Tensor | None = attn_mask
-        operands = [query, key, value, *(() if mask is None else (mask,))]
-        is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in operands[:3])
-        if mask is not None and mask.dim() == 4:
-            is_one_row &= mask.shape[0] == 1
+        operands: list[Tensor] = [query, key, value]
+        if attn_mask is not None:
+            operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
 
         def run(*tensors: Tensor) -> Tensor:
-            q, k, v = (t.squeeze(1) if is_one_row else t for t in tensors[:3])
-            m = tensors[3] if len(tensors) > 3 else None  # (n, [1,] [heads,] positions, positions)
-            if m is not None:
-                m = m.squeeze(1) if is_one_row and m.dim() == 5 else m
-                m = m.unflatten(0, (-1, *[1] * max(q.dim() - m.dim(), 0)))
-            out = F.scaled_dot_product_attention(q, k, v, m, *rest, **kw)
-            return out.unsqueeze(1) if is_one_row else out
+            q, k, v, *mask = (t.squeeze(1) for t in tensors)
+            found = F.scaled_dot_product_attention(q, k, v, *(mask or (None,)), *rest, **kw)
+            return found.unsqueeze(1)
 
-        are_alike = query.dim() == key.dim() == value.dim()
-        if self._map.leaves and are_alike and (mask is None or mask.dim() <= query.dim()):
+        if self._map.leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
             with suppress(InnerTransform):
                 return self._map.call_batched(run, operands)
-        args = (query, key, value, mask, *rest)
+        args = (query, key, value, attn_mask, *rest)
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
@@ -486,14 +481,11 @@ def _require_torchs_own(function: type) -> None:
 def _require_public(values: Iterable[Any]) -> None:
     """Refuse what was computed from records of other batches, or from several of this one."""
     for value in values:
-        if isinstance(value, Tensor):
-            if not _is_mapped(value) and holds_records(value):
-                raise CannotBeMapped(
-                    "it computes with a tensor that was made of other records, or of several: leave"
-                    " it out, or make it of each record alone"
-                )
-        elif type(value) in (tuple, list):
-            _require_public(value)
+        if isinstance(value, Tensor) and not _is_mapped(value) and holds_records(value):
+            raise CannotBeMapped(
+                "it computes with a tensor that was made of other records, or of several: leave"
+                " it out, or make it of each record alone"
+            )
 
 
 def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
@@ -508,13 +500,10 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
                 f"it computes with a {type(value).__name__}, a class of tensors with code of its"
                 " own: take plain tensors"
             )
-        if isinstance(value, (tuple, list)):
-            _require_ordinary(func, value)
-        elif callable(value) and not isinstance(value, type):
-            name = getattr(func, "__name__", str(func))
+        if callable(value) and not isinstance(value, type):
             raise CannotBeMapped(
-                f"it gives {name} a function to call, in which nothing is seen of what it does:"
-                " call it yourself"
+                f"it gives {getattr(func, '__name__', func)} a function to call, in which nothing"
+                " is seen of what it does: call it yourself"
             )
 
 
@@ -523,11 +512,19 @@ def _require_no_outside(func: Any, values: Iterable[Any]) -> None:
     neither clipped nor noisy.
     """
     for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad and not _is_mapped(value):
-                raise OutsideTensor(getattr(func, "__name__", str(func)), value)
-        elif type(value) in (tuple, list):
-            _require_no_outside(func, value)
+        if isinstance(value, Tensor) and value.requires_grad and not _is_mapped(value):
+            raise OutsideTensor(getattr(func, "__name__", str(func)), value)
+
+
+def _leaves(values: Iterable[Any]) -> list[Any]:
+    """What stands in arguments, and in tuples and lists of them."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
+            found += _leaves(value)
+        else:
+            found.append(value)
+    return found
 
 
 def _is_mapped(t: Tensor) -> bool:

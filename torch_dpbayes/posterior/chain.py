@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DivergedError, SamplesError
-from ..per_sample.fixed_tensors import same_values
+from ..per_sample.derived import same_values
 from . import files, outputs
 from .outputs import Sample
 

@@ -31,8 +31,7 @@ from ..batches.sampling_schemes import RandomAllocationSampler
 from ..distributed import STEP, Ranks, digest, require_single_process
 from ..errors import ArgumentError, CheckpointError, StateError, StepError
 from ..noise import GaussianNoise
-from ..per_sample.derived import holds_records
-from ..per_sample.fixed_tensors import FixedTensors
+from ..per_sample.derived import FixedTensors, holds_records
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
