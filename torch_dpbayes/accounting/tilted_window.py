@@ -30,7 +30,7 @@ _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 _PILOT_EXCESS = 0.5  # of log(delta)
 _CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
-_MOST_TIMES = 16.0  # that a composition may grow on its grid
+_GROWTH = 4.0  # times a composition for which the window of a growing one is chosen
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 
@@ -123,8 +123,8 @@ def choose_window(
     largest_tilt: float = math.inf,
     grows: bool = False,
 ) -> Window:
-    """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: for as many more
-    such releases as keep both.
+    """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: with both,
+    for some times as many such releases.
     """
     asked, asked_log_delta = epsilon, log_delta
     total: float = sum(levels.values())
@@ -140,7 +140,7 @@ def choose_window(
                 losses.set_mixtures(mixed)
         cumulant, mean, variance = losses.cumulants(tilts)
         if grows and asked is not None and asked_log_delta is not None:
-            losses.times *= _times(tilts, cumulant, variance, asked, asked_log_delta)
+            losses.times = _GROWTH
             cumulant, mean, variance = losses.cumulants(tilts)
             tilt, epsilon, _ = _tangent(tilts, cumulant, mean, asked, None)
             log_delta = asked_log_delta
@@ -219,19 +219,6 @@ def _tangent(
     log_delta = min(float(np.min(cumulant - tilts * epsilon + conversion)), 0.0)
     tangent = np.maximum.accumulate(mean - np.log1p(1 / tilts))
     return float(np.exp(np.interp(epsilon, tangent, np.log(tilts)))), epsilon, log_delta
-
-
-def _times(
-    tilts: Array, cumulant: Array, variance: Array, epsilon: float, log_delta: float
-) -> float:
-    """About how often a composition keeps (epsilon, delta), by a saddle point."""
-    low, high = 1.0, _MOST_TIMES
-    while high > 1.02 * low:
-        times = math.sqrt(low * high)
-        logs = times * cumulant - tilts * epsilon - np.log(tilts * (1 + tilts))
-        logs -= np.log(2 * math.pi * times * np.maximum(variance, 1e-300)) / 2
-        low, high = (times, high) if float(logs.min()) < log_delta else (low, times)
-    return low
 
 
 def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, Array, Array]:
