@@ -29,7 +29,7 @@ _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floa
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 _PILOT_EXCESS = 0.5  # of log(delta)
-_CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
+_CELL = 2e-4  # the largest interval, in epsilon
 _GROWTH = 4.0  # times a composition for which the window of a growing one is chosen
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
@@ -159,8 +159,7 @@ def choose_window(
     # the cell.
     scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
     scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
-    most = _MIXED_CELL if sampled else _CELL
-    wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), most * scale)
+    wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), _CELL * scale)
     # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
     # if rounding is all that blurs a step's loss.
     if not sampled and (epsilon if asked is None else asked) < size:

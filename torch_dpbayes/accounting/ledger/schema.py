@@ -172,7 +172,7 @@ def open_blocks(rows: Iterable[Row]) -> list[Row]:
 def make_tables(connection: sqlite3.Connection, settings: Mapping[str, Any]) -> None:
     """Makes an empty ledger with these settings."""
     connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("BEGIN")
+    connection.execute("BEGIN IMMEDIATE")
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {FORMAT}")
     for table in TABLES:
