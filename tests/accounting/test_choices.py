@@ -127,22 +127,3 @@ WORDS = ["", *"Poisson RDP Full Matched Hooks Sum Gram Bernoulli Posterior none"
 def test_a_misspelt_option_is_an_error(option, word):
     with pytest.raises(ValueError):
         OPTIONS[option](word)
-
-
-@pytest.mark.parametrize("name", ["epsilon", "delta"])
-@pytest.mark.parametrize("value", ["1", b"1", None, [1.0]])
-def test_what_is_no_number_is_an_error_that_says_so(name, value):
-    numbers = {"epsilon": 1.0, "delta": 1e-5} | {name: value}
-    with pytest.raises((TypeError, ValueError), match=f"{name} must be a number"):
-        get_noise_multiplier(**TAKEN | {f"target_{name}": value})
-    if value is not None:
-        with pytest.raises(TypeError, match=f"{name} must be a number"):
-            PrivacyAccountant(**numbers)
-
-
-@pytest.mark.parametrize("flag", ["Adaptive", "", None, True, "adaptiv"])
-def test_a_saved_charge_says_whether_it_was_adaptive(flag):
-    state = PrivacyAccountant(3.0, 1e-5).compose(STEP, adaptive=True).state_dict()
-    state["history"] = [[*line[:3], flag, line[4]] for line in state["history"]]
-    with pytest.raises(ValueError, match="a saved charge is one of"):
-        PrivacyAccountant(8.0, 1e-5).load_state_dict(state)

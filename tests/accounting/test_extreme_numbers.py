@@ -17,11 +17,13 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
+    bounds,
     get_noise_multiplier,
     get_num_steps,
     noise_multiplier_for,
 )
 from torch_dpbayes.accounting.__main__ import main
+from torch_dpbayes.accounting.dominating_pairs import Gaussian, Sampled
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
@@ -36,6 +38,7 @@ from torch_dpbayes.accounting.events import (
     UnspecifiedBatchGaussianDpEvent,
     ZCDpEvent,
 )
+from torch_dpbayes.accounting.gdp import gaussian_delta, gaussian_epsilon
 
 DELTA = 1e-5
 TARGET = {"target_epsilon": 1.0, "target_delta": DELTA}
@@ -147,13 +150,13 @@ def exact_epsilon(event, delta):
 def test_extreme_releases_cost_at_least_the_truth(kind, size, count, method, delta):
     event = kind(size)
     one = PrivacyAccountant(method=method).compose(event)
-    bounds = one.get_epsilon(delta, return_bounds=True)
+    stated = one.get_epsilon(delta, return_bounds=True)
     exact = exact_epsilon(event, delta)
     if exact is not None:
-        assert exact * (1 - 1e-12) <= bounds.upper
-        assert bounds.lower <= exact * (1 + 1e-9) + 1e-300
+        assert exact * (1 - 1e-12) <= stated.upper
+        assert stated.lower <= exact * (1 + 1e-9) + 1e-300
     several = PrivacyAccountant(method=method).compose(event, count)
-    assert bounds.upper <= several.get_epsilon(delta) * (1 + 1e-9)
+    assert stated.upper <= several.get_epsilon(delta) * (1 + 1e-9)
     if kind is not MuGaussianDpEvent and method == "pld":
         assert several.get_epsilon(delta) <= count * max(size, 1e-50) * (1 + 1e-9)
     for epsilon in (0.0, 1e-300, 1.0, 1e10, 1e300):
@@ -210,6 +213,16 @@ def assert_costs_at_least_each(events, method, relation):
 @examples(12)
 def test_extreme_releases_together_cost_at_least_each(events, method, relation):
     assert_costs_at_least_each(events, method, relation)
+
+
+def test_beside_a_huge_gaussian_nothing_is_amplified():
+    counts = {Gaussian(1.1e4): 1, Sampled("directed", 0.9, 0.05): 9}
+    mu = math.sqrt(1.1e4**2 + 9 * 20.0**2)
+    assert bounds.upper_epsilon(counts, DELTA) == pytest.approx(gaussian_epsilon(mu, DELTA), 1e-9)
+    for epsilon in (mu**2 / 2 - mu, mu**2 / 2 + 2 * mu):
+        assert bounds.upper_delta(counts, epsilon) == pytest.approx(
+            gaussian_delta(mu, epsilon), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("epsilon", [1e-300, 1e-9, 1e10, 1e300])

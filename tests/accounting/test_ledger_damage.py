@@ -10,8 +10,6 @@ import resource
 import shutil
 import sqlite3
 import time
-from functools import partial, partialmethod
-from pathlib import Path
 
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
@@ -126,7 +124,6 @@ WAYS = [read, read_with_its_budget, charged]
 
 @pytest.mark.parametrize("times", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "MAKING_SECONDS", 0.02)
     monkeypatch.setattr(file, "BUSY_SECONDS", 0.2)
     errors = 0
     for k in range(times):
@@ -221,8 +218,7 @@ def made(path):
     with PrivacyAccountant(path=path, **BUDGET) as accountant:
         accountant.compose(STEP)
     again = told(PrivacyAccountant(path=path, **BUDGET))
-    beside = [other.name for other in path.parent.iterdir() if other.name.startswith(path.name)]
-    return again[1][0].count == counted(path) == 1 and beside == [path.name]
+    return again[1][0].count == counted(path) == 1 == path.stat().st_nlink
 
 
 @forks
@@ -238,9 +234,9 @@ def test_a_ledger_whose_making_met_a_full_disk_can_be_made_again(tmp_path):
             except LedgerError:
                 return 17
 
-        outcomes.add((in_child(child), path.stat().st_size > 0))
+        outcomes.add((in_child(child), path.exists()))
         assert made(path)
-    assert outcomes == {(17, False), (17, True), (0, True)}
+    assert outcomes == {(17, False), (0, True)}
 
 
 def make_many(folder):
@@ -265,48 +261,31 @@ def test_a_ledger_whose_making_was_killed_can_be_made_again(tmp_path):
 
 
 @pytest.mark.parametrize("content", [0, 4096])
-@pytest.mark.parametrize("is_being_made", [True, False])
-def test_a_file_is_begun_anew_only_where_it_is_known_to_have_held_nothing(
-    content, is_being_made, path, monkeypatch
-):
-    """A first page without tables is also what is left of a ledger whose ``-wal`` file was lost."""
-    monkeypatch.setattr(file, "MAKING_SECONDS", 0.1)
+def test_an_empty_file_is_not_begun_anew(content, path):
+    """A first page without tables is also what is left of a database whose ``-wal`` was lost."""
     edited(path, "PRAGMA journal_mode = WAL")
     os.truncate(path, content)
-    if is_being_made:
-        path.with_name("budget.db-making").touch()
-        assert made(path)
-    else:
-        with pytest.raises(LedgerError, match="is empty"):
-            PrivacyAccountant(path=path, **BUDGET)
-        assert path.stat().st_size == content
-
-
-def test_a_note_that_was_left_behind_is_taken_away_before_a_charge(path, monkeypatch):
-    """Else the file, once emptied, would be begun anew."""
-    monkeypatch.setattr(file, "MAKING_SECONDS", 0.1)
-    PrivacyAccountant(path=path, **BUDGET)
-    path.with_name("budget.db-making").touch()
-    PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
-    path.write_bytes(b"")
     with pytest.raises(LedgerError, match="is empty"):
         PrivacyAccountant(path=path, **BUDGET)
+    assert path.stat().st_size == content
 
 
-def test_a_file_that_another_process_begins_at_this_moment_is_made_by_both(tmp_path, monkeypatch):
-    """It appears between two looks at it."""
-    path, looks = tmp_path / "budget.db", []
+def test_the_name_that_a_killed_maker_left_is_taken_away(path):
+    PrivacyAccountant(path=path, **BUDGET)
+    left = path.with_name("budget.db-making-x")
+    os.link(path, left)
+    PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
+    assert counted(path) == 1 and not left.exists()
 
-    def look(see, self):
-        found = see(self)
-        if self == path and not looks:
-            looks.append(found)
-            path.with_name("budget.db-making").touch()
-            path.touch()
-        return found
 
-    for name in ("is_file", "exists"):
-        monkeypatch.setattr(Path, name, partialmethod(partial(look, getattr(Path, name))))
-    accountant = PrivacyAccountant(4.0, DELTA, path=path)
-    accountant.compose(STEP)
-    assert looks == [False] and counted(path) == 1
+def test_of_two_that_make_a_ledger_one_is_kept(path, monkeypatch):
+    """The other one appears when this one is ready."""
+    link = os.link
+
+    def late(made, name):
+        monkeypatch.setattr(os, "link", link)
+        PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
+        link(made, name)
+
+    monkeypatch.setattr(os, "link", late)
+    assert len(PrivacyAccountant(path=path, **BUDGET).compose(STEP)) == 2

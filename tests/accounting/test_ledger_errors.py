@@ -129,7 +129,7 @@ def test_other_databases_and_other_formats_are_refused(path):
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 2")
     connection.close()
-    with pytest.raises(LedgerError, match="format 2, this torch_dpbayes reads format 4"):
+    with pytest.raises(LedgerError, match="format 2, this torch_dpbayes reads format 5"):
         PrivacyAccountant(3.0, DELTA, path=path)
     assert counted(path) == 3
 

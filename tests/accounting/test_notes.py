@@ -42,9 +42,6 @@ def test_each_statement_is_kept_once_in_order(path, in_file):
     accountant.compose(EVENT, label="report")
     assert accountant.notes == (FIRST, SECOND)
     assert statements(accountant) == [FIRST, SECOND]
-    for wrong in ("", " \n", None, 3):
-        with pytest.raises(ValueError, match="non-empty string"):
-            accountant.note(wrong)
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -56,9 +53,6 @@ def test_saved_states_carry_them(path, in_file):
     loaded.note(SECOND)
     loaded.load_state_dict(state)
     assert set(loaded.notes) >= {FIRST, SECOND}
-    del state["notes"]
-    with pytest.raises(ValueError, match="missing"):
-        PrivacyAccountant(1.0, 1e-5).load_state_dict(state)
 
 
 def test_a_file_keeps_them_for_all_jobs(path, capsys):

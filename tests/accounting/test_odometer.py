@@ -27,7 +27,7 @@ class Watched:
         generator = np.random.default_rng()
         pairs = [Sampled("directed", 0.2, z) if sampled else Gaussian(1 / z) for z in (1.0, 2.5)]
         curves = [renyi.curve({pair: 1}) for pair in pairs]
-        self.first = {pairs[1]: 1}
+        self.first = pairs[1]
         loss, counts = np.zeros(RUNS), np.zeros((RUNS, 2))
         rising = np.zeros(RUNS, dtype=bool)
         self.losses, self.counts = [], []
@@ -87,8 +87,8 @@ def test_the_conversion_holds_for_every_loss():
     """(1 - exp(epsilon - l))_+ <= delta * mixture, with equality somewhere."""
     generator = np.random.default_rng()
     for _ in range(20):
-        first = {Sampled("directed", float(generator.uniform(0.01, 0.9)), 1.5): 1}
-        spent = renyi.curve(first) * generator.integers(1, 1000)
+        first = Sampled("directed", float(generator.uniform(0.01, 0.9)), 1.5)
+        spent = renyi.curve({first: 1}) * generator.integers(1, 1000)
         weights = odometer.weights(first, 1e-5, None)
         assert weights.sum() == pytest.approx(1.0) and weights.min() > 0
         exponents = np.array(renyi.ORDERS) - 1
@@ -109,10 +109,10 @@ def test_the_conversion_holds_for_every_loss():
 def test_close_to_the_filter_on_runs_that_were_not_adaptive(pair):
     for count in (100, 1000, 10_000, 100_000):
         filtered = renyi.upper_epsilon({pair: count}, 1e-5)
-        alone = odometer.epsilon({pair: count}, 1e-5, {pair: 1})
+        alone = odometer.epsilon({pair: count}, 1e-5, pair)
         assert filtered <= alone <= 1.15 * filtered
         budget = (filtered, 1e-5)
-        assert filtered <= odometer.epsilon({pair: count}, 1e-5, {pair: 1}, budget) <= alone
+        assert filtered <= odometer.epsilon({pair: count}, 1e-5, pair, budget) <= alone
 
 
 def test_the_accountant_shows_it():

@@ -13,9 +13,7 @@ from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import bounds, selection
 from torch_dpbayes.accounting.dominating_pairs import Gaussian
 from torch_dpbayes.accounting.events import (
-    FailureDpEvent,
     GaussianDpEvent,
-    NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     UserLevelDpEvent,
@@ -160,21 +158,3 @@ def test_a_selection_of_people_is_about_people():
     assert users.get_epsilon(1e-6) == records.get_epsilon(1e-6)
     with pytest.raises(ValueError, match="of users or of records"):
         selection_event([(UserLevelDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)
-
-
-@pytest.mark.parametrize(
-    ("mean", "shape"),
-    [(1.0, 1.0), (0.5, 0.0), (math.inf, 1.0), (math.nan, 1.0), (3.0, -1.0), (3.0, 1.1),
-     (1e9, 1.0), (1e4, -0.9)],
-)  # fmt: skip
-def test_laws_out_of_range_are_refused(mean, shape):
-    with pytest.raises(ValueError, match=r"mean|shape"):
-        Repetitions(mean, shape)
-
-
-@pytest.mark.parametrize("event", [NonPrivateDpEvent(), FailureDpEvent(1e-7)])
-def test_what_is_not_private_cannot_be_selected(event):
-    with pytest.raises(ValueError, match="not private"):
-        selection_event([(event, 1)], Repetitions(10.0), 1e-7, RELATION)
-    with pytest.raises(ValueError, match="delta"):
-        selection_epsilon([(PureDpEvent(1.0), 1)], Repetitions(10.0), 1e-26)

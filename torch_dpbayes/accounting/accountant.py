@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
-from multiprocessing import parent_process, util
-from multiprocessing.context import get_spawning_popen
+from multiprocessing import current_process, util
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -52,7 +51,6 @@ from .ledger.session import SHARE, Session
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
 POISSON_ASSERTED = "Poisson sampling asserted by the caller"
-_PROGRAM = uuid.uuid4().hex  # the same in forked children
 _IN_THE_MIDDLE = (
     "this accountant was called from within a charge, which only a signal handler can do: let the"
     " handler raise SystemExit or KeyboardInterrupt instead; reserved steps are returned."
@@ -671,10 +669,8 @@ class PrivacyAccountant:
                 " budget. Make it with PrivacyAccountant(..., path='budget.db'), pass the object"
                 " itself on, or load its state_dict() into a new one."
             )
-        starting_worker = get_spawning_popen() is not None  # which alone will read this
-        job = session.job, session.later
-        maker = starting_worker, _PROGRAM, _name_of(os.getpid())
-        return _open_again, (str(session.path), session.ledger.id, *job, *maker)
+        job = session.job, session.later, _this_program()
+        return _open_again, (str(session.path), session.ledger.id, *job)
 
     # --- what Opacus asks of an accountant --------------------------------------------------------
 
@@ -710,28 +706,19 @@ def _settle_quietly(session: Session) -> None:
             session.settle()
 
 
-def _open_again(
-    path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: str
-) -> PrivacyAccountant:
-    """The accountant of the same job, in the program that sent it or in a worker of that;
-    anywhere else, as if kept until tomorrow, of a later job.
+def _this_program() -> str:
+    """The same in this process and in all that multiprocessing, or a fork, begins from it."""
+    return hashlib.blake2b(bytes(current_process().authkey), digest_size=16).hexdigest()
+
+
+def _open_again(path: str, identity: str, job: str, later: bool, program: str) -> PrivacyAccountant:
+    """The accountant of the same job, in the program that sent it and its workers; anywhere else,
+    as if kept until tomorrow, of a later job.
     """
-    parent = parent_process()
-    is_worker = parent is not None and maker == _name_of(parent.pid) != ""
-    same = starting_worker or program == _PROGRAM or is_worker
-    ledger = Ledger(path, {"id": identity})
+    ledger, is_same = Ledger(path, {"id": identity}), program == _this_program()
     with LOCK:
-        session = Session(ledger, job, later) if same else Session.opened(ledger)
+        session = Session(ledger, job, later) if is_same else Session.opened(ledger)
         return PrivacyAccountant.at(session)
-
-
-def _name_of(pid: int | None) -> str:
-    """A process by its number and the moment of its start; empty where that is not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return f"{pid} {fields[19]}"  # starttime, in ticks since the machine was started
-    except (OSError, IndexError):
-        return ""
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:

@@ -28,25 +28,20 @@ from .dominating_pairs import (
     dominating_mu,
     grouped,
     largest_added_loss,
-    largest_loss,
     merge,
 )
 from .events import SMALLEST_DELTA
 from .fft_composition import Composition, compose
 from .gdp import (
     advantage_sum,
-    bounded_range_delta,
-    bounded_range_epsilon,
     gaussian_delta,
     gaussian_epsilon,
     sampled_epsilon,
 )
 from .privacy_loss import (
-    RandomizedResponses,
     apart,
     beside_failures,
     failing,
-    largest_sum,
     least_delta,
     least_epsilon,
     with_failures,
@@ -61,7 +56,6 @@ _MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on cut losses are tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
-_FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
 
 def require_loss_distribution(pair: Pair) -> None:
@@ -90,21 +84,10 @@ def _only_mu(levels: Mapping[Pair, int]) -> float | None:
     return only.mu if len(levels) == 1 and isinstance(only, Gaussian) else None
 
 
-def without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
-    """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the
-    rest, which costs far more than any guarantee is worth: bounded losses count at their largest
-    (basic composition), and beside such a Gaussian other releases count as Gaussians without
-    amplification.
-    """
-    far: dict[Pair, int] = {
-        pair: n for pair, n in counts.items() if _FAR_LOSS < largest_loss(pair) < math.inf
-    }
-    near: dict[Pair, int] = {pair: n for pair, n in counts.items() if pair not in far}
-    squared = math.fsum(n * pair.mu**2 for pair, n in near.items() if isinstance(pair, Gaussian))
-    if squared > _FAR_MU**2:
-        squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in near.items())
-        near = {Gaussian(math.sqrt(squared) * (1 + 1e-15)): 1}
-    return near, largest_sum(far)
+def _unsampled(counts: Mapping[Pair, int]) -> float:
+    """mu of Gaussians that dominate ``counts``, without amplification."""
+    squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in counts.items())
+    return math.sqrt(squared) * (1 + 1e-15)
 
 
 # --- upper bounds ---------------------------------------------------------------------------------
@@ -127,26 +110,20 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return exact.epsilon(delta)
     if advantage_sum(counts) <= delta:  # (0, delta)-privacy adds up
         return 0.0
     if sum(counts.values()) == 1:
         only = next(iter(counts))
         if isinstance(only, Sampled):
             return sampled_epsilon(only, delta)
-        if isinstance(only, BoundedRange):
-            return bounded_range_epsilon(only, delta)
-    counts, largest = without_extremes(counts)
-    if largest:
-        return (largest + _upper_epsilon(counts, delta)) * (1 + 1e-15)
     levels = merge(counts)
     if (mu := _only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta)
     try:
         return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta)
     except OverflowError:
-        return math.inf
+        mu = _unsampled(levels)
+        return gaussian_epsilon(mu, delta) if mu < math.inf else mu
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
@@ -157,20 +134,15 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
-    if (exact := RandomizedResponses.of(counts)) is not None:
-        return exact.delta(epsilon)
-    if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), BoundedRange):
-        return bounded_range_delta(only, epsilon)
-    counts, largest = without_extremes(counts)
-    if largest:
-        return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0
     levels = merge(counts)
-    if (mu := _only_mu(levels)) is not None:
-        return max(0.0, min(1.0, gaussian_delta(mu, epsilon) * (1 + 1e-10)))
-    try:
-        return min(1.0, _worse(levels, lambda c: c.upper_delta(epsilon), epsilon=epsilon))
-    except OverflowError:
+    if (mu := _only_mu(levels)) is None:
+        try:
+            return min(1.0, _worse(levels, lambda c: c.upper_delta(epsilon), epsilon=epsilon))
+        except OverflowError:
+            mu = _unsampled(levels)
+    if mu == math.inf:
         return 1.0
+    return max(0.0, min(1.0, gaussian_delta(mu, epsilon) * (1 + 1e-10)))
 
 
 def _worse(
@@ -235,17 +207,14 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         if failed > delta:
             return math.inf
         delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
-    # leaving releases out only lowers it: those whose pair is a bound, and what is far too large
+    # leaving releases out only lowers it: those whose pair is a bound
     known: dict[Pair, int] = {}
     for pair, count in others.items():
         if not isinstance(pair, BoundedRange | Allocated | Mixed):
             if isinstance(pair, Sampled) and pair.kind == "symmetric":
                 pair = Sampled("directed", pair.rate, pair.noise)
             known[pair] = known.get(pair, 0) + count
-    near = without_extremes(known)[0]
-    if _FAR_MU < (_only_mu(near) or 0.0):
-        near = {pair: n for pair, n in known.items() if isinstance(pair, Gaussian)}
-    levels = grouped(merge(near), _LOWER_RATIO, upper=False)
+    levels = grouped(merge(known), _LOWER_RATIO, upper=False)
     if (mu := _only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta) * (1 - 1e-9)
     accuracy = ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= EXACT_LEVELS else 3)

@@ -34,8 +34,6 @@ from .dominating_pairs import (
     Gaussian,
     NonPrivate,
     Pair,
-    Pure,
-    Sampled,
     added,
     directions,
     dominating_mu,
@@ -53,7 +51,6 @@ Counts = Mapping[Pair, int]
 _KEPT_COSTS = 100_000  # different releases whose divergences are kept
 _KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
 _ROUND_OFF = 1e-9  # relative, of sums of divergences and of their limits
-_LOWERED = 1.02  # by how much less noise new releases are tried in advance
 _MOST_HELD = 16  # different releases that are tried in advance
 _ENOUGH = 16  # releases that fit, from which on nothing is looked for
 
@@ -70,34 +67,30 @@ class Filter(NamedTuple):
     limit: float
 
     @classmethod
+    def of(cls, epsilon: float, delta: float, first: Pair, declared: bool) -> Filter:
+        """The filter of a budget for releases the first of which is ``first``: a function of what
+        was there before any output.
+
+        Args:
+            declared: whether it is there before the first release; else for later jobs, beside
+                whatever the first one released.
+        """
+        if declared and isinstance(first, Gaussian):
+            return cls.gaussian(epsilon, delta)
+        return cls.renyi(epsilon, delta, {first: 1})
+
+    @classmethod
     def gaussian(cls, epsilon: float, delta: float) -> Filter:
         """The filter of a budget for Gaussian releases."""
         return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
 
     @classmethod
     def renyi(cls, epsilon: float, delta: float, first: Counts) -> Filter:
-        """The filter of a budget at the order that admits ``first`` most often. No output can have
-        decided what is released first.
-        """
+        """The filter of a budget at the order that admits ``first`` most often."""
         orders = _orders_of(epsilon, delta, 0.05, 2, 60)
         limits = renyi.allowed(epsilon, delta, orders)
         best = int(np.argmax(limits / np.maximum(renyi.curve(first, orders), 1e-300)))
         return cls("renyi", orders[best], float(limits[best]))
-
-    @classmethod
-    def decoded(cls, code: str, budget: tuple[float, float] | None) -> Filter | None:
-        """The filter that :attr:`code` names; ``None`` for an empty one."""
-        if not code or budget is None:
-            return None
-        if code == "gaussian":
-            return cls.gaussian(*budget)
-        order = float(code.removeprefix("renyi "))
-        return cls("renyi", order, float(renyi.allowed(*budget, [order])[0]))
-
-    @property
-    def code(self) -> str:
-        """The filter as a string."""
-        return self.kind if self.kind == "gaussian" else f"renyi {self.order!r}"
 
     def cost(self, counts: Counts) -> float:
         """What the limit bounds, for these releases."""
@@ -213,7 +206,7 @@ class Composed:
 
 
 def _are_on_grids(counts: Counts) -> bool:
-    return NonPrivate() not in counts and bounds.without_extremes(counts) == (counts, 0.0)
+    return NonPrivate() not in counts
 
 
 def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
@@ -235,7 +228,7 @@ class Budget:
     def __init__(
         self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
     ) -> None:
-        self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
+        self._epsilon, self._delta, self._method, self.filter = epsilon, delta, method, filter
         orders = _orders_of(epsilon, delta, 0.3, 1.2, 5)
         if method == "rdp":  # those of the bound that is reported
             known = np.array(renyi.ORDERS)
@@ -278,8 +271,8 @@ class Budget:
         """What the limits bound, of one release, and the probability that it fails outright."""
         cost = self._costs.get(pair)
         if cost is None:
-            if self._filter is not None:
-                cost = np.array([self._filter.cost({pair: 1}), 0.0])
+            if self.filter is not None:
+                cost = np.array([self.filter.cost({pair: 1}), 0.0])
             elif isinstance(pair, Failure):
                 cost = np.append(np.zeros(len(self._orders)), pair.delta)
             else:
@@ -304,10 +297,10 @@ class Budget:
         wanted = added(reserved or {}, need, n)
         if self._keeps(wanted):
             return True
-        if self._filter is not None or NonPrivate() in wanted:
+        if self.filter is not None or NonPrivate() in wanted:
             return False
         joint = added(counts, wanted)
-        if self._method == "pld" and not _is_closed_form(joint):
+        if self._method == "pld" and not all(isinstance(pair, Gaussian) for pair in joint):
             for composed in self._compositions(counts, wanted):
                 if self._excess(composed, {}) <= 0:
                     self._hold(wanted, need, partial(self._excess, composed))
@@ -340,11 +333,11 @@ class Budget:
         """How often ``need`` fits after the history, exactly."""
         if NonPrivate() in need or NonPrivate() in counts:
             return 0
-        known = Budget(self._epsilon, self._delta, self._method, self._filter)
+        known = Budget(self._epsilon, self._delta, self._method, self.filter)
         known._costs = self._costs
         known.restart(counts)
         n = known.cheap(need)
-        if self._filter is not None or n >= MOST_STEPS:
+        if self.filter is not None or n >= MOST_STEPS:
             return n
 
         def excess(n: int) -> float:
@@ -367,7 +360,7 @@ class Budget:
         if self._held and not uncovered(dict(self._held), wanted):
             return True
         spent = self._spent + sum(n * self._cost(pair) for pair, n in wanted.items())
-        left = self._delta if self._filter is None else 1.0
+        left = self._delta if self.filter is None else 1.0
         rest = left - spent[-1] * (1 + _ROUND_OFF)  # beside releases that fail outright
         if not rest > 0:
             return False
@@ -406,7 +399,7 @@ class Budget:
         """
         was_used, self._held = not any(self._held.values()), dict(wanted)
         share = 2.0 if was_used else 0.0
-        recent = _alike(added(self._last, need))
+        recent = added(self._last, need)
         if len(recent) > _MOST_HELD:
             recent, self._last = {}, {}
         while more := {pair: n for pair, c in recent.items() if (n := int(c * share))}:
@@ -414,28 +407,3 @@ class Budget:
                 self._held, self._last = added(wanted, more), {}
                 return
             share /= 4
-
-
-def _is_closed_form(counts: Counts) -> bool:
-    return len({type(pair) for pair in counts}) == 1 and isinstance(
-        next(iter(counts)), Gaussian | Pure
-    )
-
-
-def _alike(counts: Counts) -> dict[Pair, int]:
-    """``counts``; of those that differ in their noise only, the one with the least stands for all,
-    with a little less.
-    """
-    kinds: dict[tuple[object, ...], list[Pair]] = {}
-    for pair in counts:
-        kind = (pair.kind, pair.rate) if isinstance(pair, Sampled) else ()
-        kinds.setdefault((type(pair), *kind), []).append(pair)
-    found: dict[Pair, int] = {}
-    for pairs in kinds.values():
-        if len(pairs) > 1 and isinstance(pairs[0], Sampled):
-            least = min(pair.noise for pair in pairs if isinstance(pair, Sampled))
-            lowered = Sampled(pairs[0].kind, pairs[0].rate, least / _LOWERED)
-            found[lowered] = sum(counts[pair] for pair in pairs)
-        else:
-            found |= {pair: counts[pair] for pair in pairs}
-    return found

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from scipy import optimize
 
 from ..errors import ArgumentError
 from . import bounds, events, renyi
-from .bounds import LARGEST_EXCESS, MOST_STEPS, largest
+from .bounds import LARGEST_EXCESS, MOST_STEPS
+from .budget import Budget
 from .dominating_pairs import Pair, added, dominating_pair
 from .events import (
     DpEvent,
@@ -25,7 +25,7 @@ from .events import (
     check_delta,
     check_epsilon,
 )
-from .privacy_loss import apart, without_delta
+from .privacy_loss import without_delta
 
 if TYPE_CHECKING:
     from .accountant import PrivacyAccountant
@@ -147,14 +147,7 @@ def get_num_steps(
         GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
     )
     before, step = _counts(history, neighboring), _counts([(event, 1)], neighboring)
-    # by Renyi curves fewer fit: where to begin
-    left = renyi.allowed(epsilon, delta) - renyi.curve(apart(before)[1])
-    each = np.maximum(renyi.curve(step), 1e-300)
-    with np.errstate(over="ignore"):
-        start = int(np.clip(np.max(left / each), 1, MOST_STEPS))
-    return largest(
-        lambda n: bounds.upper_epsilon(added(before, step, n), delta) - epsilon, start=start
-    )
+    return min(Budget(epsilon, delta, "pld").max_count(before, step), MOST_STEPS)
 
 
 def total_multiplier(

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft, signal
 
-from .dominating_pairs import Array, Pair, directions, scattered_of
+from .dominating_pairs import Array, Gaussian, Pair, directions, largest_loss, scattered_of
 from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
 from .tilted_window import (
@@ -47,6 +47,7 @@ _ATTEMPTS = 4
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 _MOST_KEPT = 2**24  # numbers in the spectra of all corners
 _AT_ONCE = 2**22  # numbers in the spectra of releases between the same corners
+_FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these a loss is not put on a grid
 _NEGLIGIBLE = -45.0  # logarithm of a modulus that is taken to be 0
 
 
@@ -251,6 +252,7 @@ class Composition:
 
     def step(self, pair: Pair) -> Transform:
         """One more release on the same grid, unless that is far too fine for it."""
+        _require_near({pair: 1})
         losses = loss_nodes(pair, self.tail).losses
         if losses.max() - losses.min() > _WIDE_WINDOW * self.interval:
             raise OverflowError(BEYOND)
@@ -414,6 +416,15 @@ class Composition:
         )
 
 
+def _require_near(levels: Mapping[Pair, int]) -> None:
+    """Raise where one loss costs far more than any guarantee is worth."""
+    for pair in levels:
+        if _FAR_LOSS < largest_loss(pair) < math.inf:
+            raise OverflowError(BEYOND)
+        if isinstance(pair, Gaussian) and pair.mu > _FAR_MU:
+            raise OverflowError(BEYOND)
+
+
 def tail_of(delta: float, total: int) -> float:
     """Mass of each of so many releases that may be moved upwards."""
     return max(1e-7 * delta / total, 1e-280)
@@ -436,13 +447,14 @@ def compose(
         levels: how often each pair occurs. Gaussians are cheapest as one pair.
         delta: the delta near which the result will be asked for epsilon.
         epsilon: the epsilon near which it will be asked for delta. With both, more such releases
-            are to join, until they do not keep them.
+            are to join.
         accuracy: relative excess of epsilon that the discretisation aims at.
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
         is_pilot: a very wide window gets a coarse grid, since another composition may follow.
         finest: the smallest interval that is worth its time.
     """
+    _require_near(levels)
     total = sum(levels.values())
     grows = delta is not None and epsilon is not None
     compositions = []

@@ -1,22 +1,20 @@
-"""Gaussian sums, one sampled Gaussian sum and one bounded range, in closed form."""
+"""Gaussian sums, and one sampled Gaussian sum, in closed form."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 
 import numpy as np
 from scipy import optimize, special
 
-from .dominating_pairs import BoundedRange, Gaussian, Pair, Pure, Sampled
-from .privacy_loss import rounded_up, sampled_point
+from .dominating_pairs import Gaussian, Pair, Pure, Sampled
+from .privacy_loss import sampled_point
 
 # from here on the second term of delta, which lowers epsilon by 1 in mu**2/2, is below round-off
 # and left out
 _LARGE_MU = 1e5
 _MARGIN = 1e-12  # relative, of distribution functions
-_UNDERFLOW = sys.float_info.min  # below it floats have no relative accuracy
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -123,25 +121,7 @@ def sampled_epsilon(pair: Sampled, delta: float) -> float:
         return math.log(max(sampled_delta(pair, e), 1e-300) / delta)
 
     found = float(optimize.brentq(log_excess, 0.0, high, xtol=1e-300, rtol=1e-13))
-    return rounded_up(found, 1e-13 * found, lambda e: sampled_delta(pair, e) <= delta)
-
-
-def bounded_range_delta(pair: BoundedRange, epsilon: float) -> float:
-    """delta at ``epsilon`` >= 0 of one release, which is its own reverse, rounded up:
-    (1 - e^(-(b - epsilon)/2))^2 / (1 - e^-b) (Dong, Durfee, Rogers 2020).
-    """
-    gap = pair.epsilon - epsilon
-    if gap <= 0:
-        return 0.0
-    above = math.expm1(-gap / 2)
-    return min(above * (above / -math.expm1(-pair.epsilon)) * (1 + _MARGIN) + _UNDERFLOW, 1.0)
-
-
-def bounded_range_epsilon(pair: BoundedRange, delta: float) -> float:
-    """epsilon at ``delta`` of one release, rounded up: b + 2 log(1 - sqrt(delta (1 - e^-b)))."""
-    if bounded_range_delta(pair, 0.0) <= delta:
-        return 0.0
-    b = pair.epsilon
-    root = min(math.sqrt(delta * -math.expm1(-b)), 1 - _MARGIN)
-    found = max(b + 2 * math.log1p(-root), 0.0)
-    return min(rounded_up(found, 1e-13 * b, lambda e: bounded_range_delta(pair, e) <= delta), b)
+    margin = 1e-13 * found
+    while sampled_delta(pair, found) > delta:
+        found, margin = found + margin, 2 * margin
+    return found

@@ -6,8 +6,7 @@ import math
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -125,10 +124,9 @@ class History:
     Attributes:
         charges: how often each event was charged, by label, flag and job.
         counts: the same by dominating pair.
-        filter: the limit in force, if any.
-        declared: whether the filter was there before the first release.
-        later_jobs: whether a job charged that began after others had.
-        first: what was released first, once.
+        first: what was released first.
+        declared: whether the first charge was adaptive.
+        is_adaptive: whether any charge was: declared so, or of a later job.
         is_taken_over: whether it was saved by another accountant, whose bounds nobody knows.
         budget: decides what still fits; ``None`` without a budget.
     """
@@ -137,18 +135,23 @@ class History:
         self.settings = settings
         self.charges: dict[Key, int] = {}
         self.counts: dict[Pair, int] = {}
-        self.filter: Filter | None = None
-        self.declared = False
-        self.later_jobs = False
-        self.first: dict[Pair, int] = {}
-        self.is_taken_over = False
+        self.first: Pair | None = None
+        self.declared = self.is_adaptive = self.is_taken_over = False
         self.budget = self._budget(None)
         self._parts: dict[DpEvent, Part] = {}
         self._epsilons: dict[float, float] = {}  # by delta, of the present charges
 
     def _budget(self, rule: Filter | None) -> Budget | None:
-        budget = self.settings.budget
-        return None if budget is None else Budget(*budget, self.settings.method, rule)
+        if self.settings.budget is None:
+            return None
+        found = Budget(*self.settings.budget, self.settings.method, rule)
+        found.restart(self.counts)
+        return found
+
+    @property
+    def filter(self) -> Filter | None:
+        """The limit in force, if any."""
+        return None if self.budget is None else self.budget.filter
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -171,6 +174,8 @@ class History:
             if self.settings.method == "pld":
                 bounds.require_loss_distribution(pair)
             parts.append(Part(part, times, pair))
+        # what comes first decides on a filter, and that of Gaussians sees no sampling
+        parts.sort(key=lambda part: isinstance(part.pair, Gaussian))
         if len(parts) == 1 and parts[0].event == event:
             if len(self._parts) >= _KNOWN_EVENTS:
                 self._parts.clear()
@@ -184,7 +189,10 @@ class History:
 
     def keep(self, pair: Pair, key: Key, count: int) -> None:
         """Adds ``count`` more charges. A negative count takes back."""
-        self.first = self.first or {pair: 1}
+        if self.first is None:
+            self.first, self.declared = pair, key.flag == "adaptive"
+        if key.flag == "adaptive" and not self.is_adaptive:
+            self.budget, self.is_adaptive = self.filtered(self.first, self.declared), True
         if self.budget is not None:
             self.budget.spend(pair, count)
         _change(self.charges, key, count)
@@ -198,7 +206,7 @@ class History:
         """What epsilon is a bound for; see ``PrivacyAccountant``."""
         if self.filter is not None:
             return "filter"
-        return "none" if self.later_jobs else "fixed"
+        return "none" if self.is_adaptive else "fixed"
 
     def fixed_epsilon(self, delta: float, counts: Counts | None = None) -> float:
         """Epsilon, had all releases, or these, been fixed in advance."""
@@ -211,7 +219,7 @@ class History:
             return 0.0
         if self.filter is not None:
             return self.filter.epsilon(delta)
-        if self.later_jobs:
+        if self.is_adaptive:
             return math.inf
         if delta not in self._epsilons:
             value, budget = self.fixed_epsilon(delta), self.settings.budget
@@ -227,7 +235,7 @@ class History:
             return 0.0
         if self.filter is not None:
             return self.filter.delta(epsilon)
-        if self.later_jobs:
+        if self.is_adaptive:
             return 1.0
         bound = renyi if self.settings.method == "rdp" else bounds
         return bound.upper_delta(self.counts, epsilon)
@@ -256,16 +264,14 @@ class History:
     def remaining(self, need: Counts, is_later: bool) -> int | None:
         """How many times ``need`` still fits; ``None`` without a budget."""
         budget = self.budget
-        if budget is not None and self.filter is None and is_later:
-            budget = self._budget(self._filter_of_budget())
-            assert budget is not None
-            budget.restart(self.counts)
+        if is_later and not self.is_adaptive and self.first is not None:
+            budget = self.filtered(self.first, False)
         return None if budget is None else budget.max_count(self.counts, need)
 
-    def refuse(self, parts: list[Part]) -> NoReturn:
-        """Says why ``parts`` do not fit."""
-        assert self.settings.budget is not None and self.budget is not None
-        rule, (epsilon, delta) = self.filter, self.settings.budget
+    def refuse(self, parts: list[Part], budget: Budget) -> NoReturn:
+        """Says why ``parts`` do not fit ``budget``."""
+        assert self.settings.budget is not None
+        rule, (epsilon, delta) = budget.filter, self.settings.budget
         need = needed(parts)
         if any(isinstance(pair, NonPrivate) for pair in need):
             raise PrivacyBudgetExceeded(
@@ -281,7 +287,7 @@ class History:
             raise PrivacyBudgetExceeded(f"{why} {_NOTHING}")
         fit, times = "none fits", sum(need.values())
         if times > 1:
-            left = self.budget.max_count(self.counts, dict.fromkeys(need, 1))
+            left = budget.max_count(self.counts, dict.fromkeys(need, 1))
             fit = f"{left} of these would still fit"
         different = list(dict.fromkeys(events.in_words(part.event) for part in parts))
         named = " and ".join(different[:_NAMED])
@@ -290,32 +296,42 @@ class History:
         under = ""
         if rule is not None:
             why = "this job or another began after others had charged, whose outputs it may use"
-            if self.declared:
+            if self.declared or not self.counts:
                 why = "the charges were declared adaptive"
-            under = f" {self.used_share():.1%} of {rule.describe()} is used, which counts: {why}."
+            used = rule.cost(self.counts) / rule.limit
+            under = f" {used:.1%} of {rule.describe()} is used, which counts: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {named} would pass the budget epsilon = {epsilon:g} at delta ="
             f" {delta:g}; {fit}. {_NOTHING} Plan fewer, or more noise"
             f" (get_noise_multiplier).{under}"
         )
 
-    # --- filters ----------------------------------------------------------------------------------
-
-    def rule(self, need: Counts, adaptive: bool, is_later: bool) -> Filter | None:
-        """The filter that this charge puts into force, or ``None``."""
+    def filtered(self, first: Pair, declared: bool) -> Budget | None:
+        """The budget under the filter that adaptive charges begin."""
         budget = self.settings.budget
-        if self.filter is not None or not (adaptive or is_later) or (is_later and not budget):
-            return None
-        if is_later:
-            rule = self._filter_of_budget()
+        return self._budget(None if budget is None else Filter.of(*budget, first, declared))
+
+    def budget_for(self, parts: list[Part], flag: Flag, is_later: bool) -> Budget | None:
+        """The budget that a charge has to fit; ``None``: there is none.
+
+        Raises:
+            PrivacyBudgetExceeded: a first job left nothing for later ones.
+            ArgumentError: adaptive charges cannot begin here.
+        """
+        if flag == "fixed" or self.is_adaptive or (is_later and self.settings.budget is None):
+            return self.budget
+        if is_later and self.first is not None:
+            budget = self.filtered(self.first, False)
+            assert budget is not None and budget.filter is not None
+            rule = budget.filter
             if (cost := rule.cost(self.counts)) > rule.limit:
                 raise PrivacyBudgetExceeded(
                     f"a job used {cost / rule.limit:.1%} of what later jobs may find in this ledger"
                     f" ({rule.describe()}). {_NOTHING} In a new ledger charge with adaptive=True"
                     " from the start, or let one job make all releases."
                 )
-            return rule
-        if budget is None:
+            return budget
+        if self.settings.budget is None:
             raise ArgumentError(
                 "adaptive=True needs a budget: parameters chosen from earlier outputs are private"
                 " only against a limit that was fixed before. Write"
@@ -327,52 +343,22 @@ class History:
                 " adaptive would be a choice made after seeing outputs: charge with adaptive=True"
                 " from the first charge on, in a new accountant."
             )
-        if all(isinstance(pair, Gaussian) for pair in need):
-            return Filter.gaussian(*budget)
-        return Filter.renyi(*budget, need)
-
-    def _filter_of_budget(self) -> Filter:
-        """The filter for later jobs: a function of the budget and of the first release, which
-        were there before any output.
-        """
-        assert self.settings.budget is not None
-        return Filter.renyi(*self.settings.budget, self.first)
-
-    def start(self, rule: Filter, declared: bool) -> None:
-        """Puts ``rule`` into force."""
-        self.filter, self.declared = rule, declared
-        self.budget = self._budget(rule)
-        if self.budget is not None:
-            self.budget.restart(self.counts)
-
-    @contextmanager
-    def under(self, rule: Filter | None, declared: bool) -> Iterator[None]:
-        """Under ``rule``, which stays in force unless there is an exception."""
-        before = self.budget, self.filter, self.declared
-        if rule is not None:
-            self.start(rule, declared)
-        try:
-            yield
-        except BaseException:
-            self.budget, self.filter, self.declared = before
-            raise
+        return self.filtered(parts[0].pair, True)
 
     # --- saving -----------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """Settings, filter and charges as strings, numbers, lists and dicts."""
+        """Settings and charges as strings, numbers, lists and dicts."""
         charges = [
             [events.encode(key.event), float(count), key.label or "", key.flag, key.job]
             for key, count in self.charges.items()
         ]
-        rule = "" if self.filter is None else self.filter.code
-        return {**self.settings._asdict(), "filter": rule, "history": charges}
+        return {**self.settings._asdict(), "history": charges}
 
     def check_saved(
         self, state: Mapping[str, Any], charges: Mapping[Key, int]
-    ) -> tuple[list[tuple[Part, Key]], Filter | None]:
-        """The parts of saved charges, and the filter in force with them. This history must be
-        empty.
+    ) -> list[tuple[Part, Key]]:
+        """The parts of saved charges. This history must be empty.
 
         Raises:
             PrivacyBudgetExceeded: they do not fit the budget.
@@ -385,13 +371,13 @@ class History:
             )
         settings, budget = self.settings, self.settings.budget
         is_same = (state["epsilon"], state["delta"]) == (settings.epsilon, settings.delta)
-        if any(key.flag == "adaptive" for key in charges) and not is_same:
+        is_adaptive = any(key.flag == "adaptive" for key in charges)
+        if is_adaptive and not is_same:
             raise ArgumentError(
                 "the saved history is adaptive, which is private only against its budget"
                 f" {[state['epsilon'], state['delta']]}; this accountant's is"
                 f" {[settings.epsilon, settings.delta]}. Load it into one with the saved budget."
             )
-        rule = Filter.decoded(state["filter"], budget)
         parts = [
             (part, key)
             for key, count in charges.items()
@@ -399,10 +385,11 @@ class History:
         ]
         if budget is not None and parts:
             counts = needed(part for part, _ in parts)
-            if rule is None:
+            if not is_adaptive:
                 slack = _SLACK[settings.method] if is_same else 0.0
                 fits = self.fixed_epsilon(budget[1], counts) <= budget[0] * (1 + slack)
             else:
+                rule = Filter.of(*budget, parts[0][0].pair, True)
                 fits = rule.cost(counts) <= rule.limit * (1 + _SLACK["rdp"])
             if not fits:
                 raise PrivacyBudgetExceeded(
@@ -410,7 +397,7 @@ class History:
                     f" {budget[0]:g} at delta = {budget[1]:g}. Nothing was loaded. Load it into an"
                     " accountant with the budget that it was made with."
                 )
-        return parts, rule
+        return parts
 
 
 def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
@@ -419,7 +406,7 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
     Raises:
         ArgumentError: it is no state, or has other settings.
     """
-    wanted = {*Settings._fields, "filter", "history", "ledger", "place", "job", "notes"}
+    wanted = {*Settings._fields, "history", "ledger", "place", "job", "notes"}
     if missing := wanted - set(state):
         raise ArgumentError(
             f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing. Load what"
@@ -501,19 +488,12 @@ class Memory:
 
     def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
         """Records a charge, or raises before anything is recorded."""
-        history, need, flag = self.history, needed(parts), self.flag(adaptive)
-        if rule := history.rule(need, True, is_later=False) if adaptive else None:
-            with history.under(rule, declared=True):
-                self._require_fit(parts, need)
-        else:
-            self._require_fit(parts, need)
+        history, flag = self.history, self.flag(adaptive)
+        budget = history.budget_for(parts, flag, is_later=False)
+        if budget is not None and not budget.fits(history.counts, needed(parts)):
+            history.refuse(parts, budget)
         for part in parts:
             self.taken(None, part, label, flag)
-
-    def _require_fit(self, parts: list[Part], need: Counts) -> None:
-        history = self.history
-        if history.budget is not None and not history.budget.fits(history.counts, need):
-            history.refuse(parts)
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
         """These releases were charged, out of a block if they were reserved."""
@@ -541,17 +521,13 @@ class Memory:
                 "the saved history belongs to a ledger file, which goes on counting: open that"
                 " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
             )
-        parts, rule = self.history.check_saved(state, charges)
-        self._write(state, parts, rule)
+        parts = self.history.check_saved(state, charges)
+        self._write(state, parts)
         self.history.is_taken_over = True
         for part, key in parts:
             self.history.keep(part.pair, key, part.times)
-        if rule is not None:
-            self.history.start(rule, declared=True)
 
-    def _write(
-        self, state: Mapping[str, Any], parts: list[tuple[Part, Key]], rule: Filter | None
-    ) -> None:
+    def _write(self, state: Mapping[str, Any], parts: list[tuple[Part, Key]]) -> None:
         """Keeps what is taken over, where others can read it if there are any."""
         self._is_resumed |= state["job"] != self.job
 

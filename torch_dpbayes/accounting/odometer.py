@@ -43,7 +43,7 @@ _SPREAD = 1.0  # standard deviation of the logarithm of their number, where a bu
 def epsilon(
     counts: Mapping[Pair, int],
     delta: float,
-    first: Mapping[Pair, int],
+    first: Pair | None,
     budget: tuple[float, float] | None = None,
 ) -> float:
     """The odometer after ``counts``.
@@ -89,13 +89,13 @@ def largest(exponents: Array, logs: Array, spent: Array) -> float:
     return max(0.0, (loss + math.log(kept)) * (1 + 1e-9)) if kept > 0 else math.inf
 
 
-def weights(first: Mapping[Pair, int], delta: float, budget: tuple[float, float] | None) -> Array:
+def weights(first: Pair | None, delta: float, budget: tuple[float, float] | None) -> Array:
     """Of each order of the Renyi curves: where those are that are best for many, or few, of the
     first release, and a part on all of them.
     """
     number = len(renyi.ORDERS)
     broad = np.full(number, 1 / number)
-    one = renyi.curve(first) if first else np.zeros(0)
+    one = np.zeros(0) if first is None else renyi.curve({first: 1})
     if not len(one) or not np.isfinite(one).any() or not one.min() > 0:
         return broad
     best = np.array([renyi.best_order(count * one, delta) for count in _COUNTS])

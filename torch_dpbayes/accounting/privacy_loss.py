@@ -5,9 +5,7 @@ the grid h*Z is split between them so that its mass under P and under Q is kept.
 tightest profile above the true one with losses on the grid. The masses are Gauss-Legendre integrals
 over pieces cut at the grid, sums of positive terms: their *relative* error is about 1e-13.
 
-*Bounded losses.* Basic composition adds the largest losses. Randomised response, the worst of all
-pure releases, has two losses, so that a few kinds of it compose exactly (Kairouz, Oh, Viswanath
-2015; Murtagh, Vadhan 2016).
+*Bounded losses.* Basic composition adds the largest losses.
 
 *Failures.* With f the probability that one release fails outright, delta(epsilon) = f + (1 - f) *
 (delta(epsilon) of the others).
@@ -22,7 +20,7 @@ from functools import singledispatch
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import special
 
 from .dominating_pairs import (
     Amplified,
@@ -47,8 +45,6 @@ from .events import SMALLEST_DELTA
 BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
-_MOST_LOSSES = 2**16  # different sums of losses that are looked at one by one
-_MASS_ERROR = 1e-9  # relative error of one of their masses, by far
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
 
 # --- quadrature -----------------------------------------------------------------------------------
@@ -413,56 +409,6 @@ def least_delta(
     if bounded and rest and largest < epsilon:
         found = min(found, bound(rest, math.nextafter(epsilon - largest, 0.0)))
     return found
-
-
-class RandomizedResponses:
-    """The composition of releases of which no more is known than that they are pure, exactly.
-
-    delta(epsilon) is the sum of mass * (1 - e^(epsilon - loss)) over the losses above epsilon.
-    """
-
-    def __init__(self, counts: Mapping[Pair, int]) -> None:
-        losses, masses = np.zeros(1), np.ones(1)
-        for pair, count in counts.items():
-            epsilon = largest_loss(pair)
-            worse = np.arange(count + 1)
-            mass = stats.binom.pmf(worse, count, float(special.expit(epsilon)))
-            losses = np.add.outer(losses, epsilon * (2.0 * worse - count)).ravel()
-            masses = np.multiply.outer(masses, mass).ravel()
-        order = np.argsort(losses)
-        self._losses: Array = losses[order]
-        self._masses: Array = masses[order] * (1 + _MASS_ERROR)
-
-    @classmethod
-    def of(cls, counts: Mapping[Pair, int]) -> RandomizedResponses | None:
-        """The composition, or ``None`` where it has other releases, or too many losses."""
-        if not counts or not all(isinstance(pair, Pure) for pair in counts):
-            return None
-        losses = math.prod(count + 1 for count in counts.values())
-        return cls(counts) if losses <= _MOST_LOSSES else None
-
-    def delta(self, epsilon: float) -> float:
-        """An upper bound on delta, by round-off alone."""
-        above = np.searchsorted(self._losses, epsilon, "right")
-        terms = self._masses[above:] * -np.expm1(epsilon - self._losses[above:])
-        return min(float(terms.sum()), 1.0)
-
-    def epsilon(self, delta: float) -> float:
-        """An upper bound on epsilon, by round-off alone."""
-        if self.delta(0.0) <= delta:
-            return 0.0
-        largest = float(self._losses[-1])
-        solution = optimize.brentq(
-            lambda epsilon: self.delta(epsilon) - delta, 0.0, largest, xtol=1e-14, rtol=1e-14
-        )
-        return rounded_up(float(solution), 1e-14 * (1 + largest), lambda e: self.delta(e) <= delta)
-
-
-def rounded_up(solution: float, margin: float, holds: Callable[[float], bool]) -> float:
-    """The first of ``solution`` plus growing multiples of ``margin`` at which a bound holds."""
-    while not holds(solution):
-        solution, margin = solution + margin, 2 * margin
-    return solution
 
 
 # --- releases that fail outright with some probability --------------------------------------------

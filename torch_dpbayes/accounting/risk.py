@@ -23,7 +23,6 @@ import numpy as np
 from scipy import special
 
 from . import renyi
-from .bounds import without_extremes
 from .dominating_pairs import (
     Array,
     Gaussian,
@@ -225,10 +224,7 @@ def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profi
 
 def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
     largest = largest_sum(counts)
-    near, far = without_extremes(counts)
-    levels = merge(near)
-    if not levels:
-        return (_certain().ending(far),) * 2
+    levels = merge(counts)
     if len(levels) == 1 and isinstance(only := next(iter(levels)), Gaussian):
         at = points(gaussian_epsilon(only.mu, 1e-100), 5 * _POINTS)
         deltas = [gaussian_delta(only.mu, e) * (1 + _PROFILE_ROUND_OFF) for e in at.tolist()]
@@ -238,10 +234,7 @@ def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
             found = [_composed(levels, reverse) for reverse in directions(levels)]
         except OverflowError:
             return (_certain().ending(largest),) * 2
-    found = [
-        Profile(profile.epsilons + far * (1 + 1e-15), profile.deltas).ending(largest)
-        for profile in found
-    ]
+    found = [profile.ending(largest) for profile in found]
     return found[0], found[-1]
 
 

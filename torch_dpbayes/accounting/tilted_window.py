@@ -29,8 +29,8 @@ _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floa
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 _PILOT_EXCESS = 0.5  # of log(delta)
-_CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
-_MOST_TIMES = 16.0  # that a composition may grow on its grid
+_CELL = 2e-4  # the largest interval, in epsilon
+_GROWTH = 4.0  # times a composition for which the window of a growing one is chosen
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 
@@ -123,8 +123,8 @@ def choose_window(
     largest_tilt: float = math.inf,
     grows: bool = False,
 ) -> Window:
-    """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: for as many more
-    such releases as keep both.
+    """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: with both,
+    for some times as many such releases.
     """
     asked, asked_log_delta = epsilon, log_delta
     total: float = sum(levels.values())
@@ -140,7 +140,7 @@ def choose_window(
                 losses.set_mixtures(mixed)
         cumulant, mean, variance = losses.cumulants(tilts)
         if grows and asked is not None and asked_log_delta is not None:
-            losses.times *= _times(tilts, cumulant, variance, asked, asked_log_delta)
+            losses.times = _GROWTH
             cumulant, mean, variance = losses.cumulants(tilts)
             tilt, epsilon, _ = _tangent(tilts, cumulant, mean, asked, None)
             log_delta = asked_log_delta
@@ -159,8 +159,7 @@ def choose_window(
     # the cell.
     scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
     scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
-    most = _MIXED_CELL if sampled else _CELL
-    wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), most * scale)
+    wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), _CELL * scale)
     # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
     # if rounding is all that blurs a step's loss.
     if not sampled and (epsilon if asked is None else asked) < size:
@@ -219,19 +218,6 @@ def _tangent(
     log_delta = min(float(np.min(cumulant - tilts * epsilon + conversion)), 0.0)
     tangent = np.maximum.accumulate(mean - np.log1p(1 / tilts))
     return float(np.exp(np.interp(epsilon, tangent, np.log(tilts)))), epsilon, log_delta
-
-
-def _times(
-    tilts: Array, cumulant: Array, variance: Array, epsilon: float, log_delta: float
-) -> float:
-    """About how often a composition keeps (epsilon, delta), by a saddle point."""
-    low, high = 1.0, _MOST_TIMES
-    while high > 1.02 * low:
-        times = math.sqrt(low * high)
-        logs = times * cumulant - tilts * epsilon - np.log(tilts * (1 + tilts))
-        logs -= np.log(2 * math.pi * times * np.maximum(variance, 1e-300)) / 2
-        low, high = (times, high) if float(logs.min()) < log_delta else (low, times)
-    return low
 
 
 def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, Array, Array]:

@@ -6,13 +6,12 @@ inherited by a child, or writes into a file that was deleted or replaced.
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
@@ -20,17 +19,14 @@ from urllib.parse import quote
 from ...errors import ArgumentError
 from ..history import Settings
 from .schema import (
-    APPLICATION,
     COLUMNS,
-    FORMAT,
     SEAL,
-    TABLES,
     LedgerError,
     Row,
-    code_of,
     damaged,
     explained,
     first_digest,
+    make_tables,
     next_digest,
     now,
     open_blocks,
@@ -40,7 +36,7 @@ from .schema import (
 )
 
 BUSY_SECONDS = 60.0
-MAKING_SECONDS = 10.0
+_MAKING = "-making-"
 _MOUNTS = Path("/proc/self/mountinfo")
 
 # Held by whoever charges or reads, and by whoever forks: a child must not begin in the middle of a
@@ -99,10 +95,13 @@ class Ledger:
     # --- connections ------------------------------------------------------------------------------
 
     def _connected(
-        self, purpose: Literal["create", "read", "write"], work: Callable[[sqlite3.Connection], T]
+        self,
+        purpose: Literal["create", "read", "write"],
+        work: Callable[[sqlite3.Connection], T],
+        path: Path | None = None,
     ) -> T:
-        """What ``work`` does with a connection of its own. (Not a context manager, in whose
-        ``__exit__`` Ctrl-C could leave it open.)
+        """What ``work`` does with a connection of its own, to the ledger or to ``path``. (Not a
+        context manager, in whose ``__exit__`` Ctrl-C could leave it open.)
 
         Raises:
             LedgerError: SQLite cannot do it; in words.
@@ -111,7 +110,7 @@ class Ledger:
         mode = {"create": "rwc", "read": "ro" if self._is_read_only else "rw", "write": "rw"}
         with LOCK:
             try:
-                connection = self._connect(mode[purpose])
+                connection = self._connect(path or self.path, mode[purpose])
                 if purpose != "read":
                     connection.execute("PRAGMA synchronous = FULL")
                 return work(connection)
@@ -122,12 +121,12 @@ class Ledger:
                 if connection is not None:
                     connection.close()
 
-    def _connect(self, mode: str) -> sqlite3.Connection:
+    def _connect(self, path: Path, mode: str) -> sqlite3.Connection:
         if self.path.is_file():
             self._require_one_name()
-        address = f"file:{quote(str(self.path))}?mode={mode}"
-        journal = Path(f"{self.path}-wal")
-        writable = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+        address = f"file:{quote(str(path))}?mode={mode}"
+        journal = Path(f"{path}-wal")
+        writable = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
         if mode == "ro" and not writable and not (journal.exists() and journal.stat().st_size):
             # else SQLite would keep an index beside the file, which cannot be made, or could not be
             # written by its owner
@@ -136,6 +135,10 @@ class Ledger:
 
     def _require_one_name(self) -> None:
         """Raise where the file can be opened under another name."""
+        if self.path.stat().st_nlink > 1:
+            for other in self.path.parent.glob(f"{escape(self.path.name)}{_MAKING}*"):
+                if other.exists() and other.samefile(self.path):  # it was made a moment ago
+                    other.unlink(missing_ok=True)
         if self.path.stat().st_nlink > 1:
             raise LedgerError(
                 f"{self.path} has a second name (a hard link). SQLite keeps a journal for each"
@@ -183,7 +186,7 @@ class Ledger:
         return found
 
     def append(
-        self, rows: Iterable[Row], *, job: str, writer: str, later: bool, if_unchanged: bool = True
+        self, rows: Iterable[Row], *, job: str, writer: str, if_unchanged: bool = True
     ) -> list[int] | None:
         """Commits the rows and returns their numbers; ``None`` if ``if_unchanged`` and the file
         has rows that were not read yet.
@@ -206,10 +209,10 @@ class Ledger:
             moment, first = now(), seq + 1
             for row in rows:
                 seq += 1
-                values = row.encoded(seq, moment, job, writer, later)
+                values = row.encoded(seq, moment, job, writer)
                 digest = next_digest(digest, values)
                 connection.execute(
-                    f"INSERT INTO rows ({COLUMNS}, digest) VALUES ({', '.join('?' * 12)})",
+                    f"INSERT INTO rows ({COLUMNS}, digest) VALUES ({', '.join('?' * 11)})",
                     [*values, digest],
                 )
             connection.execute("UPDATE settings SET value = ? WHERE name = ?", (digest, SEAL))
@@ -246,81 +249,35 @@ class Ledger:
         return found is not None and bool(found[0] == digest)
 
     # --- making -----------------------------------------------------------------------------------
-    #
-    # A file beside the ledger, "-making", says that an empty ledger never held a charge; no other
-    # empty file may be begun anew. Every process takes it away before it charges anything.
 
     def _make_if_missing(self, settings: Mapping[str, Any]) -> None:
-        """Makes the file with these settings if there is none, or one whose making was cut off.
+        """Makes the file with these settings if there is none: whole, under a name of its own,
+        which then becomes this one. So whatever has this name held all that was charged to it.
 
         Raises:
-            LedgerError: it cannot be made, or is empty without being known never to have held a
-                charge.
+            LedgerError: it cannot be made.
         """
-        mark = Path(f"{self.path}-making")
-        is_blank = self._is_blank(mark)
-        if is_blank and not self.path.parent.is_dir():
+        if self.path.exists():
+            return
+        if not self.path.parent.is_dir():
             raise LedgerError(
                 f"there is no folder {self.path.parent} for the ledger {self.path.name}: make it"
                 " first."
             )
+        made = Path(f"{self.path}{_MAKING}{uuid.uuid4().hex}")
+        values = {**settings, "id": uuid.uuid4().hex, "created": now()}
         try:
-            if is_blank:
-                mark.touch()
-                self._make({**settings, "id": uuid.uuid4().hex, "created": now()})
-            mark.unlink(missing_ok=True)
+            self._connected("create", lambda connection: make_tables(connection, values), made)
+            os.link(made, self.path)
+        except FileExistsError:  # another process was faster
+            pass
         except OSError as error:
             raise LedgerError(
                 f"the ledger {self.path} cannot be made: {error}. Nothing may be released."
             ) from error
-
-    def _is_blank(self, mark: Path) -> bool:
-        """No file, or one whose making was cut off, which therefore never held a charge."""
-        end = time.monotonic() + MAKING_SECONDS
-        while self.path.exists():
-            if not self.path.is_file():
-                return False
-            if self.path.stat().st_size and not self._connected("read", _has_no_tables):
-                return False
-            if mark.exists():
-                return True
-            self._require_one_name()
-            if time.monotonic() > end:
-                raise LedgerError(
-                    f"{self.path} is empty. If it was a ledger, what was charged is lost (a full"
-                    " disk?), and beginning anew would spend the budget twice: restore it. If it"
-                    " never was one, remove it."
-                )
-            time.sleep(0.01)  # another process may be making it
-        return True
-
-    def _make(self, settings: Mapping[str, Any]) -> None:
-        def make(connection: sqlite3.Connection) -> None:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("BEGIN IMMEDIATE")
-            if _has_no_tables(connection):  # else another process was faster
-                connection.execute(f"PRAGMA application_id = {APPLICATION}")
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
-                for table in TABLES:
-                    connection.execute(table)
-                values = [(name, json.dumps(value)) for name, value in settings.items()]
-                values.append((SEAL, first_digest(settings)))
-                connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
-            connection.execute("COMMIT")
-
-        end = time.monotonic() + MAKING_SECONDS
-        while True:
-            try:
-                return self._connected("create", make)
-            except LedgerError as error:  # SQLite does not wait where two turn a new file to WAL
-                is_busy = code_of(error.__cause__) == sqlite3.SQLITE_BUSY
-                if not is_busy or time.monotonic() > end:
-                    raise
-                time.sleep(0.01)
-
-
-def _has_no_tables(connection: sqlite3.Connection) -> bool:
-    return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        finally:
+            for end in ("", "-wal", "-shm"):
+                Path(f"{made}{end}").unlink(missing_ok=True)
 
 
 def _is_mounted(path: Path) -> bool:

@@ -15,18 +15,17 @@ from .. import events
 from ..events import DpEvent
 from ..history import Flag, Key
 
-FORMAT = 4
+FORMAT = 5
 APPLICATION = 0x64706279
 SEAL = "seal"  # the last row's digest, repeated among the settings
 
-COLUMNS = "seq, time, job, writer, later, kind, label, event, count, flag, block"
+COLUMNS = "seq, time, job, writer, kind, label, event, count, flag, block"
 TABLES = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     (
         "CREATE TABLE rows (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, writer"
-        " TEXT NOT NULL, later INTEGER NOT NULL, kind TEXT NOT NULL, label TEXT, event TEXT NOT"
-        " NULL, count INTEGER NOT NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT"
-        " NULL)"
+        " TEXT NOT NULL, kind TEXT NOT NULL, label TEXT, event TEXT NOT NULL, count INTEGER NOT"
+        " NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT NULL)"
     ),
     "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
 )
@@ -121,12 +120,12 @@ def now() -> str:
 
 
 class Row(NamedTuple):
-    """One row. ``label``: also the code of a filter, or the text of a note. ``block``: the number
-    of the row that a return belongs to. ``job``: whose it is; empty in one that is not written yet:
-    of the job that writes it.
+    """One row. ``label``: also the text of a note. ``block``: the number of the row that a return
+    belongs to. ``job``: whose it is; empty in one that is not written yet: of the job that writes
+    it.
     """
 
-    kind: Literal["charge", "block", "return", "filter", "note"]
+    kind: Literal["charge", "block", "return", "note"]
     label: str | None
     event: DpEvent | None
     count: int  # type: ignore[assignment]
@@ -136,7 +135,6 @@ class Row(NamedTuple):
     seq: int = 0
     time: str = ""
     writer: str = ""
-    later: bool = False
 
     @property
     def key(self) -> Key:
@@ -146,15 +144,15 @@ class Row(NamedTuple):
     @classmethod
     def decoded(cls, values: list[Any]) -> Row:
         """The row with these columns."""
-        seq, time, job, writer, later, kind, label, code, count, flag, block = values
+        seq, time, job, writer, kind, label, code, count, flag, block = values
         event = events.decode(json.loads(code)) if code else None
-        return cls(kind, label, event, count, flag, block, job, seq, time, writer, bool(later))
+        return cls(kind, label, event, count, flag, block, job, seq, time, writer)
 
-    def encoded(self, seq: int, time: str, job: str, writer: str, later: bool) -> list[Any]:
+    def encoded(self, seq: int, time: str, job: str, writer: str) -> list[Any]:
         """The columns of this row, as number ``seq``."""
         code = "" if self.event is None else json.dumps(events.encode(self.event))
         columns = [self.kind, self.label, code, self.count, self.flag, self.block]
-        return [seq, time, self.job or job, writer, int(later), *columns]
+        return [seq, time, self.job or job, writer, *columns]
 
 
 def open_blocks(rows: Iterable[Row]) -> list[Row]:
@@ -171,6 +169,20 @@ def open_blocks(rows: Iterable[Row]) -> list[Row]:
 # --- settings -------------------------------------------------------------------------------------
 
 
+def make_tables(connection: sqlite3.Connection, settings: Mapping[str, Any]) -> None:
+    """Makes an empty ledger with these settings."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
+    connection.execute(f"PRAGMA user_version = {FORMAT}")
+    for table in TABLES:
+        connection.execute(table)
+    values = [(name, json.dumps(value)) for name, value in settings.items()]
+    values.append((SEAL, first_digest(settings)))
+    connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
+    connection.execute("COMMIT")
+
+
 def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     """The settings that the file at ``path`` was made with, checked against its first row.
 
@@ -178,6 +190,12 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
         LedgerError: it is not a ledger, or is damaged.
     """
     connection.execute("BEGIN")  # settings, seal and first row of one moment
+    if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        raise LedgerError(
+            f"{path} is empty. If it was a ledger, what was charged is lost (a full disk?), and"
+            " beginning anew would spend the budget twice: restore it. If it never was one, remove"
+            " it."
+        )
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise LedgerError(
             f"{path} is an SQLite file, but not a ledger of torch_dpbayes. Give another path."

@@ -24,7 +24,7 @@ from typing import Any
 
 from ...errors import ArgumentError
 from .. import events
-from ..budget import Budget, Filter
+from ..budget import Budget
 from ..dominating_pairs import Pair, covers
 from ..events import DpEvent
 from ..history import RESUMED, Block, Flag, Key, Memory, Part, needed, this_process
@@ -80,10 +80,10 @@ class Session(Memory):
 
     def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
         """Records a charge in the file, or raises before anything is recorded."""
-        if adaptive and not self.later:
-            # refuses where a filter cannot begin, whatever open blocks would cover
-            self.history.rule(needed(parts), True, is_later=False)
         flag = self.flag(adaptive)
+        if not self.later:
+            # refuses where a filter cannot begin, whatever open blocks would cover
+            self.history.budget_for(parts, flag, self.later)
         while (found := self._cover(parts)) is None:
             self._reserve(parts, label, flag)
         self.stale = True  # until the history has what the blocks gave
@@ -146,40 +146,28 @@ class Session(Memory):
             if row.writer == self._writer:
                 continue
             if row.event is not None:
-                history.later_jobs |= row.later
                 history.keep(history.pair(row.event), row.key, row.count)
-            elif row.kind == "note":
+            else:
                 self._notes[row.label or ""] = None
-            elif (rule := Filter.decoded(row.label or "", history.settings.budget)) is not None:
-                history.start(rule, row.flag == "adaptive")
         self.stale = False
 
     # --- reserving --------------------------------------------------------------------------------
 
     def _reserve(self, parts: list[Part], label: str | None, flag: Flag) -> None:
         """Opens blocks that cover ``parts``, or raises."""
-        history, need, committed = self.history, needed(parts), False
+        history, committed = self.history, False
         while not committed:
             self.refresh()
-            begins = history.filter is None
+            begins = not history.is_adaptive
             finished = [block for block in self.blocks if self._is_finished(block, parts)]
-            rule = history.rule(need, flag == "adaptive", self.later)
-            origin: Flag = "fixed" if self.later else "adaptive"
-            also = [] if rule is None else [Row("filter", rule.code, None, 0, origin)]
-            try:
-                with history.under(rule, declared=not self.later):
-                    wanted = self._wanted(parts, label, flag, finished)
-                    self.stale = True
-                    committed = self._commit(wanted, finished, also)
-                    if not committed:
-                        raise _Outrun
-            except _Outrun:
-                self.stale = False
-        history.later_jobs |= self.later
-        self.stale = False
+            budget = history.budget_for(parts, flag, self.later)
+            wanted = self._wanted(parts, label, flag, finished, budget)
+            self.stale = True
+            committed = self._commit(wanted, finished)
+            self.stale = False
         if self.later and not self._cost_was_told:
             self._cost_was_told = True
-            self._tell_cost(need, begins)
+            self._tell_cost(needed(parts), begins)
 
     def _is_finished(self, block: Block, parts: Collection[Part]) -> bool:
         """Used up, or left behind: noise fell below what the block covers, or it lies idle."""
@@ -187,10 +175,15 @@ class Session(Memory):
         return block.left == 0 or is_idle or _fell_below(block, parts)
 
     def _wanted(
-        self, parts: list[Part], label: str | None, flag: Flag, finished: list[Block]
+        self,
+        parts: list[Part],
+        label: str | None,
+        flag: Flag,
+        finished: list[Block],
+        budget: Budget | None,
     ) -> list[Row]:
         """Blocks for ``parts``. May add to ``finished`` what has to be given back."""
-        size, budget, kinds = self._size(parts, finished), self.history.budget, [parts]
+        size, kinds = self._size(parts, finished), [parts]
         if any(block.left and _fell_below(block, parts) for block in finished):
             lower = [(events.lowered(part.event, _LOWERED), part.times) for part in parts]
             kinds.insert(0, [Part(event, n, self.history.pair(event)) for event, n in lower])
@@ -209,7 +202,8 @@ class Session(Memory):
                         counts[part.event] += times * part.times
                     return [Row("block", label, event, n, flag) for event, n in counts.items()]
             if not others:
-                self.history.refuse(parts)
+                assert budget is not None
+                self.history.refuse(parts, budget)
             finished += others
 
     def _size(self, parts: list[Part], finished: Collection[Block]) -> int:
@@ -248,7 +242,7 @@ class Session(Memory):
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def _commit(self, wanted: list[Row], finished: list[Block], also: list[Row]) -> bool:
+    def _commit(self, wanted: list[Row], finished: list[Block]) -> bool:
         """Opens blocks and settles finished ones in one transaction, if the ledger is still what
         was read last.
 
@@ -259,7 +253,7 @@ class Session(Memory):
             LedgerError: nobody knows what is on disk. Take nothing out of any block any more:
                 :meth:`settle`, and begin anew.
         """
-        before = [row for block in finished for row in _settlement(block)] + also
+        before = [row for block in finished for row in _settlement(block)]
         numbers = self._append([*before, *wanted])
         if numbers is None:
             return False
@@ -270,7 +264,7 @@ class Session(Memory):
 
     def _append(self, rows: list[Row], if_unchanged: bool = True) -> list[int] | None:
         return self.ledger.append(
-            rows, job=self.job, writer=self._writer, later=self.later, if_unchanged=if_unchanged
+            rows, job=self.job, writer=self._writer, if_unchanged=if_unchanged
         )
 
     def _block(self, row: Row) -> Block:
@@ -324,11 +318,8 @@ class Session(Memory):
                 " restored from an older copy. Put the newer file back."
             )
 
-    def _write(
-        self, state: Mapping[str, Any], parts: list[tuple[Part, Key]], rule: Filter | None
-    ) -> None:
-        rows = [] if rule is None else [Row("filter", rule.code, None, 0, "adaptive")]
-        rows += [
+    def _write(self, state: Mapping[str, Any], parts: list[tuple[Part, Key]]) -> None:
+        rows = [
             Row("charge", key.label, part.event, part.times, key.flag, job=key.job)
             for part, key in parts
         ]
@@ -337,10 +328,6 @@ class Session(Memory):
                 "another process charged this ledger in the meantime: it is not empty any more, so"
                 " nothing was loaded. Take a new ledger."
             )
-
-
-class _Outrun(Exception):
-    """Another process committed first."""
 
 
 def _settlement(block: Block) -> list[Row]:
