@@ -103,6 +103,11 @@ class RandomWalk(Moves):
             )
         super().__init__("proposal_scale", scale, factor)
 
+    @property
+    def charges(self) -> list[tuple[events.DpEvent, int]]:
+        """What one move releases."""
+        return [] if self.proposal is None else [(self.proposal.event, 1)]
+
     def step(self, standard: Tensor) -> Tensor:
         """A step of the random walk from a standard Gaussian vector."""
         return self.scale * standard if self._factor is None else self.vector(standard)
