@@ -9,7 +9,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
 from pyro.infer import Predictive, RenyiELBO, Trace_ELBO
 from pyro.infer.autoguide import (
     AutoDelta,
@@ -157,27 +156,6 @@ def test_one_record_moves_the_sum_by_at_most_the_bound():
         assert apart <= (1.5 * (1 + 1e-9) if math.isfinite(value) else 0.0)
 
 
-def test_a_scaled_or_masked_likelihood_is_clipped_all_the_same():
-    def scaled(x):
-        with poutine.scale(scale=1e6):
-            model(x)
-
-    def masked(x):
-        with poutine.mask(mask=x[:, 0] > 0):
-            mean = pyro.sample(
-                "mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1).mask(True)
-            )
-        with pyro.plate("data", len(x)), poutine.mask(mask=x[:, 0] > 0):
-            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
-
-    x = rows(399)
-    extreme = torch.full((1, 2), 1e9, dtype=DOUBLE)
-    both = [first_release(data, model=scaled) for data in (x, torch.cat([x, extreme]))]
-    assert float((both[0].value - both[1].value).norm()) <= 1.5 * (1 + 1e-9)
-    with pytest.raises(ValueError):  # the prior itself is masked by the data
-        first_release(x, model=masked)
-
-
 def test_seeds_do_not_repeat_the_noise():
     values = []
     for _ in range(2):
@@ -268,7 +246,10 @@ def test_a_state_goes_on():
     )
     svi = make(optim=optim)
     svi.run(5, x)
-    state = pickle.loads(pickle.dumps(svi.state_dict()))
+    state, saved = pickle.loads(pickle.dumps(svi.state_dict())), svi.state_dict()
+    svi.step(x)
+    before, now = (s["optim"][0][0]["state"][0]["exp_avg"] for s in (state, saved))
+    assert torch.equal(before, now)  # a saved state stays what it was
     pyro.clear_param_store()
     optim = pyro.optim.ExponentialLR(
         {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "gamma": 0.99}
@@ -277,10 +258,10 @@ def test_a_state_goes_on():
     again.load_state_dict(state)
     again.step(x)
     assert len(again.transcript) == 6
-    assert again.accountant.get_epsilon(1e-5) > svi.accountant.get_epsilon(1e-5)
+    assert again.accountant.get_epsilon(1e-5) == svi.accountant.get_epsilon(1e-5)
     moments = next(iter(again.optim.optim_objs.values())).optimizer.state_dict()["state"][0]
     assert int(moments["step"]) == 6
-    for old, new in zip(svi.transcript, again.transcript, strict=False):
+    for old, new in zip(svi.transcript[:5], again.transcript, strict=False):
         assert torch.equal(old.value, new.value)
     # an accountant that holds other charges does not hold these
     pyro.clear_param_store()
@@ -316,19 +297,6 @@ def test_neither_model_nor_guide_ever_run_on_the_data():
             assert not found & known
 
 
-def test_under_add_or_remove_no_number_of_records_is_told():
-    x = rows(37)
-    accountant = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
-    with pytest.raises(ValueError, match="num_data"):
-        make(accountant=accountant, expected_batch_size=10).step(x)
-    pyro.clear_param_store()
-    svi = make(accountant=accountant, expected_batch_size=10, num_data=40)
-    svi.step(x)
-    ((event, _, *_),) = accountant.history
-    assert event.sampling_probability == 0.25
-    assert len(accountant) == 1
-
-
 def test_under_add_or_remove_no_error_tells_the_number_of_records():
     def regression(x, y):
         w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
@@ -350,40 +318,17 @@ def test_under_add_or_remove_no_error_tells_the_number_of_records():
     assert len(texts) == 1
 
 
-def test_next_to_no_records_are_like_any_number():
-    for count in (0, 1, 3):
+def test_under_add_or_remove_a_stated_number_decides_whatever_the_real_one_is():
+    for count in (0, 1, 37):
         pyro.clear_param_store()
         accountant = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
-        svi = make(accountant=accountant, expected_batch_size=10, num_data=40)
-        svi.run(2, rows(count))
-        assert len(svi.transcript) == len(accountant) == 2
-
-
-def test_a_record_at_which_the_computation_fails_contributes_nothing():
-    def groups(x, y):
-        level = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(level[x], 1.0), obs=y)
-
-    def sums(x, y):
-        torch.manual_seed(0)
+        settings = {"accountant": accountant, "expected_batch_size": 10}
+        with pytest.raises(ValueError, match="num_data"):
+            make(**settings).step(rows(count))
         pyro.clear_param_store()
-        start = pyro.infer.autoguide.init_to_value(values={"mean": torch.zeros(2, dtype=DOUBLE)})
-        svi = make(
-            groups,
-            AutoNormal(groups, init_loc_fn=start),
-            noise_multiplier=0.0,
-            num_data=400,
-            accountant=dpb.PrivacyAccountant(),
-        )
-        svi.step(x, y)
-        return svi.transcript[0]
-
-    x, y = torch.randint(0, 2, (399,)), torch.randn(399, dtype=DOUBLE)
-    without = sums(x, y)
-    with_it = sums(torch.cat([x, torch.tensor([10**9])]), torch.cat([y, y[:1]]))
-    assert torch.equal(without.theta, with_it.theta)
-    torch.testing.assert_close(without.value, with_it.value)
+        make(**settings, num_data=40).run(2, rows(count))
+        ((event, charged, *_),) = accountant.history
+        assert event.sampling_probability == 0.25 and charged == 2
 
 
 def test_where_gradients_cannot_be_computed_is_decided_without_the_data(monkeypatch):
@@ -398,17 +343,6 @@ def test_where_gradients_cannot_be_computed_is_decided_without_the_data(monkeypa
     with pytest.raises(ValueError, match="cannot be evaluated"):
         svi.step(x)
     assert len(svi.accountant) == 1
-
-
-def test_a_saved_state_stays_what_it_was():
-    x = rows()
-    svi = make()
-    svi.step(x)
-    saved = svi.state_dict()
-    before = copy.deepcopy(saved["optim"])
-    svi.step(x)
-    moments, then = saved["optim"][0][0]["state"][0], before[0][0]["state"][0]
-    assert torch.equal(moments["exp_avg"], then["exp_avg"])
 
 
 # --- refused --------------------------------------------------------------------------------------

@@ -59,20 +59,6 @@ def test_a_budget_that_runs_out_keeps_the_samples():
     assert accountant.get_epsilon() <= 1.0
 
 
-def test_an_interrupted_chain_keeps_the_samples():
-    kernel, calls = penalty(Gaussian()), []
-
-    def interrupted(*_):
-        calls.append(1)
-        if len(calls) == 30:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(kernel, num_samples=50, warmup_steps=10, hook_fn=interrupted)
-    assert kernel.get_samples()["mean"].shape == (20, 1)
-    assert counts(kernel.accountant) == {0.25: 30}
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_kernel_in_pyros_runner(name, capsys):
     target, kernel = Tosses(), MAKERS[name](Tosses())
@@ -208,8 +194,8 @@ def test_where_noise_cannot_hide_a_sum_nothing_is_accepted():
         for bound in (5e-324, 1e-320, 1e-31, 1e200, math.inf):
             for total in (-math.inf, -1e300, 0.0, bound, 1.0, 1e300, math.inf):
                 there = Candidate(torch.zeros(1), 0.0, total, 0.0, bound, {})
-                outcome = kernel._metropolis(there)
-                assert not outcome.accepted and math.isnan(outcome.log_ratio)
+                accepted, log_ratio = kernel._metropolis(there)
+                assert not accepted and math.isnan(log_ratio)
 
 
 def test_statistics_whose_parameters_hardly_move_do_not_show():

@@ -62,19 +62,8 @@ class Candidate(NamedTuple):
     kept: dict[str, Any]
 
 
-class Outcome(NamedTuple):
-    """One noisy Metropolis test."""
-
-    accepted: bool
-    log_ratio: float
-    """Noisy log-likelihood ratio, as charged."""
-
-
-_INVALID = Outcome(False, math.nan)
-
-
 class PrivateKernel(MCMCKernel):
-    """Base of the private kernels. A subclass charges an iteration and says where to go.
+    """Base of the private kernels. A subclass says what an iteration releases, and where it goes.
 
     Args:
         model: the Pyro model.
@@ -122,13 +111,12 @@ class PrivateKernel(MCMCKernel):
         self._chains: list[list[Draw]] = []
         self._run_begin, self._is_run = 0, False
         self._chain: Chain | None = None
-        self._log_scale = 0.0
         self._begin()
         self._forget()
 
     def _begin(self) -> None:
         self._log_ratios: list[float] = []
-        self._diverged: list[int] = []
+        self._log_scale = 0.0
         self._accepted = self._iteration = self._counted = self._warmup_steps = 0
 
     def _forget(self) -> None:
@@ -172,7 +160,8 @@ class PrivateKernel(MCMCKernel):
             kwargs,
             data_plate=self._plate,
             gradients=self._needs_gradients,
-            count_is_public=self._count_is_public,
+            count_is_public=self._accountant.neighboring == "replace_one"
+            and not self._owners.are_several,
         )
         return self._density.prior
 
@@ -196,10 +185,6 @@ class PrivateKernel(MCMCKernel):
         """Whether records' terms depend on a coordinate of θ, ``[dimension]``."""
         assert self._density is not None
         return self._density.read
-
-    @property
-    def _count_is_public(self) -> bool:
-        return self._accountant.neighboring == "replace_one" and not self._owners.are_several
 
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
@@ -266,7 +251,6 @@ class PrivateKernel(MCMCKernel):
         if not self._is_run:
             self._run_begin = len(self._chains)
         self._warmup_steps = warmup_steps
-        self._log_scale = 0.0
         if self._chain is not None:  # before what takes long
             self._chain.begin(self._accountant)
         with self._owners.in_set_up(), torch.no_grad():
@@ -340,13 +324,13 @@ class PrivateKernel(MCMCKernel):
                 candidate = self._candidate(theta)
             except InvalidPoint:
                 candidate = None
-            outcome = self._metropolis(candidate)
+            accepted, log_ratio = self._metropolis(candidate)
             self._theta = theta
-            if candidate is not None and outcome.accepted:
+            if candidate is not None and accepted:
                 self._theta, self._log_prior = candidate.theta, candidate.log_prior
                 self.__dict__.update(candidate.kept)
             self._move_for_free()
-            self._record(outcome)
+            self._record(accepted, log_ratio)
             return self._prior.unflatten(self._theta.clone())
 
     def _move_for_free(self) -> None:
@@ -387,21 +371,19 @@ class PrivateKernel(MCMCKernel):
             )
         return self._log_prior_at(theta)
 
-    def _record(self, outcome: Outcome) -> None:
+    def _record(self, accepted: bool, log_ratio: float) -> None:
         assert self._prior is not None and self._theta is not None
-        self._log_ratios.append(outcome.log_ratio)
+        self._log_ratios.append(log_ratio)
         self._iteration += 1
         if self._iteration <= self._warmup_steps:
             if self._target is not None:
-                self._log_scale += (outcome.accepted - self._target) * self._iteration**-0.6
+                self._log_scale += (accepted - self._target) * self._iteration**-0.6
             if self._iteration == self._warmup_steps:
                 self._accepted = self._counted = 0
                 return
-        self._accepted += outcome.accepted
+        self._accepted += accepted
         self._counted += 1
         if self._iteration > self._warmup_steps:
-            if math.isnan(outcome.log_ratio):
-                self._diverged.append(self._iteration - self._warmup_steps - 1)
             values = self._prior.constrain(self._theta)
             draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
             if self._chain is not None:
@@ -441,10 +423,10 @@ class PrivateKernel(MCMCKernel):
         model can be evaluated, the noisy log-likelihood ratios of all iterations, as charged, split
         R-hat and effective sample size.
         """
-        chains = self._draws_of_last_run()
+        chains, after_warmup = self._draws_of_last_run(), self._log_ratios[self._warmup_steps :]
         return {
             "acceptance rate": self._accepted / self._counted if self._counted else math.nan,
-            "divergences": list(self._diverged),
+            "divergences": [k for k, ratio in enumerate(after_warmup) if math.isnan(ratio)],
             "noisy log ratios": list(self._log_ratios),
             **mixing_of(chains, self._transforms),
         }
@@ -555,10 +537,10 @@ class PrivateKernel(MCMCKernel):
         bound = self._slope * self._distance(theta, moved)
         return clipped_ratio_sum(self._terms, terms, bound), bound, {"_terms": terms}
 
-    def _metropolis(self, candidate: Candidate | None) -> Outcome:
-        """log u < R̃ + rest − std²/2 with R̃ = the log ratio + noise of std = multiplier·bound;
-        what is not a number rejects. None, or noise that cannot hide what a record does: an invalid
-        point of this owner, of which the others are told.
+    def _metropolis(self, candidate: Candidate | None) -> tuple[bool, float]:
+        """Whether log u < R̃ + rest − std²/2, and R̃ = the log ratio + noise of std =
+        multiplier·bound; what is not a number rejects. A point that is not valid for this owner,
+        or that noise cannot hide, is valid for none, who are told so.
         """
         owners, noisy, threshold = self._owners, 0.0, 0.0
         is_valid = candidate is not None and self._is_hidden(candidate.bound)
@@ -569,14 +551,14 @@ class PrivateKernel(MCMCKernel):
             variance = (owners.total_multiplier(self._multiplier) * candidate.bound) ** 2
             threshold = float(torch.special.log_ndtr(normal)) - candidate.rest + variance / 2
         noisy, threshold, is_valid = owners.together(noisy, threshold, is_valid)
-        return Outcome(noisy > threshold, noisy) if is_valid else _INVALID
+        return (noisy > threshold, noisy) if is_valid else (False, math.nan)
 
     def _is_hidden(self, bound: float) -> bool:
         """Whether noise hides what one record does to the log ratio."""
-        own, owners = self._multiplier, self._owners
-        if not own or (not bound and not owners.are_several):
+        own, total = self._multiplier, self._owners.total_multiplier(self._multiplier)
+        if not own or (not bound and not self._owners.are_several):
             return True
-        return all(map(can_hide, (bound, own * bound, owners.total_multiplier(own) * bound)))
+        return all(map(can_hide, (bound, own * bound, total * bound)))
 
     def _log_prior_there(self, theta: Tensor) -> float:
         """log p(θ).
