@@ -166,8 +166,9 @@ class MadeUpRecords:
                 f"another row {what}", terms[others], expected[others], other_prior, prior
             )
             # not its digits, which may be the rounding of large values that cancel
-            both = [term.isnan().double() for term in (alone, terms[odd : odd + 1])]
-            _require_equal(f"the others are left out and it {what}", *both, other_prior, prior)
+            own, alone = terms[odd : odd + 1].isnan().double(), alone.isnan().double()
+            what = f"the others are left out and it {what}"
+            _require_equal(what, alone, own, other_prior, prior)
 
     def _evaluated(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Terms of the rows, and the prior with them as the data."""
