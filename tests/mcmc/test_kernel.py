@@ -25,6 +25,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes.density import clipped_ratio_sum
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
 from torch_dpbayes.mcmc.kernel import Candidate
+from torch_dpbayes.mcmc.owners import SoleOwner
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -184,6 +185,14 @@ def test_under_add_or_remove_tensors_are_data_whatever_their_length():
 # -- at the ends of floats -------------------------------------------------------------------------
 
 
+class Several(SoleOwner):
+    are_several = True
+
+    def together(self, *numbers):
+        self.sent = numbers
+        return numbers
+
+
 def test_where_noise_cannot_hide_a_sum_nothing_is_accepted():
     """Neither a bound that overflows nor noise that is rounded to nothing, even to 0, lets
     the sum decide, or be read.
@@ -196,6 +205,10 @@ def test_where_noise_cannot_hide_a_sum_nothing_is_accepted():
                 there = Candidate(torch.zeros(1), 0.0, total, 0.0, bound, {})
                 accepted, log_ratio = kernel._metropolis(there)
                 assert not accepted and math.isnan(log_ratio)
+    kernel._owners, kernel._multiplier = Several(), 1.0
+    for bound in (0.0, 5e-324, 1e200):  # nor does it leave an owner
+        kernel._metropolis(Candidate(torch.zeros(1), 0.0, 1e300, 0.0, bound, {}))
+        assert kernel._owners.sent == (0.0, 0.0, False)
 
 
 def test_statistics_whose_parameters_hardly_move_do_not_show():
