@@ -205,6 +205,9 @@ def test_where_noise_cannot_hide_a_sum_nothing_is_accepted():
                 there = Candidate(torch.zeros(1), 0.0, total, 0.0, bound, {})
                 accepted, log_ratio = kernel._metropolis(there)
                 assert not accepted and math.isnan(log_ratio)
+    for kernel._multiplier in (1e-50, 1e300):
+        there = Candidate(torch.zeros(1), 0.0, 9.0, 0.0, 1.0, {})
+        assert math.isnan(kernel._metropolis(there)[1])
     kernel._owners, kernel._multiplier = Several(), 1.0
     for bound in (0.0, 5e-324, 1e200):  # nor does it leave an owner
         kernel._metropolis(Candidate(torch.zeros(1), 0.0, 1e300, 0.0, bound, {}))
