@@ -238,11 +238,10 @@ def test_no_data_stay_in_the_sampler():
 def test_no_value_of_a_record_raises_where_constants_are_asserted():
     concave = ops.StronglyLogConcave(lipschitz=1.0, strength=1.0, warmup_steps=3)
     for certificate in (asserted(steps=3), concave):
-        for value in (math.nan, math.inf, -math.inf, 1e300):
-            x, y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-            y[3] = value
-            draw = ops.OnePosteriorSample(line, certificate).sample(x, y)["w"]
-            assert torch.isfinite(draw).all()
+        x, y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+        y[2:6] = torch.tensor([math.nan, math.inf, -math.inf, 1e300])
+        draw = ops.OnePosteriorSample(line, certificate).sample(x, y)["w"]
+        assert torch.isfinite(draw).all()
 
 
 @pytest.mark.slow
