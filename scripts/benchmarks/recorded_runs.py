@@ -371,9 +371,6 @@ CERTIFICATES: dict[str, Callable[[], Any]] = {
     "finite run, small steps": lambda: ops.FiniteRunLangevin(steps=60, step_size=0.01),
     "bounded": lambda: ops.Bounded(2.0),
     "log-concave": ops.StronglyLogConcave,
-    "Renyi, infinite order": lambda: ops.RenyiClose(
-        ops.Bounded(2.0), ops.Overdamped(steps=60, step_size=0.01), order=np.inf, **_CLOSE
-    ),
     "Renyi, finite order": lambda: ops.RenyiClose(
         ops.StronglyLogConcave(),
         ops.Underdamped(steps=60, step_size=0.05),

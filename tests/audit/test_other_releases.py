@@ -64,7 +64,10 @@ CONCAVE = ops.StronglyLogConcave(warmup_steps=100)
 CERTIFICATES = {  # and the share of ε that one draw shows
     "finite run": (ops.FiniteRunLangevin(steps=60), 1 / 3),
     "concave": (CONCAVE, 1 / 3),
-    "Rényi close": (ops.RenyiClose(CONCAVE, ops.Overdamped(400, 0.01), divergence=0.02), 1 / 3),
+    "Rényi close": (
+        ops.RenyiClose(CONCAVE, ops.Overdamped(400, 0.01), divergence=1e-9, order=1e5, delta=1e-6),
+        1 / 3,
+    ),
     "variation close": (
         ops.TotalVariationClose(CONCAVE, xi=1e-13, delta=1e-6, sampler=ops.Overdamped(400, 0.01)),
         1 / 3,

@@ -70,7 +70,7 @@ def test_a_private_number_of_records_decides_about_no_error_nor_its_text():
 
 
 def test_any_private_number_of_records_will_do():
-    for count in (0, 1, 3, 7, 19, 40):
+    for count in (0, 1, 7, 19):
         x, theta = torch.randn(count, 3), torch.randn(3)
         density = RecordDensity(gaussian_rows, (x,), count_is_public=False)
         assert density.num_records == count

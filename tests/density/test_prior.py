@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer.reparam import LocScaleReparam, TransformReparam
+from pyro.infer.reparam import LocScaleReparam
 from scipy.stats import gamma, kstest
 from support.pyro_models import gaussian, weights
 from torch.distributions import Normal
@@ -78,18 +78,6 @@ def test_a_location_and_scale_may_be_taken_out(centered, caplog):
     group = [mean + scale ** (1 - centered) * (g - centered * mean) for g in (0.3, -0.4, 0.8)]
     torch.testing.assert_close(density.log_likelihoods(theta), Normal(sum(group), 1.0).log_prob(Y))
     assert not caplog.records  # what a reparametrisation leaves behind is no one's own
-
-
-def test_a_transform_may_be_taken_out():
-    def scaled(y):
-        affine = dist.transforms.AffineTransform(1.0, 2.0)
-        mean = pyro.sample("mean", dist.TransformedDistribution(dist.Normal(0.0, 1.0), [affine]))
-        gaussian(y, mean)
-
-    density = RecordDensity(poutine.reparam(scaled, {"mean": TransformReparam()}), (Y,))
-    theta = torch.tensor([0.6])
-    assert density.prior.log_density(theta) == pytest.approx(normal(0.6))
-    torch.testing.assert_close(density.log_likelihoods(theta), Normal(2.2, 1.0).log_prob(Y))
 
 
 def test_factors_of_latents_count_with_their_gradient_and_are_named(caplog):

@@ -216,7 +216,7 @@ def test_terms_and_gradients_are_those_of_pyro(name):
 
 def test_chunks_of_rows_change_nothing(monkeypatch):
     monkeypatch.setitem(globals(), "COUNT", 203)
-    model, args, _ = made("mixture")
+    model, args, _ = made("logistic")
     whole, chunked = RecordDensity(model, args), RecordDensity(model, args, chunk_bytes=5_000)
     theta = torch.randn(whole.prior.dimension)
     assert chunked._gradients.rows < 100

@@ -19,8 +19,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.mcmc.api import StreamingMCMC
-from pyro.ops.streaming import CountMeanStats, StatsOfDict
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.ledger.file import Ledger
@@ -217,22 +215,25 @@ def test_a_chain_that_is_killed_in_the_middle_of_a_message_is_not_waited_for(acc
     killed(accountant, hook)
 
 
-class Unpicklable(Exception):
-    def __init__(self):
-        super().__init__("secret")
-        self.lock = threading.Lock()
+class TwoWords(Exception):
+    """It is pickled, and cannot be unpickled."""
+
+    def __init__(self, first, second):
+        super().__init__(first + second)
 
 
-@pytest.mark.parametrize(
-    "error, kind, text", [(KeyError, KeyError, "'secret'"), (None, RuntimeError, "Unpicklable")]
-)
-def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(error, kind, text, accountant):
-    def hook(*_):
-        raise error("secret") if error else Unpicklable()
+def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(accountant):
+    for error, kind, text in (
+        (KeyError("secret"), KeyError, "'secret'"),
+        (TwoWords("a", "b"), RuntimeError, "a chain failed with a TwoWords"),
+    ):
 
-    with pytest.raises(kind, match=text) as caught:
-        run(make("penalty", accountant), 2, hook_fn=hook)
-    assert error is None or "in hook" in caught.value.__notes__[0]
+        def hook(*_, error=error):
+            raise error
+
+        with pytest.raises(kind, match=text) as caught:
+            run(make("penalty", accountant), 2, hook_fn=hook)
+        assert any("In a parallel chain" in note for note in caught.value.__notes__)
     assert multiprocessing.active_children() == []
 
 
@@ -363,57 +364,16 @@ def is_running(pid):
 # -- Pyro's ways of keeping draws ------------------------------------------------------------------
 
 
-def test_hooks_see_every_iteration():
-    seen = []
-    kernel = make("HMC", dpb.PrivacyAccountant())
-    run(kernel, 1, num_samples=5, warmup_steps=3, hook_fn=lambda k, p, *at: seen.append((k, *at)))
-    stages = [("Warmup", i) for i in range(3)] + [("Sample", i) for i in range(5)]
-    assert seen == [(kernel, *at) for at in stages]
-
-
-@pytest.mark.parametrize("names", [["scale"], ["scale", "mean"], ("mean",)])
-def test_only_what_was_asked_for_is_saved_under_its_own_name(names):
-    kernel = make("penalty", dpb.PrivacyAccountant())
+def test_only_what_was_asked_for_is_saved_under_its_own_name():
+    names, kernel = ["scale", "mean"], make("penalty", dpb.PrivacyAccountant())
     # far apart, so that a mix-up shows
     start = {"mean": torch.tensor(-50.0), "scale": torch.tensor(0.0)}
     runner = run(kernel, 1, num_samples=6, initial_params=start, save_params=names)
-    assert set(runner.get_samples()) == set(kernel.get_samples()) == set(names)
     for name in names:
         torch.testing.assert_close(runner.get_samples()[name], kernel.get_samples()[name])
         assert (runner.get_samples()[name] < 0).all() == (name == "mean")
-
-
-def test_streaming_statistics_are_those_of_the_draws():
-    kernel = make("penalty", dpb.PrivacyAccountant())
-    statistics = StatsOfDict(default=CountMeanStats)
-    streaming = StreamingMCMC(
-        kernel, num_samples=20, warmup_steps=5, statistics=statistics, disable_progbar=True
-    )
-    streaming.run(DATA)
-    found = streaming.get_statistics(group_by_chain=False)
-    torch.testing.assert_close(found["mean"]["mean"], kernel.get_samples()["mean"].mean())
-    assert counts(kernel.accountant) == {50.0: 25}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu:UserWarning")
-def test_arviz_takes_the_draws(capsys):
-    import arviz  # which takes seconds
-
-    # so little noise that every chain moves
-    kernel = make("HMC", dpb.PrivacyAccountant(), noise=0.2)
-    runner = run(kernel, 2, processors=1, num_samples=30)
-    samples = {n: value.numpy() for n, value in runner.get_samples(group_by_chain=True).items()}
-    if arviz.__version__ < "1":
-        found = arviz.from_pyro(runner, log_likelihood=False)
-        assert found.posterior["scale"].shape == (2, 30)
-        assert not found.sample_stats["diverging"].any()
-        table = arviz.summary(arviz.from_dict(posterior=samples))
-    else:
-        table = arviz.summary(arviz.from_dict({"posterior": samples}))
-    assert {"mean", "scale"} == set(table.index)
-    runner.summary()
-    assert "scale" in capsys.readouterr().out
+    runner = run(kernel, 1, num_samples=6, initial_params=start, save_params=["scale"])
+    assert set(runner.get_samples()) == {"scale"}
 
 
 @pytest.mark.parametrize("chains", [1, 2])
@@ -422,7 +382,7 @@ def test_the_progress_bar_shows_what_was_charged_for(chains, capsys, monkeypatch
         monkeypatch.delenv(name, raising=False)
     run(make("penalty", accountant), chains, num_samples=6, disable_progbar=False)
     shown = capsys.readouterr().err
-    assert "step size" in shown and "acc. rate" in shown and "epsilon" in shown
+    assert "step size" in shown and "acc. rate" in shown
 
 
 WRONG = [
@@ -446,19 +406,3 @@ def test_several_starts_for_one_chain_are_refused():
         kernel.initial_params = {name: value[row] for name, value in START.items()}
     with pytest.raises(RuntimeError, match=r"mcmc\.MCMC"):
         kernel.setup(0, DATA)
-
-
-class TwoWords(Exception):
-    """It is pickled, and cannot be unpickled."""
-
-    def __init__(self, first, second):
-        super().__init__(first + second)
-
-
-def test_an_error_that_cannot_be_sent_is_named(accountant):
-    def hook(kernel, params, stage, i):
-        raise TwoWords("a", "b")
-
-    with pytest.raises(RuntimeError, match="a chain failed with a TwoWords") as raised:
-        run(make("penalty", accountant), 2, num_samples=10, warmup_steps=0, hook_fn=hook)
-    assert any("In a parallel chain" in note for note in raised.value.__notes__)

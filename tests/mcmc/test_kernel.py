@@ -24,6 +24,8 @@ from support.pyro_models import singular_where_made_up, with_and_without_a_recor
 import torch_dpbayes as dpb
 from torch_dpbayes.density import clipped_ratio_sum
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc.kernel import Candidate
+from torch_dpbayes.mcmc.owners import SoleOwner
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -58,20 +60,6 @@ def test_a_budget_that_runs_out_keeps_the_samples():
     assert accountant.get_epsilon() <= 1.0
 
 
-def test_an_interrupted_chain_keeps_the_samples():
-    kernel, calls = penalty(Gaussian()), []
-
-    def interrupted(*_):
-        calls.append(1)
-        if len(calls) == 30:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(kernel, num_samples=50, warmup_steps=10, hook_fn=interrupted)
-    assert kernel.get_samples()["mean"].shape == (20, 1)
-    assert counts(kernel.accountant) == {0.25: 30}
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_kernel_in_pyros_runner(name, capsys):
     target, kernel = Tosses(), MAKERS[name](Tosses())
@@ -97,10 +85,10 @@ def test_a_kernel_in_pyros_runner(name, capsys):
     # nothing exact leaves
     reports = {"acceptance rate", "divergences", "noisy log ratios"}
     assert set(kernel.diagnostics()) == reports | {"R-hat", "effective sample size"}
-    assert set(kernel.logging()) == {"step size", "acc. rate", "epsilon"}
+    assert set(kernel.logging()) == {"step size", "acc. rate"}
     state = kernel.__getstate__()
     of_data = {"_density", "_theta", "_prior", "_terms", "_gradient", "_sum", "_count", "_current"}
-    assert all(state[name] is None for name in of_data & set(state))
+    assert not any(state[name] for name in of_data & set(state))
     kernel.cleanup()
     assert kernel._prior is None and kernel._density is None
     with pytest.raises(Exception, match=r"path=|another process"):
@@ -197,17 +185,33 @@ def test_under_add_or_remove_tensors_are_data_whatever_their_length():
 # -- at the ends of floats -------------------------------------------------------------------------
 
 
+class Several(SoleOwner):
+    are_several = True
+
+    def together(self, *numbers):
+        self.sent = numbers
+        return numbers
+
+
 def test_where_noise_cannot_hide_a_sum_nothing_is_accepted():
     """Neither a bound that overflows nor noise that is rounded to nothing, even to 0, lets
     the sum decide, or be read.
     """
     kernel = penalty(Gaussian())
     kernel.setup(0, *Gaussian().args)
-    for multiplier in (1e-50, 0.4, 1.0, 1e20):
+    for kernel._multiplier in (1e-50, 0.4, 1.0, 1e20):
         for bound in (5e-324, 1e-320, 1e-31, 1e200, math.inf):
             for total in (-math.inf, -1e300, 0.0, bound, 1.0, 1e300, math.inf):
-                outcome = kernel._metropolis(total, 0.0, bound, multiplier)
-                assert not outcome.accepted and math.isnan(outcome.log_ratio)
+                there = Candidate(torch.zeros(1), 0.0, total, 0.0, bound, {})
+                accepted, log_ratio = kernel._metropolis(there)
+                assert not accepted and math.isnan(log_ratio)
+    for kernel._multiplier in (1e-50, 1e300):
+        there = Candidate(torch.zeros(1), 0.0, 9.0, 0.0, 1.0, {})
+        assert math.isnan(kernel._metropolis(there)[1])
+    kernel._owners, kernel._multiplier = Several(), 1.0
+    for bound in (0.0, 5e-324, 1e200):  # nor does it leave an owner
+        kernel._metropolis(Candidate(torch.zeros(1), 0.0, 1e300, 0.0, bound, {}))
+        assert kernel._owners.sent == (0.0, 0.0, False)
 
 
 def test_statistics_whose_parameters_hardly_move_do_not_show():

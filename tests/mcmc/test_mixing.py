@@ -9,8 +9,6 @@ import pytest
 import torch
 from support.conjugate_chains import Gaussian, penalty
 
-import torch_dpbayes as dpb
-from torch_dpbayes.accounting import events
 from torch_dpbayes.mcmc import MCMC
 from torch_dpbayes.mcmc.mixing import complaint_of, mixing_of
 
@@ -48,23 +46,6 @@ def test_well_mixed_runs_are_passed_in_silence_and_stuck_ones_named():
         assert math.isnan(found["R-hat"]) and complaint_of(found) is None
 
 
-def test_split_r_hat_and_effective_size_by_their_formulas():
-    chains = [{"x": chain} for chain in autoregressive(3, 100, 1, 60)]
-    x = torch.stack([chain["x"][:, 0] for chain in chains])
-
-    def r_hat(values):
-        halves = values.numpy().reshape(6, 50)
-        within = halves.var(1, ddof=1).mean()
-        between = 50 * halves.mean(1).var(ddof=1)
-        return math.sqrt((49 / 50 * within + between / 50) / within)
-
-    # of the draws, or of how far they lie from the median, whichever is worse
-    expected = max(r_hat(x), r_hat((x - x.median()).abs()))
-    assert mixing_of(chains, None)["R-hat"] == pytest.approx(expected, rel=1e-9)
-    independent = [{"x": torch.randn(2000, 1)} for _ in range(2)]
-    assert mixing_of(independent, None)["effective sample size"] == pytest.approx(4000, rel=0.5)
-
-
 # Walks below are in two dimensions: one of 60 draws in a single dimension looks mixed in one run of
 # 700, by the chance that it turns round.
 
@@ -96,7 +77,7 @@ def test_chains_of_one_run_are_judged_together_and_runs_apart(monkeypatch):
 
     def sample(params):
         kernel._theta, kernel._started = kernel.centre + torch.randn(1), True
-        kernel._record(type("Outcome", (), {"accepted": True, "log_ratio": 0.0})())
+        kernel._record(True, 0.0)
         return {"mean": kernel._theta}
 
     monkeypatch.setattr(kernel, "sample", sample)
@@ -109,25 +90,15 @@ def test_chains_of_one_run_are_judged_together_and_runs_apart(monkeypatch):
         MCMC(kernel, 200, 0, num_chains=2, disable_progbar=True).run(*target.args)
 
 
-@pytest.mark.parametrize("history", [(), ((0.01, 1.0, 10),)], ids=["Gaussian", "Poisson before"])
-def test_what_is_reported_of_a_run(history):
-    """The rate of acceptances after warm-up, and the final ε."""
-    target, path, shown = Gaussian(), [], []
-    accountant = dpb.PrivacyAccountant(1000.0, 1e-5)
-    for q, z, count in history:
-        accountant.compose(events.PoissonSampledDpEvent(q, events.GaussianDpEvent(z)), count)
-    kernel = penalty(target, accountant=accountant)
+def test_what_is_reported_of_a_run():
+    """The rate of acceptances after warm-up."""
+    target, path = Gaussian(), []
+    kernel = penalty(target)
 
     def hook(kernel, params, *_):
         path.append(params["mean"])
-        shown.append(kernel.logging()["epsilon"])
 
     MCMC(kernel, 60, 5, hook_fn=hook, disable_progbar=True).run(*target.args)
     moved = [not torch.equal(a, b) for a, b in itertools.pairwise(path[4:])]
     assert kernel.diagnostics()["acceptance rate"] == pytest.approx(sum(moved) / 60)
     assert len(kernel.diagnostics()["noisy log ratios"]) == 65
-    final = f"{accountant.get_epsilon():.3g}"
-    if shown[-1].startswith(">"):  # where composing takes long, it says so
-        assert history and float(shown[-1][1:]) <= float(final)
-    else:
-        assert shown[-1] == final

@@ -17,7 +17,6 @@ from support.one_draw import RELATIONS, glm_of, tensors
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.gdp import gaussian_delta
-from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.ops.langevin import mu_of_last_state
 
@@ -72,22 +71,6 @@ def worst_excess(glm, neighbours, certificate, setting, claimed=None, **options)
             excess = max(excess, exact - bound)
             share = max(share, exact / bound if bound > 1e-3 else 0.0)
     return excess, share
-
-
-@pytest.mark.parametrize(
-    ("steps", "lam", "mu"), [(10**3, 4.0, 0.491), (10**4, 4.0, 0.993), (10**7, 4.0, 1.000)]
-)
-def test_reference_values(steps, lam, mu):
-    sample = ops.OnePosteriorSample(
-        ops.GLM(prior_std=lam**-0.5), ops.FiniteRunLangevin(steps=steps), num_data=32561
-    )
-    assert sample.event.mu == pytest.approx(mu, abs=5e-4)
-    m = lam + 32561 / 4
-    faster = ops.FiniteRunLangevin(steps=steps, step_size=2 / (lam + m))
-    if steps == 10**3:
-        assert ops.OnePosteriorSample(
-            ops.GLM(prior_std=0.5), faster, num_data=32561
-        ).event.mu == pytest.approx(0.675, abs=6e-4)
 
 
 @pytest.mark.parametrize("neighboring", RELATIONS)
@@ -151,16 +134,6 @@ def test_a_strength_at_the_end_of_floats_forgets_nothing():
         assert max(stated) == pytest.approx(min(stated), rel=1e-8)
 
 
-def test_a_finite_run_costs_at_most_as_much_as_an_exact_draw():
-    glm = ops.GLM(prior_std=0.5)
-    exact = ops.StronglyLogConcave().event(glm, Setting(1.0, None, "replace_one")).mu
-    runs = [
-        ops.OnePosteriorSample(glm, ops.FiniteRunLangevin(steps=t), num_data=1000).event.mu
-        for t in (1, 10, 100, 10**4, 10**7)
-    ]
-    assert runs == sorted(runs) and runs[-1] <= exact * (1 + 1e-6)
-
-
 records = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
 extreme = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
 
@@ -184,7 +157,8 @@ def test_exact_output_densities_never_exceed_the_stated_delta(
     glm = glm_of(family, prior_std=math.inf if lam == 0 else lam**-0.5)
     neighbours = ([*base, record], [*base, other] if neighboring == "replace_one" else base)
     setting = Setting(rho, len(base) + 1, neighboring)
-    m = glm.prior_smoothness + rho * (len(base) + 1) * glm.record_smoothness(clip)
+    constants = glm.derived_constants(clip)
+    m = constants.prior_smoothness + rho * (len(base) + 1) * constants.record_smoothness
     certificate = ops.FiniteRunLangevin(
         steps=t, step_size=min(stretch / m, 0.5), max_grad_norm=clip
     )
@@ -224,26 +198,13 @@ def draws(glm, y, certificate, repeats, **options):
     return torch.stack(out).numpy(), sampler
 
 
-@pytest.mark.slow
-@pytest.mark.chance(LEVEL)
-def test_draws_of_a_conjugate_model_follow_the_posterior():
-    y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
-    glm = ops.GLM("gaussian", prior_std=0.8, noise_std=0.5)
-    sample, sampler = draws(glm, y, ops.FiniteRunLangevin(steps=3000, max_grad_norm=1e9), 10)
-    precision = 1 / 0.8**2 + 1 / 0.5**2
-    mean = y.numpy() / 0.5**2 / precision
-    h = sampler._certificate.resolved(glm, sampler._setting())[3]
-    standard = (sample - mean) * math.sqrt(precision * (1 - h * precision / 2))
-    assert h * precision < 0.02  # the variance of the posterior itself is 1 % smaller at most
-    assert stats.kstest(standard.ravel(), "norm").pvalue > LEVEL
-
-
 @pytest.mark.chance(LEVEL)
 @pytest.mark.parametrize("family", ["bernoulli", "poisson"])
 def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
     glm, rho, t = glm_of(family, prior_std=1.5), 1.0, 60
     y = torch.full((COLUMNS,), 1.0, dtype=torch.float64)
-    m = glm.prior_smoothness + COLUMNS * glm.record_smoothness(1.0)
+    constants = glm.derived_constants()
+    m = constants.prior_smoothness + COLUMNS * constants.record_smoothness
     h = 1.8 / m
     certificate = ops.FiniteRunLangevin(steps=t, step_size=h)
     sample, sampler = draws(glm, y, certificate, 10)
@@ -255,46 +216,22 @@ def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
     assert stats.kstest(uniform, "uniform").pvalue > LEVEL
 
 
-@pytest.mark.slow
-@pytest.mark.chance(2 * LEVEL)
-def test_variance_of_the_estimate_is_inflated_as_stated():
+def test_the_variance_of_the_estimate_is_inflated_as_stated():
     """Over data sets: n records of N(θ, s²) have the sufficient statistic ȳ, and the draw's
-    variance is (1 + 1/ρ)s²/n.
+    variance is (1 + 1/ρ)s²/n: what the run does to the mean and to its noise, exactly.
     """
-    columns, repeats, rho, std = 100, 400, 0.4, 0.4
+    columns, rho, std, t = 100, 0.4, 0.4, 300
     glm = ops.GLM("gaussian", prior_std=50.0, noise_std=std)
-    m = glm.prior_smoothness + rho * columns * glm.record_smoothness()
-    h, t = 1.8 / m, 300
+    constants = glm.derived_constants(40.0)
+    h = 1.8 / (constants.prior_smoothness + rho * columns * constants.record_smoothness)
     certificate = ops.FiniteRunLangevin(steps=t, step_size=h, max_grad_norm=40.0)
-    setting = Setting(rho, columns, "replace_one")
-    epsilon = (
-        PrivacyAccountant(neighboring="replace_one")
-        .compose(certificate.event(glm, setting))
-        .get_epsilon(1e-5)
-    )
-    stated = ops.OnePosteriorSample(
-        glm, certificate, epsilon, 1e-5, num_data=columns
-    ).variance_inflation
+    event = certificate.event(glm, Setting(rho, columns, "replace_one"))
+    epsilon = PrivacyAccountant(neighboring="replace_one").compose(event).get_epsilon(1e-5)
+    sampler = ops.OnePosteriorSample(glm, certificate, epsilon, 1e-5, num_data=columns)
+    stated = sampler.variance_inflation
     assert stated == pytest.approx(1 + 1 / rho, rel=1e-6)
-
-    kappa = glm.strength + rho / std**2  # what the run does to the mean and to its noise, exactly
+    kappa = constants.strength + rho / std**2
     forgotten = (1 - h * kappa) ** t
-    slope, of_draw = (
-        (1 - forgotten) * rho / std**2 / kappa,
-        (1 - forgotten**2) / (kappa * (1 - h * kappa / 2)),
-    )
-    of_run = slope**2 * std**2 + of_draw
+    slope = (1 - forgotten) * rho / std**2 / kappa
+    of_run = slope**2 * std**2 + (1 - forgotten**2) / (kappa * (1 - h * kappa / 2))
     assert of_run / (stated * std**2) == pytest.approx(1, abs=0.01)
-
-    x, estimates, draws_alone = torch.eye(columns, dtype=torch.float64), [], []
-    for _ in range(repeats):
-        y = std * torch.randn(columns, dtype=torch.float64)
-        estimates.append(certificate.draw(glm, (x, y), setting, GaussianNoise()))
-        draws_alone.append(estimates[-1] - slope * y)
-    ratio = torch.cat(estimates).square().mean().item() / (stated * std**2)
-    # a mean of n squares of Gaussians strays by √(2/n) · 3.9 = 2.8 % at this level; a run of this
-    # length adds 1 %
-    chance = stats.norm.isf(LEVEL / 2) * math.sqrt(2 / (columns * repeats))
-    assert chance + 0.01 < 0.05
-    assert abs(ratio - 1) < 0.05
-    assert abs(torch.cat(draws_alone).square().mean().item() / of_draw - 1) < chance

@@ -65,7 +65,7 @@ def test_each_record_is_bounded_after_clipping():
                 float(glm.records(x[i : i + 1], y[i : i + 1], clip).gradient_sum(w).norm())
                 for i in range(200)
             ]
-            assert max(norms) <= glm.lipschitz(clip)
+            assert max(norms) <= glm.derived_constants(clip).lipschitz
             assert glm.features(x).double().norm(dim=1).max() <= 2.0
 
 

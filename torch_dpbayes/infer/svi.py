@@ -6,7 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
@@ -33,22 +33,6 @@ _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no 
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
 _DRAWS = 100  # of the guide, for one at which the model can be evaluated
 _RECENT = 3  # iterate t counts about t³ times in the average
-
-
-class GradientRelease(NamedTuple):
-    """What a step released.
-
-    Attributes:
-        theta: where, ``[d]`` in unconstrained space.
-        value: the noisy gradient of −Σ log p(x_i | θ), ``[d]``.
-        noise_std: of its noise.
-        sample_rate: q.
-    """
-
-    theta: Tensor
-    value: Tensor
-    noise_std: float
-    sample_rate: float
 
 
 class DrawnGradients(ClippedSum):
@@ -167,7 +151,7 @@ class DPSVI:
         self._saved: dict[str, Any] | None = None
         self._iterate: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
-        self._transcript: list[GradientRelease] = []
+        self._num_steps = 0
         self._lock = threading.RLock()  # two threads would share one buffer, noise or not
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
@@ -215,13 +199,6 @@ class DPSVI:
             for _ in range(num_steps):
                 self.step(*args, **kwargs)
 
-    def evaluate_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the loss depends on the records, and no noise hides it."""
-        raise StateError(
-            "the loss depends on the records, and no noise hides it: judge the run by public data,"
-            " or use noise_aware.posterior, which checks its releases."
-        )
-
     # -- what comes out ----------------------------------------------------------------------------
 
     @property
@@ -229,17 +206,10 @@ class DPSVI:
         """Where every step is charged."""
         return self._accountant
 
-    @property
-    def transcript(self) -> list[GradientRelease]:
-        """What was released, step by step: θ, the noisy gradient of −Σ log p(x_i | θ) and its
-        noise.
-        """
-        return list(self._transcript)
-
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The charges, the iterate, its average, the optimizer's state and the transcript. No
+        """The charges, the iterate, its average, the optimizer's state and the number of steps. No
         records.
         """
         if self._density is None:
@@ -254,7 +224,7 @@ class DPSVI:
                 for p in self._gaussian.parameters.values()
                 if p in used
             ],
-            "transcript": [tuple(release) for release in self._transcript],
+            "num_steps": self._num_steps,
         }
         return copy.deepcopy(state)
 
@@ -328,7 +298,7 @@ class DPSVI:
         release.resume_charges(saved["release"])
         release.resume_streams(saved["release"])
         self._iterate, self._average = copy.deepcopy((saved["iterate"], saved["average"]))
-        self._transcript = [GradientRelease(*parts) for parts in saved["transcript"]]
+        self._num_steps = saved["num_steps"]
         # empty where the saved run has made no step
         for p, states in zip(parameters.values(), saved["optim"], strict=False):
             self.optim([p])  # makes its optimizer; without a gradient it moves nothing
@@ -379,7 +349,7 @@ class DPSVI:
                 "the step took the guide's parameters beyond their dtype; they are as before: use a"
                 " smaller learning rate."
             )
-        weight = (_RECENT + 1) / (len(self._transcript) + _RECENT)
+        weight = (_RECENT + 1) / (self._num_steps + _RECENT)
         for name, p in parameters.items():
             self._iterate[name] = p.detach().clone()
             self._average[name].lerp_(self._iterate[name], weight)
@@ -400,7 +370,7 @@ class DPSVI:
         )
 
     def _released(self, theta: Tensor) -> Tensor:
-        """The noisy gradient of −Σ log p(x_i | θ), in float64, and a line of the transcript."""
+        """The noisy gradient of −Σ log p(x_i | θ), in float64."""
         query = self._release.query
         assert isinstance(query, DrawnGradients)
         self._theta.copy_(theta)
@@ -413,10 +383,7 @@ class DPSVI:
             value = self._num_data * self._layout.gradient
         finally:
             self._layout.buffer.zero_()  # sums without noise
-        rate = query.expected_batch_size / self._num_data
-        noise_std = group.noise_multiplier * query.max_grad_norm / rate
-        point = self._theta.detach().cpu().clone()
-        self._transcript.append(GradientRelease(point, value.cpu(), noise_std, rate))
+        self._num_steps += 1
         return value
 
 

@@ -43,10 +43,7 @@ class MCMC(pyro.infer.MCMC):
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.
-        num_samples, warmup_steps, initial_params, num_chains, hook_fn, mp_context: as for
-            ``pyro.infer.MCMC``.
-        disable_progbar, disable_validation, save_params: likewise. ``transforms=`` is not taken,
-            for the kernel's own are those of the sites' supports.
+        num_samples, warmup_steps, options: as for ``pyro.infer.MCMC``.
 
     Raises:
         TypeError: ``kernel`` is not a private kernel.
@@ -59,44 +56,16 @@ class MCMC(pyro.infer.MCMC):
         kernel: PrivateKernel,
         num_samples: int,
         warmup_steps: int | None = None,
-        initial_params: dict[str, Tensor] | None = None,
-        num_chains: int = 1,
-        hook_fn: Callable[..., Any] | None = None,
-        mp_context: str | None = None,
-        disable_progbar: bool = False,
-        disable_validation: bool | None = True,
-        save_params: list[str] | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(kernel, PrivateKernel):
             raise ArgumentTypeError(
                 f"mcmc.MCMC runs private kernels, got {type(kernel).__name__}: use pyro.infer.MCMC"
                 " for Pyro's own."
             )
-        super().__init__(
-            kernel,
-            num_samples,
-            warmup_steps,
-            initial_params,
-            num_chains,
-            hook_fn,
-            mp_context,
-            disable_progbar,
-            disable_validation,
-            save_params=save_params,
-        )
+        super().__init__(kernel, num_samples, warmup_steps, **options)
         if isinstance(self.sampler, _MultiSampler):
-            pyros = self.sampler
-            pyros.terminate()
-            ours: Any = _ParallelChains(
-                kernel,
-                num_samples,
-                self.warmup_steps,
-                num_chains,
-                pyros.initial_params,
-                pyros.ctx.get_context(),
-                hook_fn,
-                disable_progbar,
-            )
+            ours: Any = _ParallelChains(self.sampler, options.get("disable_progbar", False))
             self.sampler = ours
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +84,6 @@ class MCMC(pyro.infer.MCMC):
             warnings.warn(complaint, stacklevel=2)
 
 
-@dataclass
 class _ParallelChains:
     """Chains side by side, each with a copy of the kernel, in the place of Pyro's sampler.
 
@@ -123,54 +91,45 @@ class _ParallelChains:
     middle of a message, leaves no lock behind, and its pipe ends.
     """
 
-    kernel: PrivateKernel
-    num_samples: int
-    warmup_steps: int
-    num_chains: int
-    initial_params: dict[str, Tensor] | None
-    context: Any
-    hook: Callable[..., Any] | None
-    is_silent: bool
-
-    def __post_init__(self) -> None:
+    def __init__(self, pyros: Any, is_silent: bool) -> None:
+        pyros.terminate()
+        self.kernel: PrivateKernel = pyros.kernel
+        self._settings = pyros.warmup_steps, pyros.num_samples, pyros.hook
+        self._starts, self._is_silent = pyros.initial_params, is_silent
+        self._count, self._context = pyros.num_chains, pyros.ctx.get_context()
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []  # numbered like the chains
         self._receiver: threading.Thread | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
         """What every chain yields, with its number."""
-        self._draws = self.kernel.begin_chains(self.num_chains)
+        self._draws = self.kernel.begin_chains(self._count)
         self._messages: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
         try:
-            for number in range(self.num_chains):
+            for number in range(self._count):
                 self._start(number, args, kwargs)
             # not before: a fork copies no threads
             self._receiver = threading.Thread(target=self._receive, daemon=True)
             self._receiver.start()
-            bars = ProgressBar(
-                self.warmup_steps,
-                self.num_samples,
-                disable=self.is_silent,
-                num_bars=self.num_chains,
-            )
-            with bars:
+            with ProgressBar(
+                *self._settings[:2], disable=self._is_silent, num_bars=self._count
+            ) as bars:
                 yield from self._received(bars)
         finally:
             self.terminate()
 
     def _start(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ours, theirs = self.context.Pipe()
-        starts = self.initial_params
+        ours, theirs = self._context.Pipe()
+        starts = self._starts
         start = None if starts is None else {name: v[number] for name, v in starts.items()}
-        chain = Chain(theirs, not self.is_silent)
-        settings = self.warmup_steps, self.num_samples, self.hook
+        chain = Chain(theirs, not self._is_silent)
         seed = (torch.initial_seed() + number) % MAX_SEED
         defaults = torch.get_default_dtype(), torch.get_default_device()
         kernel = self.kernel.for_chain(chain, start)
-        process = self.context.Process(
+        process = self._context.Process(
             name=str(number),
             target=chain.run,
-            args=(kernel, settings, seed, defaults, args, kwargs),
+            args=(kernel, self._settings, seed, defaults, args, kwargs),
             daemon=True,
         )
         process.start()
@@ -180,7 +139,7 @@ class _ParallelChains:
         self._pipes.append(ours)
 
     def _received(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
-        running = set(range(self.num_chains))
+        running = set(range(self._count))
         while running:
             number, kind, value = self._messages.get()
             if kind == "gone" and number in running:

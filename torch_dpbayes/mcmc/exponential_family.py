@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
-from ..density import Model, Prior, UnfitModel
+from ..density import InvalidPoint, Model, Prior, UnfitModel
 from ..density.record_statistics import RecordStatistics
 from ..noise import check_clip_bound
-from .kernel import Outcome, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel, check_noise, noise_event
 from .proposals import Proposal, RandomWalk
 
 
@@ -109,9 +109,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
         self._count = 0
         self._current: tuple[Tensor, float] | None = None
 
-    def _private_state(self) -> tuple[str, ...]:
-        return ("_sum", "_count", "_current")
-
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         prior = Prior(self.model)
         if (
@@ -157,30 +154,22 @@ class ExponentialFamilyPenalty(PrivateKernel):
         self._current = self._evaluate(theta)
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
-        proposal = self._walk.proposal
-        moves = [] if proposal is None else [(proposal.event, 1)]
-        return [(noise_event(self._multiplier), 1), *moves]
+        return [(noise_event(self._multiplier), 1), *self._walk.charges]
 
-    def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
+    def _candidate(self, theta: Tensor) -> Candidate:
         assert self._sum is not None and self._current is not None
-        self._charge(*self._charges())
         moved, log_proposal_ratio = self._propose(self._walk, theta)
-        log_prior, there = self._log_prior_at(moved), self._evaluate(moved)
-        if not math.isfinite(log_prior) or there is None:
-            return theta, Outcome(False, math.nan)
+        log_prior, there = self._log_prior_there(moved), self._evaluate(moved)
+        if there is None:
+            raise InvalidPoint
         natural, normalizer = there[0] - self._current[0], there[1] - self._current[1]
         bound = self._max_norm * float(torch.linalg.vector_norm(natural)) + (
             abs(normalizer) if self._noised_count else 0.0
         )
         # a norm of 0 may be one that was rounded to it
         total = (float(natural @ self._sum) if bound else 0.0) - self._count * normalizer
-        outcome = self._metropolis(
-            total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier
-        )
-        if not outcome.accepted:
-            return theta, outcome
-        self._current, self._log_prior = there, log_prior
-        return moved, outcome
+        rest = log_prior - self._log_prior + log_proposal_ratio
+        return Candidate(moved, log_prior, total, rest, bound, {"_current": there})
 
     # -- functions of θ ----------------------------------------------------------------------------
 

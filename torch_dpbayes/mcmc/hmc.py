@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent, positive_count
-from ..density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
+from ..density import InvalidPoint, Model, Prior
 from ..errors import ArgumentError, StateError
 from ..noise import check_clip_bound
-from .kernel import Outcome, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel, check_noise, noise_event
 from .proposals import Mass
 
 
@@ -75,11 +74,12 @@ class DPHMC(PrivateKernel):
 
     _told = (
         ("num_steps", "_num_steps"),
-        ("ratio_noise_multiplier", "_ratio_multiplier"),
+        ("ratio_noise_multiplier", "_multiplier"),
         ("grad_noise_multiplier", "_grad_multiplier"),
         ("log_ratio_slope", "_slope"),
         ("max_grad_norm", "_max_norm"),
     )
+    _needs_gradients = True
 
     def __init__(
         self,
@@ -109,88 +109,54 @@ class DPHMC(PrivateKernel):
         self._max_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-        self._ratio_multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
+        self._multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
         self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
         self._plate = data_plate
         self._jitter, self._reuse = checked_jitter(jitter), bool(reuse_gradients)
 
     def _forget(self) -> None:
         super()._forget()
-        self._terms: Tensor | None = None
         self._gradient: Tensor | None = None
         self._shift = 0.0
 
-    def _private_state(self) -> tuple[str, ...]:
-        return ("_terms", "_gradient")
-
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         _require_gradients()
-        self._density = RecordDensity(
-            self.model,
-            args,
-            kwargs,
-            data_plate=self._plate,
-            count_is_public=self._count_is_public,
-        )
-        return self._density.prior
-
-    def _is_valid(self, theta: Tensor) -> bool:
-        assert self._density is not None
-        return self._density.has_gradients(theta)
+        return super()._prepare(args, kwargs)
 
     def _start(self, theta: Tensor) -> None:
-        self._terms = self._gradient = None
-        self._shift = float(
-            torch.special.ndtr(
-                torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
-            )
-        )
+        super()._start(theta)
+        self._gradient = None
+        normal = torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
+        self._shift = float(torch.special.ndtr(normal))
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
         gradients = self._num_steps + (self._gradient is None or not self._reuse)
         return [
             (noise_event(self._grad_multiplier), gradients),
-            (noise_event(self._ratio_multiplier), 1),
+            (noise_event(self._multiplier), 1),
         ]
 
-    def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
-        self._charge(*self._charges())
-        total = self._gradient if self._reuse else None
-        stay, read = (theta, Outcome(False, math.nan)), self._read
-        try:
-            if total is None:
-                total = self._gradient = self._noisy_sum(theta)
-            step = self._scale * (1.0 + self._jitter * (2.0 * self._halton() - 1.0))
-            momentum = self._mass.vector(self._gaussian(len(read), public=True))
-            kinetic = self._mass.kinetic_energy(momentum)
-            moved, slope = theta, self._potential_gradient(total, theta)
-            for _ in range(self._num_steps):
-                momentum = momentum - step / 2 * slope
-                moved = moved.clone()
-                moved[read] += step * self._mass.velocity(momentum)
-                if not moved.isfinite().all():
-                    return stay
-                total = self._noisy_sum(moved)
-                slope = self._potential_gradient(total, moved)
-                momentum = momentum - step / 2 * slope
-            assert self._density is not None
-            if self._terms is None:
-                self._terms = self._density.log_likelihoods(theta)
-            terms = self._density.log_likelihoods(moved)
-        except InvalidPoint:
-            return stay
-        log_prior = self._log_prior_at(moved)
-        if not math.isfinite(log_prior):
-            return stay
-        bound = self._slope * self._distance(theta, moved)
+    def _candidate(self, theta: Tensor) -> Candidate:
+        total, read = self._gradient if self._reuse else None, self._read
+        if total is None:
+            total = self._gradient = self._noisy_sum(theta)
+        step = self._scale * (1.0 + self._jitter * (2.0 * self._halton() - 1.0))
+        momentum = self._mass.vector(self._gaussian(len(read), public=True))
+        kinetic = self._mass.kinetic_energy(momentum)
+        moved, slope = theta, self._potential_gradient(total, theta)
+        for _ in range(self._num_steps):
+            momentum = momentum - step / 2 * slope
+            moved = moved.clone()
+            moved[read] += step * self._mass.velocity(momentum)
+            if not moved.isfinite().all():
+                raise InvalidPoint
+            total = self._noisy_sum(moved)
+            slope = self._potential_gradient(total, moved)
+            momentum = momentum - step / 2 * slope
+        ratio, bound, kept = self._ratio(theta, moved)
+        log_prior = self._log_prior_there(moved)
         rest = log_prior - self._log_prior + kinetic - self._mass.kinetic_energy(momentum)
-        outcome = self._metropolis(
-            clipped_ratio_sum(self._terms, terms, bound), rest, bound, self._ratio_multiplier
-        )
-        if not outcome.accepted:
-            return theta, outcome
-        self._terms, self._log_prior, self._gradient = terms, log_prior, total
-        return moved, outcome
+        return Candidate(moved, log_prior, ratio, rest, bound, {**kept, "_gradient": total})
 
     def _noisy_sum(self, theta: Tensor) -> Tensor:
         """The records' part of −∇U, clipped and noised, in the coordinates that records read."""

@@ -9,14 +9,12 @@ with the noisy numbers is post-processing.
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,37 +25,45 @@ from torch import Tensor
 from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
-from ..density import Model, Prior, RecordDensity, UnfitModel
+from ..density import InvalidPoint, Model, Prior, RecordDensity, UnfitModel, clipped_ratio_sum
 from ..errors import ArgumentError, ArgumentTypeError, StateError
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, can_hide
 from .mixing import complaint_of, mixing_of
-from .owners import ChainStart, SoleOwner
+from .owners import SoleOwner
 from .proposals import Moves, RandomWalk, free_move
 
 if TYPE_CHECKING:
     from .chains import Chain
 
 _DRAWS = 100
-# of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
-_SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
-# not pickled: it stems from the data without a charge, or belongs to this process
-_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_density")
 _UNIFORMS = 64  # drawn at a time
 
 Draw = dict[str, Tensor]  # values by site
 Start = Draw | None  # where a chain starts; None: nobody said
 
 
-class Outcome(NamedTuple):
-    """One noisy Metropolis test."""
+class Candidate(NamedTuple):
+    """Where an iteration would go, and what its noisy Metropolis test needs.
 
-    accepted: bool
+    Attributes:
+        theta: θ'.
+        log_prior: log p(θ').
+        log_ratio: the sum over records, exact and clipped. Private data.
+        rest: what else is in the test: ratios of the prior and of the proposal, kinetic energies.
+        bound: how far one record can move ``log_ratio``. 0: no record has a part in it.
+        kept: attributes of the kernel that change with θ.
+    """
+
+    theta: Tensor
+    log_prior: float
     log_ratio: float
-    """Noisy log-likelihood ratio, as charged."""
+    rest: float
+    bound: float
+    kept: dict[str, Any]
 
 
 class PrivateKernel(MCMCKernel):
-    """Base of the private kernels. A subclass charges an iteration and says where to go.
+    """Base of the private kernels. A subclass says what an iteration releases, and where it goes.
 
     Args:
         model: the Pyro model.
@@ -103,21 +109,23 @@ class PrivateKernel(MCMCKernel):
         self._starts_given = 0  # since the last set-up
         self._saved: list[str] | None = None
         self._chains: list[list[Draw]] = []
-        self._epsilon = (-math.inf, 0.0, "")
         self._run_begin, self._is_run = 0, False
         self._chain: Chain | None = None
-        self._log_scale = 0.0
         self._begin()
         self._forget()
 
     def _begin(self) -> None:
         self._log_ratios: list[float] = []
-        self._diverged: list[int] = []
+        self._log_scale = 0.0
         self._accepted = self._iteration = self._counted = self._warmup_steps = 0
 
     def _forget(self) -> None:
+        """Let go of what stems from the data without a charge, or belongs to this process: it is
+        not pickled either.
+        """
         self._prior: Prior | None = None
         self._density: RecordDensity | None = None
+        self._terms: Tensor | None = None  # of the records, at the point where the chain is
         self._noise: GaussianNoise | None = None
         self._public: GaussianNoise | None = None
         self._theta: Tensor | None = None
@@ -137,31 +145,52 @@ class PrivateKernel(MCMCKernel):
 
     # -- what an algorithm's file provides ---------------------------------------------------------
 
-    @abstractmethod
+    # noise multiplier and clip bound of the log ratio, and the plate of a kernel whose records are
+    # read from a Pyro model
+    _multiplier: float
+    _slope: float
+    _plate: str
+    _needs_gradients = False
+
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
+        self._density = RecordDensity(
+            self.model,
+            args,
+            kwargs,
+            data_plate=self._plate,
+            gradients=self._needs_gradients,
+            count_is_public=self._accountant.neighboring == "replace_one"
+            and not self._owners.are_several,
+        )
+        return self._density.prior
 
-    @abstractmethod
     def _start(self, theta: Tensor) -> None:
         """A chain begins at ``theta``, or was put there."""
+        self._terms = None
 
     @abstractmethod
-    def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
-        """Charge one iteration, then make it: the next θ."""
+    def _charges(self) -> list[tuple[events.DpEvent, int]]:
+        """What the next iteration releases."""
+
+    @abstractmethod
+    def _candidate(self, theta: Tensor) -> Candidate:
+        """Where an iteration that was charged goes from ``theta``.
+
+        Raises:
+            InvalidPoint: the model cannot be evaluated there, whatever the data are.
+        """
 
     def _reads(self, prior: Prior) -> Tensor:
         """Whether records' terms depend on a coordinate of θ, ``[dimension]``."""
         assert self._density is not None
         return self._density.read
 
-    @property
-    def _count_is_public(self) -> bool:
-        return self._accountant.neighboring == "replace_one" and not self._owners.are_several
-
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
         assert self._density is not None
-        return self._density.is_valid(theta)
+        density = self._density
+        return density.has_gradients(theta) if self._needs_gradients else density.is_valid(theta)
 
     # -- Pyro's contract ---------------------------------------------------------------------------
 
@@ -222,13 +251,20 @@ class PrivateKernel(MCMCKernel):
         if not self._is_run:
             self._run_begin = len(self._chains)
         self._warmup_steps = warmup_steps
-        self._log_scale = 0.0
         if self._chain is not None:  # before what takes long
             self._chain.begin(self._accountant)
-        with torch.no_grad():
-            self._theta = self._owners.agreed_start(partial(self._set_up, args, kwargs)).theta
+        with self._owners.in_set_up(), torch.no_grad():
+            theta = self._set_up(args, kwargs)
+            settings = {
+                "target_accept_prob": self._target,
+                "warmup_steps": warmup_steps,
+                "save_params": self._saved,
+                "initial_params": theta if self._initial is not None else None,
+            }
+            self._theta = self._owners.agreed_start(theta, self._density, settings, self._can_start)
 
-    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainStart:
+    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Where this owner would start."""
         prior = self._prepare(args, kwargs)
         if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
             raise ArgumentError(
@@ -243,15 +279,7 @@ class PrivateKernel(MCMCKernel):
         )
         self._moves.require_dimension(len(self._read))
         self._noise, self._public = GaussianNoise(), GaussianNoise()
-        settings = {
-            "target_accept_prob": self._target,
-            "warmup_steps": self._warmup_steps,
-            "save_params": self._saved,
-            "initial_params given": self._initial is not None,
-        }
-        is_given = self._initial is not None
-        theta = self._first_point(prior)
-        return ChainStart(self._density, theta, is_given, self._can_start, settings)
+        return self._first_point(prior)
 
     def _first_point(self, prior: Prior) -> Tensor:
         if self._initial is not None:
@@ -288,13 +316,21 @@ class PrivateKernel(MCMCKernel):
                 self._start(theta)
                 self._theta, self._started = theta, True
             theta = self._owners.agreed_point(
-                self._theta, self._accepted, self._charges, self._accountant
+                self._theta, self._accepted, self._event(), self._accountant
             )
             self._public = self._owners.public_numbers(self._public, self._iteration, 1)
-            self._theta, outcome = self._iterate(theta)
-            self._owners.end_iteration()
+            self._accountant.compose(self._event(), label=type(self).__name__)
+            try:
+                candidate = self._candidate(theta)
+            except InvalidPoint:
+                candidate = None
+            accepted, log_ratio = self._metropolis(candidate)
+            self._theta = theta
+            if candidate is not None and accepted:
+                self._theta, self._log_prior = candidate.theta, candidate.log_prior
+                self.__dict__.update(candidate.kept)
             self._move_for_free()
-            self._record(outcome)
+            self._record(accepted, log_ratio)
             return self._prior.unflatten(self._theta.clone())
 
     def _move_for_free(self) -> None:
@@ -326,31 +362,28 @@ class PrivateKernel(MCMCKernel):
         """log p(θ) where a chain may start. A chain at a point without density would stay
         there, at full price.
         """
-        log_prior = self._log_prior_at(theta)
-        if not math.isfinite(log_prior) or not self._is_valid(theta):
+        if not self._can_start(theta):
             raise ArgumentError(
                 "the chain would start where the prior has no density or the model cannot be"
                 " evaluated: pass other initial_params=, in unconstrained space, where zeros are"
                 " safe.",
                 code="pyro-start",
             )
-        return log_prior
+        return self._log_prior_at(theta)
 
-    def _record(self, outcome: Outcome) -> None:
+    def _record(self, accepted: bool, log_ratio: float) -> None:
         assert self._prior is not None and self._theta is not None
-        self._log_ratios.append(outcome.log_ratio)
+        self._log_ratios.append(log_ratio)
         self._iteration += 1
         if self._iteration <= self._warmup_steps:
             if self._target is not None:
-                self._log_scale += (outcome.accepted - self._target) * self._iteration**-0.6
+                self._log_scale += (accepted - self._target) * self._iteration**-0.6
             if self._iteration == self._warmup_steps:
                 self._accepted = self._counted = 0
                 return
-        self._accepted += outcome.accepted
+        self._accepted += accepted
         self._counted += 1
         if self._iteration > self._warmup_steps:
-            if math.isnan(outcome.log_ratio):
-                self._diverged.append(self._iteration - self._warmup_steps - 1)
             values = self._prior.constrain(self._theta)
             draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
             if self._chain is not None:
@@ -375,28 +408,25 @@ class PrivateKernel(MCMCKernel):
                 warnings.warn(complaint, stacklevel=2)
 
     def logging(self) -> OrderedDict[str, str]:
-        """For the progress bar: scale, rate of noisy acceptances, epsilon so far. Nothing exact."""
+        """For the progress bar: scale and rate of noisy acceptances. Nothing exact."""
         return OrderedDict(
             [
                 ("step size", f"{self._scale:.2e}"),
                 ("acc. rate", f"{self._accepted / max(self._counted, 1):.3f}"),
-                ("epsilon", self._spent()),
             ]
         )
 
     def diagnostics(self) -> dict[str, Any]:
         """Of the chain that runs, or else of the last run of :class:`MCMC`, or the last chain of
-        Pyro's: rate of noisy acceptances after warm-up (of the last chain; of parallel ones, the
-        share of draws that moved), the numbers of the draws before which a move left where the
+        Pyro's: rate of noisy acceptances after warm-up (of the last chain; NaN of parallel ones),
+        the numbers of the draws before which a move left where the
         model can be evaluated, the noisy log-likelihood ratios of all iterations, as charged, split
         R-hat and effective sample size.
         """
-        chains = self._draws_of_last_run()
+        chains, after_warmup = self._draws_of_last_run(), self._log_ratios[self._warmup_steps :]
         return {
-            "acceptance rate": (
-                self._accepted / self._counted if self._counted else _share_that_moved(chains)
-            ),
-            "divergences": list(self._diverged),
+            "acceptance rate": self._accepted / self._counted if self._counted else math.nan,
+            "divergences": [k for k, ratio in enumerate(after_warmup) if math.isnan(ratio)],
             "noisy log ratios": list(self._log_ratios),
             **mixing_of(chains, self._transforms),
         }
@@ -422,14 +452,12 @@ class PrivateKernel(MCMCKernel):
         return {name: torch.cat([chain[name] for chain in grouped]) for name in grouped[0]}
 
     def __getstate__(self) -> dict[str, Any]:
-        # what stems from the data without a charge, or belongs to this process, stays here
-        left = (*_OF_THIS_PROCESS, *self._private_state())
+        blank = object.__new__(type(self))
+        blank._forget()
+        state = {**self.__dict__, **blank.__dict__}
         if get_spawning_popen() is None:  # else it is on its way to the chain's process
-            left = (*left, "_chain")
-        return {**self.__dict__, **dict.fromkeys(left)}
-
-    def _private_state(self) -> tuple[str, ...]:
-        return ()
+            state["_chain"] = None
+        return state
 
     @contextmanager
     def in_run(self) -> Iterator[None]:
@@ -456,17 +484,6 @@ class PrivateKernel(MCMCKernel):
     def _draws_of_last_run(self) -> list[Draw]:
         return [_stacked(chain) for chain in self._chains[self._run_begin :] if chain]
 
-    def _spent(self) -> str:
-        # Composing takes microseconds if all was Gaussian, and else up to seconds.
-        computed, seconds, text = self._epsilon
-        begin, used = time.monotonic(), time.thread_time()
-        if seconds > _SHARE_TO_LOG * (begin - computed) and seconds > _SECONDS_TO_LOG:
-            return f"> {text}"
-        delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
-        text = f"{self._accountant.get_epsilon(delta):.3g}"
-        self._epsilon = (time.monotonic(), time.thread_time() - used, text)
-        return text
-
     # -- parts of an iteration ---------------------------------------------------------------------
 
     @property
@@ -474,13 +491,10 @@ class PrivateKernel(MCMCKernel):
         """The scale of the moves in force."""
         return self._moves.scale * math.exp(self._log_scale)
 
-    def _charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What the next iteration releases, for owners who ask whether all can pay for it."""
-        return []
-
-    def _charge(self, *charges: tuple[events.DpEvent, int]) -> None:
-        composed = [events.SelfComposedDpEvent(event, count) for event, count in charges if count]
-        self._accountant.compose(events.ComposedDpEvent(composed), label=type(self).__name__)
+    def _event(self) -> events.DpEvent:
+        """Of all that the next iteration releases."""
+        parts = [events.SelfComposedDpEvent(event, n) for event, n in self._charges() if n]
+        return events.ComposedDpEvent(parts)
 
     def _gaussian(self, size: int, public: bool = False) -> Tensor:
         """Standard normal numbers. Those that hide a sum over records are float64, as the sum
@@ -514,20 +528,48 @@ class PrivateKernel(MCMCKernel):
         """Between two θ, in the coordinates that records read."""
         return float(torch.linalg.vector_norm((moved - theta)[self._read].double()))
 
-    def _metropolis(
-        self, log_ratio: float, rest: float, bound: float, multiplier: float
-    ) -> Outcome:
-        """log u < R̃ + rest − std²/2 with R̃ = ``log_ratio`` + noise of std =
-        ``multiplier``·``bound``; what is not a number rejects. Where ``bound`` is 0, no record has
-        a part in ``log_ratio``.
+    def _ratio(self, theta: Tensor, moved: Tensor) -> tuple[float, float, dict[str, Any]]:
+        """The sum of the records' clipped log ratios, its bound, and what is kept at ``moved``."""
+        assert self._density is not None
+        if self._terms is None:
+            self._terms = self._density.log_likelihoods(theta)
+        terms = self._density.log_likelihoods(moved)
+        bound = self._slope * self._distance(theta, moved)
+        return clipped_ratio_sum(self._terms, terms, bound), bound, {"_terms": terms}
+
+    def _metropolis(self, candidate: Candidate | None) -> tuple[bool, float]:
+        """Whether log u < R̃ + rest − std²/2, and R̃ = the log ratio + noise of std =
+        multiplier·bound; what is not a number rejects. A point that is not valid for this owner,
+        or that noise cannot hide, is valid for none, who are told so.
         """
-        if not self._owners.can_hide_ratio(bound, multiplier):
-            return Outcome(False, math.nan)
-        std = multiplier * bound
-        noisy = log_ratio + std * self._standard_normal() if std else log_ratio
-        normal = torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
-        log_uniform = float(torch.special.log_ndtr(normal))
-        return Outcome(*self._owners.accepts(noisy, log_uniform, rest, bound, multiplier))
+        owners, noisy, threshold = self._owners, 0.0, 0.0
+        is_valid = candidate is not None and self._is_hidden(candidate.bound)
+        if candidate is not None and is_valid:
+            std = self._multiplier * candidate.bound
+            noisy = candidate.log_ratio + (std * self._standard_normal() if std else 0.0)
+            normal = torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
+            variance = (owners.total_multiplier(self._multiplier) * candidate.bound) ** 2
+            threshold = float(torch.special.log_ndtr(normal)) - candidate.rest + variance / 2
+        noisy, threshold, is_valid = owners.together(noisy, threshold, is_valid)
+        return (noisy > threshold, noisy) if is_valid else (False, math.nan)
+
+    def _is_hidden(self, bound: float) -> bool:
+        """Whether noise hides what one record does to the log ratio."""
+        own, total = self._multiplier, self._owners.total_multiplier(self._multiplier)
+        if not own or (not bound and not self._owners.are_several):
+            return True
+        return all(map(can_hide, (bound, own * bound, total * bound)))
+
+    def _log_prior_there(self, theta: Tensor) -> float:
+        """log p(θ).
+
+        Raises:
+            InvalidPoint: it is not finite.
+        """
+        value = self._log_prior_at(theta)
+        if not math.isfinite(value):
+            raise InvalidPoint
+        return value
 
     def _log_prior_at(self, theta: Tensor) -> float:
         """log p(θ), or −inf where the model cannot be evaluated."""
@@ -545,17 +587,6 @@ class PrivateKernel(MCMCKernel):
 
 def _stacked(chain: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([draw[name] for draw in chain]) for name in chain[0]}
-
-
-def _share_that_moved(chains: list[dict[str, Tensor]]) -> float:
-    moved = [
-        torch.stack(
-            [(v[1:] != v[:-1]).reshape(len(v) - 1, v[0].numel()).any(1) for v in chain.values()]
-        ).any(0)
-        for chain in chains
-    ]
-    together = torch.cat(moved) if moved else torch.empty(0)
-    return float(together.double().mean()) if len(together) else 0.0
 
 
 def check_noise(name: str, value: float) -> float:

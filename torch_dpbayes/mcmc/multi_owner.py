@@ -35,7 +35,7 @@ from ..density import Model
 from ..errors import ArgumentError
 from .hmc import DPHMC
 from .kernel import PrivateKernel
-from .owners import ManyOwners, comparable
+from .owners import ManyOwners
 from .penalty import DPPenalty
 
 _NOISE = ("noise_multiplier", "ratio_noise_multiplier", "grad_noise_multiplier")
@@ -136,6 +136,6 @@ def _owners(
     given = inspect.signature(kernel).bind(model, **options)
     given.apply_defaults()
     settings = {"kernel": kernel.__name__}
-    settings |= {n: comparable(v) for n, v in given.arguments.items() if n not in _NOT_COMPARED}
+    settings |= {n: v for n, v in given.arguments.items() if n not in _NOT_COMPARED}
     noise = {name: float(options[name]) for name in _NOISE if name in options}
     return ManyOwners(group, noise, settings)

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyro
@@ -23,26 +23,16 @@ from torch import Tensor
 
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.events import ComposedDpEvent, DpEvent, SelfComposedDpEvent
-from ..density import InvalidPoint, Prior, RecordDensity, without_value_checks
+from ..accounting.events import DpEvent
+from ..density import InvalidPoint, RecordDensity, without_value_checks
 from ..density.pyro_runs import nearly_equal
 from ..distributed import CHAIN_END, ITERATION, SET_UP, Ranks
 from ..errors import ArgumentError, OwnerError, RankError
-from ..noise import GaussianNoise, can_hide
+from ..noise import GaussianNoise
 
 _COMPARED_ROWS = 5
 _DRAWS = 100
 _CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
-
-
-class ChainStart(NamedTuple):
-    """What a kernel has set up before a chain begins."""
-
-    density: RecordDensity | None
-    theta: Tensor  # where this owner would start
-    is_given: bool  # by the user
-    is_possible: Callable[[Tensor], bool]  # for a chain to start at a θ, whatever the data are
-    settings: dict[str, Any]  # public, of this run
 
 
 class SoleOwner:
@@ -53,9 +43,21 @@ class SoleOwner:
     # of several the others must not see how many records one has, nor whether there are any
     are_several = False
 
-    def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
-        """How the chain starts, after ``set_up()``."""
-        return set_up()
+    def in_set_up(self) -> AbstractContextManager[None]:
+        """Around everything that is done before a chain."""
+        return nullcontext()
+
+    def agreed_start(
+        self,
+        theta: Tensor,
+        density: RecordDensity | None,
+        settings: dict[str, Any],
+        can_start: Callable[[Tensor], bool],
+    ) -> Tensor:
+        """Where the chain starts: ``theta``, unless other owners would start elsewhere.
+        ``settings`` are public, ``can_start`` no function of the records.
+        """
+        return theta
 
     def in_iteration(self) -> AbstractContextManager[None]:
         """Around everything that an iteration does."""
@@ -68,13 +70,9 @@ class SoleOwner:
         return own
 
     def agreed_point(
-        self,
-        theta: Tensor,
-        accepted: int,
-        charges: Callable[[], list[tuple[DpEvent, int]]],
-        accountant: PrivacyAccountant,
+        self, theta: Tensor, accepted: int, event: DpEvent, accountant: PrivacyAccountant
     ) -> Tensor:
-        """Where an iteration begins, once all can pay ``charges()`` for it."""
+        """Where an iteration begins, once all can pay the ``event`` of it."""
         return theta
 
     def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
@@ -83,22 +81,15 @@ class SoleOwner:
         """
         return own()
 
-    def can_hide_ratio(self, bound: float, multiplier: float) -> bool:
-        """Whether noise of ``multiplier`` · ``bound`` hides what one record does to the log ratio.
-        Where ``bound`` is 0, no record has a part in it.
-        """
-        return not multiplier or not bound or (can_hide(bound) and can_hide(multiplier * bound))
+    def total_multiplier(self, own: float) -> float:
+        """The noise multiplier of the log ratio of all owners together."""
+        return own
 
-    def accepts(
-        self, noisy_ratio: float, log_uniform: float, rest: float, bound: float, multiplier: float
-    ) -> tuple[bool, float]:
-        """The accept decision and the noisy log ratio that it was made on: accept iff log u <
-        ratio + rest − variance/2.
+    def together(self, noisy: float, threshold: float, is_valid: bool) -> tuple[float, float, bool]:
+        """The sum of the owners' noisy log ratios, the threshold of the first, and whether the
+        point is valid for all.
         """
-        return log_uniform < noisy_ratio + rest - (multiplier * bound) ** 2 / 2, noisy_ratio
-
-    def end_iteration(self) -> None:
-        """The iteration has released all that it is going to."""
+        return noisy, threshold, is_valid
 
     def end_chain(self) -> None:
         """The chain ends."""
@@ -112,9 +103,6 @@ class ManyOwners(SoleOwner):
         group: the process group. None: that of all processes.
         noise: this owner's noise multipliers by argument, that of the log ratio first.
         settings: the kernel's, which have to be the same for all owners.
-
-    Attributes:
-        total_multiplier: the noise multiplier of the log ratio of all owners together.
     """
 
     are_several = True
@@ -139,46 +127,62 @@ class ManyOwners(SoleOwner):
         self._ranks: Ranks | None = Ranks(world, shares_errors=False)
         self._pid = os.getpid()
         self._noise, self._settings = noise, settings
-        self._together = self._tested = False
+        self._together = False
         self._seed: list[int] = []
         self._messages = 0
-        self.total_multiplier = math.nan
+        self._total = math.nan
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ranks": None, "_together": False}
 
     # -- set-up ------------------------------------------------------------------------------------
 
-    def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
+    @contextmanager
+    def in_set_up(self) -> Iterator[None]:
+        """
+        Raises:
+            OwnerError: another could not set up or be reached.
+        """
+        self._messages = 0
+        with self._stopping_together(self._ranks_here()):
+            self._together = True
+            yield
+
+    def agreed_start(
+        self,
+        theta: Tensor,
+        density: RecordDensity | None,
+        settings: dict[str, Any],
+        can_start: Callable[[Tensor], bool],
+    ) -> Tensor:
         """Compare what has to be the same, and agree on a seed and a start.
 
         Raises:
-            ValueError: this owner's model or data are not fit; nothing was released.
-            OwnerError: the owners differ, or another could not set up or be reached.
+            OwnerError: the owners differ.
         """
-        self._messages = 0
-        with self._stopping_together(self._ranks_here()) as ranks:
-            self._together = True
-            start = set_up()
-            assert start.density is not None
-            ranks.compare(self._described(start, start.density), SET_UP)
-            self._share_numbers()
-            self._compare_densities(start.density)
-            with torch.no_grad():
-                return start._replace(theta=self._common_start(start, start.density.prior))
-
-    def _described(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
-        """What has to be the same for all: no function of the records, nor of their number."""
-        latents = density.prior.unflatten(start.theta)
-        return {
+        assert density is not None
+        # no function of the records, nor of their number
+        latents = density.prior.unflatten(theta)
+        described = {
             "versions": [__version__, torch.__version__, pyro.__version__],
-            **self._settings,
-            **start.settings,
-            "initial_params": comparable(start.theta) if start.is_given else None,
+            **{name: comparable(value) for name, value in (self._settings | settings).items()},
             "latents": {name: list(value.shape) for name, value in latents.items()},
             "data": density.described_data(),
             "precision": str(density.prior.dtype),
         }
+        self._ranks_here().compare(described, SET_UP)
+        self._share_numbers()
+        self._compare_densities(density)
+        for _ in range(_DRAWS):
+            theta = self._of_first(theta)
+            if not self._which(not can_start(theta)):
+                return theta
+            theta = density.prior.sample()
+        raise ArgumentError(
+            "the owners found no start at which the model can be evaluated: pass initial_params= to"
+            " MCMC, made without data.",
+            code="pyro-start",
+        )
 
     def _share_numbers(self) -> None:
         """A seed that every owner has a part in, and the noise of all together."""
@@ -186,7 +190,7 @@ class ManyOwners(SoleOwner):
         own = next(iter(self._noise.values()))
         variance, *seed = self._sum(torch.cat([torch.tensor([own**2]).double(), words])).tolist()
         self._seed = [int(word) for word in seed]
-        self.total_multiplier = math.sqrt(variance)
+        self._total = math.sqrt(variance)
 
     def _compare_densities(self, density: RecordDensity) -> None:
         """Prior and likelihood on rows that the first rank made up."""
@@ -206,19 +210,6 @@ class ManyOwners(SoleOwner):
                 " made-up records: give all ranks the same model. Nothing was released."
             )
 
-    def _common_start(self, start: ChainStart, prior: Prior) -> Tensor:
-        theta = start.theta
-        for _ in range(1 if start.is_given else _DRAWS):
-            theta = self._of_first(theta)
-            if not self._which(not start.is_possible(theta)):
-                return theta
-            theta = prior.sample()
-        raise ArgumentError(
-            "the owners found no start at which the model can be evaluated: pass initial_params= to"
-            " MCMC, made without data.",
-            code="pyro-start",
-        )
-
     # -- one iteration -----------------------------------------------------------------------------
 
     @contextmanager
@@ -230,7 +221,6 @@ class ManyOwners(SoleOwner):
                 "the owners are not in a run together: call pyro.infer.MCMC(kernel, ...).run(own"
                 " data) on all ranks."
             )
-        self._tested = False
         with self._stopping_together(ranks):
             yield
 
@@ -239,17 +229,12 @@ class ManyOwners(SoleOwner):
         return SharedRandomness(*self._seed, iteration, stage)
 
     def agreed_point(
-        self,
-        theta: Tensor,
-        accepted: int,
-        charges: Callable[[], list[tuple[DpEvent, int]]],
-        accountant: PrivacyAccountant,
+        self, theta: Tensor, accepted: int, event: DpEvent, accountant: PrivacyAccountant
     ) -> Tensor:
         """The first rank's θ, which differs from this one's by round-off if their processors
         differ; once all can pay.
         """
-        together = [SelfComposedDpEvent(event, count) for event, count in charges()]
-        if accountant.remaining(ComposedDpEvent(together)) < 1:
+        if accountant.remaining(event) < 1:
             raise PrivacyBudgetExceeded(
                 "the budget of this owner does not allow for another iteration: start a run with a"
                 " larger one. Nothing of it was charged or released; earlier draws are in"
@@ -276,33 +261,13 @@ class ManyOwners(SoleOwner):
             raise InvalidPoint
         return total[:-1].to(read.device)
 
-    def can_hide_ratio(self, bound: float, multiplier: float) -> bool:
-        """Whether this owner's noise, and that of all, hides what one record does."""
-        return all(
-            can_hide(scale) for scale in (bound, multiplier * bound, self.total_multiplier * bound)
-        )
+    def total_multiplier(self, own: float) -> float:
+        return self._total
 
-    def accepts(
-        self, noisy_ratio: float, log_uniform: float, rest: float, bound: float, multiplier: float
-    ) -> tuple[bool, float]:
-        """The accept decision of all owners by the first rank's threshold, and the sum of their
-        noisy log ratios.
-        """
-        threshold = log_uniform - rest + (self.total_multiplier * bound) ** 2 / 2
-        first = self._ranks_here().rank == 0
-        noisy, threshold, invalids = self._test(noisy_ratio, threshold if first else 0.0, 0.0)
-        return (False, math.nan) if invalids else (noisy > threshold, noisy)
-
-    def end_iteration(self) -> None:
-        """Where the point is invalid here, others may have found it valid, and wait for this rank's
-        ratio.
-        """
-        if not self._tested:
-            self._test(0.0, 0.0, 1.0)
-
-    def _test(self, *numbers: float) -> list[float]:
-        self._tested = True
-        return self._sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+    def together(self, noisy: float, threshold: float, is_valid: bool) -> tuple[float, float, bool]:
+        own = [noisy, threshold if self._ranks_here().rank == 0 else 0.0, float(not is_valid)]
+        noisy, threshold, invalids = self._sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        return noisy, threshold, not invalids
 
     # -- messages ----------------------------------------------------------------------------------
 

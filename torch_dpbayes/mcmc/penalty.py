@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from ..density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
+from ..density import Model
 from ..noise import check_clip_bound
-from .kernel import Outcome, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel, check_noise, noise_event
 from .proposals import Proposal, RandomWalk
 
 
@@ -87,51 +84,12 @@ class DPPenalty(PrivateKernel):
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
         self._plate = data_plate
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._terms: Tensor | None = None  # of the records, at the point where the chain is
-
-    def _private_state(self) -> tuple[str, ...]:
-        return ("_terms",)
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        self._density = RecordDensity(
-            self.model,
-            args,
-            kwargs,
-            data_plate=self._plate,
-            gradients=False,
-            count_is_public=self._count_is_public,
-        )
-        return self._density.prior
-
-    def _start(self, theta: Tensor) -> None:
-        self._terms = None
-
     def _charges(self) -> list[tuple[DpEvent, int]]:
-        proposal = self._walk.proposal
-        moves = [] if proposal is None else [(proposal.event, 1)]
-        return [(noise_event(self._multiplier), 1), *moves]
+        return [(noise_event(self._multiplier), 1), *self._walk.charges]
 
-    def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
-        assert self._density is not None
-        self._charge(*self._charges())
+    def _candidate(self, theta: Tensor) -> Candidate:
         moved, log_proposal_ratio = self._propose(self._walk, theta)
-        log_prior = self._log_prior_at(moved)
-        if not math.isfinite(log_prior):
-            return theta, Outcome(False, math.nan)
-        try:
-            if self._terms is None:
-                self._terms = self._density.log_likelihoods(theta)
-            terms = self._density.log_likelihoods(moved)
-        except InvalidPoint:
-            return theta, Outcome(False, math.nan)
-        bound = self._slope * self._distance(theta, moved)
-        total = clipped_ratio_sum(self._terms, terms, bound)
-        outcome = self._metropolis(
-            total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier
-        )
-        if not outcome.accepted:
-            return theta, outcome
-        self._terms, self._log_prior = terms, log_prior
-        return moved, outcome
+        log_prior = self._log_prior_there(moved)
+        total, bound, kept = self._ratio(theta, moved)
+        rest = log_prior - self._log_prior + log_proposal_ratio
+        return Candidate(moved, log_prior, total, rest, bound, kept)

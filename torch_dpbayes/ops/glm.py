@@ -141,21 +141,6 @@ class GLM:
 
     # --- constants, none of which depends on data -------------------------------------------------
 
-    @property
-    def strength(self) -> float:
-        """λ, the smallest eigenvalue of the prior's precision."""
-        return float(self._prior_std.max()) ** -2
-
-    @property
-    def prior_smoothness(self) -> float:
-        """The largest eigenvalue of the prior's precision."""
-        return float(self._prior_std.min()) ** -2
-
-    def lipschitz(self, max_grad_norm: float = math.inf) -> float:
-        """L: the largest norm of one record's gradient after clipping to ``max_grad_norm``."""
-        largest = self._max_feature_norm if self._family == "bernoulli" else math.inf
-        return min(max_grad_norm, largest)
-
     def record_smoothness(self, max_grad_norm: float = math.inf) -> float:
         """The Lipschitz constant of one record's clipped gradient, times R_x² already."""
         squared = self._max_feature_norm**2
@@ -166,13 +151,14 @@ class GLM:
         return squared / 4
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
-        """The constants above with gradients clipped to ``max_grad_norm``."""
+        """The constants with gradients clipped to ``max_grad_norm``."""
         require_representable("max_grad_norm", max_grad_norm)
+        largest = self._max_feature_norm if self._family == "bernoulli" else math.inf
         return Constants(
-            self.lipschitz(max_grad_norm),
-            self.strength,
-            self.prior_smoothness,
-            self.record_smoothness(max_grad_norm),
+            lipschitz=min(max_grad_norm, largest),
+            strength=float(self._prior_std.max()) ** -2,
+            prior_smoothness=float(self._prior_std.min()) ** -2,
+            record_smoothness=self.record_smoothness(max_grad_norm),
         )
 
     # --- records ----------------------------------------------------------------------------------

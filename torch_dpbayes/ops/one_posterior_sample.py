@@ -265,14 +265,16 @@ class OnePosteriorSample:
     def _largest_tempering(self, num_data: int | None) -> float:
         if self._epsilon is None:
             return 1.0
-        costs = self._costs()
+        costs, too_large = self._costs(), False
 
         def cost(tempering: float) -> float:
+            nonlocal too_large
             try:
                 return costs([self._event(tempering, num_data)])
             # M grows with the tempering, and with it what a given step size and a given distance to
             # the target allow
-            except (StepTooLarge, TooFar):
+            except (StepTooLarge, TooFar) as error:
+                too_large |= isinstance(error, StepTooLarge)
                 return math.inf
 
         found = largest_tempering(cost, self._epsilon)
@@ -284,10 +286,9 @@ class OnePosteriorSample:
                 " certificate with a smaller delta.",
                 code="budget-spent",
             )
-        with suppress(TooFar):
-            self._event(
-                min(1.0, found * (1 + 10 * PRECISION)), num_data
-            )  # raises if a step stopped it
+        if too_large:
+            with suppress(TooFar):  # raises if a step is what stopped it
+                self._event(min(1.0, found * (1 + 10 * PRECISION)), num_data)
         return found
 
 

@@ -71,29 +71,20 @@ class Softmax:
         """R_x."""
         return self._features.max_feature_norm
 
-    @property
-    def lipschitz(self) -> float:
-        """√2·R_x, the largest norm of a record's gradient."""
-        return math.sqrt(2) * self.max_feature_norm
-
-    @property
-    def record_smoothness(self) -> float:
-        """½R_x², the largest eigenvalue of a record's Hessian."""
-        return self.max_feature_norm**2 / 2
-
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
-        """The constants above.
+        """The constants above: √2·R_x, and ½R_x², the largest eigenvalue of a record's Hessian.
 
         Raises:
-            ValueError: ``max_grad_norm`` is below :attr:`lipschitz`, and nothing is clipped here.
+            ValueError: ``max_grad_norm`` is below √2·R_x, and nothing is clipped here.
         """
-        if max_grad_norm < self.lipschitz:
+        lipschitz = math.sqrt(2) * self.max_feature_norm
+        if max_grad_norm < lipschitz:
             raise CertificateError(
-                f"gradients of {self!r} reach {self.lipschitz:g} and are never clipped: pass"
-                f" max_grad_norm={math.ceil(self.lipschitz * 100) / 100:g} to the certificate."
+                f"gradients of {self!r} reach {lipschitz:g} and are never clipped: pass"
+                f" max_grad_norm={math.ceil(lipschitz * 100) / 100:g} to the certificate."
             )
         precision = float(self._features.prior_precision)
-        return Constants(self.lipschitz, precision, precision, self.record_smoothness)
+        return Constants(lipschitz, precision, precision, self.max_feature_norm**2 / 2)
 
     def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
         """Class probabilities ``[n, K]`` of rows ``[n, d]`` given a released draw, with features

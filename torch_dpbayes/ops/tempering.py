@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from scipy import optimize
 
@@ -37,11 +37,14 @@ def epsilon_with(
             code="budget-whole",
         )
     relation, method = accountant.neighboring, accountant.method
+    pair_of = cache(partial(dominating_pair, neighboring=relation))  # trials share parts
 
     def pairs(counts: Counts, event: DpEvent, count: int) -> Counts:
+        more: Counts = {}
         for part, times in elementary(event, count):
-            counts = added(counts, {dominating_pair(part, relation): times})
-        return counts
+            pair = pair_of(part)
+            more[pair] = more.get(pair, 0) + times
+        return added(counts, more)
 
     held: Counts = {}
     for charge in accountant.history:
@@ -70,24 +73,23 @@ def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float |
         epsilon: the target.
     """
 
-    @cache
-    def cost_at(log: float) -> float:
-        return cost(math.exp(log))
+    tried: dict[float, float] = {}  # by the logarithm of ρ
 
     def excess(log: float) -> float:  # nearly linear, as ε is nearly proportional to ρ
-        ratio = cost_at(log) / epsilon
+        if log not in tried:
+            tried[log] = cost(math.exp(log))
+        ratio = tried[log] / epsilon
         return min(math.log(ratio), _FAR) if ratio > math.exp(-_FAR) else -_FAR
 
-    if cost_at(0.0) <= epsilon:
+    if excess(0.0) <= 0:
         return 1.0
     least = math.log(LEAST_TEMPERING)
     low, factor = 0.0, 1.05
-    while cost_at(low) > epsilon:
+    while excess(low) > 0:
         if low == least:
             return None
         width = min(factor * excess(low), _WIDEST) + PRECISION
         low, high, factor = max(low - width, least), low, 2 * factor
-    root = float(optimize.brentq(excess, low, high, xtol=PRECISION / 4, rtol=1e-15))
-    while cost_at(root) > epsilon:  # the accountant's own number decides
-        root -= PRECISION / 2
-    return math.exp(root)
+    optimize.brentq(excess, low, high, xtol=PRECISION / 2, rtol=1e-15)
+    # the accountant's own number decides: the lower end of the last interval meets the target
+    return math.exp(max(log for log, found in tried.items() if found <= epsilon))

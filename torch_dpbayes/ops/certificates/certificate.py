@@ -18,7 +18,6 @@ from ...accounting.events import (
     MuGaussianDpEvent,
     Neighboring,
     PureDpEvent,
-    neighboring_relation,
 )
 from ...errors import ArgumentTypeError, CertificateError
 from ...noise import GaussianNoise, check_positive
@@ -54,7 +53,7 @@ class Setting(NamedTuple):
         """How many records' contributions differ between neighbours: a replaced record goes and
         another comes.
         """
-        return 2 if neighboring_relation(self.neighboring) == "replace_one" else 1
+        return 2 if self.neighboring == "replace_one" else 1
 
 
 class Statement(NamedTuple):
@@ -133,8 +132,8 @@ class CloseDraw(Certificate):
     sampler: Sampler | None  # None: the No-U-Turn chain of the target
 
     @abstractmethod
-    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float] | None:
-        """(ε, δ) of one draw; None: the guarantee is more than a pair."""
+    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
+        """(ε, δ) of one draw."""
 
     @abstractmethod
     def closeness(self) -> str:
@@ -145,20 +144,16 @@ class CloseDraw(Certificate):
 
     def event(self, model: Model, setting: Setting) -> DpEvent:
         """What dominates every release with the pair (Kairouz, Oh, Viswanath 2015, Theorem 3.3)."""
-        pair = self.single_guarantee(model, setting)
-        assert pair is not None
-        return ComposedDpEvent([PureDpEvent(pair[0]), FailureDpEvent(pair[1])])
+        epsilon, delta = self.single_guarantee(model, setting)
+        return ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
 
     def statement(self, model: Model, setting: Setting) -> Statement:
         proved, assumed = self.target.conditions(model, setting)
-        if (pair := self.single_guarantee(model, setting)) is not None:
-            proved = [
-                *proved,
-                (
-                    "if what is assumed holds, one draw is (epsilon, delta) ="
-                    f" ({pair[0]:.5g}, {pair[1]:g})-differentially private"
-                ),
-            ]
+        epsilon, delta = self.single_guarantee(model, setting)
+        pair = (
+            f"if what is assumed holds, one draw is (epsilon, delta) = ({epsilon:.5g}, {delta:g})"
+            "-differentially private"
+        )
         chain = (
             f"the No-U-Turn sampler after {self.target.warmup_steps} warm-up steps"
             if self.sampler is None
@@ -168,7 +163,7 @@ class CloseDraw(Certificate):
             f"the law of the last state of {chain} is within {self.closeness()}, on every data set;"
             f" {_NOTHING_CHECKED}"
         )
-        return Statement(proved, [*assumed, close])
+        return Statement([*proved, pair], [*assumed, close])
 
     def draw(
         self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...accounting.dominating_pairs import Pure, dominating_mu
-from ...accounting.events import BoundedRangeDpEvent, DpEvent, MuGaussianDpEvent, check_delta
+from ...accounting.events import check_delta
 from ...errors import CertificateError
 from ...noise import check_positive
 from ..langevin import Sampler
@@ -34,7 +33,7 @@ class RenyiClose(CloseDraw):
 
     for the law Q of the draw and the target P, on every data set that could occur. Both directions
     are needed: with the first alone Q may leave out sets that P reaches, and give the data away
-    there. At order ∞ the log ratio of the densities is within ±η.
+    there. The order is finite: no chain has a density within a factor of its target's on all of ℝ.
 
     Source: Ganesh and Talwar (2020), "Faster differentially private samplers via Rényi divergence
     analysis of discretized Langevin MCMC". Their bounds for the two chains hide their constants and
@@ -45,65 +44,39 @@ class RenyiClose(CloseDraw):
             a :class:`StronglyLogConcave`.
         sampler: :class:`~torch_dpbayes.ops.Overdamped` or :class:`~torch_dpbayes.ops.Underdamped`.
         divergence: η, asserted.
-        order: β > 1, asserted.
-        delta: at a finite order, the δ of this release, public: its guarantee is one pair (ε, δ). n
-            draws use up nδ of the accountant's delta. Refused at order ∞, which needs none.
+        order: β > 1, finite, asserted.
+        delta: the δ of this release, public: its guarantee is one pair (ε, δ). n draws use up nδ of
+            the accountant's delta.
 
     Raises:
         ValueError: a constant is out of range.
 
-    **Privacy.** At order ∞ the event is ``BoundedRangeDpEvent`` or ``MuGaussianDpEvent``; at a
-    finite order it is ``PureDpEvent(ε)`` and ``FailureDpEvent(δ)``. Closeness is assumed; no
+    **Privacy.** The event is ``PureDpEvent(ε)`` and ``FailureDpEvent(δ)``. Closeness is assumed; no
     diagnostic of it is computed, for its value would be a release.
     """
 
     target: ExactDraw
     sampler: Sampler
     divergence: float
-    order: float = math.inf
-    delta: float | None = None
+    order: float
+    delta: float
 
     def __post_init__(self) -> None:
         self._check_parts()
         if self.divergence != 0:
             check_positive("divergence", self.divergence)
-        if isinstance(self.order, bool) or not self.order > 1:
-            raise CertificateError(f"order must be above 1, or math.inf; got {self.order!r}.")
-        if (self.order == math.inf) != (self.delta is None):
-            raise CertificateError(
-                "at a finite order the guarantee is a pair (epsilon, delta): state delta=1e-6. At"
-                " order infinity it is not: leave out delta=."
-            )
-        if self.delta is not None:
-            check_delta(self.delta)
+        if isinstance(self.order, bool) or not 1 < self.order < math.inf:
+            raise CertificateError(f"order must be above 1, and finite; got {self.order!r}.")
+        check_delta(self.delta)
 
-    def event(self, model: Model, setting: Setting) -> DpEvent:
-        if self.delta is None:
-            return ratio_bounded(self.target.event(model, setting), self.divergence)
-        return super().event(model, setting)
-
-    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float] | None:
-        """(ε, δ) of one draw at a finite order; None at order ∞."""
-        if self.delta is None:
-            return None
+    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
+        """(ε, δ) of one draw."""
         exact = self.target.event(model, setting)
         return renyi_close(exact, self.divergence, self.order, self.delta), self.delta
 
     def closeness(self) -> str:
         distance = f"Renyi divergence {self.divergence:g} of order {self.order:g}"
         return f"{distance} of an exact draw, in both directions"
-
-
-def ratio_bounded(event: ExactEvent, divergence: float) -> ExactEvent:
-    r"""The event of (Q, Q') where |log dQ/dP| ≤ η everywhere.
-
-    A log ratio of P to P' that spans b becomes one that spans b + 4η. A μ-Gaussian one becomes (μ +
-    2m)-Gaussian, m = 2Φ⁻¹(e^η/(1+e^η)): trade-off curves compose along Q, P, P', Q', and an
-    η-differentially private pair is m-Gaussian.
-    """
-    if isinstance(event, BoundedRangeDpEvent):
-        return BoundedRangeDpEvent((event.epsilon + 4 * divergence) * ROUND_UP)
-    return MuGaussianDpEvent((event.mu + 2 * dominating_mu(Pure(divergence))) * ROUND_UP)
 
 
 def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float) -> float:
