@@ -179,10 +179,11 @@ def note_draws(draws: Draws, latents: Latents) -> list[str]:
         if as_wide == len(read):
             warn("the budget is too small for these records to move the prior: it comes back.")
     if not is_reliable(draws):
-        lines.append("  NOT SURE    importance weights are not to be relied on")
+        lines.append("  NOT SURE    the draws are not to be relied on")
         warn(
-            f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}): use a prior with"
-            " fewer modes or lighter tails, or more simulated records (num_simulated=)."
+            f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}, worth"
+            f" {draws.effective:.0f} independent ones): use a prior with fewer modes or lighter"
+            " tails, or more simulated records (num_simulated=)."
         )
     if draws.far:
         lines.append(f"  NOT SURE    {draws.far} draws are far from all simulated records")
