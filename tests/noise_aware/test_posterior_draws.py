@@ -49,7 +49,7 @@ class OneObservation:
     num_simulated, simulation_error = 1, 0.0
 
     def __init__(self, latents, y, std):
-        self.centre, self.y, self.std = latents.start, y, std
+        self.centre, self.y, self.std = latents.median, y, std
         slope, precision = latents.slope_and_precision(self.centre)
         self.precisions = (precision + torch.eye(len(latents.read)) / std**2)[None]
         self.modes = self.centre[latents.read][None]
@@ -103,7 +103,7 @@ def test_non_centred_coordinates_have_the_law_of_the_prior():
 
     latents = Latents(Prior(model), torch.arange(6))
     told = torch.tensor([0.0, 1e9, 0.5, 0.0, 0.0, 0.0], dtype=torch.float64)
-    frame = NonCentred(latents.prior, latents.start, told)
+    frame = NonCentred(latents.prior, latents.median, told)
     own = frame.prior
     assert [name for name in own.transforms if "decentered" in name] == [
         *("effect_decentered", "heavy_decentered", "mean_decentered", "rate_base_decentered"),
@@ -154,7 +154,7 @@ def test_chains_end_in_the_posterior(is_followed):
     eye = torch.eye(40, dtype=torch.float64)
     likelihood.precisions = (precision / 1.3**2 * eye).expand(2, 40, 40)
     if not is_followed:
-        moved = lambda theta: OneObservation.gaussian(likelihood, theta - 2 * apart) / 1.3**2  # noqa: E731
+        moved = lambda theta: OneObservation.gaussian(likelihood, theta - 1.5 * apart) / 1.3**2  # noqa: E731
         likelihood.gaussian = moved
     found = drawing.draw_posterior(latents, likelihood, 2000)
     assert found.method == ("weighted " if is_followed else "") + "Hamiltonian chains"

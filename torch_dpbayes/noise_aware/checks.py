@@ -31,7 +31,6 @@ from .latents import Latents
 from .likelihood import Fit, LawDifferences, Release
 
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
-_PRIOR_DRAWS = 2000
 _LEVEL = 5  # warn, note, infer, posterior, the caller
 
 
@@ -113,7 +112,7 @@ def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) 
         return 1.0
     into = (vectors[:, told] / values[told]).T * scale  # of a gradient, to a distance in units
     place = (vectors[:, told].T / scale) @ (centre - median) + into @ gradient
-    draws = latents.sample(_PRIOR_DRAWS)[:, latents.read] - median
+    draws = latents.draws[:, latents.read] - median
     expected = (draws / scale) @ vectors[:, told]
     expected = expected + torch.randn_like(expected) * values[told].rsqrt()
     variances = 1 + 1 / values[told]

@@ -143,8 +143,8 @@ class _Chains:
 
     def _move_to(self, xi: Tensor) -> None:
         self._xi = xi
-        self._values, self._slopes = self._density(xi)
-        self._targets = self._target(xi, self._values)
+        values, self._slopes = self._density(xi)
+        self._targets = self._target(xi, values)
 
     def _density(self, xi: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
@@ -162,7 +162,7 @@ class _Chains:
         return (terms + log_prior).nan_to_num(-math.inf)
 
     def sweep(self) -> None:
-        """One trajectory of each chain, whose steps are jittered; adapts their length and units."""
+        """One trajectory of each chain, with steps of another length each."""
         root = torch.linalg.cholesky(ridged(self._covariance))
         step = self._step * (0.5 + torch.rand(len(self._xi), 1, dtype=torch.float64))
         momentum = torch.randn_like(self._xi)
@@ -179,7 +179,6 @@ class _Chains:
         accepted = torch.rand(len(xi), dtype=torch.float64) < chance
         self._xi = torch.where(accepted[:, None], xi, self._xi)
         self._slopes = torch.where(accepted[:, None], slopes, self._slopes)
-        self._values = torch.where(accepted, values, self._values)
         self._targets = torch.where(accepted, targets, self._targets)
         self._acceptance = float(chance.mean())
 
@@ -197,10 +196,13 @@ class _Chains:
         are worth half of their number; they are drawn anew by these weights, and move.
         """
         while self._power < 1:
-            told = self._likelihood.gaussian(self._frame(self._xi)[0])
-            told = (told - told.max()).nan_to_num(-math.inf).clamp_min(-1e300)
+            found = self._likelihood.gaussian(self._frame(self._xi)[0])
+            is_alive = found.isfinite()
+            if not bool(is_alive.any()):  # no draw of the prior can be weighted
+                is_alive, found = ~is_alive, torch.zeros_like(found)
+            told = torch.where(is_alive, found - found[is_alive].max(), -math.inf)
             growth = 1 - self._power
-            while _worth((growth * told).softmax(0)) < _CHAINS / 2:
+            while _worth((growth * told).softmax(0)) < int(is_alive.sum()) / 2:
                 growth *= 0.9
             self._power += growth
             weights = (growth * told).softmax(0)
