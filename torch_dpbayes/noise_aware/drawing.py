@@ -32,6 +32,7 @@ LEAST_EFFECTIVE = 100.0  # independent draws: the error of a mean is a tenth of 
 _HARMLESS_SPREAD = 0.05
 _CHAINS, _KEPT = 64, 32  # in step with each other; draws of each
 _WARM_UP, _SWEEPS_OF_A_POWER = 60, 3
+_MOST_APART = (16, 4)  # sweeps from one draw to the next; where each takes a likelihood
 # a step of the largest stable length 2 would be 8 of these; half a period is π
 _LEAPFROG_STEPS, _LONGEST_STEP = 8, 0.25
 # that steps are adapted to: of trajectories that follow their own density (Beskos et al. 2013: .65
@@ -217,24 +218,25 @@ class _Chains:
         self._move_to(self._drawn[chosen])
 
     def run(self) -> tuple[Tensor, float, float]:
-        """Draws of θ ``[m, D]``, their smallest effective number and the largest R̂: as far apart
-        as makes them worth enough, within limits.
+        """Draws of θ ``[m, D]``, their smallest effective number and the largest R̂. Every second
+        draw is kept, and draws are twice as far apart, until they are worth enough.
         """
         for _ in range(_WARM_UP):
             self.sweep()
             self.adapt(_MEMORY)
-        for apart in (1, 2, 4) if self._is_exact else (1, 2, 4, 8, 16):
-            kept = []
-            for number in range(apart * _KEPT):
-                self.sweep()
-                if number % apart == 0:
-                    kept.append(self._xi)
+        kept, apart = list[Tensor](), 1
+        while True:
+            while len(kept) < _KEPT:
+                for _ in range(apart):
+                    self.sweep()
+                kept.append(self._xi)
             self._drawn = torch.cat(kept)
             theta = self._frame(self._drawn)[0]
             chains = theta.reshape(len(kept), _CHAINS, -1)
             worth = float(effective_sample_size(chains, chain_dim=1, sample_dim=0).min())
-            if worth >= 4 * LEAST_EFFECTIVE:
+            if worth >= 4 * LEAST_EFFECTIVE or apart == _MOST_APART[self._is_exact]:
                 break
+            kept, apart = kept[1::2], 2 * apart
         r_hat = split_gelman_rubin(chains, chain_dim=1, sample_dim=0).max()
         return theta, worth, float(r_hat)
 
