@@ -208,6 +208,10 @@ class _Chains:
             self._power += growth
             weights = (growth * told).softmax(0)
             self._move_to(self._xi[torch.multinomial(weights, _CHAINS, replacement=True)])
+            # draws of a prior with heavy tails are left out by now, and what they added goes
+            ratios = self._xi.std(0) / self._covariance.diagonal().sqrt()
+            scales = ratios.nan_to_num(1.0).clamp(max=1.0)
+            self._covariance = scales[:, None] * self._covariance * scales
             for _ in range(_SWEEPS_OF_A_POWER):
                 self.sweep()
                 self.adapt(_SHORT_MEMORY)
