@@ -318,6 +318,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("name", RECORDS)
 def test_no_record_raises(name):
     with warnings.catch_warnings():
@@ -326,6 +327,7 @@ def test_no_record_raises(name):
     assert all(bool(value.isfinite().all()) for value in found.sample(100).values())
 
 
+@pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_under_add_or_remove_no_number_of_records_raises(count):
     """Two rows of two columns are told from pairs by no error, either."""
@@ -371,6 +373,7 @@ def test_a_budget_that_is_too_small_gives_the_prior_and_says_so(epsilon):
     pytest.fail("no run said that the prior comes back")
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_rows_near_norm_one_leave_a_covariance():
     """At a tiny ε noise moves the mean of forty rows to norm 1."""
     for _ in range(3):

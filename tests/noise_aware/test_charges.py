@@ -25,6 +25,7 @@ from torch_dpbayes.noise_aware import (
 )
 
 DOUBLE = torch.float64
+pytestmark = pytest.mark.usefixtures("few_draws")
 RELATIONS = ("add_or_remove_one", "replace_one")
 EPSILON, DELTA, N = 1.0, 1e-5, 400
 
@@ -88,7 +89,7 @@ def runs(relation):
     options = {"likelihood": "categorical", "prior_std": 1.0} | given
     yield posterior_for_module, net, x, y, options
     model = LinearRegression(dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0))
-    yield sufficient_statistics, model, x, y.double(), {"num_data": N}
+    yield posterior, model, x, y.double(), given
 
 
 @pytest.mark.parametrize("relation", RELATIONS)

@@ -34,8 +34,8 @@ def latents_of(std=2.0):
         pyro.sample("w", dist.Normal(torch.zeros(SIZE, dtype=torch.float64), std).to_event(1))
 
     latents = Latents(Prior(model), torch.arange(SIZE))
-    # all at once: the model would run once for each
-    latents.sample = lambda count: std * torch.randn(count, SIZE, dtype=torch.float64)
+    # more of them, at once: the model would run once for each
+    latents.draws = std * torch.randn(4000, SIZE, dtype=torch.float64)
     return latents
 
 

@@ -14,8 +14,11 @@ from torch_dpbayes.accounting.calibration import total_multiplier
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.noise_aware import plan, posterior
 from torch_dpbayes.noise_aware.budget import plan_run
-from torch_dpbayes.noise_aware.records import ModelRecords, PrivateRecords
+from torch_dpbayes.noise_aware.covariates import feature_shape
+from torch_dpbayes.noise_aware.records import ModelRecords
+from torch_dpbayes.noise_aware.run import Mechanism
 
+pytestmark = pytest.mark.usefixtures("few_draws")
 ONE = torch.ones((), dtype=torch.float64)
 
 
@@ -47,7 +50,7 @@ def test_noise_that_is_drawn_is_what_is_charged(neighboring, monkeypatch):
     n = 500
     x, g, y = data(n)
     found = posterior(
-        grouped, x, g, y, accountant=accountant, num_data=n, num_simulated=8000
+        grouped, x, g, y, accountant=accountant, num_data=n, num_simulated=1000
     ).transcript
     is_swap = neighboring == "replace_one"
     two, root = (2.0, math.sqrt(2)) if is_swap else (1.0, 1.0)
@@ -68,12 +71,13 @@ def test_noise_that_is_drawn_is_what_is_charged(neighboring, monkeypatch):
     records = ModelRecords(
         grouped, (x, g, y), data_plate="data", count_is_public=True, public=(), chunk=500
     )
-    own = PrivateRecords(records, [short, g, y])
+    own = Mechanism(records, feature_shape(records, 1.0, {}), {})
     for release in found.scores:
         apart = release.value - own.clipped_sum(release.theta, release.whitening)
         assert apart.tolist() == pytest.approx([release.noise_std] * 5, abs=1e-2)
     last = found.scores[-1]
-    count = own.clipped_count(last.theta, last.whitening)
+    assert sorted(drawn) == sorted([3, 2, 4, 1] + 7 * [5])
+    count = own.clipped_count(last, 0.0)
     assert found.clipped[0] - found.clipped[1] == pytest.approx(count, abs=1.01)
     squares = [(two / r.noise_std) ** 2 for r in found.scores]
     squares.append((two / found.moments.total_std) ** 2)
@@ -85,7 +89,6 @@ def test_noise_that_is_drawn_is_what_is_charged(neighboring, monkeypatch):
     )
     assert sum(squares) == pytest.approx((two / total) ** 2, rel=1e-6)
     assert 0.99 < accountant.get_epsilon() <= 1.0
-    assert sorted(drawn) == sorted([3, 2, 4, 1] + 7 * [5])
 
 
 def test_nothing_is_released_where_the_charge_is_refused(monkeypatch):
@@ -129,19 +132,13 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
     """
     sums = []
 
-    class Fake:
-        def __init__(self, *args):
-            self.count = 500
+    def clipped_sum(self, theta, whitening):
+        torch.manual_seed(len(sums))
+        sums.append(theta)
+        return torch.randn(len(whitening), dtype=torch.float64)
 
-        def clipped_sum(self, theta, whitening):
-            torch.manual_seed(len(sums))
-            sums.append(theta)
-            return torch.randn(len(whitening), dtype=torch.float64)
-
-        def clipped_count(self, theta, whitening):
-            return 3
-
-    monkeypatch.setattr("torch_dpbayes.noise_aware.run.PrivateRecords", Fake)
+    monkeypatch.setattr(Mechanism, "clipped_sum", clipped_sum)
+    monkeypatch.setattr(Mechanism, "clipped_count", lambda self, release, multiplier: 3)
     monkeypatch.setattr(
         GaussianNoise,
         "standard_normal",
@@ -159,7 +156,7 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
         x = torch.zeros(500, 2, dtype=torch.float64)
         g = torch.arange(500) % 3
         torch.manual_seed(7)
-        posterior(grouped, x, g, y, epsilon=1.0, delta=1e-5, num_simulated=8000, covariates=(x, g))
+        posterior(grouped, x, g, y, epsilon=1.0, delta=1e-5, num_simulated=1000, covariates=(x, g))
         paths.append(torch.stack(sums))
     assert torch.equal(paths[0], paths[1]) and len(paths[0]) == 7
 

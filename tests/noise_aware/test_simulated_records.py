@@ -9,7 +9,8 @@ import torch
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import posterior, posterior_for_module
-from torch_dpbayes.noise_aware.records import ModelRecords, PrivateRecords, clipped, scores
+from torch_dpbayes.noise_aware.records import ModelRecords, clipped, scores
+from torch_dpbayes.noise_aware.run import Mechanism
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -99,25 +100,27 @@ def test_one_site_may_read_what_another_observes():
     assert float(torch.corrcoef(torch.stack([a, b]))[0, 1]) > 0.99
 
 
+def clipped_sum(theta, whitening, *rows):
+    return Mechanism(records_of(regression, *rows), None, {}).clipped_sum(theta, whitening)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])
 def test_a_record_moves_a_sum_by_at_most_one(bad):
     x, y = data()
-    records = records_of(regression, x, y)
     theta = torch.randn(3, dtype=torch.float64)
     whitening = 5 * torch.randn(3, 3, dtype=torch.float64)
-    full = PrivateRecords(records, [x, y]).clipped_sum(theta, whitening)
+    full = clipped_sum(theta, whitening, x, y)
     for i in range(5):
         kept = [r[torch.arange(len(r)) != i] for r in (x, y)]
-        fewer = records_of(regression, *kept)
-        sums = PrivateRecords(fewer, kept).clipped_sum(theta, whitening)
+        sums = clipped_sum(theta, whitening, *kept)
         assert float((full - sums).norm()) <= 1.0
     odd = x.clone()
     odd[0] = bad
-    other = PrivateRecords(records, [odd, y]).clipped_sum(theta, whitening)
+    other = clipped_sum(theta, whitening, odd, y)
     assert bool(other.isfinite().all()) and float((full - other).norm()) <= 2.0
     if not math.isfinite(bad):
         kept = [r[1:] for r in (x, y)]
-        fewer = PrivateRecords(records_of(regression, *kept), kept).clipped_sum(theta, whitening)
+        fewer = clipped_sum(theta, whitening, *kept)
         assert torch.allclose(other, fewer)  # it counts as 0
 
 

@@ -7,13 +7,12 @@ Each file needs only those above it:
 * ``likelihood``: moments of simulated scores, and the likelihood of what was released;
 * ``budget``: how the budget is split; ``run``: the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
-* ``models``: by name; ``inference``: the front doors; ``planning``: before anything is spent;
+* ``models``: by name; ``inference``: the front doors;
 * ``families``, ``sufficient_statistics``: closed forms in place of simulation;
 * ``covariance``: one noisy matrix, for whitening features before another run.
 
-Private rows are read by ``run.Mechanism`` and ``records.PrivateRecords``, of conjugate families by
-``sufficient_statistics``, by ``covariance``, and nowhere else; what they return gets noise in the
-same line or the next one.
+Private rows are read by ``run.Mechanism``, of conjugate families by ``sufficient_statistics``, by
+``covariance``, and nowhere else; what they return gets noise in the same line or the next one.
 """
 
 from .covariance import NoisyCovariance, covariance
@@ -24,8 +23,7 @@ from .families import (
     dirichlet_categorical,
     gamma_poisson,
 )
-from .inference import posterior, posterior_for_module
-from .planning import Forecast, plan
+from .inference import Forecast, plan, posterior, posterior_for_module
 from .result import NoiseAwarePosterior
 from .sufficient_statistics import sufficient_statistics
 

@@ -31,7 +31,6 @@ from .latents import Latents
 from .likelihood import Fit, LawDifferences, Release
 
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
-_PRIOR_DRAWS = 2000
 _LEVEL = 5  # warn, note, infer, posterior, the caller
 
 
@@ -113,7 +112,7 @@ def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) 
         return 1.0
     into = (vectors[:, told] / values[told]).T * scale  # of a gradient, to a distance in units
     place = (vectors[:, told].T / scale) @ (centre - median) + into @ gradient
-    draws = latents.sample(_PRIOR_DRAWS)[:, latents.read] - median
+    draws = latents.draws[:, latents.read] - median
     expected = (draws / scale) @ vectors[:, told]
     expected = expected + torch.randn_like(expected) * values[told].rsqrt()
     variances = 1 + 1 / values[told]
@@ -179,10 +178,11 @@ def note_draws(draws: Draws, latents: Latents) -> list[str]:
         if as_wide == len(read):
             warn("the budget is too small for these records to move the prior: it comes back.")
     if not is_reliable(draws):
-        lines.append("  NOT SURE    importance weights are not to be relied on")
+        lines.append("  NOT SURE    the draws are not to be relied on")
         warn(
-            f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}): use a prior with"
-            " fewer modes or lighter tails, or more simulated records (num_simulated=)."
+            f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}, worth"
+            f" {draws.effective:.0f} independent ones): use a prior with fewer modes or lighter"
+            " tails, or more simulated records (num_simulated=)."
         )
     if draws.far:
         lines.append(f"  NOT SURE    {draws.far} draws are far from all simulated records")

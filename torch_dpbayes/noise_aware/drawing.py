@@ -1,13 +1,15 @@
-"""Draws from a posterior density, by importance weights or short chains.
+r"""Draws from a posterior density, by importance weights or Hamiltonian chains.
 
-They come from an approximation: the likelihood's Gaussians at
-the mode, or, of a hierarchical prior, the prior times these Gaussians, by Pyro's No-U-Turn sampler.
-Pareto-smoothed weights make draws from the posterior of them. Where these are not to be relied on,
-short chains begin at the draws.
+Draws of the likelihood's Gaussians at the mode become draws from the posterior by Pareto-smoothed
+weights. Where the prior is hierarchical or these weights are not to be relied on, chains take over.
+Their trajectories follow an approximation, the prior times the likelihood's Gaussians, whose
+gradient needs no simulated records: at first from draws of the prior, its likelihood raised to a
+power that grows to 1, then weighted as above, and, where weights are still not to be relied on,
+accepted by the posterior itself, which leaves it as it is whatever the trajectories follow.
 
-Sources: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling";
-Cotter, Roberts, Stuart and White (2013), "MCMC methods for functions"; Hoffman and Gelman (2014),
-"The No-U-Turn sampler".
+Sources: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling"; Del
+Moral, Doucet and Jasra (2006), "Sequential Monte Carlo samplers"; Neal (2011), "MCMC using
+Hamiltonian dynamics", section 5.5 on trajectories of another energy.
 
 **Privacy.** Post-processing. Randomness is torch's global generator.
 """
@@ -15,27 +17,29 @@ Cotter, Roberts, Stuart and White (2013), "MCMC methods for functions"; Hoffman 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import NamedTuple
 
 import torch
-from pyro.infer import MCMC, NUTS
-from pyro.ops.stats import effective_sample_size, fit_generalized_pareto
+from pyro.ops.stats import effective_sample_size, fit_generalized_pareto, split_gelman_rubin
 from torch import Tensor
 
-from ..ops.models import using_pyro
 from .latents import Latents, NonCentred
 from .likelihood import Likelihood, ridged
 
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
+LEAST_EFFECTIVE = 100.0  # independent draws: the error of a mean is a tenth of a deviation
 # squared coefficient of variation of weights: k̂ is of a tail that has no weight then
 _HARMLESS_SPREAD = 0.05
-_CHAINS, _SWEEPS = 64, 60  # short ones; steps of each that are kept, after as many that are not
-# β at first, and the acceptance that it is adapted to, the best one of random walks (Roberts,
-# Gelman and Gilks 1997)
-_FIRST_STEP, _ACCEPTANCE = 0.5, 0.234
-_NUTS_DRAWS, _NUTS_WARMUP = 1000, 400
-_MOST_DOUBLINGS = 8  # of a trajectory
+_CHAINS, _KEPT = 64, 32  # in step with each other; draws of each
+_WARM_UP, _SWEEPS_OF_A_POWER = 60, 3
+_MOST_APART = (16, 4)  # sweeps from one draw to the next; where each takes a likelihood
+# a step of the largest stable length 2 would be 8 of these; half a period is π
+_LEAPFROG_STEPS, _LONGEST_STEP = 8, 0.25
+# that steps are adapted to: of trajectories that follow their own density (Beskos et al. 2013: .65
+# to .8); of others, which are steps of a random walk in what differs (Roberts et al. 1997)
+_ACCEPTANCE, _ACCEPTANCE_OF_OTHERS = 0.8, 0.234
+# of the covariance that steps are scaled by, from one sweep to the next; while β grows
+_MEMORY, _SHORT_MEMORY = 0.9, 0.5
 _ROUNDING = 1e-9  # of log weights
 _LEAST_TAIL = 5  # draws that a Pareto distribution is fitted to
 
@@ -48,6 +52,7 @@ class Draws(NamedTuple):
         weights: ``[m]``, which add up to 1.
         pareto_k: k̂ of the weights.
         effective: number of independent draws that they are worth.
+        r_hat: the largest of chains; 1 of independent draws.
         method: in words.
         far: how many of them no simulated records are near enough.
     """
@@ -56,143 +61,193 @@ class Draws(NamedTuple):
     weights: Tensor
     pareto_k: float
     effective: float
+    r_hat: float
     method: str
     far: int
 
 
 def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
     """Draws from the posterior."""
-    theta = likelihood.centre.repeat(count, 1)
-    if latents.is_hierarchical:
-        theta, worth = _by_no_u_turn(latents, likelihood)
-        moved, method = torch.arange(theta.shape[1]), "the No-U-Turn sampler"
-        gaussians = _Gaussians(
-            theta.mean(0)[None], torch.linalg.inv(ridged(torch.cov(theta.T)))[None]
-        )
-        approximation = likelihood.gaussian(theta) + latents.log_density(theta)
-    else:
-        moved, worth, method = latents.read, float(count), "importance sampling"
-        gaussians = _Gaussians(likelihood.modes, likelihood.precisions)
-        theta[:, moved] = gaussians.places(count) + gaussians.moves(count)
-        approximation = gaussians.of_each(theta[:, moved]).logsumexp(1)
+    if not latents.is_hierarchical:
+        found = _by_importance(latents, likelihood, count)
+        if is_reliable(found):
+            return found
+    chains = _Chains(latents, likelihood)
+    chains.anneal()
+    theta, worth, r_hat = chains.run()
     terms, far = likelihood(theta)
-    log_weights, k = smoothed(terms + latents.log_density(theta) - approximation)
-    weights = log_weights.exp()
-    effective = worth / float(len(theta) * weights.square().sum())
-    found = Draws(latents.with_unread(theta, moved), weights, k, effective, method, far)
+    weights, k = smoothed(terms - likelihood.gaussian(theta))
+    found = _weighted(theta, weights.exp(), k, worth, r_hat, "weighted Hamiltonian chains", far)
     if is_reliable(found):
         return found
-    return _by_short_chains(latents, likelihood, gaussians, theta, moved)
+    chains.begin(torch.multinomial(found.weights, _CHAINS, replacement=True))
+    theta, worth, r_hat = chains.run()
+    equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
+    return _weighted(theta, equal, 0.0, worth, r_hat, "Hamiltonian chains", chains.far)
 
 
 def is_reliable(draws: Draws) -> bool:
-    """Whether weights may be relied on: k̂ is at most .7, or they are nearly all the same."""
-    spread = len(draws.weights) * float(draws.weights.square().sum()) - 1
-    return draws.pareto_k <= LARGEST_PARETO_K or spread < _HARMLESS_SPREAD
-
-
-class _Gaussians:
-    """The mixture of Gaussians that the posterior is, about. Row k of draws is of number k mod L.
-
-    Args:
-        modes: ``[L, d]``.
-        precisions: ``[L, d, d]``.
+    """Whether draws may be relied on: they are worth 100 independent ones, and k̂ of their weights
+    is at most .7, or these are nearly all the same.
     """
-
-    def __init__(self, modes: Tensor, precisions: Tensor) -> None:
-        self.modes = modes
-        self._roots = torch.linalg.cholesky(precisions).mT
-
-    def moves(self, count: int) -> Tensor:
-        """Draws around 0, ``[count, d]``."""
-        result = torch.randn(count, self.modes.shape[1], dtype=torch.float64)
-        for k, root in enumerate(self._roots):
-            own = result[k :: len(self.modes)]
-            own.copy_(torch.linalg.solve_triangular(root, own.T, upper=True).T)
-        return result
-
-    def places(self, count: int) -> Tensor:
-        """Modes, ``[count, d]``."""
-        return self.modes[torch.arange(count) % len(self.modes)]
-
-    def of_each(self, theta: Tensor) -> Tensor:
-        """Log densities ``[m, L]``."""
-        result = torch.empty(len(theta), len(self.modes), dtype=torch.float64)
-        for k, (mode, root) in enumerate(zip(self.modes, self._roots, strict=True)):
-            squares = ((theta - mode) @ root.T).square().sum(1)
-            result[:, k] = root.diagonal().log().sum() - squares / 2
-        return result
+    spread = len(draws.weights) / _worth(draws.weights) - 1
+    has_no_tail = draws.pareto_k <= LARGEST_PARETO_K or spread < _HARMLESS_SPREAD
+    return has_no_tail and draws.effective >= LEAST_EFFECTIVE
 
 
-def _by_short_chains(
-    latents: Latents, likelihood: Likelihood, gaussians: _Gaussians, start: Tensor, moved: Tensor
+def _weighted(
+    theta: Tensor, weights: Tensor, k: float, worth: float, r_hat: float, method: str, far: int
 ) -> Draws:
-    r"""Chains that begin at draws of the approximation; each goes on with its own Gaussian by
+    """Draws that are worth so many independent ones but for their weights."""
+    return Draws(theta, weights, k, worth * _worth(weights) / len(theta), r_hat, method, far)
 
-    .. math::
-        \theta' = \mu + \sqrt{1 - \beta^2}\,(\theta - \mu) + \beta\xi, \quad \xi \sim N(0,
-        \Lambda^{-1})
 
-    which leaves that Gaussian as it is, so that a step is accepted by what the posterior differs in
-    from it: in any number of dimensions.
+def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
+    """Draws of the Gaussians that the posterior is, about."""
+    read, modes = latents.read, likelihood.modes
+    roots = torch.linalg.cholesky(likelihood.precisions).mT
+    white = torch.randn(count, modes.shape[1], dtype=torch.float64)
+    places = torch.empty_like(white)
+    for k, root in enumerate(roots):
+        own = white[k :: len(modes)].T
+        places[k :: len(modes)] = modes[k] + torch.linalg.solve_triangular(root, own, upper=True).T
+    logs = [
+        root.diagonal().log().sum() - ((places - mode) @ root.T).square().sum(1) / 2
+        for mode, root in zip(modes, roots, strict=True)
+    ]
+    theta = likelihood.centre.repeat(count, 1)
+    theta[:, read] = places
+    terms, far = likelihood(theta)
+    ratios = terms + latents.log_density(theta) - torch.stack(logs).logsumexp(0)
+    weights, k_hat = smoothed(ratios)
+    theta = latents.with_unread(theta, read)
+    return _weighted(theta, weights.exp(), k_hat, count, 1.0, "importance sampling", far)
+
+
+class _Chains:
+    r"""Hamiltonian chains in step, in coordinates ξ in which the prior has no funnel.
+
+    A trajectory moves by the gradient of :math:`\log p(\xi) + \beta \log \tilde p(T | \xi)`, the
+    likelihood's Gaussians, in units of the chains' covariance. It is accepted by that density or,
+    after :meth:`begin`, by the posterior's.
     """
-    place = gaussians.places(_CHAINS)
-    own = (torch.arange(_CHAINS), torch.arange(_CHAINS) % len(gaussians.modes))
-    step, kept = _FIRST_STEP, list[Tensor]()
 
-    def ratios(theta: Tensor) -> tuple[Tensor, int]:
-        terms, far = likelihood(theta)
-        of_own = gaussians.of_each(theta[:, moved])[own]
-        return (terms + latents.log_density(theta) - of_own).nan_to_num(-math.inf), far
+    def __init__(self, latents: Latents, likelihood: Likelihood) -> None:
+        told = torch.zeros_like(likelihood.centre)
+        _, of_prior = latents.slope_and_precision(likelihood.centre)
+        told[latents.read] = (likelihood.precisions.mean(0) - of_prior).diagonal().clamp_min(0.0)
+        self._frame = NonCentred(latents.prior, likelihood.centre, told)
+        self._likelihood = likelihood
+        self._power, self._is_exact, self.far, self._step = 0.0, False, 0, _LONGEST_STEP
+        self._move_to(self._frame.prior.samples(_CHAINS).to("cpu", torch.float64))
+        self._covariance = torch.cov(self._xi.T).reshape(2 * self._xi.shape[1:])
 
-    theta = start[:_CHAINS]
-    before, far = ratios(theta)
-    for number in range(2 * _SWEEPS):
-        proposed = theta.clone()
-        shrunk = math.sqrt(1 - step**2) * (theta[:, moved] - place)
-        proposed[:, moved] = place + shrunk + step * gaussians.moves(_CHAINS)
-        after, far = ratios(proposed)
-        chance = (after - before).clamp(max=0.0).exp().nan_to_num(0.0)
-        accepted = torch.rand(_CHAINS, dtype=torch.float64) < chance
-        theta = torch.where(accepted[:, None], proposed, theta)
-        before = torch.where(accepted, after, before)
-        if number < _SWEEPS:
-            step = min(step * math.exp(float(chance.mean()) - _ACCEPTANCE), 1.0)
-        else:
-            kept.append(latents.with_unread(theta, moved))
-    chains = torch.stack(kept)
-    worth = float(effective_sample_size(chains[:, :, moved], chain_dim=1, sample_dim=0).min())
-    found = chains.reshape(-1, chains.shape[2])
-    weights = torch.full((len(found),), 1 / len(found), dtype=torch.float64)
-    return Draws(found, weights, 0.0, worth, "short chains", far)
+    def _move_to(self, xi: Tensor) -> None:
+        self._xi = xi
+        values, self._slopes = self._density(xi)
+        self._targets = self._target(xi, values)
+
+    def _density(self, xi: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            xi = xi.detach().requires_grad_()
+            theta, log_prior = self._frame(xi)
+            values = log_prior + self._power * self._likelihood.gaussian(theta)
+            (slopes,) = torch.autograd.grad(values.sum(), xi)
+        return values.detach().nan_to_num(-math.inf), slopes.nan_to_num(0.0, 0.0, 0.0)
+
+    def _target(self, xi: Tensor, values: Tensor) -> Tensor:
+        if not self._is_exact:
+            return values
+        theta, log_prior = self._frame(xi)
+        terms, self.far = self._likelihood(theta)
+        return (terms + log_prior).nan_to_num(-math.inf)
+
+    def sweep(self) -> None:
+        """One trajectory of each chain, with steps of another length each."""
+        root = torch.linalg.cholesky(ridged(self._covariance))
+        step = self._step * (0.5 + torch.rand(len(self._xi), 1, dtype=torch.float64))
+        momentum = torch.randn_like(self._xi)
+        xi, slopes, before = self._xi, self._slopes, momentum.square().sum(1)
+        momentum = momentum + step / 2 * slopes @ root
+        for number in range(_LEAPFROG_STEPS):
+            xi = xi + step * momentum @ root.T
+            values, slopes = self._density(xi)
+            last = number == _LEAPFROG_STEPS - 1
+            momentum = momentum + step * (0.5 if last else 1.0) * slopes @ root
+        targets = self._target(xi, values)
+        log_ratio = targets - self._targets + (before - momentum.square().sum(1)) / 2
+        chance = log_ratio.clamp(max=0.0).exp().nan_to_num(0.0)
+        accepted = torch.rand(len(xi), dtype=torch.float64) < chance
+        self._xi = torch.where(accepted[:, None], xi, self._xi)
+        self._slopes = torch.where(accepted[:, None], slopes, self._slopes)
+        self._targets = torch.where(accepted, targets, self._targets)
+        self._acceptance = float(chance.mean())
+
+    def adapt(self, memory: float) -> None:
+        """The length of steps and their units, of which ``memory`` is kept."""
+        wanted = _ACCEPTANCE_OF_OTHERS if self._is_exact else _ACCEPTANCE
+        self._step = min(self._step * math.exp(self._acceptance - wanted), _LONGEST_STEP)
+        if self._is_exact:  # few draws may have had all of the weight, and chains begin there
+            return
+        own = torch.cov(self._xi.T).reshape_as(self._covariance)
+        self._covariance = memory * self._covariance + (1 - memory) * own
+
+    def anneal(self) -> None:
+        """From the prior to the approximation: β grows as far as chains that are weighted for it
+        are worth half of their number; they are drawn anew by these weights, and move.
+        """
+        while self._power < 1:
+            found = self._likelihood.gaussian(self._frame(self._xi)[0])
+            is_alive = found.isfinite()
+            if not bool(is_alive.any()):  # no draw of the prior can be weighted
+                is_alive, found = ~is_alive, torch.zeros_like(found)
+            told = torch.where(is_alive, found - found[is_alive].max(), -math.inf)
+            growth = 1 - self._power
+            while _worth((growth * told).softmax(0)) < int(is_alive.sum()) / 2:
+                growth *= 0.9
+            self._power += growth
+            weights = (growth * told).softmax(0)
+            self._move_to(self._xi[torch.multinomial(weights, _CHAINS, replacement=True)])
+            # draws of a prior with heavy tails are left out by now, and what they added goes
+            ratios = self._xi.std(0) / self._covariance.diagonal().sqrt()
+            scales = ratios.nan_to_num(1.0).clamp(max=1.0)
+            self._covariance = scales[:, None] * self._covariance * scales
+            for _ in range(_SWEEPS_OF_A_POWER):
+                self.sweep()
+                self.adapt(_SHORT_MEMORY)
+
+    def begin(self, chosen: Tensor) -> None:
+        """Goes on from the ``chosen`` ones of the draws of :meth:`run`, in the posterior."""
+        self._is_exact = True
+        self._move_to(self._drawn[chosen])
+
+    def run(self) -> tuple[Tensor, float, float]:
+        """Draws of θ ``[m, D]``, their smallest effective number and the largest R̂. Every second
+        draw is kept, and draws are twice as far apart, until they are worth enough.
+        """
+        for _ in range(_WARM_UP):
+            self.sweep()
+            self.adapt(_MEMORY)
+        kept, apart = list[Tensor](), 1
+        while True:
+            while len(kept) < _KEPT:
+                for _ in range(apart):
+                    self.sweep()
+                kept.append(self._xi)
+            self._drawn = torch.cat(kept)
+            theta = self._frame(self._drawn)[0]
+            chains = theta.reshape(len(kept), _CHAINS, -1)
+            worth = float(effective_sample_size(chains, chain_dim=1, sample_dim=0).min())
+            if worth >= 4 * LEAST_EFFECTIVE or apart == _MOST_APART[self._is_exact]:
+                break
+            kept, apart = kept[1::2], 2 * apart
+        r_hat = split_gelman_rubin(chains, chain_dim=1, sample_dim=0).max()
+        return theta, worth, float(r_hat)
 
 
-def _by_no_u_turn(latents: Latents, likelihood: Likelihood) -> tuple[Tensor, float]:
-    """Draws of θ from the prior times the likelihood's Gaussians, and their smallest effective
-    number.
-    """
-    told = torch.zeros_like(likelihood.centre)
-    _, of_prior = latents.slope_and_precision(likelihood.centre)
-    told[latents.read] = (likelihood.precisions.mean(0) - of_prior).diagonal().clamp_min(0.0)
-    frame = NonCentred(latents.prior, likelihood.centre, told)
-
-    def potential(values: dict[str, Tensor]) -> Tensor:
-        theta, log_prior = frame(values["xi"][None])
-        return -(likelihood.gaussian(theta) + log_prior)[0]
-
-    kernel = NUTS(potential_fn=potential, full_mass=True, max_tree_depth=_MOST_DOUBLINGS)
-    chain = MCMC(
-        kernel,
-        num_samples=_NUTS_DRAWS,
-        warmup_steps=_NUTS_WARMUP,
-        initial_params={"xi": frame.start()},
-        disable_progbar=True,
-    )
-    with using_pyro, torch.enable_grad(), warnings.catch_warnings():
-        chain.run()
-    theta = frame(chain.get_samples()["xi"].detach())[0].detach()
-    worth = effective_sample_size(theta[None], chain_dim=0, sample_dim=1).min()
-    return theta[torch.randperm(len(theta))], float(worth)  # chains begin at the first ones
+def _worth(weights: Tensor) -> float:
+    """How many equal weights these are worth."""
+    return float(weights.sum().square() / weights.square().sum())
 
 
 def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:

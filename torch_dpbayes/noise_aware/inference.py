@@ -1,7 +1,10 @@
-"""The front door: a private run on a model's records, and the posterior that knows its noise."""
+"""The front doors: a private run on a model's records, the posterior that knows its noise, and what
+a run would give.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,6 @@ from ..ops.softmax import Softmax
 from .budget import (
     MOST_RELEASES,
     NUM_RELEASES,
-    Plan,
     budget_of,
     plan_run,
     public_num_data,
@@ -30,6 +32,7 @@ from .checks import note, note_clipped, note_draws, prior_p_value, release_p_val
 from .covariates import (
     Covariates,
     FeatureShape,
+    NoisyMoments,
     Released,
     constants_of,
     feature_shape,
@@ -46,7 +49,7 @@ from .likelihood import (
 from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import ModelRecords
 from .result import NoiseAwarePosterior
-from .run import Mechanism, Transcript, run
+from .run import Mechanism, Transcript, choose_scale, run
 
 _LABEL = "noise_aware.posterior"
 # for moments at the mode, for steps in a run, and under each law of the covariates
@@ -60,6 +63,8 @@ _MOST_BATCHES = 50  # of simulated records for the mean at the centre
 _LAWS = 32
 _DRAWS = 2000
 _LAST_STEPS = 12  # of Gauss-Newton
+_FORECASTS = 5  # draws of the prior
+_EVALUATIONS = 60  # of scores of all simulated records that a run takes, about, for each release
 
 
 def posterior(
@@ -135,21 +140,22 @@ def posterior(
         max_grad_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-    settings = Settings(
-        budget_of(accountant, epsilon, delta),
-        epsilon,
-        delta,
-        num_data,
-        public,
-        covariates,
-        max_feature_norm,
-        constant_columns,
-        num_releases,
-        num_simulated,
-        data_plate,
-    )
     with using_pyro, torch.no_grad():
-        return Setup(model, data, settings).infer(max_grad_norm)
+        return Setup(
+            model,
+            data,
+            epsilon=epsilon,
+            delta=delta,
+            accountant=accountant,
+            num_data=num_data,
+            public=public,
+            covariates=covariates,
+            max_feature_norm=max_feature_norm,
+            constant_columns=constant_columns,
+            num_releases=num_releases,
+            num_simulated=num_simulated,
+            data_plate=data_plate,
+        ).infer(max_grad_norm)
 
 
 def posterior_for_module(
@@ -186,35 +192,90 @@ def posterior_for_module(
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Arguments that :func:`posterior` and :func:`.plan` have in common."""
+class Forecast:
+    """Of a run that was not made.
 
-    accountant: PrivacyAccountant
-    epsilon: float | None
-    delta: float | None
-    num_data: int | None
-    public: Sequence[str | int]
-    covariates: Any
-    max_feature_norm: float
-    constant_columns: Any
-    num_releases: int
-    num_simulated: int | None
-    data_plate: str
+    Attributes:
+        stddev: expected posterior deviations in unconstrained space ``[d]`` of the coordinates that
+            records read, for truths drawn from the prior.
+        prior_stddev: of the prior, ``[d]``.
+        clip_bound: of whitened scores near the truth.
+        noise_multiplier: of all releases of scores together.
+        seconds: on this machine, about; a hierarchical prior takes ten times as long.
+    """
+
+    stddev: Tensor
+    prior_stddev: Tensor
+    clip_bound: float
+    noise_multiplier: float
+    seconds: float
+
+
+def plan(
+    model: Any,
+    *data: Any,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    **options: Any,
+) -> Forecast:
+    """What a run would give, by simulation from the prior: before anything is spent, and without
+    reading records.
+
+    Args: as for :func:`posterior`, without ``max_grad_norm``. Of private covariates nothing is
+        known: rows of numbers are taken as spherical and of norm R, categories as equally frequent.
+
+    **Privacy.** Nothing is charged or released; shapes and types of the data are read, and rows
+    that are declared public.
+    """
+    with using_pyro, torch.no_grad():
+        setup = Setup(model, data, epsilon=epsilon, delta=delta, accountant=accountant, **options)
+        simulator, latents = setup.in_run(setup.assumed_law()), setup.latents
+        together = sum(z**-2 for z in setup.plan.scores) ** -0.5
+        scales, seconds = [], []
+        for theta in latents.sample(_FORECASTS):
+            started = time.perf_counter()
+            scales.append(choose_scale(simulator, latents, theta, together, None))
+            seconds.append(time.perf_counter() - started)
+    variances = torch.stack([scale.variances for scale in scales]).mean(0)
+    bounds = torch.tensor([scale.clip_bound for scale in scales])
+    return Forecast(
+        variances.sqrt(),
+        latents.stddev[latents.read],
+        float(bounds.median()),
+        together,
+        min(seconds) * _EVALUATIONS,
+    )
 
 
 class Setup:
-    """A model on its records, before anything is charged."""
+    """A model on its records, before anything is charged; arguments as of :func:`posterior`."""
 
-    def __init__(self, model: Any, data: Sequence[Any], settings: Settings) -> None:
-        bound = settings.max_feature_norm
+    def __init__(
+        self,
+        model: Any,
+        data: Sequence[Any],
+        *,
+        epsilon: float | None,
+        delta: float | None,
+        accountant: PrivacyAccountant | None,
+        num_data: int | None = None,
+        public: Sequence[str | int] = (),
+        covariates: Any = None,
+        max_feature_norm: float = 1.0,
+        constant_columns: Any = (),
+        num_releases: int = NUM_RELEASES,
+        num_simulated: int | None = None,
+        data_plate: str = "data",
+    ) -> None:
+        self.accountant = budget_of(accountant, epsilon, delta)
         if isinstance(model, GLM | Softmax):
-            bound = model.max_feature_norm
+            max_feature_norm = model.max_feature_norm
             data = targets_of(model, *model.prepare(tuple(data)))
             model = model_of(model, data[0].shape[1])
-        self.settings, self.accountant = settings, settings.accountant
         self.count = _SIMULATED
-        if settings.num_simulated is not None:
-            self.count = positive_count(settings.num_simulated, "num_simulated")
+        if num_simulated is not None:
+            self.count = positive_count(num_simulated, "num_simulated")
             if self.count < _LEAST_SIMULATED:
                 raise ArgumentError(
                     f"num_simulated = {self.count} is too few for moments: leave it out, or take"
@@ -223,24 +284,35 @@ class Setup:
         self.records = ModelRecords(
             model,
             data,
-            data_plate=settings.data_plate,
+            data_plate=data_plate,
             count_is_public=self.accountant.neighboring == "replace_one",
-            public=settings.public,
+            public=public,
             chunk=_FEW,
         )
         self.latents = Latents(self.records.density.prior, self.records.read)
         found = self.records.density.num_records
-        self.num_data = public_num_data(settings.num_data, found, self.accountant)
+        self.num_data = public_num_data(num_data, found, self.accountant)
         # of independent streams: covariates, their laws, and what is simulated given them
         self.seed, self.seed_of_laws, self.seed_of_records = torch.randint(2**40, (3,)).tolist()
-        self._public_rows = public_rows(self.records, settings.covariates, self.seed)
+        self._public_rows = public_rows(self.records, covariates, self.seed)
         self.shape: FeatureShape | None = None
         self.categories: dict[int, int] = {}
         if self._public_rows is None:
-            bound = check_clip_bound("max_feature_norm", bound, "of rows of covariates")
-            self.shape = feature_shape(self.records, bound, constants_of(settings.constant_columns))
+            bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
+            self.shape = feature_shape(self.records, bound, constants_of(constant_columns))
             for number in self.records.of_role("category"):
                 self.categories[number] = self.records.num_categories(number)
+        if positive_count(num_releases, "num_releases") > MOST_RELEASES:
+            raise ArgumentError(f"num_releases = {num_releases}: take at most {MOST_RELEASES}.")
+        self.plan = plan_run(
+            self.accountant,
+            total_multiplier(self.accountant, epsilon, delta),
+            dimension=self.records.dimension,
+            num_data=self.num_data,
+            num_releases=num_releases,
+            has_numbers=self.shape is not None,
+            num_categories=len(self.categories),
+        )
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
         """The mean law of the covariates, and draws of it given the release."""
@@ -258,6 +330,20 @@ class Setup:
             for moments, seed in zip(found, seeds, strict=True)
         ]
 
+    def assumed_law(self) -> Covariates:
+        """Of covariates, before anything is known of them."""
+        moments = None
+        if self.shape is not None:
+            size = len(self.shape.free)
+            products = self.num_data / size * torch.eye(size, dtype=torch.float64)
+            zeros = torch.zeros(size, dtype=torch.float64)
+            moments = NoisyMoments(zeros, 1.0, 0.9 * products, 1e-3)
+        histograms = {
+            number: (torch.ones(count, dtype=torch.float64), 1e-3)
+            for number, count in self.categories.items()
+        }
+        return self.laws(Transcript(moments, histograms))[0]
+
     def in_run(self, law: Covariates) -> Simulator:
         """Of fewer records, for steps."""
         return self.simulator(law, min(self.count, _SIMULATED_IN_RUN))
@@ -266,27 +352,12 @@ class Setup:
         """Of records with covariates from ``law``."""
         return Simulator(self.records, law, self.num_data, count, self.seed_of_records)
 
-    def plan(self) -> Plan:
-        """The split of the budget."""
-        settings = self.settings
-        if positive_count(settings.num_releases, "num_releases") > MOST_RELEASES:
-            raise ArgumentError(
-                f"num_releases = {settings.num_releases}: take at most {MOST_RELEASES}."
-            )
-        return plan_run(
-            self.accountant,
-            total_multiplier(self.accountant, settings.epsilon, settings.delta),
-            dimension=self.records.dimension,
-            num_data=self.num_data,
-            num_releases=settings.num_releases,
-            has_numbers=self.shape is not None,
-            num_categories=len(self.categories),
-        )
-
     def infer(self, max_grad_norm: float | None) -> NoiseAwarePosterior:
         """Charges, releases, and draws from the posterior."""
-        plan = self.plan()
-        start = self.latents.start  # before the charge: a prior that fails costs nothing
+        plan, start = (
+            self.plan,
+            self.latents.median,
+        )  # before the charge: a prior that fails costs nothing
         if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
             raise ArgumentError(
                 "the model cannot be evaluated at the median of its prior, where the run starts:"

@@ -1,4 +1,4 @@
-r"""The latents of a model as the engine uses them: a vector θ, its prior, and where to begin.
+r"""The latents of a model as the engine uses them: a vector θ and its prior.
 
 Where a latent's distribution depends on other latents, its prior in θ may be narrow in one place
 and wide in another (Neal's funnel), and no sampler with one step size gets around in it. In
@@ -29,7 +29,6 @@ _DRAWS = 500  # of a prior, of which quantiles are taken
 _STEP = 1e-4  # of a prior's deviation, by which its gradient is differenced
 # of a curvature, in units of a prior's deviations: a prior with heavy tails has negative curvatures
 _LEAST_CURVATURE = 0.1
-_NEWTON_STEPS = 20
 
 
 class Latents:
@@ -38,6 +37,10 @@ class Latents:
     Args:
         prior: of the model.
         read: numbers of the coordinates that records depend on, ``[d]``.
+
+    Attributes:
+        draws: of θ, ``[500, D]``.
+        median, stddev: of them; half the distance of quantiles that are two deviations apart.
 
     **Privacy.** A function of the prior alone.
     """
@@ -61,21 +64,6 @@ class Latents:
         return self.prior.samples(count).to("cpu", torch.float64)
 
     @cached_property
-    def start(self) -> Tensor:
-        """The mode of the prior near its median; of a hierarchical one the median."""
-        theta = self.median
-        if self.is_hierarchical:
-            return theta
-        for _ in range(_NEWTON_STEPS):
-            slope, precision = self._local(theta, torch.arange(self.dimension))
-            step = torch.linalg.solve(precision, slope)
-            theta = theta + step
-            if float((step / self.stddev).abs().max()) < 1e-6:
-                break
-        outside = ((theta - self.median) / self.stddev).abs() > 3  # a mode at infinity
-        return torch.where(outside, self.median, theta)
-
-    @cached_property
     def _gaussian(self) -> tuple[Tensor, Tensor]:
         """Mean and precision of the read coordinates of a hierarchical prior."""
         scored = self.draws[:, self.read]
@@ -90,17 +78,14 @@ class Latents:
         if self.is_hierarchical:
             mean, precision = self._gaussian
             return -precision @ (theta[self.read] - mean), precision
-        return self._local(theta, self.read)
-
-    def _local(self, theta: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        width = self.stddev[chosen]
-        moved = theta.repeat(2 * len(chosen) + 1, 1)
-        place = torch.arange(len(chosen))
-        moved[place, chosen] += _STEP * width
-        moved[len(chosen) + place, chosen] -= _STEP * width
+        width, count = self.stddev[self.read], len(self.read)
+        moved = theta.repeat(2 * count + 1, 1)
+        place = torch.arange(count)
+        moved[place, self.read] += _STEP * width
+        moved[count + place, self.read] -= _STEP * width
         _, found = self.prior.log_densities_and_gradients(self._own(moved))
-        gradients = found.to("cpu", torch.float64)[:, chosen] * width
-        up, down, slope = gradients.split([len(chosen), len(chosen), 1])
+        gradients = found.to("cpu", torch.float64)[:, self.read] * width
+        up, down, slope = gradients.split([count, count, 1])
         curvature = (down - up) / (2 * _STEP)
         values, vectors = torch.linalg.eigh((curvature + curvature.T) / 2)
         positive = (vectors * values.clamp_min(_LEAST_CURVATURE)) @ vectors.T

@@ -35,7 +35,8 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
         ValueError: the prior is improper.
     """
     if isinstance(model, Softmax):
-        return _SoftmaxModel(model.num_classes, num_columns, model.prior_std)
+        scales = torch.full((model.num_classes, num_columns), model.prior_std, dtype=torch.float64)
+        return _LinearModel("categorical", scales)
     precision = model.prior_precision.expand(num_columns)
     if not bool((precision > 0).all()):
         raise ArgumentError(
@@ -58,43 +59,35 @@ def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple
     return features, targets
 
 
+def law_of(family: str, output: Tensor, std: Any = 1.0) -> Any:
+    """Of a target given a linear predictor ``[n]``, or one for each class ``[n, K]``."""
+    if family == "categorical":
+        return dist.Categorical(logits=output)
+    if family == "bernoulli":
+        return dist.Bernoulli(logits=output)
+    if family == "poisson":
+        return dist.Poisson(output.clamp(max=_LARGEST_LOG_RATE).exp())
+    return dist.Normal(output, std)
+
+
 class _LinearModel:
-    """``"weights"`` of one linear predictor.
+    """``"weights"`` of one linear predictor, or of one for each class.
 
     Args:
-        family: of a GLM.
-        prior_std: of each weight.
+        family: of targets.
+        prior_std: of each weight, ``[d]`` or ``[K, d]``.
         noise_std: of a Gaussian target.
     """
 
-    def __init__(self, family: str, prior_std: Tensor, noise_std: float) -> None:
+    def __init__(self, family: str, prior_std: Tensor, noise_std: float = 1.0) -> None:
         self._family, self._prior_std, self._noise_std = family, prior_std, noise_std
 
     def __call__(self, features: Tensor, targets: Tensor) -> None:
         scale = self._prior_std.to(features)
-        weights = pyro.sample("weights", dist.Normal(torch.zeros_like(scale), scale).to_event(1))
+        prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
+        output = features @ pyro.sample("weights", prior).T
         with pyro.plate("data", len(targets)):
-            predictor = features @ weights
-            if self._family == "bernoulli":
-                law: Any = dist.Bernoulli(logits=predictor)
-            elif self._family == "poisson":
-                law = dist.Poisson(predictor.clamp(max=_LARGEST_LOG_RATE).exp())
-            else:
-                law = dist.Normal(predictor, self._noise_std)
-            pyro.sample("targets", law, obs=targets)
-
-
-class _SoftmaxModel:
-    """``"weights"`` of one linear predictor for each class."""
-
-    def __init__(self, num_classes: int, num_columns: int, prior_std: float) -> None:
-        self._shape, self._prior_std = (num_classes, num_columns), prior_std
-
-    def __call__(self, features: Tensor, targets: Tensor) -> None:
-        zeros = torch.zeros(self._shape, dtype=features.dtype, device=features.device)
-        weights = pyro.sample("weights", dist.Normal(zeros, self._prior_std).to_event(2))
-        with pyro.plate("data", len(targets)):
-            pyro.sample("targets", dist.Categorical(logits=features @ weights.T), obs=targets)
+            pyro.sample("targets", law_of(self._family, output, self._noise_std), obs=targets)
 
 
 # -- the last layer of a network -------------------------------------------------------------------
@@ -207,14 +200,10 @@ class LastLayer:
             prior = dist.Normal(torch.zeros_like(p), torch.full_like(p, self._prior_std))
             values[name] = pyro.sample(self._names[name], prior.to_event(p.dim()))
         output = functional_call(self._layer, values, (features,))
+        std: Any = 1.0
+        if self._likelihood == "normal" and output.shape[1] == 2:
+            std = (output[:, 1] / 2).exp()
+        if self._likelihood != "categorical":
+            output = output[:, 0]
         with pyro.plate("data", len(targets)):
-            if self._likelihood == "categorical":
-                law: Any = dist.Categorical(logits=output)
-            elif self._likelihood == "bernoulli":
-                law = dist.Bernoulli(logits=output[:, 0])
-            else:
-                std = torch.ones_like(output[:, 0])
-                if output.shape[1] == 2:
-                    std = (output[:, 1] / 2).exp()
-                law = dist.Normal(output[:, 0], std)
-            pyro.sample("targets", law, obs=targets)
+            pyro.sample("targets", law_of(self._likelihood, output, std), obs=targets)

@@ -1,4 +1,4 @@
-"""The records of a model: the user's, which only :class:`PrivateRecords` reads, and simulated ones.
+"""The records of a model, and simulated ones.
 
 Which arguments of a model are observed is read from its sites, on synthetic rows. All others with a
 row for each record are covariates.
@@ -25,7 +25,6 @@ from ..errors import ArgumentError, ArgumentTypeError
 Role = Literal["observed", "public", "numbers", "category"]
 
 LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
-_ROWS = 50_000  # of private records whose scores are in memory at a time
 _SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
 _MOST_CATEGORIES = 1000
 _ROUNDING = 1e-6  # clipped sums are shortened by this share, which covers rounding
@@ -276,48 +275,6 @@ class ModelRecords:
             exact = [k for k in numbers if value is rows[k]]
             found[(exact or numbers)[0]] = name
         return found
-
-
-class PrivateRecords:
-    r"""Clipped sums of whitened scores over the user's records: the only reader of private rows.
-
-    Args:
-        records: the model.
-        rows: of every data argument, as they count (shortened).
-
-    **Privacy.** :math:`\sum_i \mathrm{clip}_1(A\,u(x_i; \theta)/C)` moves by at most 1 when a
-    record is added or removed, and by 2 when one is replaced. A record whose density or score is
-    not finite counts as 0. Nothing is released here.
-    """
-
-    def __init__(self, records: ModelRecords, rows: Sequence[Tensor]) -> None:
-        self._records, self._rows = records, list(rows)
-        self.count = records.density.num_records
-
-    def clipped_sum(self, theta: Tensor, whitening: Tensor) -> Tensor:
-        """The sum for A/C = ``whitening``, ``[d]`` in float64."""
-        total = torch.zeros(len(whitening), dtype=torch.float64)
-        for density in self._chunks():
-            total += clipped(scores(self._records, density, theta), whitening).sum(0)
-        return total
-
-    def clipped_count(self, theta: Tensor, whitening: Tensor) -> int:
-        """How many records are clipped; moves by at most 1."""
-        return sum(
-            int(((scores(self._records, d, theta) @ whitening.T).norm(dim=1) > 1).sum())
-            for d in self._chunks()
-        )
-
-    def _chunks(self) -> Iterator[RecordDensity]:
-        records = self._records
-        for start in range(0, self.count, _ROWS):
-            size = min(_ROWS, self.count - start)
-            yield records.density.with_rows(
-                [
-                    row.narrow(dim, start, size)
-                    for row, dim in zip(self._rows, records.density.row_dims.values(), strict=True)
-                ]
-            )
 
 
 def scores(records: ModelRecords, density: RecordDensity, theta: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ class NoiseAwarePosterior:
     depends on records but by what was released and charged.
 
     Attributes:
-        pareto_k: k̂ of the importance weights; above .7 they are not to be relied on.
+        pareto_k: k̂ of the draws' weights, 0 of equal ones; above .7 they are not to be relied on.
+        effective_sample_size: number of independent draws that they are worth.
+        r_hat: the largest R̂ of Hamiltonian chains; 1 of independent draws.
         transcript: everything that was released.
         checks: p values of each release given the others, and of the prior; None without.
         likelihood: of a network's output, after ``posterior_for_module``.
@@ -48,7 +50,7 @@ class NoiseAwarePosterior:
         self._latents, self._likelihood = latents, likelihood
         self._theta, self._weights = draws.theta, draws.weights
         self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
-        self.method, self._far = draws.method, draws.far
+        self.r_hat, self.method = draws.r_hat, draws.method
         self.transcript = transcript
         self.checks = checks
         self.likelihood: Literal["categorical", "bernoulli", "normal"] | None = None
@@ -179,8 +181,8 @@ class NoiseAwarePosterior:
         lines = [
             (
                 f"  drawn       by {self.method}: worth {self.effective_sample_size:.0f}"
-                f" independent draws, Pareto k = {self.pareto_k:.2f}; Monte Carlo error of a mean"
-                f" {monte_carlo:.1%} of its standard deviation"
+                f" independent draws, Pareto k = {self.pareto_k:.2f}, R-hat = {self.r_hat:.2f};"
+                f" Monte Carlo error of a mean {monte_carlo:.1%} of its standard deviation"
             )
         ]
         error, count = self._likelihood.simulation_error, self._likelihood.num_simulated

@@ -8,7 +8,7 @@ function of earlier releases. Besides the releases nothing here depends on recor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +26,13 @@ from .covariates import (
 )
 from .latents import Latents
 from .likelihood import Release, Simulator, find_mode, moments, posterior_precision
-from .records import ModelRecords, PrivateRecords, clipped
+from .records import ModelRecords, clipped, scores
 
 _QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
 # a price of a twentieth of the width, 1.05² in variance, for a larger clip bound: clipped scores of
 # a model that is not quite right are zero elsewhere
 _SPARED = 0.10
+_ROWS = 50_000  # of private records whose scores are in memory at a time
 _FIRST_STEPS, _MORE_STEPS = 30, 12  # of Gauss-Newton after a release
 
 
@@ -55,21 +56,23 @@ class Transcript:
 
 
 class Mechanism:
-    """Draws the noise of a run that was charged: the only place that reads private rows.
+    r"""Draws the noise of a run that was charged: the only reader of private rows.
 
     Args:
         records: the model.
         shape: how rows of numbers are shortened; None without any.
         categories: how many values each argument has that is one.
+
+    **Privacy.** :math:`\sum_i \mathrm{clip}_1(A\,u(x_i; \theta)/C)` moves by at most 1 when a
+    record is added or removed, and by 2 when one is replaced; the number of clipped records by 1. A
+    record whose density or score is not finite counts as 0.
     """
 
     def __init__(
         self, records: ModelRecords, shape: FeatureShape | None, categories: Mapping[int, int]
     ) -> None:
-        self._categories = categories
-        self._shape = shape
+        self._records, self._shape, self._categories = records, shape, categories
         self._rows = shortened_rows(records, records.density.rows(), shape)
-        self._records, self._private = records, PrivateRecords(records, self._rows)
 
     def covariates(self, plan: Plan) -> Transcript:
         """What is released of covariates."""
@@ -88,14 +91,33 @@ class Mechanism:
 
     def scores(self, theta: Tensor, whitening: Tensor, multiplier: float) -> Release:
         """The noisy clipped sum of whitened scores."""
-        exact = self._private.clipped_sum(theta, whitening)
+        exact = self.clipped_sum(theta, whitening)
         noisy = exact + multiplier * normal_numbers(len(exact))
         return Release(theta, whitening, noisy, multiplier)
 
     def clipped_count(self, release: Release, multiplier: float) -> float:
         """The noisy number of records that were clipped in a release."""
-        exact = self._private.clipped_count(release.theta, release.whitening)
+        exact = sum(
+            int(((own @ release.whitening.T).norm(dim=1) > 1).sum())
+            for own in self._scores(release.theta)
+        )
         return exact + multiplier * float(normal_numbers(1))
+
+    def clipped_sum(self, theta: Tensor, whitening: Tensor) -> Tensor:
+        """The sum for A/C = ``whitening``, ``[d]`` in float64. Private data."""
+        total = torch.zeros(len(whitening), dtype=torch.float64)
+        for own in self._scores(theta):
+            total += clipped(own, whitening).sum(0)
+        return total
+
+    def _scores(self, theta: Tensor) -> Iterator[Tensor]:
+        """Those of so many records at a time."""
+        density = self._records.density
+        for start in range(0, density.num_records, _ROWS):
+            size = min(_ROWS, density.num_records - start)
+            dims = density.row_dims.values()
+            rows = [r.narrow(dim, start, size) for r, dim in zip(self._rows, dims, strict=True)]
+            yield scores(self._records, density.with_rows(rows), theta)
 
 
 class Scale(NamedTuple):
@@ -189,7 +211,7 @@ def run(
         plan: the noise.
         max_grad_norm: a clip bound of scores that are not whitened, or None.
     """
-    theta, releases, bounds = latents.start, list[Release](), list[float]()
+    theta, releases, bounds = latents.median, list[Release](), list[float]()
     together = sum(z**-2 for z in plan.scores) ** -0.5
     for number, multiplier in enumerate(plan.scores):
         scale = choose_scale(simulator, latents, theta, together, max_grad_norm)

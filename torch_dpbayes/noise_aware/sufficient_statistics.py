@@ -128,7 +128,7 @@ class _ClosedForm(Likelihood):
         self, model: ExponentialFamily, latents: Latents, num_data: int, noise: float, size: int
     ) -> None:
         self._model, self._latents, self._noise, self._size = model, latents, noise, size
-        self.num_data, self.centre = num_data, latents.start
+        self.num_data, self.centre = num_data, latents.median
         self._require_parameters()
 
     def _require_parameters(self) -> None:
