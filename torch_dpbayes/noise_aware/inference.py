@@ -36,6 +36,7 @@ from .covariates import (
     public_rows,
 )
 from .drawing import draw_posterior
+from .last_layer import posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
     Simulator,
@@ -44,7 +45,7 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import ModelRecords
+from .records import LARGEST_DIMENSION, ModelRecords
 from .result import NoiseAwarePosterior
 from .run import Mechanism, Transcript, run
 
@@ -180,6 +181,9 @@ def posterior_for_module(
     with torch.no_grad():
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
+        size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        if likelihood == "categorical" and size > LARGEST_DIMENSION:
+            return posterior_of_large_layer(module, features, targets, prior_std, **options)
     found = posterior(layer, features, targets, **options)
     found.likelihood = likelihood
     return found
