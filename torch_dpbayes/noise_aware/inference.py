@@ -172,7 +172,10 @@ def posterior_for_module(
         likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
             ``"normal"`` (a mean, of variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
-        options: those of :func:`posterior`. Features, what the layer reads, are the covariates.
+        options: those of :func:`posterior`. Features, what the layer reads, are the covariates. A
+            categorical layer of more than 500 parameters, which Hamiltonian chains sample
+            (:mod:`~torch_dpbayes.noise_aware.last_layer`), takes those of the budget, ``num_data``,
+            ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated`` (6,000 or more).
 
     Raises: as for :func:`posterior`.
 
