@@ -14,7 +14,7 @@ from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
 from torch_dpbayes.noise_aware.last_layer import _Law, _private_sums, _rows_with
 from torch_dpbayes.noise_aware.likelihood import Release
-from torch_dpbayes.noise_aware.noisy_gram import gram_draws, quick_gram_draws
+from torch_dpbayes.noise_aware.noisy_gram import quick_gram_draws
 
 DOUBLE = torch.float64
 N, D, K = 600, 3, 3
@@ -273,15 +273,19 @@ def test_rows_have_the_moments_that_are_wanted_and_are_short():
     assert float(rows.norm(dim=1).max()) < 1.05
 
 
-def test_quick_draws_of_a_matrix_are_near_those_of_a_chain():
+def test_quick_draws_of_a_matrix_are_as_far_from_each_other_as_from_the_truth():
+    """Over 60 releases, of noise that is half of the least eigenvalue; the ratio was 1.2, with a
+    deviation of .05.
+    """
     truth = torch.diag(torch.logspace(0, -1, 6, dtype=DOUBLE))
-    noise = torch.randn(6, 6, dtype=DOUBLE) * 0.05
-    released = truth + (noise + noise.T) / 2
-    quick, chain = (f(released, 0.05, 40) for f in (quick_gram_draws, gram_draws))
-    assert float(torch.linalg.eigvalsh(quick).min()) > 0
-    spread = chain.var(0).sum().sqrt()
-    assert float((quick.mean(0) - chain.mean(0)).norm()) < 0.5 * float(spread)
-    assert float(quick.var(0).sum().sqrt()) == pytest.approx(float(spread), rel=0.35)
+    error = spread = 0.0
+    for _ in range(60):
+        noise = torch.randn(6, 6, dtype=DOUBLE) * 0.05
+        draws = quick_gram_draws(truth + (noise + noise.T) / 2, 0.05, 40)
+        assert float(torch.linalg.eigvalsh(draws).min()) > 0
+        error += float((draws.mean(0) - truth).square().sum())
+        spread += float(draws.var(0).sum())
+    assert 0.8 < error / spread < 1.6
 
 
 @pytest.mark.slow
