@@ -51,6 +51,7 @@ X, Y = records()
 REFUSED = {
     "options": ((X, Y), {"public": [0]}, ArgumentError, "takes no public="),
     "bias": ((X, Y, frozen_bias()), {}, UnfitModel, "bias is frozen"),
+    "size": ((torch.zeros(2, 201), Y[:2], nn.Linear(201, 100)), {}, UnfitModel, "20100 weights"),
     "floats": ((X, Y.double()), {}, ArgumentTypeError, "integers"),
     "lengths": ((X, Y[1:]), {}, ArgumentError, "as many records"),
     "bound": ((X, Y), {"max_feature_norm": -1.0}, ArgumentError, "max_feature_norm"),

@@ -65,10 +65,10 @@ from .run import Transcript
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
 # chains, their trajectories before the first that is kept, and kept
-_USUAL, _FEWER = (4, 24, 30), (2, 16, 20)
+_USUAL = (4, 24, 30)
 _LAWS = 16  # of the features, drawn given what was released of them
 _SETTLINGS = 4  # of S in the warm-up
-_LARGE = 20_000  # parameters, for which the fewer ones are made
+_LARGEST = 20_000  # parameters; chains of 77,000 are far from mixed after three minutes
 _LEAPFROG_STEPS = 20
 _ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
@@ -144,6 +144,11 @@ def posterior_of_large_layer(
     has_bias, classes, width = layer.bias is not None, layer.out_features, layer.in_features
     if has_bias and len(names) == 1:
         raise UnfitModel("the layer's bias is frozen: train it, too, or take bias=False.")
+    if classes * width > _LARGEST:
+        raise UnfitModel(
+            f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well: take"
+            " fewer features, or a sampler of dpb.optim."
+        )
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != 1:
         raise ArgumentTypeError("targets must be a tensor of integers, [n].")
     if len(targets) != len(features):
@@ -158,7 +163,7 @@ def posterior_of_large_layer(
     sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_categories": 0}
     plan = plan_run(held, total, has_numbers=True, **sizes)
     assert plan.moments is not None
-    number, warm_up, kept = _USUAL if classes * width <= _LARGE else _FEWER
+    number, warm_up, kept = _USUAL
 
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
