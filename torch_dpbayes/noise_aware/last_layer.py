@@ -146,8 +146,8 @@ def posterior_of_large_layer(
         raise UnfitModel("the layer's bias is frozen: train it, too, or take bias=False.")
     if classes * width > _LARGEST:
         raise UnfitModel(
-            f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well: take"
-            " fewer features, or a sampler of dpb.optim."
+            f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well:"
+            " take fewer features, or a sampler of dpb.optim."
         )
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != 1:
         raise ArgumentTypeError("targets must be a tensor of integers, [n].")
