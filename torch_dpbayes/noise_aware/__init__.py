@@ -7,12 +7,14 @@ Each file needs only those above it:
 * ``likelihood``: moments of simulated scores, and the likelihood of what was released;
 * ``budget``: how the budget is split; ``run``: the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
+* ``last_layer``: softmax layers of thousands of parameters;
 * ``models``: by name; ``inference``: the front doors;
 * ``families``, ``sufficient_statistics``: closed forms in place of simulation;
 * ``covariance``: one noisy matrix, for whitening features before another run.
 
 Private rows are read by ``run.Mechanism``, of conjugate families by ``sufficient_statistics``, by
-``covariance``, and nowhere else; what they return gets noise in the same line or the next one.
+``last_layer``, by ``covariance``, and nowhere else; what they return gets noise in the same line or
+the next one.
 """
 
 from .covariance import NoisyCovariance, covariance

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -242,7 +242,13 @@ class NoisyMoments(NamedTuple):
     products: Tensor
     products_std: float
 
-    def draws(self, num_data: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    def draws(
+        self,
+        num_data: int,
+        count: int,
+        seed: int,
+        matrices_of: Callable[[Tensor, float, int], Tensor] = gram_draws,
+    ) -> list[tuple[Tensor, Tensor]]:
         """Means and covariances of a row in units of R, from their posterior given the release; the
         first one is the average of the others.
         """
@@ -251,7 +257,7 @@ class NoisyMoments(NamedTuple):
         middle = middle * shorten(middle.square().sum(), 1.0)  # more than 1 is no row of norm 1
         with seeded(seed):
             released = self.products / n - torch.outer(middle, middle)
-            matrices = gram_draws(released, self.products_std / n, count)
+            matrices = matrices_of(released, self.products_std / n, count)
             error = torch.randn(count, len(middle), dtype=torch.float64)
         means = middle + self.total_std / n * error
         means = means * shorten(means.square().sum(1), 1.0)[:, None]

@@ -39,6 +39,7 @@ from .covariates import (
     public_rows,
 )
 from .drawing import draw_posterior
+from .last_layer import posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
     Simulator,
@@ -47,7 +48,7 @@ from .likelihood import (
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import ModelRecords
+from .records import LARGEST_DIMENSION, ModelRecords
 from .result import NoiseAwarePosterior
 from .run import Mechanism, Transcript, choose_scale, run
 
@@ -177,7 +178,10 @@ def posterior_for_module(
         likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
             ``"normal"`` (a mean, of variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
-        options: those of :func:`posterior`. Features, what the layer reads, are the covariates.
+        options: those of :func:`posterior`. Features, what the layer reads, are the covariates. A
+            categorical layer of more than 500 parameters, which Hamiltonian chains sample
+            (:mod:`~torch_dpbayes.noise_aware.last_layer`), takes those of the budget, ``num_data``,
+            ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated`` (6,000 or more).
 
     Raises: as for :func:`posterior`.
 
@@ -186,6 +190,9 @@ def posterior_for_module(
     with torch.no_grad():
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
+        size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        if likelihood == "categorical" and size > LARGEST_DIMENSION:
+            return posterior_of_large_layer(module, features, targets, prior_std, **options)
     found = posterior(layer, features, targets, **options)
     found.likelihood = likelihood
     return found

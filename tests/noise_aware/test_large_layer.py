@@ -1,0 +1,326 @@
+"""A large last layer: what it charges and releases, the law that it simulates, and its draws."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import one_hot
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting.calibration import total_multiplier
+from torch_dpbayes.errors import ArgumentError, ArgumentTypeError, UnfitModel
+from torch_dpbayes.noise import GaussianNoise
+from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
+from torch_dpbayes.noise_aware.last_layer import _Law, _private_sums, _rows_with
+from torch_dpbayes.noise_aware.likelihood import Release
+from torch_dpbayes.noise_aware.noisy_gram import quick_gram_draws
+
+DOUBLE = torch.float64
+N, D, K = 600, 3, 3
+
+
+@pytest.fixture(autouse=True)
+def small_layers_count_as_large(monkeypatch):
+    monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
+
+
+@pytest.fixture
+def short_chains(monkeypatch):
+    monkeypatch.setattr(last_layer, "_USUAL", (2, 4, 4))
+    monkeypatch.setattr(last_layer, "_SIMULATED", 500)
+
+
+def records(n=N, d=D, classes=K):
+    return torch.randn(n, d, dtype=DOUBLE) / 2, torch.randint(classes, (n,))
+
+
+def run(x, y, module=None, **options):
+    options = {"epsilon": 1.0, "delta": 1e-5} | options
+    module = nn.Linear(D, K).double() if module is None else module
+    return posterior_for_module(module, x, y, likelihood="categorical", prior_std=1.0, **options)
+
+
+def frozen_bias():
+    layer = nn.Linear(D, K).double()
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+X, Y = records()
+REFUSED = {
+    "options": ((X, Y), {"public": [0]}, ArgumentError, "takes no public="),
+    "bias": ((X, Y, frozen_bias()), {}, UnfitModel, "bias is frozen"),
+    "size": ((torch.zeros(2, 201), Y[:2], nn.Linear(201, 100)), {}, UnfitModel, "20100 weights"),
+    "floats": ((X, Y.double()), {}, ArgumentTypeError, "integers"),
+    "lengths": ((X, Y[1:]), {}, ArgumentError, "as many records"),
+    "bound": ((X, Y), {"max_feature_norm": -1.0}, ArgumentError, "max_feature_norm"),
+    "releases": ((X, Y), {"num_releases": 51}, ArgumentError, "at most 50"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_arguments_of_a_large_layer_cost_nothing(name):
+    args, options, kind, message = REFUSED[name]
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+    with pytest.raises(kind, match=message):
+        run(*args, accountant=accountant, epsilon=None, delta=None, **options)
+    assert not len(accountant)
+
+
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+def test_the_charge_is_the_noise_of_the_releases(relation, short_chains, monkeypatch):
+    def ones(self, size, *, dtype, device, hides=()):
+        return torch.ones(size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(GaussianNoise, "standard_normal", ones)
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring=relation)
+    x, y = records()
+    found = run(x, y, accountant=accountant, epsilon=None, delta=None, num_data=N).transcript
+    is_swap = relation == "replace_one"
+    squares = [(2.0 if is_swap else 1.0) ** 2 / r.noise_std**2 for r in found.scores]
+    squares += [1 / found.clipped[1] ** 2]
+    squares += [(4 if is_swap else 1) / found.moments.total_std**2]
+    squares += [(2 if is_swap else 1) / found.moments.products_std**2]
+    unit = 2.0 if is_swap else 1.0
+    charged = sum(c.count * (unit / c.event.noise_multiplier) ** 2 for c in accountant.history)
+    assert sum(squares) == pytest.approx(charged)
+    # all of the budget, and noise that is as large as stated
+    total = total_multiplier(dpb.PrivacyAccountant(1.0, 1e-5, neighboring=relation), None, None)
+    assert sum(squares) == pytest.approx((unit / total) ** 2, rel=1e-6)
+    # at W = 0 the scores of a bias are those of frequencies
+    first = found.scores[0]
+    gap = first.value - first.noise_std
+    assert torch.allclose(gap.sum(0), torch.zeros_like(gap[0]), atol=1e-8)
+    assert found.clipped[0] - found.clipped[1] == pytest.approx(
+        round(found.clipped[0] - found.clipped[1]), abs=1e-6
+    )
+    short = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+    torch.testing.assert_close(
+        found.moments.total, short.sum(0) + found.moments.total_std, rtol=0, atol=1e-2
+    )
+
+
+def test_sums_are_those_of_records_that_are_clipped_alone():
+    x, y = records(40)
+    y[:4] = torch.tensor([-1, K, 10**9, -(10**9)])  # no classes: nothing
+    point, white = torch.randn(K, D, dtype=DOUBLE), torch.tensor([2.0, 5.0, 1.0], dtype=DOUBLE)
+    expected, clipped = torch.zeros(K, D, dtype=DOUBLE), 0
+    for row, label in zip(x[4:], y[4:], strict=True):
+        score = torch.outer(one_hot(label, K) - (point @ row).softmax(0), row * white)
+        expected += score / max(1.0, float(score.norm()))
+        clipped += int(score.norm() > 1)
+    found, count = _private_sums(x, y, point, white)
+    torch.testing.assert_close(found, expected)
+    assert count == clipped and 0 < clipped < 36
+
+
+def test_records_that_are_no_numbers_end_as_any_others(short_chains):
+    x, y = records()
+    x[0], x[1, 0], x[2], y[3] = math.nan, math.inf, 1e300, 10**9
+    posterior = run(x, y)
+    assert all(value.isfinite().all() for value in posterior.sample(5).values())
+
+
+def test_draws_have_the_names_and_shapes_of_the_layer(short_chains):
+    torch.manual_seed(int(torch.randint(2**31, ())))
+    net = nn.Sequential(nn.Linear(2, D), nn.Tanh(), nn.Linear(D, K, bias=False))
+    net[0].requires_grad_(False)
+    posterior = run(torch.randn(N, 2), Y, net)
+    draws = posterior.sample(7)
+    assert {name: value.shape for name, value in draws.items()} == {"2.weight": (7, K, D)}
+    assert posterior.predict(net, torch.randn(4, 2)).sum(1) == pytest.approx([1.0] * 4, abs=1e-5)
+    assert "worth" in posterior.guarantee() and "LayerPosterior" not in repr(posterior)
+    with pytest.raises(ArgumentError, match="no density"):
+        posterior.log_density({"2.weight": torch.zeros(K, D)})
+
+
+# -- the law ---------------------------------------------------------------------------------------
+
+
+def law_of(rows, releases=2, n=2000, std=20.0, unknown=None, prior_std=2.0, classes=K):
+    d = rows.shape[1]
+    white = 1.5 + torch.rand(d, dtype=DOUBLE)
+    unknown = torch.zeros(d, d, dtype=DOUBLE) if unknown is None else unknown
+    law = _Law(rows.float(), white, unknown, n, classes, prior_std)
+    for number in range(releases):
+        value = std * torch.randn(classes, d, dtype=DOUBLE)
+        point = torch.randn(classes, d, dtype=DOUBLE) * (number > 0)
+        law.add(Release(point, white / (0.7 + number), value, std))
+    return law
+
+
+def scores_of(rows, release):
+    """c(x, k) ``[M, K, K, d]``, by the formula of the front page."""
+    p = (rows @ release.theta.T).softmax(1)
+    apart = torch.eye(p.shape[1], dtype=DOUBLE) - p[:, None]
+    scores = apart[..., None] * (rows * release.whitening)[:, None, None]
+    return scores / scores.flatten(2).norm(dim=2).clamp_min(1.0)[..., None, None]
+
+
+def mean_of(rows, release, point):
+    p = (rows @ point.T).softmax(1)
+    return torch.einsum("mk,mkab->ab", p, scores_of(rows, release)) / len(rows)
+
+
+def test_the_density_and_its_gradient_are_those_of_the_formula():
+    rows = _rows_with(torch.zeros(D, dtype=DOUBLE), torch.eye(D, dtype=DOUBLE) / 9, 1.0, 300)
+    law = law_of(rows)
+    points = torch.randn(2, K, D)
+    law.settle(points)
+    values, gradients = law.potential(points)
+    for point, value, gradient in zip(points.double(), values, gradients, strict=True):
+        point.requires_grad_()
+        apart = [r.value - 2000 * mean_of(rows.double(), r, point) for r in law.releases]
+        apart = torch.stack([law._basis.double().T @ each for each in apart], -1)
+        expected = torch.einsum("kdi,kdij,kdj->", apart, law._inverse.double(), apart) / 2
+        expected = expected + point.square().sum() / (2 * 2.0**2)
+        assert float(value) == pytest.approx(float(expected.detach()), rel=1e-4)
+        (own,) = torch.autograd.grad(expected, point)
+        torch.testing.assert_close(gradient.double(), own, rtol=1e-3, atol=1e-3 * own.abs().max())
+
+
+def test_the_covariance_is_that_of_labels_and_of_what_second_moments_leave():
+    """Both by sums over all classes; labels that are drawn instead leave an error of a percent."""
+    m, n, std = 20_000, 2000, 5.0
+    rows = _rows_with(torch.zeros(D, dtype=DOUBLE), torch.eye(D, dtype=DOUBLE) / 9, 1.0, m)
+    law = law_of(rows, 2, n, std)
+    point = 3 * torch.randn(K, D, dtype=DOUBLE)
+    law.settle(point[None])
+    x = rows.double()
+    p = (x @ point.T).softmax(1)
+    each = [
+        torch.einsum("ca,mkcd->mkad", law._basis.double(), scores_of(x, r)) for r in law.releases
+    ]
+    means = [torch.einsum("mk,mkad->mad", p, c) for c in each]
+    # q, c's mean over classes without Ax, and what is linear in x
+    white = [x * r.whitening for r in law.releases]
+    firsts = [mean / w[:, None] for mean, w in zip(means, white, strict=True)]
+    rests = []
+    for q, w in zip(firsts, white, strict=True):
+        flat = q[..., 0]  # the same for all columns
+        linear = x @ torch.linalg.lstsq(x, flat).solution
+        rests.append((flat - linear)[..., None] * w[:, None])
+    expected = torch.empty(K, D, 2, 2, dtype=DOUBLE)
+    for j in range(2):
+        for k in range(2):
+            apart = torch.einsum("mk,mkad,mkad->ad", p, each[j], each[k]) / m
+            apart = apart - (means[j] * means[k]).mean(0) + (rests[j] * rests[k]).mean(0)
+            simulated = n**2 / m * (rests[j] * rests[k]).mean(0)
+            expected[..., j, k] = n * apart + simulated + std**2 * (j == k)
+    found = torch.linalg.inv(law._inverse.double())
+    assert float(((found - expected) / expected.diagonal(dim1=2, dim2=3).amax()).abs().max()) < 0.05
+
+
+def test_what_is_not_known_of_second_moments_is_counted():
+    """Against mean scores of Gaussian features with other second moments."""
+    d, count, n, m = 3, 60, 2000, 4000
+    gram = torch.diag(torch.tensor([0.2, 0.12, 0.08], dtype=DOUBLE))
+    zero = torch.zeros(d, dtype=DOUBLE)
+    std = 0.01
+    law = law_of(_rows_with(zero, gram, 9.0, m), 0, n)
+    # hardly clipped: of clipped scores less is known than what is linear in features tells
+    value = torch.zeros(K, d, dtype=DOUBLE)
+    law.add(Release(value, law._scale / 20, value, 1e-3))
+    point = torch.randn(K, d, dtype=DOUBLE)
+    law.settle(point[None])
+    without = torch.linalg.inv(law._inverse.double())[..., 0, 0]
+    unknown = std**2 * (0.5 + 0.5 * torch.eye(d, dtype=DOUBLE))
+    law._unknown = (unknown * law._scale.square()).float()
+    law.settle(point[None])
+    found = torch.linalg.inv(law._inverse.double())[..., 0, 0] - without
+    normal = torch.randn(m, d, dtype=DOUBLE)
+    normal = normal @ torch.linalg.inv(torch.linalg.cholesky(normal.T @ normal / m)).T
+    means = []
+    for _ in range(count):
+        noise = std * torch.randn(d, d, dtype=DOUBLE)
+        root = torch.linalg.cholesky(gram + (noise + noise.T) / 2)
+        mean = n * mean_of(normal @ root.T, law.releases[0], point)
+        means.append(law._basis.double().T @ mean)
+    variances = torch.stack(means).var(0)
+    # a deviation of 60 draws has a relative error of a tenth; over nine entries much less
+    assert float(found.sum() / variances.sum()) == pytest.approx(1.0, abs=0.4)
+
+
+@pytest.mark.chance(1e-3)
+def test_chains_sample_the_density():
+    """Two classes and one feature: only the difference of weights matters to the releases, so
+    moments of it and of the sum are those of a grid.
+    """
+    rows = _rows_with(torch.zeros(1, dtype=DOUBLE), torch.eye(1, dtype=DOUBLE) / 4, 1.0, 500)
+    law = law_of(rows, 1, 100, 12.0, classes=2, prior_std=3.0)
+    start = torch.zeros(2, 1, dtype=DOUBLE)
+    law.settle(start[None])
+    states, _ = last_layer._chains(law, start, 30, 40, 60)
+    axis = torch.linspace(-12, 12, 121)
+    grid = torch.cartesian_prod(axis, axis)[:, :, None]
+    weights = (-law.potential(grid)[0]).softmax(0)
+    apart, both = grid[:, 0, 0] - grid[:, 1, 0], grid.sum((1, 2))
+    found = states[..., 0].flatten(0, 1).double()
+    for values, own in ((apart, found[:, 0] - found[:, 1]), (both, found.sum(1))):
+        mean = float(weights @ values.double())
+        std = math.sqrt(float(weights @ (values.double() - mean).square()))
+        # 1,800 states worth 300 at least: errors of means are under 6 %, of deviations under 5 %
+        assert float(own.mean()) == pytest.approx(mean, abs=0.23 * std)
+        assert float(own.std()) == pytest.approx(std, rel=0.2)
+
+
+def test_rows_have_the_moments_that_are_wanted_and_are_short():
+    mean, root = torch.tensor([0.3, -0.1], dtype=DOUBLE), torch.randn(2, 2, dtype=DOUBLE) / 6
+    covariance = root @ root.T + torch.eye(2, dtype=DOUBLE) / 30
+    rows = _rows_with(mean, covariance, 1.0, 4000).double()
+    torch.testing.assert_close(rows.mean(0), mean, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cov(rows.T, correction=0), covariance, atol=1e-5, rtol=1e-4)
+    assert float(rows.norm(dim=1).max()) < 1.05
+
+
+def test_quick_draws_of_a_matrix_are_as_far_from_each_other_as_from_the_truth():
+    """Over 60 releases, of noise that is half of the least eigenvalue; the ratio was 1.2, with a
+    deviation of .05.
+    """
+    truth = torch.diag(torch.logspace(0, -1, 6, dtype=DOUBLE))
+    error = spread = 0.0
+    for _ in range(60):
+        noise = torch.randn(6, 6, dtype=DOUBLE) * 0.05
+        draws = quick_gram_draws(truth + (noise + noise.T) / 2, 0.05, 40)
+        assert float(torch.linalg.eigvalsh(draws).min()) > 0
+        error += float((draws.mean(0) - truth).square().sum())
+        spread += float(draws.var(0).sum())
+    assert 0.8 < error / spread < 1.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epsilon", [1.0, 8.0])
+def test_intervals_of_contrasts_of_logits_cover(epsilon):
+    """90 % intervals at new features, truths from the prior: on average over 24 data sets."""
+    d, classes, n, covered = 20, 4, 5000, []
+    for _ in range(24):
+        scales = torch.logspace(0, -0.5, d, dtype=DOUBLE)
+
+        def features(count, scales=scales):
+            x = torch.randn(count, d, dtype=DOUBLE) * scales / (1.2 * scales.norm())
+            return x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+
+        truth, x = 3 * torch.randn(classes, d, dtype=DOUBLE), features(n)
+        y = torch.multinomial((x @ truth.T).softmax(1), 1)[:, 0]
+        net = nn.Linear(d, classes, bias=False).double()
+        found = posterior_for_module(
+            net,
+            x,
+            y,
+            likelihood="categorical",
+            prior_std=3.0,
+            epsilon=epsilon,
+            delta=1e-5,
+            num_simulated=2500,
+        )
+        new = features(100)
+        first, second = torch.rand(100, classes).topk(2, dim=1).indices.T
+        rows = torch.arange(100)
+        logits = torch.einsum("nd,skd->snk", new, found.sample(1000)["weight"])
+        own, true = logits[:, rows, first] - logits[:, rows, second], new @ truth.T
+        low, high = own.quantile(torch.tensor([0.05, 0.95], dtype=DOUBLE), dim=0)
+        true = true[rows, first] - true[rows, second]
+        covered.append(float(((low < true) & (true < high)).double().mean()))
+    # one data set's share has a standard deviation of .055 (seen), the mean of .011
+    assert sum(covered) / len(covered) == pytest.approx(0.90, abs=0.045)

@@ -1,0 +1,468 @@
+r"""The posterior of a softmax layer of thousands of parameters, by Hamiltonian Monte Carlo.
+
+For features x, a constant 1 among them, and weights W ``[K, d]`` a record's score is
+:math:`(e_y - p) x^\top`, p = softmax(Wx). With a matrix A of the features and a clip bound C_j, one
+for all classes of a record, a run releases the law of the features, and at points W_j
+
+.. math:: T_j = \sum_i c_j(x_i, y_i) + z_j \Xi_j, \qquad c_j(x, y) = s_j (e_y - p_j)(Ax)^\top,
+          \quad s_j = \min\Big(\frac{1}{C_j}, \frac{1}{\|e_y - p_j\| \|Ax\|}\Big)
+
+Given W all of them together are N(n m(W), n S + V), simulated as in
+:mod:`~torch_dpbayes.noise_aware.likelihood`, but with the mean over classes exact,
+
+.. math:: m_j(W) = \frac1M \sum_x q_j(x) (Ax)^\top, \qquad
+          q_j = p \circ s_j - \langle p, s_j \rangle p_j,
+
+over M features from their released law, always the same ones: a smooth function of W, whose value
+and gradient are products of a matrix of features and one of K columns for each release. The
+posterior is wide and not Gaussian; Hamiltonian chains (Neal 2011, "MCMC using Hamiltonian
+dynamics") sample it:
+
+.. math:: -\log p(W \mid T) = \tfrac12 R^\top (nS + V)^{-1} R + \frac{\|W\|^2}{2 s_0^2} + \dots,
+          \qquad R = T - n\,m(W)
+
+nS + V is diagonal, but for releases among each other, in the basis :math:`v_a u_b^\top` of
+eigenvectors v of :math:`E[\mathrm{diag}(p) - p p^\top]` and u of features (Kronecker factors;
+Martens and Grosse 2015, arXiv:1503.05671), and constant, a mean over states of the warm-up:
+
+* simulated features have exactly the second moments G of their law, which fix the part
+  :math:`B_j x` of q that is linear in x. S is of the rest;
+* n²/M of what the mean over classes leaves of that rest is the simulation's error;
+* G is known up to the noise of its release. Draws of it given the release vary by ΔG, and n m by
+  :math:`n B_j \, \Delta G \, A`. In hundreds of dimensions no draw is near the truth, so chains
+  under each would miss, and this variance joins V.
+
+**Privacy.** Private rows are read by ``noisy_moments`` and ``_private_sums`` alone, whose results
+get noise where they are called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from pyro.ops.stats import effective_sample_size
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import total_multiplier
+from ..accounting.events import positive_count
+from ..density import UnfitModel
+from ..errors import ArgumentError, ArgumentTypeError
+from ..noise import check_clip_bound
+from .budget import MOST_RELEASES, budget_of, plan_run, public_num_data, statement_of_charge
+from .checks import note_clipped
+from .covariance import normal_numbers
+from .covariates import FeatureShape, noisy_moments
+from .likelihood import Release, ridged
+from .noisy_gram import quick_gram_draws
+from .result import NoiseAwarePosterior
+from .run import Transcript
+
+_NUM_RELEASES = 5
+_SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
+# chains, their trajectories before the first that is kept, and kept
+_USUAL = (4, 24, 30)
+_LAWS = 16  # of the features, drawn given what was released of them
+_SETTLINGS = 4  # of S in the warm-up
+_LARGEST = 20_000  # parameters; chains of 77,000 are far from mixed after three minutes
+_LEAPFROG_STEPS = 20
+_ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
+_MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
+_QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
+_SPARED = 0.10  # of variance, that a larger clip bound may cost
+_LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
+_MATCHES = 5  # of the moments of shortened rows with those wanted
+_ROWS = 4096  # private rows at a time
+
+
+class LayerPosterior(NoiseAwarePosterior):
+    """Draws of a large layer, by parameter name; they have equal weights."""
+
+    def __init__(
+        self, draws: dict[str, Tensor], effective: float, statement: list[str], released: Transcript
+    ) -> None:
+        self._values, self._statement, self.transcript = draws, statement, released
+        self._theta = torch.cat([draws[name].flatten(1) for name in sorted(draws)], 1).double()
+        self._weights = torch.full((len(self._theta),), 1 / len(self._theta), dtype=torch.float64)
+        self.pareto_k, self.effective_sample_size = 0.0, effective
+        self.method, self.checks, self.likelihood = "Hamiltonian trajectories", None, "categorical"
+
+    def log_density(self, values: Mapping[str, Any]) -> NoReturn:
+        """Not there.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError("a large last layer has draws and no density: use sample or predict.")
+
+
+def posterior_of_large_layer(
+    module: nn.Module,
+    features: Tensor,
+    targets: Tensor,
+    prior_std: float,
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    num_data: int | None = None,
+    max_feature_norm: float = 1.0,
+    num_releases: int = _NUM_RELEASES,
+    num_simulated: int = _SIMULATED,
+    **others: Any,
+) -> LayerPosterior:
+    r"""What :func:`.posterior_for_module` does where the layer has more than 500 parameters.
+
+    Args:
+        module: its trainable parameters are those of one ``torch.nn.Linear``.
+        features: what the layer reads, ``[n, d]``. Private.
+        targets: labels ``[n]``, integers. Private.
+        prior_std: s₀ of every weight and bias.
+        epsilon, delta, accountant, num_data: as of :func:`.posterior`.
+        max_feature_norm: R; features are shortened to it, before their constant 1 is added.
+        num_releases: of scores.
+        num_simulated: M, raised to eight for each column of the features.
+        others: options of :func:`.posterior` that a large layer does not take.
+
+    Raises: as for :func:`.posterior`.
+
+    **Privacy.** Charged before the first release, as for :func:`.posterior`; a record's clipped
+    score is no longer than 1. Features that are not finite count as zeros, a label that is no class
+    as no score. Nothing else depends on records.
+    """
+    if others:
+        raise ArgumentError(
+            f"a large last layer takes no {', '.join(sorted(others))}=: its features are private,"
+            " and clip bounds are chosen by simulation."
+        )
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    layer = next(m for m in module.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad)
+    has_bias, classes, width = layer.bias is not None, layer.out_features, layer.in_features
+    if has_bias and len(names) == 1:
+        raise UnfitModel("the layer's bias is frozen: train it, too, or take bias=False.")
+    if classes * width > _LARGEST:
+        raise UnfitModel(
+            f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well:"
+            " take fewer features, or a sampler of dpb.optim."
+        )
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != 1:
+        raise ArgumentTypeError("targets must be a tensor of integers, [n].")
+    if len(targets) != len(features):
+        raise ArgumentError("inputs and targets must have as many records.")
+    bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of features")
+    if positive_count(num_releases, "num_releases") > MOST_RELEASES:
+        raise ArgumentError(f"num_releases = {num_releases}: take at most {MOST_RELEASES}.")
+    count = max(positive_count(num_simulated, "num_simulated"), _PER_FEATURE * width)
+    held = budget_of(accountant, epsilon, delta)
+    n = public_num_data(num_data, len(features), held)
+    total = total_multiplier(held, epsilon, delta)
+    sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_categories": 0}
+    plan = plan_run(held, total, has_numbers=True, **sizes)
+    assert plan.moments is not None
+    number, warm_up, kept = _USUAL
+
+    held.compose(plan.event, label="noise_aware.posterior")
+    shape = FeatureShape(bound, {}, (width,))
+    rows = shape.shortened(features.detach().cpu().double())
+    moments = noisy_moments(rows, shape, plan.moments, normal_numbers)
+    seed = int(torch.randint(2**40, ()))
+    # the first law is the mean of the others
+    (mean, covariance), *drawn = moments.draws(n, _LAWS, seed, quick_gram_draws)
+    simulated = _rows_with(bound * mean, bound**2 * covariance, bound, count)
+    simulated = _with_constant(simulated, has_bias)
+    gram = (simulated.T @ simulated / count).double()
+    values, basis = torch.linalg.eigh(gram)
+    unknown = torch.zeros_like(gram)
+    for own_mean, own_covariance in drawn:
+        apart = _second_moments(bound * own_mean, bound**2 * own_covariance, has_bias) - gram
+        # of so many draws from their own mean, which is as uncertain as one of them in so many
+        unknown += (basis.T @ apart @ basis).square() * (1 + 1 / _LAWS) / (_LAWS - 1)
+    ridge = (n + total**2 * classes * len(values)) / (n * prior_std) ** 2
+    white = (values.clamp_min(0.0) / classes + ridge).rsqrt()
+    private = _with_constant(rows, has_bias) @ basis, targets.detach().cpu().long()
+    law = _Law(simulated @ basis.float(), white, unknown, n, classes, prior_std)
+    point = torch.zeros(classes, len(values), dtype=torch.float64)
+    together = sum(z**-2 for z in plan.scores) ** -0.5
+    bounds, clipped = list[float](), 0
+    for z in plan.scores:
+        bounds.append(law.clip_bound(point, together))
+        exact, clipped = _private_sums(*private, point, white / bounds[-1])
+        noisy = exact + z * normal_numbers(exact.numel()).reshape(exact.shape)
+        law.add(Release(point, white / bounds[-1], noisy, z))
+        for _ in range(_ROUNDS):
+            law.settle(point[None])
+            point = law.mode(point, _MODE_STEPS)
+    count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
+    states, accepted = _chains(law, point, number, warm_up, kept)
+    worth = effective_sample_size(law.logits(states)).clamp(1.0, number * kept)
+    effective, misfit = float(worth.median()), law.misfit(states[:, -1])
+    draws = states.flatten(0, 1).double() @ basis.T
+    parts = (draws[..., :width], draws[..., -1])
+    named = {name: part.to(layer.weight.dtype) for name, part in zip(names, parts, strict=False)}
+    released = [
+        f"{num_releases} clipped sums; a record moves each by at most 1 in units of its clip bound",
+        f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
+        " shortened to it",
+        "the number of clipped records",
+    ]
+    statement = [
+        f"Noise-aware posterior of a last layer from {num_releases} releases of clipped scores",
+        *statement_of_charge(held, released),
+        f"  fits        squared residuals of releases are {misfit:.3f} of what the model expects",
+        f"  told        weights vary by {float(draws.std(0).mean()) / prior_std:.3f} of their prior"
+        " deviation, on average",
+        *note_clipped(count_of_clipped, n),
+        f"  drawn       by {number} Hamiltonian chains of {kept} states, {accepted:.0%} accepted:"
+        f" worth {effective:.0f} independent draws of a logit",
+        f"  simulated   {count} rows of features; their error is counted",
+    ]
+    transcript = Transcript(moments, {}, tuple(law.releases), tuple(bounds), count_of_clipped)
+    return LayerPosterior(named, effective, statement, transcript)
+
+
+def _private_sums(
+    rows: Tensor, labels: Tensor, point: Tensor, whitening: Tensor
+) -> tuple[Tensor, int]:
+    """Σ c ``[K, d]``, and how many records are clipped, of private records. Without noise."""
+    total, clipped = torch.zeros_like(point), 0
+    for x, y in zip(rows.split(_ROWS), labels.split(_ROWS), strict=True):
+        is_class = (y >= 0) & (y < len(point))
+        residual = one_hot(torch.where(is_class, y, 0), len(point)) - (x @ point.T).softmax(1)
+        white = x * whitening
+        norms = residual.norm(dim=1) * white.norm(dim=1)
+        total += (residual * (is_class / norms.clamp_min(1.0))[:, None]).T @ white
+        clipped += int((is_class & (norms > 1)).sum())
+    return total, clipped
+
+
+class _Law:
+    """A posterior density, by rows ``[M, d]`` of features drawn from one law, in the eigenvectors.
+
+    Features run along the last dimension of everything that is kept.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        white: Tensor,
+        unknown: Tensor,
+        num_data: int,
+        classes: int,
+        prior_std: float,
+    ) -> None:
+        self._unknown = (unknown * white.square()).float()  # of second moments of x and Ax
+        self._x = rows.T.contiguous()
+        self._white = self._x * white.float()[:, None]
+        self._squares, self._both = self._white.square().T, (self._white * self._x).T
+        self._lengths, self._uniform = self._white.norm(dim=0), torch.rand(len(rows))
+        self._root = torch.linalg.cholesky(ridged((rows.T @ rows / len(rows)).double()))
+        self._count, self._n, self._classes = len(rows), num_data, classes
+        self._scale, self._precision = white, prior_std**-2
+        self._own = self._left = torch.empty(0, classes, self._count)
+        self.releases: list[Release] = []
+
+    def add(self, release: Release) -> None:
+        """Another release: p_j and s_j of every feature and class."""
+        own = self._probabilities(release.theta.float())
+        norms = (own.square().sum(0) - 2 * own + 1).clamp_min(0.0).sqrt() * self._lengths
+        left = 1 / norms.clamp_min(float(self._scale[0] / release.whitening[0]))
+        self._own = torch.cat([self._own, own[None]])
+        self._left = torch.cat([self._left, left[None]])
+        self.releases.append(release)
+        self._values = torch.stack([r.value for r in self.releases]).float()
+
+    def clip_bound(self, point: Tensor, total: float) -> float:
+        """The largest of a few quantiles of simulated norms whose posterior has, in geometric mean,
+        a variance at most a tenth above the least, with the noise of all releases together.
+        """
+        p = self._probabilities(point.float())
+        residual = self._drawn(p) - p
+        norms = residual.norm(dim=0) * self._lengths
+        residual = _class_basis(p[None]).T @ residual
+        levels = {}
+        for bound in torch.quantile(norms, torch.tensor(_QUANTILES)).tolist():
+            scale = 1 / norms.clamp_min(bound)
+            variance = (residual * scale).square() @ self._squares / self._count
+            slope = (residual.square() * scale) @ self._both / self._count
+            told = (self._n * slope) ** 2 / (self._n * variance + total**2)
+            levels[bound] = -float((self._precision + told).log().mean())
+        return max(c for c, v in levels.items() if v <= min(levels.values()) + math.log1p(_SPARED))
+
+    def settle(self, points: Tensor) -> None:
+        """nS + V averaged over points ``[C, K, d]``, and the posterior's scales by it."""
+        number, n = len(self.releases), self._n
+        each = self._probabilities(points.float())
+        self._basis = _class_basis(each)
+        shape = (*points.shape[1:], number)
+        covariance, slopes = torch.zeros(*shape, number), torch.zeros(shape)
+        for p in each:
+            given = self._drawn(p)
+            chosen = (self._left * given).sum(1, keepdim=True)
+            drawn = self._basis.T @ ((given - self._own) * chosen)
+            means = self._basis.T @ self._means(p[None])[0]
+            flat = means.flatten(0, 1)
+            linear = torch.cholesky_solve((self._x @ flat.T / self._count).double(), self._root)
+            linear = linear.T.float()
+            rest = (flat - linear @ self._x).reshape(means.shape)
+            linear = linear.reshape(*means.shape[:2], -1)
+            own, apart = self._basis.T @ (given - p), drawn - means + rest
+            for j in range(number):
+                slopes[..., j] += (drawn[j] * own) @ self._both
+                for k in range(j + 1):
+                    product = n * apart[j] * apart[k] + n**2 / self._count * rest[j] * rest[k]
+                    covariance[..., j, k] += product @ self._squares
+                    by_law = linear[j] * linear[k] @ self._unknown
+                    covariance[..., j, k] += self._count * n**2 * by_law
+                    covariance[..., k, j] = covariance[..., j, k]
+        scale = 1 / (self._count * len(each))
+        noise = torch.tensor([r.noise_std**2 for r in self.releases], dtype=torch.float64)
+        root = torch.linalg.cholesky(scale * covariance.double() + torch.diag(noise))
+        self._inverse, slopes = torch.cholesky_inverse(root).float(), n * scale * slopes
+        told = torch.einsum("kdj,kdji,kdi->kd", slopes, self._inverse, slopes)
+        self._deviations = (self._precision + told.clamp_min(0.0)).rsqrt()
+
+    def potential(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and its gradients."""
+        p = self._probabilities(points)
+        residual, weighted = self._residual(p)
+        value = (residual * weighted).sum((1, 2, 3), dtype=torch.float64)
+        value += self._precision * points.square().sum((1, 2), dtype=torch.float64)
+        back = self._basis @ weighted.permute(0, 3, 1, 2)  # [C, J, K, d]
+        inner = back @ self._white
+        inner = (self._left * (inner - (self._own * inner).sum(2, keepdim=True))).sum(1)
+        inner = p * (inner - (p * inner).sum(1, keepdim=True))
+        slope = inner @ self._x.T * (-self._n / self._count)
+        return value / 2, slope + self._precision * points
+
+    def scaled(self, slope: Tensor) -> Tensor:
+        """A gradient in units in which the posterior has deviations of about 1."""
+        return self._deviations * (self._basis.T @ slope)
+
+    def unscaled(self, step: Tensor) -> Tensor:
+        """A step in such units as one of W."""
+        return self._basis @ (self._deviations * step)
+
+    def misfit(self, points: Tensor) -> float:
+        """Rᵀ(nS + V)⁻¹R for each number that was released; 1 is expected."""
+        residual, weighted = self._residual(self._probabilities(points))
+        return float((residual * weighted).mean(dtype=torch.float64))
+
+    def mode(self, point: Tensor, steps: int) -> Tensor:
+        """Downhill by scaled steps, halved where they go up."""
+        at, length = point[None].float(), 1.0
+        value, slope = self.potential(at)
+        for _ in range(steps):
+            step = -self.unscaled(self.scaled(slope))
+            added = float((step @ self._x).square().mean().sqrt())
+            moved = at + min(length, _LONGEST / max(added, 1e-9)) * step
+            own_value, own_slope = self.potential(moved)
+            if float(own_value) < float(value):
+                at, value, slope, length = moved, own_value, own_slope, min(1.5 * length, 1.0)
+            else:
+                length /= 2
+        return at[0].double()
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Of a few simulated features, less their mean over classes, for every state."""
+        logits = states @ self._x[:, :20]
+        return (logits - logits.mean(-2, keepdim=True)).flatten(-2)
+
+    def _probabilities(self, points: Tensor) -> Tensor:
+        return (points @ self._x).softmax(-2)
+
+    def _means(self, p: Tensor) -> Tensor:
+        """q_j of every feature, ``[C, J, K, M]``."""
+        kept = p[:, None] * self._left
+        return kept - kept.sum(2, keepdim=True) * self._own
+
+    def _residual(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """R in the basis of classes, ``[C, K, d, J]``, and (nS + V)⁻¹R."""
+        means = self._means(p) @ self._white.T
+        apart = self._values - (self._n / self._count) * means
+        residual = (self._basis.T @ apart).permute(0, 2, 3, 1)
+        return residual, torch.einsum("kdij,ckdj->ckdi", self._inverse, residual)
+
+    def _drawn(self, p: Tensor) -> Tensor:
+        """e_y of labels that are drawn with the same random numbers at every point."""
+        labels = (p.cumsum(0) < self._uniform).sum(0).clamp_max(self._classes - 1)
+        return one_hot(labels, self._classes).T.float()
+
+
+def _chains(law: _Law, start: Tensor, number: int, warm_up: int, kept: int) -> tuple[Tensor, float]:
+    """States ``[C, kept, K, d]``, and what share was accepted: from the mode, with S at it; in the
+    warm-up S is taken anew, averaged over the chains, a few times.
+    """
+    states, step = start.float().repeat(number, 1, 1), 2 * start.numel() ** -0.25
+    for _ in range(_SETTLINGS):
+        found, step, _ = _trajectories(law, states, warm_up // _SETTLINGS, 0, step)
+        states = found[-1]
+        law.settle(states)
+    found, _, accepted = _trajectories(law, states, warm_up // _SETTLINGS, kept, step)
+    return torch.stack(found[-kept:], 1), accepted
+
+
+def _trajectories(
+    law: _Law, states: Tensor, adapted: int, kept: int, step: float
+) -> tuple[list[Tensor], float, float]:
+    """All states, the step size, and what share of the ``kept`` ones was accepted. The step size is
+    adapted while the first ones are made, and varied by a fifth against periods.
+    """
+    values, slopes = law.potential(states)
+    found, accepted = [], 0.0
+    for number in range(adapted + kept):
+        length = step * float(0.8 + 0.4 * torch.rand(()))
+        before = torch.randn_like(states)
+        at, own_values, own_slopes = states, values, slopes
+        momenta = before - length / 2 * law.scaled(slopes)
+        for leap in range(_LEAPFROG_STEPS):
+            at = at + length * law.unscaled(momenta)
+            own_values, own_slopes = law.potential(at)
+            part = length / 2 if leap == _LEAPFROG_STEPS - 1 else length
+            momenta = momenta - part * law.scaled(own_slopes)
+        kinetic = (before.square() - momenta.square()).sum((1, 2), dtype=torch.float64) / 2
+        chances = (values - own_values + kinetic).clamp_max(0.0).exp().nan_to_num(0.0)
+        taken = torch.rand(len(chances), dtype=torch.float64) < chances
+        states = torch.where(taken[:, None, None], at, states)
+        slopes = torch.where(taken[:, None, None], own_slopes, slopes)
+        values, chance = torch.where(taken, own_values, values), float(chances.mean())
+        found.append(states)
+        if number < adapted:
+            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + number / 3))
+        else:
+            accepted += chance / kept
+    return found, step, accepted
+
+
+def _rows_with(mean: Tensor, covariance: Tensor, bound: float, count: int) -> Tensor:
+    """Gaussian rows ``[count, d]``, shortened and given this mean and covariance in turns."""
+    root = torch.linalg.cholesky(ridged(covariance))
+    rows = mean.float() + torch.randn(count, len(mean)) @ root.float().T
+    for _ in range(_MATCHES):
+        short = rows / (rows.norm(dim=1, keepdim=True) / bound).clamp_min(1.0)
+        apart = short - short.mean(0)
+        own = torch.linalg.cholesky(ridged((apart.T @ apart / count).double()))
+        turned = torch.linalg.solve_triangular(own, root, upper=False, left=False)
+        rows = mean.float() + apart @ turned.float().T
+    return rows
+
+
+def _with_constant(rows: Tensor, has_bias: bool) -> Tensor:
+    return torch.cat([rows, torch.ones(len(rows), 1, dtype=rows.dtype)], 1) if has_bias else rows
+
+
+def _second_moments(mean: Tensor, covariance: Tensor, has_bias: bool) -> Tensor:
+    if has_bias:
+        mean = torch.cat([mean, torch.ones_like(mean[:1])])
+        covariance = nn.functional.pad(covariance, (0, 1, 0, 1))
+    return covariance + torch.outer(mean, mean)
+
+
+def _class_basis(p: Tensor) -> Tensor:
+    """Eigenvectors of E[diag(p) − ppᵀ], of probabilities ``[C, K, M]``."""
+    curvature = torch.diag(p.mean((0, 2))) - (p @ p.mT).mean(0) / p.shape[2]
+    basis: Tensor = torch.linalg.eigh(curvature)[1]
+    return basis
