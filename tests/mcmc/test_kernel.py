@@ -85,7 +85,7 @@ def test_a_kernel_in_pyros_runner(name, capsys):
     # nothing exact leaves
     reports = {"acceptance rate", "divergences", "noisy log ratios"}
     assert set(kernel.diagnostics()) == reports | {"R-hat", "effective sample size"}
-    assert set(kernel.logging()) == {"step size", "acc. rate"}
+    assert set(kernel.logging()) == {"epsilon", "step size", "acc. rate"}
     state = kernel.__getstate__()
     of_data = {"_density", "_theta", "_prior", "_terms", "_gradient", "_sum", "_count", "_current"}
     assert not any(state[name] for name in of_data & set(state))

@@ -107,6 +107,7 @@ class PrivateKernel(MCMCKernel):
         self._moves = moves
         self._initial: Start = None
         self._starts_given = 0  # since the last set-up
+        self._shown = 0, ""  # iteration and ε of the progress bar
         self._saved: list[str] | None = None
         self._chains: list[list[Draw]] = []
         self._run_begin, self._is_run = 0, False
@@ -408,13 +409,23 @@ class PrivateKernel(MCMCKernel):
                 warnings.warn(complaint, stacklevel=2)
 
     def logging(self) -> OrderedDict[str, str]:
-        """For the progress bar: scale and rate of noisy acceptances. Nothing exact."""
+        """For the progress bar: ε, scale and rate of noisy acceptances. Nothing exact."""
         return OrderedDict(
             [
+                ("epsilon", self._spent()),
                 ("step size", f"{self._scale:.2e}"),
                 ("acc. rate", f"{self._accepted / max(self._counted, 1):.3f}"),
             ]
         )
+
+    def _spent(self) -> str:
+        """ε so far; composed when half as many iterations again were made, for it may take long."""
+        computed, text = self._shown
+        if self._iteration < 1.5 * computed:
+            return f"> {text}"
+        delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
+        self._shown = self._iteration, f"{self._accountant.get_epsilon(delta):.3g}"
+        return self._shown[1]
 
     def diagnostics(self) -> dict[str, Any]:
         """Of the chain that runs, or else of the last run of :class:`MCMC`, or the last chain of
