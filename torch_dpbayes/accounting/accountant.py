@@ -165,7 +165,7 @@ class PrivacyAccountant:
         )
         if epsilon is not None and delta is None:
             raise ArgumentError(
-                "a budget needs both numbers: PrivacyAccountant(epsilon=3.0, delta=1e-5)."
+                "a budget needs both numbers, epsilon= and delta=, such as 3.0 and 1e-5."
             )
         if path is None:
             self._set_up(Memory(settings))

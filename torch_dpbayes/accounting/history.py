@@ -299,11 +299,11 @@ class History:
             if self.declared or not self.counts:
                 why = "the charges were declared adaptive"
             used = rule.cost(self.counts) / rule.limit
-            under = f" {used:.1%} of {rule.describe()} is used, which counts: {why}."
+            under = f" {used:.1%} of {rule.describe()} is used: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {named} would pass the budget epsilon = {epsilon:g} at delta ="
             f" {delta:g}; {fit}. {_NOTHING} Plan fewer, or more noise"
-            f" (get_noise_multiplier).{under}"
+            f" (dpb.get_noise_multiplier).{under}"
         )
 
     def filtered(self, first: Pair, declared: bool) -> Budget | None:

@@ -290,8 +290,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._is_ready = False
         if self._is_missed:
             raise StateError(
-                "a batch of this pass over the private loader got no step, or the one after it was"
-                " taken first: call backward() and step() on every batch, empty ones included."
+                "an earlier batch of this pass over the private loader got no step: call backward()"
+                " and step() on every batch, empty ones included, before the next one is taken."
                 " Opacus' BatchMemoryManager accumulates gradients.",
                 code="loader-no-step",
             )

@@ -10,6 +10,7 @@ row.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -388,7 +389,13 @@ class _Operation:
                 " batch",
                 "loss-rows",
             )
-        return self.batch.refuse(f"{self.name}: {in_plain_words(failure)}")
+        # sizes as the batch shows them
+        shown = re.sub(
+            r"\d+",
+            lambda n: str(int(n[0]) // PRIME * self.batch.shown or n[0]),
+            in_plain_words(failure),
+        )
+        return self.batch.refuse(f"{self.name}: {shown}")
 
     def _followed(self, rows: Any, meta: Tensor | None) -> Followed | None:
         """A result with the dimension of its records; None where it has none, or several."""

@@ -6,6 +6,7 @@ inherited by a child, or writes into a file that was deleted or replaced.
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -49,6 +50,7 @@ if hasattr(os, "register_at_fork"):  # else there is no fork
     )
 
 T = TypeVar("T")
+_log = logging.getLogger("torch_dpbayes")
 
 
 class Ledger:
@@ -269,6 +271,8 @@ class Ledger:
         try:
             self._connected("create", lambda connection: make_tables(connection, values), made)
             os.link(made, self.path)
+            if settings["epsilon"] is None:
+                _log.warning("%s is new and has no budget: every charge fits", self.path)
         except FileExistsError:  # another process was faster
             pass
         except OSError as error:

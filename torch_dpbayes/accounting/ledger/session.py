@@ -228,16 +228,16 @@ class Session(Memory):
                 self.path,
             )
             return
-        left, in_one = history.remaining(need, is_later=True), ""
+        left, in_one, advice = history.remaining(need, is_later=True), "", ""
         if begins:
             whole = Budget(*budget, history.settings.method)
             whole.restart(history.counts)
             in_one = f" ({whole.max_count(history.counts, need) - 1} in the first job)"
+            advice = " Avoid it by one job, or adaptive=True from the start."
         _log.warning(
             "%s held charges before this job, so a filter guarantees its budget, epsilon = %g"
-            " at delta = %g. About %s more such releases fit%s. Avoid it by one job, or"
-            " adaptive=True from the start.",
-            *(self.path, *budget, max((left or 0) - 1, 0), in_one),
+            " at delta = %g. About %s more such releases fit%s.%s",
+            *(self.path, *budget, max((left or 0) - 1, 0), in_one, advice),
         )
 
     # --- writing ----------------------------------------------------------------------------------
