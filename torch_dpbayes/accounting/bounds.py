@@ -23,6 +23,7 @@ from .dominating_pairs import (
     Mixed,
     NonPrivate,
     Pair,
+    Pure,
     Sampled,
     directions,
     dominating_mu,
@@ -34,6 +35,7 @@ from .events import SMALLEST_DELTA
 from .fft_composition import Composition, compose
 from .gdp import (
     advantage_sum,
+    bounded_epsilon,
     gaussian_delta,
     gaussian_epsilon,
     sampled_epsilon,
@@ -116,6 +118,8 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         only = next(iter(counts))
         if isinstance(only, Sampled):
             return sampled_epsilon(only, delta)
+        if isinstance(only, Pure | BoundedRange):
+            return bounded_epsilon(only, delta)
     levels = merge(counts)
     if (mu := _only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta)

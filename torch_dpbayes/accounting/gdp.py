@@ -1,4 +1,4 @@
-"""Gaussian sums, and one sampled Gaussian sum, in closed form."""
+"""Gaussian sums, and one release of some other kinds, in closed form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy import optimize, special
 
-from .dominating_pairs import Gaussian, Pair, Pure, Sampled
+from .dominating_pairs import BoundedRange, Gaussian, Pair, Pure, Sampled
 from .privacy_loss import sampled_point
 
 # from here on the second term of delta, which lowers epsilon by 1 in mu**2/2, is below round-off
@@ -125,3 +125,16 @@ def sampled_epsilon(pair: Sampled, delta: float) -> float:
     while sampled_delta(pair, found) > delta:
         found, margin = found + margin, 2 * margin
     return found
+
+
+def bounded_epsilon(pair: Pure | BoundedRange, delta: float) -> float:
+    """epsilon at ``delta`` of one release, rounded up: e + log(1 - delta (1 + e^-e)) of a pure one,
+    b + 2 log(1 - sqrt(delta (1 - e^-b))) of bounded range (Dong, Durfee, Rogers 2020).
+    """
+    largest = pair.epsilon
+    if isinstance(pair, Pure):
+        share, times = delta * (1 + math.exp(-largest)), 1
+    else:
+        share, times = math.sqrt(delta * -math.expm1(-largest)), 2
+    found = largest + times * math.log1p(-min(share, 1.0) * (1 - _MARGIN))
+    return min(max(found + 1e-15 * largest, 0.0), largest)

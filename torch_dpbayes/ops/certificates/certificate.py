@@ -18,6 +18,7 @@ from ...accounting.events import (
     MuGaussianDpEvent,
     Neighboring,
     PureDpEvent,
+    neighboring_relation,
 )
 from ...errors import ArgumentTypeError, CertificateError
 from ...noise import GaussianNoise, check_positive
@@ -53,7 +54,7 @@ class Setting(NamedTuple):
         """How many records' contributions differ between neighbours: a replaced record goes and
         another comes.
         """
-        return 2 if self.neighboring == "replace_one" else 1
+        return 2 if neighboring_relation(self.neighboring) == "replace_one" else 1
 
 
 class Statement(NamedTuple):
