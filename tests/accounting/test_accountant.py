@@ -204,6 +204,20 @@ def test_every_event_survives_saving(tmp_path):
     assert loaded.history == accountant.history and loaded.summary() == accountant.summary()
 
 
+@pytest.mark.thorough
+def test_an_exhausted_accountant_can_be_saved_and_loaded():
+    accountant = PrivacyAccountant(1.0, DELTA)
+    with pytest.raises(PrivacyBudgetExceeded):
+        for k in range(10_000):
+            event = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0 + 0.1 * (k % 5)))
+            accountant.compose(event)
+    loaded = PrivacyAccountant(1.0, DELTA)
+    loaded.load_state_dict(accountant.state_dict())
+    assert loaded.history == accountant.history
+    assert loaded.get_epsilon() <= 1.0
+    assert loaded.remaining(event) <= 1
+
+
 # --- what it says, and bad input ------------------------------------------------------------------
 
 

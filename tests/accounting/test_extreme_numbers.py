@@ -29,6 +29,7 @@ from torch_dpbayes.accounting.events import (
     ComposedDpEvent,
     FailureDpEvent,
     GaussianDpEvent,
+    LaplaceDpEvent,
     MuGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
@@ -282,3 +283,12 @@ def test_failures_that_leave_something_of_delta_say_nothing():
     assert math.isfinite(exactly.get_epsilon(1e-5)) and "leaves nothing" not in exactly.summary()
     exactly.compose(GaussianDpEvent(9.0))
     assert exactly.get_epsilon(1e-5) == math.inf and "leaves nothing" in exactly.summary()
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("noise", [1e-3, 1.4e-3, 1e-2])
+def test_laplace_noise_that_hides_nothing_has_a_large_epsilon(noise, method):
+    accountant = PrivacyAccountant(method=method).compose(LaplaceDpEvent(noise), 5)
+    assert 4.9 / noise < accountant.get_epsilon(1e-5) <= 5 / noise * (1 + 1e-9)
+    with pytest.raises(PrivacyBudgetExceeded):
+        PrivacyAccountant(1.0, 1e-5, method=method).compose(LaplaceDpEvent(noise))

@@ -74,6 +74,39 @@ def test_the_probability_of_a_failure_is_rounded_to_the_safe_side(failures):
 # --- budgets --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "event",
+    [pair(0.02, 2e-7), ComposedDpEvent([STEP, FailureDpEvent(2e-7)]), FailureDpEvent(2e-7)],
+    ids=["pair", "step", "alone"],
+)
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_budget_is_used_up_and_never_passed(event, method, in_a_file, tmp_path):
+    path = tmp_path / "budget.db" if in_a_file else None
+    accountant = PrivacyAccountant(2.0, 1e-5, method=method, path=path)
+    accountant.compose(
+        ComposedDpEvent(
+            [STEP, PureDpEvent(0.01), GaussianDpEvent(30.0), BoundedRangeDpEvent(0.01)]
+        ),
+        2,
+    )
+    fit = accountant.remaining(event)
+    assert 0 < fit <= 50  # 50 failures use up delta
+    steps = 0
+    with pytest.raises(PrivacyBudgetExceeded, match="Nothing was recorded"):
+        while True:
+            accountant.compose(event)
+            steps += 1
+    assert fit - 1 <= steps <= fit
+    free = PrivacyAccountant(method=method)
+    for charge in accountant.history:
+        free.compose(charge.event, charge.count)
+    assert free.get_epsilon(1e-5) <= 2.0 * (1 + 1e-4) and accountant.get_epsilon() <= 2.0
+    failed = -math.expm1(steps * math.log1p(-2e-7))
+    assert failed <= 1e-5
+    accountant.close()
+
+
 def test_a_budget_with_less_delta_than_the_failure_refuses_it():
     accountant = PrivacyAccountant(5.0, 1e-6)
     for event in (

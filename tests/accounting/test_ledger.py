@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -612,3 +613,26 @@ def test_an_interrupted_charge_is_read_from_the_file(path, monkeypatch):
     accountant.close()
     reader = PrivacyAccountant(path=path)
     assert accountant.get_epsilon() == pytest.approx(reader.get_epsilon())
+
+
+def test_a_first_charge_that_was_taken_back_decides_the_filter(tmp_path, monkeypatch):
+    """The filter that admits a charge is the one that is reported."""
+    accountant = PrivacyAccountant(1.0, DELTA, path=tmp_path / "budget.db")
+    append = file.Ledger.append
+
+    def cut(*arguments, **options):
+        monkeypatch.undo()
+        append(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(file.Ledger, "append", cut)
+    with pytest.raises(KeyboardInterrupt):
+        accountant.compose(STEP)
+    accountant.close()
+    assert not len(accountant)
+    for multiplier in (3.74, 30.0, 300.0, 3000.0):
+        with suppress(PrivacyBudgetExceeded):
+            accountant.compose(GaussianDpEvent(multiplier), adaptive=True)
+    counts = {dominating_pair(c.event, "add_or_remove_one"): c.count for c in accountant.history}
+    for delta in (1e-2, 1e-3, DELTA):
+        assert accountant.get_epsilon(delta) >= bounds.lower_epsilon(counts, delta)

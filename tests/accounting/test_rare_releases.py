@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from scipy import integrate, optimize
 
-from torch_dpbayes.accounting import bounds
+from torch_dpbayes.accounting import PrivacyAccountant, bounds
 from torch_dpbayes.accounting.dominating_pairs import (
     Gaussian,
     Pure,
     Sampled,
     directions,
 )
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.fft_composition import compose
 from torch_dpbayes.accounting.gdp import advantage_sum, sampled_delta, sampled_epsilon
 from torch_dpbayes.accounting.rare_losses import epsilon_by_cut
@@ -86,6 +87,18 @@ def test_what_no_attack_sees_at_delta_costs_nothing():
     assert total == pytest.approx(20e-6 * math.erf(8**-0.5) + 3e-6 * 0.39894228 + 1e-7, rel=1e-6)
     assert bounds.upper_epsilon(counts, total * (1 + 1e-9)) == 0.0
     assert bounds.upper_epsilon(counts, total / 50) > 0.0
+
+
+def test_a_replaced_record_of_a_sampled_release_is_seen_at_twice_the_shift():
+    """Where no attack sees an added record at delta, the best one still sees a replaced record."""
+    event = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
+    added, replaced = (0.01 * math.erf(shift / 1.5 / math.sqrt(8)) for shift in (1, 2))
+    delta = (added + replaced) / 2
+    costs = {
+        relation: PrivacyAccountant(neighboring=relation).compose(event).get_epsilon(delta)
+        for relation in ("add_or_remove_one", "replace_one")
+    }
+    assert costs["add_or_remove_one"] == 0.0 < costs["replace_one"]
 
 
 def two_releases(q, z, epsilon):

@@ -14,6 +14,7 @@ from torch_dpbayes.accounting.dominating_pairs import (
     BoundedRange,
     Concentrated,
     Gaussian,
+    Laplace,
     Pure,
     Sampled,
 )
@@ -50,6 +51,27 @@ def test_sampled_curves_equal_quadrature(kind, rate, noise, order):
         value = integral(moment, -9 * noise, 0.0, order)
     ours = renyi.curve({Sampled(kind, rate, noise): 1}, [order])[0]
     assert ours == pytest.approx(math.log(value) / (order - 1), rel=1e-7)
+
+
+@pytest.mark.parametrize("order", [1.5, 9.3])
+def test_a_sampled_laplace_release_costs_what_its_worse_direction_does(order):
+    rate, scale = 0.1, 0.5
+
+    def without(x):
+        return stats.laplace.pdf(x, 0.0, scale)
+
+    def with_it(x):
+        return (1 - rate) * without(x) + rate * stats.laplace.pdf(x, 1.0, scale)
+
+    def divergence(p, q):
+        value = integrate.quad(
+            lambda x: p(x) ** order * q(x) ** (1 - order), -20, 21, points=[0, 1], epsabs=1e-14
+        )[0]
+        return math.log(value) / (order - 1)
+
+    removed, added = divergence(with_it, without), divergence(without, with_it)
+    ours = renyi.curve({Laplace(rate, scale): 1}, [order])[0]
+    assert removed > 1.2 * added and ours == pytest.approx(removed, rel=1e-7)
 
 
 def test_closed_forms():

@@ -218,6 +218,10 @@ ROWS = {
     "changes when the others are left out and it is not a number": [
         lambda y: gaussian(torch.where(y.isnan(), y.nanmean(), y), weights("m"))
     ],
+    "changes when the others are left out and it is very large": [
+        # an outlier on its own is its column's median
+        lambda y: gaussian(torch.where(y.abs() > 100, y.median(), y), weights("m"))
+    ],
     "changes when|fails when|made-up|recorded": [
         model_of(batch_norm),
         model_of(lambda m, y: m * (2.0 if float(y[0]) > 0 else 1.0)),
@@ -315,6 +319,19 @@ def test_terms_that_are_nothing_but_rounding_are_not_compared(likelihood):
 
     with pytest.raises(ValueError, match="changes when"):
         RecordDensity(mixing, (x, ones), gradients=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_digits_do_not_excuse_a_dependence(dtype):
+    """Of terms of 10⁴ a perturbation in the last digits of bfloat16 would be hundreds."""
+
+    def model(y):
+        m = pyro.sample("m", dist.Normal(torch.zeros((), dtype=dtype), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.factor("y", m * y.abs())
+
+    made_up = RecordDensity(model, (torch.randn(20).to(dtype),)).made_up
+    assert made_up._rounding([torch.full((8,), 1e4, dtype=dtype)], 3) < 0.1
 
 
 # -- parameters ------------------------------------------------------------------------------------

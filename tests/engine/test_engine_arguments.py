@@ -117,6 +117,7 @@ REFUSED = [
     ({"records_per_user": 2}, "argument", "needs user_ids="),
     ({**USERS, "records_per_user": 0}, "argument", "records_per_user"),
     ({**USERS, **loader(batch_size=31)}, "argument", "users bring"),
+    ({**TARGET, "epochs": None}, "argument", "epochs"),
     ({**TARGET, "epochs": 0}, "argument", "epochs"),
     ({**TARGET, "epochs": 1.5}, "argument", "epochs"),
     ({**TARGET, "target_epsilon": -1.0}, "argument", "epsilon"),

@@ -388,6 +388,11 @@ def test_the_progress_bar_shows_what_was_charged_for(chains, capsys, monkeypatch
 WRONG = [
     (lambda: run(make("penalty", None)), TypeError, "accountant"),
     (lambda: MCMC(pyro.infer.NUTS(model), num_samples=3), TypeError, "private kernels"),
+    (
+        lambda: MCMC(make("penalty", dpb.PrivacyAccountant(8.0, 1e-5)), 3, transforms={}),
+        TypeError,
+        "transforms",
+    ),
     (lambda: run(make("HMC", dpb.PrivacyAccountant()), 1, save_params="mean"), TypeError, "list"),
     (lambda: run(make("HMC", dpb.PrivacyAccountant()), 1, save_params=["b"]), ValueError, "names"),
 ]

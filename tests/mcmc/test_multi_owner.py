@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed
 from pyro.infer import MCMC
+from scipy.stats import chi2, kstest
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
@@ -165,6 +166,34 @@ def how_it_ends(kernel, *data, num_samples=10, **options):
         ending = (type(error).__name__, str(error))
     draws = kernel.get_samples()
     return (*ending, len(draws["mean"]) if draws else 0, sum(charged(kernel.accountant).values()))
+
+
+def law(rank, kind, seed, starts, iterations, noises):
+    """Chains of a few iterations, each from an exact draw of the posterior: their ends."""
+    kernel = make(kind, noises[rank])
+    kernel.setup(0, records(rank))
+    generator = torch.Generator().manual_seed(seed)
+    ends = []
+    for _ in range(starts):
+        params = {"mean": MEAN + torch.randn(DIMENSION, generator=generator) / PRECISION**0.5}
+        for _ in range(iterations):
+            params = kernel.sample(params)
+        ends.append(params["mean"])
+    return torch.stack(ends).numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.chance(CHANCE)
+@pytest.mark.parametrize(
+    "kind, starts, iterations, noises",
+    [("penalty", 200, 8, (0.2, 1.5)), ("HMC", 150, 4, (0.2, 0.6))],
+)
+def test_the_chain_samples_the_pooled_posterior(owners, kind, starts, iterations, noises):
+    one, other = owners(2, law, kind, torch.seed(), starts, iterations, noises)
+    assert np.array_equal(one, other)
+    z = (one - MEAN.numpy()) * PRECISION**0.5
+    assert kstest(chi2.cdf((z**2).sum(1), DIMENSION), "uniform").pvalue > CHANCE / 2
+    assert kstest(z.sum(1) / DIMENSION**0.5, "norm").pvalue > CHANCE / 2
 
 
 # -- sums over owners are sums over the pooled data ------------------------------------------------

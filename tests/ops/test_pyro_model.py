@@ -166,6 +166,24 @@ def test_asserted_finite_runs_draw_from_the_chains_exact_law():
     assert stats.kstest(np.concatenate(standard), "norm").pvalue > LEVEL
 
 
+@pytest.mark.slow
+@pytest.mark.chance(LEVEL)
+def test_draws_by_nuts_follow_the_tempered_posterior_of_a_pyro_model():
+    columns = 100
+    y = torch.linspace(-2, 2, columns, dtype=torch.float64)
+    certificate = ops.Bounded((-200.0, 5.0), warmup_steps=60)
+    accountant = PrivacyAccountant(neighboring="replace_one")
+    half = accountant.compose(
+        certificate.event(PyroModel(line), Setting(0.5, None, "replace_one"))
+    ).get_epsilon(1e-5)
+    sampler = ops.OnePosteriorSample(line, certificate, half, 1e-5)
+    draw = sampler.sample(*one_target_a_weight(y))["w"].numpy()
+    precision = 1 / 0.8**2 + sampler.tempering / 0.5**2
+    standard = (draw - sampler.tempering * y.numpy() / 0.5**2 / precision) * math.sqrt(precision)
+    assert sampler.tempering == pytest.approx(0.5, rel=1e-3)
+    assert stats.kstest(standard, "norm").pvalue > LEVEL
+
+
 def test_a_draw_is_in_the_users_space_and_charged_once():
     sampler = ops.OnePosteriorSample(scale, ops.Bounded(3.0, warmup_steps=3), 1.0, 1e-5)
     draw = sampler.sample(torch.randn(20, dtype=torch.float64))

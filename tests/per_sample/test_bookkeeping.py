@@ -17,6 +17,8 @@ from torch import nn
 from torch_dpbayes.per_sample import arithmetic, layers
 from torch_dpbayes.per_sample.arithmetic import Machine
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.contributions import Outer
+from torch_dpbayes.per_sample.gradient_source import add_clipped
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -340,6 +342,23 @@ def test_positions_that_cancel_have_their_norm_and_count_as_longer():
     expected = (exact * (1e-6 / (terms * 2**-10))[:, None]).sum(0)
     # what is left of the sum in float32 is good to 2⁻²⁴ of its terms
     assert float((out - expected).norm()) <= 5e-6 * 2**10 * 2**-22
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e8, 1e11, 1e14])
+@pytest.mark.parametrize("rest", [1e-4, 1e-6, 2e-8, 1e-9])
+def test_positions_that_cancel_add_no_more_than_the_clip_norm_to_wide_sums(rest, size, dtype):
+    """Two positions whose products differ by ``rest`` of their size: the Gram norm does not see
+    what a sum in float64 keeps.
+    """
+    weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    for _ in range(5):
+        v, u = (torch.randn(64, dtype=dtype) for _ in range(2))
+        v, u = size * v / v.norm(), u / u.norm()
+        a, g = torch.stack([v, v * (1 + rest)])[None], torch.stack([u, -u])[None]
+        out = {weight: torch.zeros(64 * 64, dtype=torch.float64)}
+        add_clipped([Outer(weight, None, a, g)], 1.0, out)
+        assert float(out[weight].norm()) <= 1 + 1e-4
 
 
 HELD_PRODUCTS = {

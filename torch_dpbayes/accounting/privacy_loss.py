@@ -164,8 +164,19 @@ def _(pair: Amplified, tail: float, interval: float | None = None) -> Nodes:
 
 def amplified_loss(losses: Array, q: float) -> Array:
     """log(1 - q + q exp(loss))."""
+    if q == 1:
+        return losses
     small = np.log1p(q * np.expm1(np.minimum(losses, 30.0)))
     return np.where(losses < 30, small, np.logaddexp(math.log1p(-q), math.log(q) + losses))
+
+
+def _unsampled_loss(losses: Array, q: float) -> Array:
+    """The inverse of :func:`amplified_loss`, above log(1 - q)."""
+    if q == 1:
+        return losses
+    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
+    far = high - math.log(q) + np.log1p((q - 1) * np.exp(-high))
+    return np.where(losses < 30, np.log1p(np.expm1(low) / q), far)
 
 
 @loss_nodes.register
@@ -243,7 +254,7 @@ def _(pair: Laplace, tail: float, interval: float | None = None) -> Nodes:
     q, shift = pair.rate, 1 / pair.scale
 
     def loss_at(u: Array) -> Array:  # u in units of the noise's scale, from no shift to the shift
-        return np.asarray(np.log1p(q * np.expm1(2 * u - 1 / pair.scale)))
+        return amplified_loss(2 * u - shift, q)
 
     # towards the ends, which Renyi divergences of high order single out
     fine = shift * np.geomspace(1e-9, 0.5, 150)
@@ -253,8 +264,8 @@ def _(pair: Laplace, tail: float, interval: float | None = None) -> Nodes:
     low, high = loss_at(np.array([0.0, shift]))
     if interval is not None:
         grid = _grid(low, high, interval)
-        u = (shift + np.log1p(np.expm1(grid[(grid > low) & (grid < high)]) / q)) / 2
-        edges = np.union1d(edges, np.clip(u, 0.0, shift))
+        grid = grid[(grid > low) & (grid < high)]
+        edges = np.union1d(edges, np.clip((shift + _unsampled_loss(grid, q)) / 2, 0.0, shift))
     u, weight = pieces(edges, 5)
     loss = loss_at(u)
     left = (1 - q) / 2 + q * math.exp(-shift) / 2

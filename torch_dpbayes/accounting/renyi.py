@@ -65,6 +65,8 @@ _MARGIN = 1e-9  # relative error of the quadrature, by far
 def log_sum(logs: Array) -> float:
     """log of the sum of exp(logs). SciPy's takes a millisecond."""
     largest = int(np.argmax(logs))
+    if not math.isfinite(logs[largest]):
+        return float(logs[largest])
     others = np.exp(logs - logs[largest])
     others[largest] = 0.0
     return float(logs[largest]) + math.log1p(float(others.sum()))
@@ -123,10 +125,11 @@ def _log_moments(pair: Pair, alpha: Array) -> Array:
 def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
     """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute
     margin for their round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes
-    (Bun, Steinke 2016, Proposition 3.3).
+    (Bun, Steinke 2016, Proposition 3.3), nor e itself. They also hold where the moment overflows.
     """
     margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
-    return np.minimum((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2) * (1 + 1e-14)
+    found = np.fmin((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2)
+    return np.minimum(found, largest) * (1 + 1e-14)
 
 
 @divergences.register
@@ -289,7 +292,7 @@ def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array
     total = np.zeros(len(orders))
     for pair, count in grouped(merge(counts), _RATIO, upper=True).items():
         total = total + count * _curve(pair, tuple(orders))
-    return total
+    return np.where(np.isnan(total), math.inf, total)  # of what is beyond floats nothing is known
 
 
 def _conversion(alpha: Array, delta: float) -> Array:

@@ -1,8 +1,8 @@
 """Whether the term of a record depends on other records: seen on made-up rows, before the data.
 
 A model that mixes rows would become another model when it is run on one row at a time. So it is run
-on made-up rows together and on each alone; once more on such of which one has missing or large
-values. Where a row's term differs, or the prior, the model is refused.
+on made-up rows together and on each alone, and on such of which one has missing or large values:
+where a row's term, or the prior, differs, the model is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from .structure import Structure
 
 _ROWS = 7  # made-up rows of the checks
 _LARGE = 10**4
-_SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite
+_PERTURBED, _FEW = 8, 1e-5  # times, and at most by this share, to see what of a term is rounding
+_SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite, or mostly rounding
+_SURELY = 16  # times the rounding that was seen has to be less than what counts as a change
 _ROUNDS = 10  # of all of them: half of all θ are outside where a square root is taken of one
 
 
@@ -53,6 +55,7 @@ class MadeUpRecords:
         self._arguments = arguments
         self._count = _ROWS if arguments.num_records != _ROWS else _ROWS + 3
         error: Exception | None = None
+        with_rounding: dict[str, Any] = {}  # the first that has finite terms
         for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
             with public_randomness():
                 try:
@@ -61,18 +64,25 @@ class MadeUpRecords:
                     uniform = torch.rand(
                         self.prior.dimension, dtype=self.prior.dtype, device=self.prior.device
                     )
-                    # of many coordinates a sum is as large as one: rounding stays small
-                    self.theta = spread * (2 * uniform - 1) / max(1, self.prior.dimension) ** 0.5
+                    self.theta = spread * (2 * uniform - 1)
                     self.prior.require_no_tensors_in(structure.factors, self.theta)
                     self.terms = RecordTerms(model, arguments, structure, self.prior)
                     self._rows = self._with_observations(model, structure, rows)
-                    if self.terms(self.theta, self._rows).isfinite().all():
-                        return
+                    terms = self.terms(self.theta, self._rows)
+                    is_finite = bool(terms.isfinite().all())
+                    has_digits = is_finite and self._has_digits(terms)
                 except UnfitModel:
                     raise
                 except Exception as caught:
                     error = error or caught
                     continue
+            if has_digits:
+                return
+            if is_finite and not with_rounding:
+                with_rounding = dict(self.__dict__)
+        if with_rounding:
+            self.__dict__.update(with_rounding)
+            return
         if error is not None:
             raise UnfitModel(
                 f"the model does not run on {self._count} made-up rows: {first_line(error)}. Its"
@@ -84,6 +94,24 @@ class MadeUpRecords:
             "the log likelihood of made-up rows, normal, uniform, 0/1 or counts, is not finite: let"
             " the model take arguments in such a range and convert them itself."
         )
+
+    def _has_digits(self, terms: Tensor) -> bool:
+        """Whether rounding hardly moves the ``terms`` of the rows: where large values cancel, as in
+        a Poisson probability of millions, a term of float32 may be nothing else.
+        """
+        changed = self._with_other_digits(4, self._rows)
+        return all(
+            nearly_equal(term + _SURELY * (other - term), term)
+            for term, *others in zip(terms, *changed, strict=True)
+            for other in others
+        )
+
+    def _with_other_digits(self, digits: int, rows: list[Tensor]) -> list[Tensor]:
+        """Terms of the rows where θ differs by so many of its last digits, and by few at most."""
+        share = min(digits * torch.finfo(self.theta.dtype).eps, _FEW)
+        with public_randomness():
+            signs = torch.randn(_PERTURBED, *self.theta.shape).sign().to(self.theta)
+        return [self.terms(self.theta * (1 + share * some), rows) for some in signs]
 
     def rows(self, count: int, start: int = 0) -> list[Tensor]:
         """``count`` rows, which repeat."""
@@ -159,16 +187,25 @@ class MadeUpRecords:
         for what, rows in self._odd_rows(everything, odd):
             try:
                 terms, other_prior = self._evaluated(rows)
-                alone = self.terms(self.theta, self._arguments.pick(rows, [odd]))
+                (alone,) = self.terms(self.theta, self._arguments.pick(rows, [odd]))
             except Exception:  # as the values may be impossible ones
                 continue
             _require_equal(
                 f"another row {what}", terms[others], expected[others], other_prior, prior
             )
-            # not its digits, which may be the rounding of large values that cancel
-            own, alone = terms[odd : odd + 1].isnan().double(), alone.isnan().double()
-            what = f"the others are left out and it {what}"
-            _require_equal(what, alone, own, other_prior, prior)
+            own = terms[odd]
+            if not nearly_equal(alone, own) and (alone - own).abs() <= self._rounding(rows, odd):
+                alone = own
+            _require_equal(f"the others are left out and it {what}", alone, own, other_prior, prior)
+
+    def _rounding(self, rows: list[Tensor], odd: int) -> float:
+        """How much a row's term may change by rounding: where large values cancel, which a
+        perturbation of θ in its last digits shows, that is many times what is usual. In a dtype of
+        few digits such a perturbation would hide a dependence: there it is 0.
+        """
+        row = self._arguments.pick(rows, [odd])
+        changed = self._with_other_digits(16, row)
+        return float((torch.stack(changed) - self.terms(self.theta, row)).abs().max())
 
     def _evaluated(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Terms of the rows, and the prior with them as the data."""
@@ -204,8 +241,7 @@ class MadeUpRecords:
             yield "is very large", altered(chosen, _LARGE)
             yield "is very small", altered(chosen, -_LARGE)
         for k in whole:
-            large = min(_LARGE, torch.iinfo(rows[k].dtype).max)
-            yield "is very large", altered([k], large)
+            yield "is very large", altered([k], min(_LARGE, torch.iinfo(rows[k].dtype).max))
 
 
 def _require_equal(

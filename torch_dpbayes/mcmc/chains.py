@@ -43,7 +43,7 @@ class MCMC(pyro.infer.MCMC):
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.
-        num_samples, warmup_steps, options: as for ``pyro.infer.MCMC``.
+        num_samples, warmup_steps, options: as for ``pyro.infer.MCMC``, but for ``transforms=``.
 
     Raises:
         TypeError: ``kernel`` is not a private kernel.
@@ -62,6 +62,10 @@ class MCMC(pyro.infer.MCMC):
             raise ArgumentTypeError(
                 f"mcmc.MCMC runs private kernels, got {type(kernel).__name__}: use pyro.infer.MCMC"
                 " for Pyro's own."
+            )
+        if "transforms" in options:
+            raise ArgumentTypeError(
+                "transforms= is not taken: the kernel's own are those of the sites' supports."
             )
         super().__init__(kernel, num_samples, warmup_steps, **options)
         if isinstance(self.sampler, _MultiSampler):

@@ -107,7 +107,6 @@ class PrivateKernel(MCMCKernel):
         self._moves = moves
         self._initial: Start = None
         self._starts_given = 0  # since the last set-up
-        self._shown = 0, ""  # iteration and ε of the progress bar
         self._saved: list[str] | None = None
         self._chains: list[list[Draw]] = []
         self._run_begin, self._is_run = 0, False
@@ -118,6 +117,7 @@ class PrivateKernel(MCMCKernel):
     def _begin(self) -> None:
         self._log_ratios: list[float] = []
         self._log_scale = 0.0
+        self._shown = 0, ""  # iteration and ε of the progress bar
         self._accepted = self._iteration = self._counted = self._warmup_steps = 0
 
     def _forget(self) -> None:
@@ -419,9 +419,9 @@ class PrivateKernel(MCMCKernel):
         )
 
     def _spent(self) -> str:
-        """ε so far; composed when half as many iterations again were made, for it may take long."""
+        """ε so far; composed when a quarter more iterations were made, for it may take long."""
         computed, text = self._shown
-        if self._iteration < 1.5 * computed:
+        if self._iteration < 1.25 * computed:
             return f"> {text}"
         delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
         self._shown = self._iteration, f"{self._accountant.get_epsilon(delta):.3g}"

@@ -163,8 +163,8 @@ def _checked(argument: str, given: Tensor) -> Tensor:
 
 # -- latents that no record reads ------------------------------------------------------------------
 
-_NARROWEST, _WIDEST = 1e-2, 1e3  # interval in unconstrained space; any law of it is exact
-_INTERVALS = 3  # for each coordinate
+_DOUBLINGS = 30  # of a slice's first interval, at most
+_WIDTH = 1.0  # of that interval, in unconstrained space; any width is exact
 
 
 def free_move(
@@ -177,11 +177,11 @@ def free_move(
     r"""Move coordinates of θ one after another by slice sampling: each leaves its law given all
     others as it is, so the move leaves p(unread | rest) ∝ exp(``log_density``) as it is.
 
-    An interval of random width and place around the coordinate is shrunk towards it until a point
-    of the slice is found inside. Its width has a law of its own, uniform in the logarithm, so it
-    needs no tuning.
+    An interval around the coordinate is doubled until both ends lie outside of the slice, then
+    shrunk towards the coordinate until a point inside is found from which the same interval could
+    have been reached. It needs no tuning.
 
-    Source: Neal (2003), "Slice sampling", Figure 5, without the steps that widen the interval.
+    Source: Neal (2003), "Slice sampling", Figures 4 to 6.
 
     Args:
         log_density: of θ, no function of the data.
@@ -195,18 +195,58 @@ def free_move(
 
     **Privacy.** A function of θ and public randomness: nothing is released or charged.
     """
-    for k in unread.tolist() * _INTERVALS:
+    for k in unread.tolist():
         here = float(theta[k])
+
+        def at(x: float, k: int = k, theta: Tensor = theta) -> float:
+            moved = theta.clone()
+            moved[k] = x
+            return log_density(moved)
+
         level = value + math.log(next(uniform))
-        width = _NARROWEST * (_WIDEST / _NARROWEST) ** next(uniform)
-        left = here - width * next(uniform)
-        right = left + width
-        moved = theta.clone()
-        while left < right:  # else the slice is narrower than the spacing of numbers
-            moved[k] = there = left + next(uniform) * (right - left)
-            found = log_density(moved)
-            if found > level:
-                theta, value = moved, found
+        low, high = _doubled(at, here, level, uniform)
+        left, right = low, high
+        while True:
+            there = left + next(uniform) * (right - left)
+            found = at(there)
+            if found > level and _could_come_back(at, here, there, level, low, high):
                 break
             left, right = (there, right) if there < here else (left, there)
+            if not left < right:  # the slice is narrower than the spacing of numbers
+                there, found = here, value
+                break
+        theta = theta.clone()
+        theta[k], value = there, found
     return theta, value
+
+
+def _doubled(
+    at: Callable[[float], float], here: float, level: float, uniform: Iterator[float]
+) -> tuple[float, float]:
+    low = here - _WIDTH * next(uniform)
+    high = low + _WIDTH
+    at_low, at_high = at(low), at(high)
+    for _ in range(_DOUBLINGS):
+        if at_low <= level and at_high <= level:
+            break
+        if next(uniform) < 0.5:
+            low -= high - low
+            at_low = at(low)
+        else:
+            high += high - low
+            at_high = at(high)
+    return low, high
+
+
+def _could_come_back(
+    at: Callable[[float], float], here: float, there: float, level: float, low: float, high: float
+) -> bool:
+    """Whether doubling from ``there`` could have led to the same interval."""
+    differ = False
+    while high - low > 1.1 * _WIDTH:
+        middle = (low + high) / 2
+        differ |= (here < middle) != (there < middle)
+        low, high = (low, middle) if there < middle else (middle, high)
+        if differ and at(low) <= level and at(high) <= level:
+            return False
+    return True

@@ -162,7 +162,7 @@ class DPSGFS(PrivateOptimizer):
     def sensitivity_scale(self, scale: Tensor | None) -> None:
         if scale is not None:
             like = self._current_layout().gradient
-            scale = scale.detach().clone().to(like)
+            scale = torch.as_tensor(scale).detach().clone().to(like)
             if scale.shape != like.shape or not bool((scale > 0).all() & (scale < math.inf).all()):
                 raise ArgumentError(
                     "sensitivity_scale must be a vector of positive finite numbers, one for each of"

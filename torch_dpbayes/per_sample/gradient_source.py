@@ -222,10 +222,11 @@ def require_first_backward(is_again: bool) -> None:
 
 # -- the clipped sum -------------------------------------------------------------------------------
 
-# A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about
-# κ·ε·‖g_i‖ of rounding, with ε = 2⁻²⁴ in float32. Above κ = _ROUNDING/ε a record counts as longer
-# than it is, as its terms are over κ: rounding stays below 6e-5 of the clip norm.
-_ROUNDING = 2.0**-14
+# A product over positions adds up terms, of size κ·‖g_i‖, that cancel down to ‖g_i‖. Norms are
+# known to 2⁻²⁴ of that size: in float32, and in float64, where a Gram matrix gives their squares.
+# Above κ = 2¹⁰ a record counts as longer than it is, as its terms over κ: the error of its norm,
+# and of its part of a sum in float32, stays below 6e-5 of the clip norm.
+_MOST_CANCELLED = 2.0**10
 
 
 def add_clipped(
@@ -251,8 +252,7 @@ def add_clipped(
     sizes = [p.size for p in parts if isinstance(p, Product) and p.size is not None]
     if sizes:
         largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
-        rounding = torch.finfo(next(iter(out.values())).dtype).eps / 2
-        norm = torch.maximum(norm, largest * (rounding / _ROUNDING))
+        norm = torch.maximum(norm, largest / _MOST_CANCELLED)
     factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
     # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
     # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or

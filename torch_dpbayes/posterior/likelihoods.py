@@ -21,6 +21,7 @@ NoiseStd = float | Callable[[nn.Module], Tensor]
 # Of a normal component's grid: standard deviations to each side, and points. Entropies of mixtures
 # are right to 0.01 nats, however different the components' scales are.
 _REACH, _NODES = 7.0, 97
+_MOST_POINTS = 2**20  # of the grids of all records and samples together
 _LEAST_LOG = -1e6  # of a probability: 0 would make 0·∞ of an entropy
 _NO_NOISE = (
     "the model's output is a mean, and this needs the noise too: write"
@@ -199,6 +200,10 @@ class Normal(Likelihood):
 
     def entropies(self, forms: Tensor) -> tuple[Tensor, Tensor]:
         """−∫ p log p of the mixture by the trapezoid rule, on the components' grids together."""
+        rows = max(1, _MOST_POINTS // (_NODES * len(forms)))
+        if forms.shape[1] > rows:
+            parts = [self.entropies(some) for some in forms.split(rows, 1)]
+            return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
         mean, log_variance = _moments(forms.double())
         std, grid = (log_variance / 2).exp(), torch.linspace(-_REACH, _REACH, _NODES).double()
         nodes = grid.to(mean.device).view(-1, 1, *[1] * (mean.dim() - 1))

@@ -12,6 +12,7 @@ import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -139,8 +140,9 @@ class Ledger:
         """Raise where the file can be opened under another name."""
         if self.path.stat().st_nlink > 1:
             for other in self.path.parent.glob(f"{escape(self.path.name)}{_MAKING}*"):
-                if other.exists() and other.samefile(self.path):  # it was made a moment ago
-                    other.unlink(missing_ok=True)
+                with suppress(OSError):  # else its maker removes it, or nobody may
+                    if other.samefile(self.path):  # it was made a moment ago
+                        other.unlink(missing_ok=True)
         if self.path.stat().st_nlink > 1:
             raise LedgerError(
                 f"{self.path} has a second name (a hard link). SQLite keeps a journal for each"
@@ -277,7 +279,8 @@ class Ledger:
             pass
         except OSError as error:
             raise LedgerError(
-                f"the ledger {self.path} cannot be made: {error}. Nothing may be released."
+                f"the ledger {self.path} cannot be made: {error}. Nothing may be released; a file"
+                " system without hard links cannot hold one."
             ) from error
         finally:
             for end in ("", "-wal", "-shm"):
