@@ -1,6 +1,7 @@
 """A large last layer: what it charges and releases, the law that it simulates, and its draws."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,10 +13,20 @@ from torch_dpbayes.accounting.calibration import total_multiplier
 from torch_dpbayes.errors import ArgumentError, ArgumentTypeError, UnfitModel
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
-from torch_dpbayes.noise_aware.last_layer import _Law, _private_sums, _rows_with
+from torch_dpbayes.noise_aware.drawing import Draws
+from torch_dpbayes.noise_aware.last_layer import (
+    _Law,
+    _mixing,
+    _note_draws,
+    _note_misfit,
+    _private_sums,
+    _rows_with,
+)
 from torch_dpbayes.noise_aware.likelihood import Release
 from torch_dpbayes.noise_aware.noisy_gram import quick_gram_draws
 
+# chains of a few states are enough for most tests
+pytestmark = pytest.mark.filterwarnings("ignore:the draws are not to be relied on")
 DOUBLE = torch.float64
 N, D, K = 600, 3, 3
 
@@ -52,6 +63,7 @@ REFUSED = {
     "options": ((X, Y), {"public": [0]}, ArgumentError, "takes no public="),
     "bias": ((X, Y, frozen_bias()), {}, UnfitModel, "bias is frozen"),
     "size": ((torch.zeros(2, 201), Y[:2], nn.Linear(201, 100)), {}, UnfitModel, "20100 weights"),
+    "width": ((torch.zeros(2, 2001), Y[:2], nn.Linear(2001, 2)), {}, UnfitModel, "2001 features"),
     "floats": ((X, Y.double()), {}, ArgumentTypeError, "integers"),
     "lengths": ((X, Y[1:]), {}, ArgumentError, "as many records"),
     "bound": ((X, Y), {"max_feature_norm": -1.0}, ArgumentError, "max_feature_norm"),
@@ -133,6 +145,71 @@ def test_draws_have_the_names_and_shapes_of_the_layer(short_chains):
     assert "worth" in posterior.guarantee() and "LayerPosterior" not in repr(posterior)
     with pytest.raises(ArgumentError, match="no density"):
         posterior.log_density({"2.weight": torch.zeros(K, D)})
+
+
+# -- what it tells ---------------------------------------------------------------------------------
+
+
+def test_draws_of_few_states_are_not_to_be_relied_on(short_chains):
+    with pytest.warns(UserWarning, match="the draws are not to be relied on") as told:
+        posterior = run(X, Y)
+    assert any(w.filename == __file__ for w in told)
+    assert posterior.effective_sample_size <= 8 and posterior.r_hat > 0
+    said = posterior.guarantee()
+    assert "NOT SURE" in said and f"R-hat = {posterior.r_hat:.2f}" in said
+
+
+def test_mixing_is_that_of_the_worst_number():
+    states = torch.randn(4, 200, 5)
+    worth, r_hat = _mixing(states)
+    assert 300 < worth <= 800 and r_hat < 1.1
+    states[0, :, 3] += 3  # one chain is elsewhere
+    worth, r_hat = _mixing(states)
+    assert worth < 20 and r_hat > 1.3
+
+
+def test_states_that_alternate_are_worth_no_less_than_independent_ones():
+    signs = torch.tensor([1.0, -1.0]).repeat(15)
+    states = signs[:, None] + 0.1 * torch.randn(4, 30, 3)
+    assert _mixing(states)[0] == 120.0
+
+
+def test_chains_that_never_move_are_worth_nothing():
+    for states in (torch.full((4, 30, 2), 0.1), torch.randn(4, 1, 2).expand(4, 30, 2)):
+        assert _mixing(states) == (0.0, math.inf)
+    states = torch.randn(4, 30, 2)
+    states[2] = 0.1
+    assert _mixing(states) == (0.0, math.inf)
+
+
+@pytest.mark.parametrize("effective, is_said", [(101.0, False), (99.0, True), (math.nan, True)])
+def test_fewer_draws_than_100_are_said(effective, is_said):
+    draws = Draws(torch.zeros(240, 1), torch.full((240,), 1 / 240), 0.0, effective, 1.0, "", 0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        lines = _note_draws(draws)
+    assert bool(lines) == bool(told) == is_said
+
+
+@pytest.mark.parametrize("misfit, is_said", [(1.02, False), (1.1, True), (math.nan, True)])
+def test_a_misfit_is_said(misfit, is_said):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        lines = _note_misfit(misfit)
+    assert ("NOT A FIT" in " ".join(lines)) == bool(told) == is_said
+
+
+def test_features_in_clusters_are_no_fit(monkeypatch):
+    """Scores of corners are not those of the Gaussian features that are simulated."""
+    monkeypatch.setattr(last_layer, "_USUAL", (2, 8, 8))
+    monkeypatch.setattr(last_layer, "_SIMULATED", 1000)
+    n = 20_000
+    corners = torch.randint(2, (n, 2)) * 2 - 1
+    x = torch.cat([0.6 * corners, 0.02 * torch.randn(n, 1)], 1).double()
+    y = torch.where(corners[:, 0] > 0, torch.where(corners[:, 1] > 0, 0, 1), 2)
+    with pytest.warns(UserWarning, match="the releases contradict each other under this model"):
+        posterior = run(x, y, epsilon=8.0)
+    assert "NOT A FIT" in posterior.guarantee()
 
 
 # -- the law ---------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from pyro.ops.stats import effective_sample_size
+from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -54,9 +54,10 @@ from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
 from .budget import MOST_RELEASES, budget_of, plan_run, public_num_data, statement_of_charge
-from .checks import note_clipped
+from .checks import note_clipped, warn
 from .covariance import normal_numbers
 from .covariates import FeatureShape, noisy_moments
+from .drawing import Draws, is_reliable
 from .likelihood import Release, ridged
 from .noisy_gram import quick_gram_draws
 from .result import NoiseAwarePosterior
@@ -64,11 +65,13 @@ from .run import Transcript
 
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
-# chains, their trajectories before the first that is kept, and kept
+# chains, their trajectories before the first that is kept, and kept: of 650 weights the worst is
+# then worth 10 independent draws (25 where 60 are kept), and the usual one 50
 _USUAL = (4, 24, 30)
 _LAWS = 16  # of the features, drawn given what was released of them
 _SETTLINGS = 4  # of S in the warm-up
 _LARGEST = 20_000  # parameters; chains of 77,000 are far from mixed after three minutes
+_WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
 _LEAPFROG_STEPS = 20
 _ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
@@ -77,19 +80,22 @@ _SPARED = 0.10  # of variance, that a larger clip bound may cost
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
 _MATCHES = 5  # of the moments of shortened rows with those wanted
 _ROWS = 4096  # private rows at a time
+# right runs had .96 to 1.02, MNIST, which is not quite the model, 1.10, and clusters of features 10
+_LARGEST_MISFIT = 1.05
+_JUDGED = 200  # weights in the basis, whose least effective number and largest R-hat count
 
 
 class LayerPosterior(NoiseAwarePosterior):
     """Draws of a large layer, by parameter name; they have equal weights."""
 
     def __init__(
-        self, draws: dict[str, Tensor], effective: float, statement: list[str], released: Transcript
+        self, values: dict[str, Tensor], draws: Draws, statement: list[str], released: Transcript
     ) -> None:
-        self._values, self._statement, self.transcript = draws, statement, released
-        self._theta = torch.cat([draws[name].flatten(1) for name in sorted(draws)], 1).double()
-        self._weights = torch.full((len(self._theta),), 1 / len(self._theta), dtype=torch.float64)
-        self.pareto_k, self.effective_sample_size = 0.0, effective
-        self.method, self.checks, self.likelihood = "Hamiltonian trajectories", None, "categorical"
+        self._values, self._statement, self.transcript = values, statement, released
+        self._theta, self._weights = draws.theta, draws.weights
+        self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
+        self.r_hat, self.method = draws.r_hat, draws.method
+        self.checks, self.likelihood = None, "categorical"
 
     def log_density(self, values: Mapping[str, Any]) -> NoReturn:
         """Not there.
@@ -149,6 +155,11 @@ def posterior_of_large_layer(
             f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well:"
             " take fewer features, or a sampler of dpb.optim."
         )
+    if width > _WIDEST:
+        raise UnfitModel(
+            f"the layer reads {width} features, and at most {_WIDEST} are taken: their second"
+            " moments would take too long. Take fewer, such as a public projection of them."
+        )
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != 1:
         raise ArgumentTypeError("targets must be a tensor of integers, [n].")
     if len(targets) != len(features):
@@ -198,11 +209,13 @@ def posterior_of_large_layer(
             point = law.mode(point, _MODE_STEPS)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
     states, accepted = _chains(law, point, number, warm_up, kept)
-    worth = effective_sample_size(law.logits(states)).clamp(1.0, number * kept)
-    effective, misfit = float(worth.median()), law.misfit(states[:, -1])
-    draws = states.flatten(0, 1).double() @ basis.T
-    parts = (draws[..., :width], draws[..., -1])
+    misfit, (effective, r_hat) = law.misfit(states[:, -1]), _mixing(law.standard(states))
+    weights = states.flatten(0, 1).double() @ basis.T
+    parts = (weights[..., :width], weights[..., -1])
     named = {name: part.to(layer.weight.dtype) for name, part in zip(names, parts, strict=False)}
+    theta = torch.cat([named[name].flatten(1) for name in sorted(named)], 1).double()
+    equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
+    draws = Draws(theta, equal, 0.0, effective, r_hat, "Hamiltonian chains", 0)
     released = [
         f"{num_releases} clipped sums; a record moves each by at most 1 in units of its clip bound",
         f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
@@ -212,16 +225,59 @@ def posterior_of_large_layer(
     statement = [
         f"Noise-aware posterior of a last layer from {num_releases} releases of clipped scores",
         *statement_of_charge(held, released),
-        f"  fits        squared residuals of releases are {misfit:.3f} of what the model expects",
-        f"  told        weights vary by {float(draws.std(0).mean()) / prior_std:.3f} of their prior"
-        " deviation, on average",
+        *_note_misfit(misfit),
+        f"  told        weights vary by {float(weights.std(0).mean()) / prior_std:.3f} of their"
+        " prior deviation, on average",
         *note_clipped(count_of_clipped, n),
         f"  drawn       by {number} Hamiltonian chains of {kept} states, {accepted:.0%} accepted:"
-        f" worth {effective:.0f} independent draws of a logit",
+        f" worth {effective:.0f} independent draws, R-hat = {r_hat:.2f}, of the weight that is"
+        " worst",
+        *_note_draws(draws),
         f"  simulated   {count} rows of features; their error is counted",
     ]
     transcript = Transcript(moments, {}, tuple(law.releases), tuple(bounds), count_of_clipped)
-    return LayerPosterior(named, effective, statement, transcript)
+    return LayerPosterior(named, draws, statement, transcript)
+
+
+def _mixing(states: Tensor) -> tuple[float, float]:
+    """The least effective number and the largest split R-hat of numbers ``[C, kept, m]``; 0 and
+    infinity where a chain never moves.
+    """
+    states = states.double()
+    if bool((states == states[:, :1]).flatten(1).all(1).any()):
+        return 0.0, math.inf
+    most = states.shape[0] * states.shape[1]
+    worth, r_hat = effective_sample_size(states), split_gelman_rubin(states)
+    # states that alternate about their mean have a correlation time of 0 or less: worth all of them
+    worth = torch.where(worth <= 0, most, worth).nan_to_num(0.0, most).clamp_max(most)
+    return float(worth.min()), float(r_hat.nan_to_num(math.inf).max())
+
+
+def _note_misfit(misfit: float) -> list[str]:
+    """Lines of a statement, with a warning where the releases are not as the model says."""
+    lines = [
+        f"  fits        squared residuals of releases are {misfit:.3f} of what the model expects"
+    ]
+    if not misfit <= _LARGEST_MISFIT:
+        lines.append("  NOT A FIT   the releases contradict each other under this model")
+        warn(
+            "the releases contradict each other under this model (squared residuals are"
+            f" {misfit:.2f} of what it expects; {_LARGEST_MISFIT} is too much): records are not as"
+            " the model says, or features are far from Gaussian, and intervals may miss."
+        )
+    return lines
+
+
+def _note_draws(draws: Draws) -> list[str]:
+    """A line of a statement and a warning where draws are not to be relied on."""
+    if is_reliable(draws):
+        return []
+    warn(
+        f"the draws are not to be relied on (worth {draws.effective:.0f} independent ones, R-hat ="
+        f" {draws.r_hat:.2f}): the chains of a large layer are short. Means over many weights are"
+        " more certain than single ones; take fewer features for these."
+    )
+    return ["  NOT SURE    the draws are not to be relied on"]
 
 
 def _private_sums(
@@ -366,10 +422,10 @@ class _Law:
                 length /= 2
         return at[0].double()
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Of a few simulated features, less their mean over classes, for every state."""
-        logits = states @ self._x[:, :20]
-        return (logits - logits.mean(-2, keepdim=True)).flatten(-2)
+    def standard(self, states: Tensor) -> Tensor:
+        """Evenly chosen weights in the basis, ``[..., m]``, for every state."""
+        weights = (self._basis.T @ states).flatten(-2)
+        return weights[..., :: math.ceil(weights.shape[-1] / _JUDGED)]
 
     def _probabilities(self, points: Tensor) -> Tensor:
         return (points @ self._x).softmax(-2)
