@@ -155,6 +155,14 @@ def test_an_ordinary_optimizer_in_eval_mode_is_refused(mode):
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_hooks_leave_no_ordinary_gradient():
+    net, _, loader = made(mode="hooks", assume_independent_records=True)
+    for x, y in loader:
+        loss_of(net, x, y).backward()
+        assert all(p.grad is None for p in net.parameters())
+        break
+
+
 def test_what_is_done_to_whole_batches_that_are_vouched_for_is_refused():
     x, y = torch.randn(4, 6), torch.randint(3, (4,))
     source = BookkeepingGradientSource(net := mlp(), assume_independent=True)
