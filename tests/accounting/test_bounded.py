@@ -55,7 +55,8 @@ def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, 
     bound = bounds.upper_delta(counted(epsilons), epsilon)
     # at the sum of all decimals delta is 0, where their sum in floats leaves truth at 1e-17
     assert truth * (1 - 1e-12) - 1e-15 <= bound
-    assert bound <= optimal_delta(epsilons, epsilon * (1 - 1e-3)) * (1 + 1e-6) + 1e-12
+    # by the discretisation, which at epsilon = 0 moves delta alone
+    assert bound <= optimal_delta(epsilons, epsilon * (1 - 1e-3)) * (1 + 1e-4) + 1e-12
     if 1e-9 < truth < 1:
         found = bounds.upper_epsilon(counted(epsilons), truth)
         assert optimal_delta(epsilons, found) <= truth * (1 + 1e-12)

@@ -73,6 +73,8 @@ def test_a_forked_process_that_opens_the_file_by_itself_is_a_later_job(path):
 @pytest.mark.parametrize("budget", [(3.0, DELTA), ()])
 def test_the_first_charge_of_a_later_job_says_what_that_costs(path, budget, caplog):
     PrivacyAccountant(*budget, path=path).compose(STEP, 700).close()
+    assert ("has no budget" in caplog.text) == (not budget)
+    caplog.clear()
     left = PrivacyAccountant(*budget).compose(STEP, 701).remaining(STEP)
     later = later_job(path=path)
     assert later.is_later_job and not caplog.text

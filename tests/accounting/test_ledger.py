@@ -279,7 +279,7 @@ def test_a_refusal_says_why_the_filter_counts(path, where):
     said = r"^charging 100000 x Poisson q = 0\.01, Gaussian z = 1\.25 would pass the budget"
     with pytest.raises(PrivacyBudgetExceeded, match=said) as refusal:
         accountant.compose(network, 100_000, adaptive=True)
-    assert str(refusal.value).endswith("which counts: the charges were declared adaptive.")
+    assert str(refusal.value).endswith("is used: the charges were declared adaptive.")
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_copies_in_memory_say_so_and_copies_with_a_ledger_are_counted(path, capl
         said = alone.accountant.summary()
         assert "resumed from a saved state" in said and "parameters were fixed before" in said
         assert "another copy" in " ".join(saved(alone)["private_step"]["accountant"]["notes"])
+    PrivacyAccountant(path=path).close()
     caplog.clear()
     for _ in range(2):
         together = run_on(PrivacyAccountant(path=path))

@@ -262,8 +262,8 @@ def _note_misfit(misfit: float) -> list[str]:
         lines.append("  NOT A FIT   the releases contradict each other under this model")
         warn(
             "the releases contradict each other under this model (squared residuals are"
-            f" {misfit:.2f} of what it expects; {_LARGEST_MISFIT} is too much): records are not as"
-            " the model says, or features are far from Gaussian, and intervals may miss."
+            f" {misfit:.2f} of what it expects; {_LARGEST_MISFIT} is too much): records differ"
+            " from it, or features are far from Gaussian, and intervals may miss."
         )
     return lines
 
@@ -274,8 +274,8 @@ def _note_draws(draws: Draws) -> list[str]:
         return []
     warn(
         f"the draws are not to be relied on (worth {draws.effective:.0f} independent ones, R-hat ="
-        f" {draws.r_hat:.2f}): the chains of a large layer are short. Means over many weights are"
-        " more certain than single ones; take fewer features for these."
+        f" {draws.r_hat:.2f}): chains of a large layer are short. Take fewer features where single"
+        " weights matter."
     )
     return ["  NOT SURE    the draws are not to be relied on"]
 
