@@ -286,9 +286,15 @@ def test_failures_that_leave_something_of_delta_say_nothing():
 
 
 @pytest.mark.parametrize("method", ["pld", "rdp"])
-@pytest.mark.parametrize("noise", [1e-3, 1.4e-3, 1e-2])
+@pytest.mark.parametrize("noise", [1e-8, 1e-3, 1.4e-3, 1e-2])
 def test_laplace_noise_that_hides_nothing_has_a_large_epsilon(noise, method):
     accountant = PrivacyAccountant(method=method).compose(LaplaceDpEvent(noise), 5)
     assert 4.9 / noise < accountant.get_epsilon(1e-5) <= 5 / noise * (1 + 1e-9)
+    accountant.summary()
     with pytest.raises(PrivacyBudgetExceeded):
         PrivacyAccountant(1.0, 1e-5, method=method).compose(LaplaceDpEvent(noise))
+
+
+@pytest.mark.parametrize("size", [1e4, 2e4, 1e50])
+def test_a_bounded_range_beyond_all_nodes_has_a_summary(size):
+    assert "epsilon" in PrivacyAccountant().compose(BoundedRangeDpEvent(size)).summary()

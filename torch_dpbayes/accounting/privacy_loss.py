@@ -44,6 +44,7 @@ from .events import SMALLEST_DELTA
 
 BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 
+_LARGEST_LOSS = 1e4  # that nodes a twentieth apart lead up to
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
 
@@ -182,6 +183,8 @@ def _unsampled_loss(losses: Array, q: float) -> Array:
 @loss_nodes.register
 def _(pair: BoundedRange, tail: float, interval: float | None = None) -> Nodes:
     b = pair.epsilon
+    if b > _LARGEST_LOSS:
+        raise OverflowError(BEYOND)
     # towards the largest loss, which large tilts single out
     fine = b - 2 * b * np.geomspace(1e-9, 1.0, 60)
     edges = np.union1d(np.linspace(-b, b, 2 + int(20 * b)), np.append(fine, b))
@@ -252,6 +255,8 @@ def _sampled_loss(pair: Sampled, x: Array) -> Array:
 @loss_nodes.register
 def _(pair: Laplace, tail: float, interval: float | None = None) -> Nodes:
     q, shift = pair.rate, 1 / pair.scale
+    if shift > _LARGEST_LOSS:
+        raise OverflowError(BEYOND)
 
     def loss_at(u: Array) -> Array:  # u in units of the noise's scale, from no shift to the shift
         return amplified_loss(2 * u - shift, q)

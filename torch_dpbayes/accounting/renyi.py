@@ -112,7 +112,10 @@ def _(pair: Laplace | FewLosses, alpha: Array) -> Array:
 
 def _log_moments(pair: Pair, alpha: Array) -> Array:
     """log E exp((alpha - 1) L) in the worse direction, from the nodes of all losses."""
-    losses, masses, _ = loss_nodes(pair, 0.0)
+    try:
+        losses, masses, _ = loss_nodes(pair, 0.0)
+    except OverflowError:
+        return np.full(len(alpha), math.inf)
     with np.errstate(divide="ignore"):
         logs = np.log(masses)
     moments = np.array([log_sum(logs + (a - 1) * losses) for a in alpha])
