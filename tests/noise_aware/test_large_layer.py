@@ -191,11 +191,14 @@ def test_fewer_draws_than_100_are_said(effective, is_said):
     assert bool(lines) == bool(told) == is_said
 
 
-@pytest.mark.parametrize("misfit, is_said", [(1.02, False), (1.1, True), (math.nan, True)])
-def test_a_misfit_is_said(misfit, is_said):
+@pytest.mark.parametrize(
+    "misfit, count, is_said",
+    [(1.02, 10**5, False), (1.1, 10**5, True), (1.1, 500, False), (math.nan, 500, True)],
+)
+def test_a_misfit_is_said(misfit, count, is_said):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        lines = _note_misfit(misfit)
+        lines = _note_misfit(misfit, count)
     assert ("NOT A FIT" in " ".join(lines)) == bool(told) == is_said
 
 

@@ -283,6 +283,12 @@ class Budget:
 
     # --- deciding ---------------------------------------------------------------------------------
 
+    @property
+    def keeps_filter(self) -> bool:
+        """Whether what was charged is within the filter's limit."""
+        assert self.filter is not None
+        return bool(self._spent[0] <= self.filter.limit * (1 + _ROUND_OFF))
+
     def fits(
         self, counts: Counts, need: Counts, n: int = 1, reserved: Counts | None = None
     ) -> bool:

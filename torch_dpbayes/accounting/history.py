@@ -45,7 +45,6 @@ RESUMED = (
 _RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend on other records"
 _NOTHING = "Nothing was recorded; release nothing."
 _KNOWN_EVENTS = 4096  # whose parts are kept
-_ROUND_OFF = 1e-6  # relative, of a sum of divergences, by far
 _NAMED = 2  # different events of one charge, in an error
 # relative: a history that was admitted under the same budget may be bounded a hair above it by
 # another discretisation
@@ -218,8 +217,8 @@ class History:
         """An upper bound on epsilon."""
         if not self.counts:
             return 0.0
-        if self.filter is not None:
-            return self.filter.epsilon(delta) if self._is_within_filter() else math.inf
+        if self.budget is not None and self.filter is not None:
+            return self.filter.epsilon(delta) if self.budget.keeps_filter else math.inf
         if self.is_adaptive:
             return math.inf
         if delta not in self._epsilons:
@@ -230,16 +229,12 @@ class History:
             self._epsilons[delta] = value
         return self._epsilons[delta]
 
-    def _is_within_filter(self) -> bool:
-        assert self.filter is not None
-        return self.filter.cost(self.counts) <= self.filter.limit * (1 + _ROUND_OFF)
-
     def delta(self, epsilon: float) -> float:
         """An upper bound on delta."""
         if not self.counts:
             return 0.0
-        if self.filter is not None:
-            return self.filter.delta(epsilon) if self._is_within_filter() else 1.0
+        if self.budget is not None and self.filter is not None:
+            return self.filter.delta(epsilon) if self.budget.keeps_filter else 1.0
         if self.is_adaptive:
             return 1.0
         bound = renyi if self.settings.method == "rdp" else bounds

@@ -29,6 +29,7 @@ from .dominating_pairs import (
     NonPrivate,
     Pair,
     directions,
+    largest_added_loss,
     merge,
 )
 from .events import Method
@@ -223,7 +224,8 @@ def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profi
 
 
 def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
-    largest = largest_sum(counts)
+    largest, both = largest_sum(counts), directions(counts)
+    added = math.fsum(n * largest_added_loss(pair) for pair, n in counts.items()) * (1 + 1e-15)
     levels = merge(counts)
     if len(levels) == 1 and isinstance(only := next(iter(levels)), Gaussian):
         at = points(gaussian_epsilon(only.mu, 1e-100), 5 * _POINTS)
@@ -231,10 +233,12 @@ def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
         found = [Profile(at, np.clip(deltas, 0.0, 1.0))]
     else:
         try:
-            found = [_composed(levels, reverse) for reverse in directions(levels)]
+            found = [_composed(levels, reverse) for reverse in both]
         except OverflowError:
             return (_certain().ending(largest),) * 2
-    found = [profile.ending(largest) for profile in found]
+    found = [
+        p.ending(added if reverse else largest) for p, reverse in zip(found, both, strict=True)
+    ]
     return found[0], found[-1]
 
 

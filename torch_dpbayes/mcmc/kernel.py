@@ -430,9 +430,9 @@ class PrivateKernel(MCMCKernel):
     def diagnostics(self) -> dict[str, Any]:
         """Of the chain that runs, or else of the last run of :class:`MCMC`, or the last chain of
         Pyro's: rate of noisy acceptances after warm-up (of the last chain; NaN of parallel ones),
-        the numbers of the draws before which a move left where the
-        model can be evaluated, the noisy log-likelihood ratios of all iterations, as charged, split
-        R-hat and effective sample size.
+        the numbers of the draws before which a move left where the model can be evaluated, the
+        noisy log-likelihood ratios of all iterations, as charged, split R-hat and effective sample
+        size.
         """
         chains, after_warmup = self._draws_of_last_run(), self._log_ratios[self._warmup_steps :]
         return {

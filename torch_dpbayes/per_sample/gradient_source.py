@@ -107,9 +107,8 @@ class GradientSource(ABC):
             named_parameters: the trainable parameters θ_1 … θ_P and their names for error messages.
             max_grad_norm: C > 0.
             out: P one-dimensional tensors, float32 or better; the p-th has ``θ_p.numel()`` entries.
-            scale: F, by which every gradient is divided before anything else, g_i ← F⁻¹g_i: its
-                diagonal, or a lower triangular matrix, over the d entries of all parameters one
-                after another.
+            scale: F, by which every gradient is divided before anything else, g_i ← g_i/F: the d
+                entries of all parameters one after another.
             second_moment: where Σ_i of the clipped g_i∘g_i (length d) or g_i·g_iᵀ (d × d) is added
                 as well. One record moves the former by at most C² in Euclidean norm, the latter by
                 at most C² in Frobenius norm.
@@ -277,10 +276,6 @@ def add_clipped(
 
 
 def _scaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    """F⁻¹g for every record's g."""
-    rows = torch.cat([g.to(scale.dtype) for g in gradients], dim=1)
-    if scale.dim() == 1:
-        rows = rows / scale
-    else:
-        rows = torch.linalg.solve_triangular(scale, rows.T, upper=False).T
+    """g/F for every record's g."""
+    rows = torch.cat([g.to(scale.dtype) for g in gradients], dim=1) / scale
     return list(rows.split([g.shape[1] for g in gradients], dim=1))
