@@ -67,10 +67,17 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(max(_SMALLEST, card.total_memory // _SHARE), True, has_double)
 
 
-def chunks(n: int, numbers: int, device: torch.device) -> Iterator[slice]:
-    """Slices of n records, each with about a piece if one record has so many numbers."""
-    step = max(1, machine_of(device).piece // max(1, numbers))
-    return (slice(i, i + step) for i in range(0, n, step))
+def pieces(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Some records of all these tensors at a time: about a piece, if one record has so many
+    numbers.
+    """
+    n = len(tensors[0])
+    step = max(1, machine_of(tensors[0].device).piece // max(1, numbers))
+    if step >= n > 0:
+        yield tensors
+        return
+    for start in range(0, n, step):
+        yield tuple(t[start : start + step] for t in tensors)
 
 
 def wide(t: Tensor) -> torch.dtype:

@@ -293,28 +293,26 @@ class _Layer(ReplacedForward):
 
     def _forward_in_map(self, record_map: RecordMap | _WholeBatch, given: Tensor) -> Tensor:
         """The whole batch at once; several rows of one record are several calls."""
-        shape = given.shape[isinstance(record_map, _WholeBatch) :]
-        is_one, is_several = layers.rows_of(self.kind, self.module, shape)
 
         def run(whole: Tensor) -> Tensor:
-            if is_one:
-                return self._record(whole.squeeze(1), 1).unsqueeze(1)
+            is_one, is_several = layers.rows_of(self.kind, self.module, whole.shape[1:])
+            if is_one and not self.kind.has_positions:  # else it is one position
+                return self._record(whole.squeeze(1)).unsqueeze(1)
             if is_several:
                 n, rows = whole.shape[:2]
                 return self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))
-            return self._record(whole, 1)
+            return self._record(whole)
 
         try:
             return record_map.call_batched(run, [given])
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 
-    def _record(self, given: Tensor, rows: int) -> Tensor:
+    def _record(self, given: Tensor, rows: int = 1) -> Tensor:
         receive = self._receiver(given.clone() if given.is_inference() else given.detach(), rows)
         values = self.module._parameters
         weight, bias = (None if p is None else p.detach() for p in map(values.get, _NAMES))
-        with torch.set_grad_enabled(given.requires_grad):
-            out: Tensor = self.kind.run(self.module, given, weight, bias)
+        out: Tensor = self.kind.run(self.module, given, weight, bias)
         if out.requires_grad:
             out.register_hook(receive)
             return out
@@ -345,7 +343,9 @@ class _Layer(ReplacedForward):
                     )
             is_done, g = True, backprops.detach()
             a = inputs.pop()
-            calls = [layers.Call([a[k::rows]], g[k::rows]) for k in range(rows)]
+            calls = [layers.Call([a], g)]
+            if rows > 1:
+                calls = [layers.Call([a[k::rows]], g[k::rows]) for k in range(rows)]
             noted = [self.contribution(calls)] if self.calls == 1 else calls
             for what in noted:
                 source.note(self, what)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_SPLIT, chunks, is_split, joined, product, split, wide
+from .arithmetic import LOST_IN_SPLIT, is_split, joined, pieces, product, split, wide
 
 
 class Contribution(ABC):
@@ -60,7 +60,7 @@ class PerRecord(Contribution):
 
     def __init__(self, gradients: Mapping[Tensor, Tensor], *, is_joined: bool = False) -> None:
         self.parameters = tuple(gradients)
-        rows = [g.reshape(len(g), p.numel()) for p, g in gradients.items()]
+        rows = [g if g.dim() == 2 else g.reshape(len(g), p.numel()) for p, g in gradients.items()]
         each = [((p,), g) for p, g in zip(self.parameters, rows, strict=True)]
         self._blocks = [(self.parameters, torch.cat(rows, dim=1))] if is_joined else each
 
@@ -81,7 +81,8 @@ class PerRecord(Contribution):
     def per_record(self) -> dict[Tensor, Tensor]:
         found: dict[Tensor, Tensor] = {}
         for parameters, g in self._blocks:
-            rows = g.split([p.numel() for p in parameters], dim=1)
+            sizes = [p.numel() for p in parameters]
+            rows = [g] if len(sizes) == 1 else g.split(sizes, dim=1)
             found.update(zip(parameters, rows, strict=True))
         return found
 
@@ -204,9 +205,8 @@ class Outer(Product):
         for start in range(0, len(alike), together):
             some = alike[start : start + together]
             g, a = (beside(t) for t in ([x.backprops for x in some], [x.inputs for x in some]))
-            parts = chunks(len(g), each, g.device)
-            found = [norms_of(self, g[part], a[part]) for part in parts]
-            norms, sizes = (f[0] if len(f) == 1 else torch.cat(f) for f in zip(*found, strict=True))
+            found = [norms_of(self, *some_records) for some_records in pieces(each, g, a)]
+            norms, sizes = (beside(f) for f in zip(*found, strict=True))
             if is_split(self.backprops):
                 norms = norms + LOST_IN_SPLIT * sizes
             self.note_norms(some, norms, sizes)
@@ -222,16 +222,15 @@ class Outer(Product):
         return a.mul_(g).hypot_(g)
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        parts = [slice(None)]
-        if is_split(self.backprops):
-            parts = list(chunks(len(factor), self.backprops[0].numel(), factor.device))
-        for part in parts:
-            g, a = weighted(self.backprops[part], factor[part], out), self.inputs[part]
+        numbers = self.backprops[0].numel() if is_split(self.backprops) else 0  # else no copies
+        for g, a, c in pieces(numbers, self.backprops, self.inputs, factor):
+            g = weighted(g, c, out)
             g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
             if self.weight is not None and self.weight in out:
                 weight = out[self.weight].view(self.weight.shape)
                 if not is_split(a) or g.dtype != torch.float32:
-                    left, right = (a.to(g.dtype), g) if self.is_transposed else (g, a.to(g.dtype))
+                    a = in_type(a, g.dtype)
+                    left, right = (a, g) if self.is_transposed else (g, a)
                     weight.addmm_(left.t(), right)
                 else:  # the factors in g stay exact
                     for term in split(g, 2):
@@ -373,14 +372,16 @@ class Tied(Product):
         places, positions = places.view(n, 1, -1), g.shape[1]
         widths = 2 * positions + a.shape[2] + g.shape[2] + 2 * e.shape[1]
         found = []
-        for part in chunks(n, 2 * (positions * widths + e[0].numel()), g.device):
-            norm, size = _gram_norms(self.linear, g[part], a[part])
-            of_tokens = e[part].double()
+        places = places.expand(-1, positions, -1)
+        numbers = 2 * (positions * widths + e[0].numel())
+        for g_, a_, e_, places_ in pieces(numbers, g, a, e, places):
+            norm, size = _gram_norms(self.linear, g_, a_)
+            of_tokens = e_.double()
             other = torch.linalg.vector_norm(of_tokens, dim=(1, 2))
             if rows.dtype == torch.float64:  # the inner product loses less than both norms
                 other += math.sqrt(e.shape[1]) * _lost_in_squares(e)
-            picked = g[part].gather(2, places[part].expand(-1, positions, -1)).double()
-            inner = torch.bmm(a[part].double(), of_tokens.transpose(1, 2)).mul_(picked).sum((1, 2))
+            picked = g_.gather(2, places_).double()
+            inner = torch.bmm(a_.double(), of_tokens.transpose(1, 2)).mul_(picked).sum((1, 2))
             norm = (norm.square() + other.square() + 2 * inner).clamp_(min=0.0).sqrt_()
             if is_split(g):  # the linear layer's product
                 norm += LOST_IN_SPLIT * size
@@ -474,7 +475,12 @@ def _lost_in_squares(t: Tensor) -> float:
 def weighted(rows: Tensor, factor: Tensor, out: Mapping[Tensor, Tensor]) -> Tensor:
     """``rows``, each times its factor, in the type of sums."""
     dtype = next(iter(out.values())).dtype
-    return rows.to(dtype) * factor.to(dtype).view(-1, *[1] * (rows.dim() - 1))
+    return in_type(rows, dtype) * in_type(factor, dtype).view(-1, *[1] * (rows.dim() - 1))
+
+
+def in_type(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A call of ``to`` takes longer than a look."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def _kept(t: Tensor, keep: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import chunks, wide
+from .arithmetic import pieces, wide
 from .contributions import (
     Contribution,
     Outer,
@@ -33,6 +33,7 @@ from .contributions import (
     Product,
     Tokens,
     beside,
+    in_type,
     outer,
     together,
     trainable,
@@ -59,7 +60,7 @@ def linear(
     pieces = []
     for (inputs,), g in calls:
         g = g.flatten(1, -2) if g.dim() > 3 else g
-        a = inputs.to(g.dtype)
+        a = in_type(inputs, g.dtype)
         pieces.append((a if a.dim() == g.dim() else a.reshape(*g.shape[:-1], a.shape[-1]), g))
     a, g = pieces[0]
     if len(pieces) > 1:
@@ -110,7 +111,7 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     for (inputs,), g in calls:
         gradients: dict[Tensor, Tensor] = {}
         if weight is not None:
-            normal = KINDS[type(module)].run(module, inputs.to(g.dtype), None, None)
+            normal = KINDS[type(module)].run(module, in_type(inputs, g.dtype), None, None)
             gradients[weight] = summed(normal.mul_(g))
         if bias is not None:
             gradients[bias] = summed(g)
@@ -177,9 +178,9 @@ class Geometry:
         """
         positions = backprops[0, 0].numel()
         numbers = self.numel // self.shape[0] * self.groups * positions  # of the unfolded input
-        for part in chunks(len(backprops), numbers, backprops.device):
-            u = self.unfolded(inputs[part]).flatten(0, 1).transpose(1, 2)
-            yield u, backprops[part].reshape(len(u), -1, positions).transpose(1, 2)
+        for a, g in pieces(numbers, inputs, backprops):
+            u = self.unfolded(a).flatten(0, 1).transpose(1, 2)
+            yield u, g.reshape(len(u), -1, positions).transpose(1, 2)
 
     def instantiate(self, inputs: Tensor, backprops: Tensor, way: str) -> Iterator[Tensor]:
         """Per-record gradients of the weight, (records, numel), some records at a time; in the type
@@ -187,9 +188,10 @@ class Geometry:
         """
         if way == "grouped":
             numbers = max(self.numel, inputs[0].numel())
-            for part in chunks(len(backprops), numbers, backprops.device):
-                a, g = inputs[part].flatten(0, 1)[None], backprops[part].flatten(0, 1)[None]
-                yield self.weight_gradient(a, g, records=len(inputs[part])).reshape(-1, self.numel)
+            for a, g in pieces(numbers, inputs, backprops):
+                channels, of_outputs = a.flatten(0, 1)[None], g.flatten(0, 1)[None]
+                found = self.weight_gradient(channels, of_outputs, records=len(a))
+                yield found.reshape(-1, self.numel)
         else:
             for u, g in self._as_linear(inputs, backprops):
                 yield torch.bmm(g.transpose(1, 2), u).view(-1, self.numel)

@@ -19,6 +19,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -215,7 +222,7 @@ class RecordMap:
     def track(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
         if isinstance(result, Tensor):
-            if is_of_records(result):
+            if is_batchedtensor(result) or is_of_records(result):
                 self._tracked.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
@@ -296,11 +303,16 @@ _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 # What an argument of a torch function is as a rule; of the rest, each is looked at.
 _ORDINARY = frozenset(
     (
-        *(Tensor, nn.Parameter, bool, int, float, str, type(None), slice, type(...)),
+        *(bool, int, float, str, type(None), slice, type(...)),
         *(torch.Size, torch.dtype, torch.device, torch.memory_format, torch.layout),
     )
 )
+# Kinds of functions that are no operators.
+_OF_PYTHON = frozenset(
+    (BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType)
+) | {MethodWrapperType}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_GROUPED = "transformers.grouped_mm_fallback"
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 
 
@@ -313,15 +325,66 @@ class _OfOneRecord(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
-            func = F.grouped_mm  # for which it stands while torch traces
-        values = _leaves((*args, *kwargs.values()))
-        self._require_nothing_hidden(func, args, kwargs, values)
+        if _len_torch_dispatch_stack() > 0:
+            raise CannotBeMapped(
+                "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
+                " at once: leave it out"
+            )
+        outside = _outside(func, (*args, *kwargs.values()))
+        _require_public(outside)
+        if type(func) not in _OF_PYTHON or func in _SPECIAL or "generator" in kwargs:
+            self._require_nothing_hidden(func, args, kwargs)
+            found = self._special(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self._map.error = error
+            raise
+        # of attributes it is seen where they are used
+        if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
+            if isinstance(result, (Tensor, tuple, list)):
+                _require_no_outside(func, outside)
+        self._map.track(result)
+        return result
+
+    @staticmethod
+    def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
+        """Refuse what would run below the map, where tensors hold all records, or out of sight."""
+        if kwargs.get("generator") is not None:
+            raise CannotBeMapped(
+                "it draws from a generator of its own, which would give each record other numbers:"
+                " draw fixed numbers in __init__, into a buffer"
+            )
+        if func in _RESIZES:
+            raise CannotBeMapped(
+                f"it changes the size of a tensor in memory ({func.__name__}), where other records"
+                " lie beside it: make a new tensor, as F.pad does"
+            )
+        if func in _INDEX_FILLS and isinstance(args[2], Tensor) and is_of_records(args[2]):
+            raise CannotBeMapped(
+                f"{func.__name__} at an index that a record holds would write into other records:"
+                " write torch.where(torch.arange(n) == index, value, x)"
+            )
+        if isinstance(func, _OPERATORS) and str(func) != _GROUPED:
+            if str(func).partition(".")[0] not in _TORCHS_OPERATORS:
+                raise CannotBeMapped(
+                    f"operator {func} is not torch's own: what it does to whole batches, or keeps"
+                    " of one record for the next, is not seen"
+                )
         if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
             raise CannotBeMapped(
                 f"it reads a number of the records ({func.__name__}): compute with tensors"
                 " (torch.where)"
             )
+        if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
+            _require_torchs_own(args[0])
+
+    def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result where it is not what vmap would give; NotImplemented where it is."""
+        if isinstance(func, _OPERATORS) and str(func) == _GROUPED:
+            func = F.grouped_mm  # for which it stands while torch traces
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _REPLACED_FUNCTIONS:
@@ -343,51 +406,7 @@ class _OfOneRecord(TorchFunctionMode):
             return self._map.own(func(*args, **kwargs))
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
-        if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
-            _require_torchs_own(args[0])
-        try:
-            result = func(*args, **kwargs)
-        except Exception as error:
-            self._map.error = error
-            raise
-        if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
-            if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
-                _require_no_outside(func, values)
-        self._map.track(result)
-        return result
-
-    def _require_nothing_hidden(
-        self, func: Any, args: Any, kwargs: Any, values: Sequence[Any]
-    ) -> None:
-        """Refuse what would run below the map, where tensors hold all records, or out of sight."""
-        if _len_torch_dispatch_stack() > 0:
-            raise CannotBeMapped(
-                "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
-                " at once: leave it out"
-            )
-        _require_public(values)
-        if not _ORDINARY.issuperset(map(type, values)):
-            _require_ordinary(func, values)
-        if kwargs.get("generator") is not None:
-            raise CannotBeMapped(
-                "it draws from a generator of its own, which would give each record other numbers:"
-                " draw fixed numbers in __init__, into a buffer"
-            )
-        if func in _RESIZES:
-            raise CannotBeMapped(
-                f"it changes the size of a tensor in memory ({func.__name__}), where other records"
-                " lie beside it: make a new tensor, as F.pad does"
-            )
-        if func in _INDEX_FILLS and isinstance(args[2], Tensor) and is_of_records(args[2]):
-            raise CannotBeMapped(
-                f"{func.__name__} at an index that a record holds would write into other records:"
-                " write torch.where(torch.arange(n) == index, value, x)"
-            )
-        if isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _TORCHS_OPERATORS:
-            raise CannotBeMapped(
-                f"operator {func} is not torch's own: what it does to whole batches, or keeps of"
-                " one record for the next, is not seen"
-            )
+        return NotImplemented
 
     def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result by operations that vmap has rules for; None where torch's own will do."""
@@ -426,6 +445,13 @@ class _OfOneRecord(TorchFunctionMode):
 
 
 _REPLACED_FUNCTIONS = frozenset((F.embedding, *plain_functions.FUNCTIONS, *plain_functions.LAYERS))
+_SPECIAL = frozenset(
+    (
+        *(*_REPLACED_FUNCTIONS, *LOOKS, *_RESIZES, *_INDEX_FILLS, *_EMPTY),
+        *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
+        *(_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__),
+    )
+)
 
 
 def _padded_embedding(
@@ -478,53 +504,53 @@ def _require_torchs_own(function: type) -> None:
         )
 
 
-def _require_public(values: Iterable[Any]) -> None:
+def _require_public(outside: Iterable[Tensor]) -> None:
     """Refuse what was computed from records of other batches, or from several of this one."""
-    for value in values:
-        if isinstance(value, Tensor) and not _is_mapped(value) and holds_records(value):
+    for tensor in outside:
+        if holds_records(tensor):
             raise CannotBeMapped(
                 "it computes with a tensor that was made of other records, or of several: leave"
                 " it out, or make it of each record alone"
             )
 
 
-def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
-    """Refuse what would run code of the caller's below the map, or out of its sight: tensors with
+def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
+    """Tensors among arguments, and in tuples and lists of them, that take no part in the map.
+
+    Refuses what would run code of the caller's below the map, or out of its sight: tensors with
     code of their own, and functions that a torch function calls.
     """
+    found: list[Tensor] = []
     for value in values:
-        if type(value) in _ORDINARY:
+        kind = type(value)
+        if kind is Tensor or kind is nn.Parameter:
+            if not _is_mapped(value):
+                found.append(value)
+        elif kind in _ORDINARY:
             continue
-        if isinstance(value, Tensor):
+        elif isinstance(value, (tuple, list)):
+            found += _outside(func, value)
+        elif isinstance(value, Tensor):
+            _require_public((value,))
             raise CannotBeMapped(
-                f"it computes with a {type(value).__name__}, a class of tensors with code of its"
-                " own: take plain tensors"
+                f"it computes with a {kind.__name__}, a class of tensors with code of its own:"
+                " take plain tensors"
             )
-        if callable(value) and not isinstance(value, type):
+        elif callable(value) and not isinstance(value, type):
             raise CannotBeMapped(
                 f"it gives {getattr(func, '__name__', func)} a function to call, in which nothing"
                 " is seen of what it does: call it yourself"
             )
+    return found
 
 
-def _require_no_outside(func: Any, values: Iterable[Any]) -> None:
+def _require_no_outside(func: Any, outside: Iterable[Tensor]) -> None:
     """Refuse a tensor that requires grad and takes no part in the map: its gradient would be
     neither clipped nor noisy.
     """
-    for value in values:
-        if isinstance(value, Tensor) and value.requires_grad and not _is_mapped(value):
-            raise OutsideTensor(getattr(func, "__name__", str(func)), value)
-
-
-def _leaves(values: Iterable[Any]) -> list[Any]:
-    """What stands in arguments, and in tuples and lists of them."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
-            found += _leaves(value)
-        else:
-            found.append(value)
-    return found
+    for tensor in outside:
+        if tensor.requires_grad:
+            raise OutsideTensor(getattr(func, "__name__", str(func)), tensor)
 
 
 def _is_mapped(t: Tensor) -> bool:
