@@ -287,11 +287,12 @@ def counts(step: Callable[[], None]) -> tuple[str, str]:
     def total(names: tuple[str, ...]) -> int:
         return sum(k.count for k in found if k.key in names)
 
-    spent = sorted(found, key=lambda k: -k.self_device_time_total)
-    busy = sum(k.self_device_time_total for k in found if k.self_cpu_time_total == 0) / 1e3
+    of_host = {k.key for k in found if k.self_cpu_time_total > 0}  # ranges, such as Optimizer.step
+    spent = [k for k in found if k.key not in of_host]
+    spent.sort(key=lambda k: -k.self_device_time_total)
+    busy = sum(k.self_device_time_total for k in spent) / 1e3
     where = ", ".join(
-        f"{k.key[:70]} {k.self_device_time_total / 1e3:.2f} ({k.count})"
-        for k in [k for k in spent if k.self_cpu_time_total == 0][:12]
+        f"{k.key[:70]} {k.self_device_time_total / 1e3:.2f} ({k.count})" for k in spent[:12]
     )
     waits = total(WAITS) - (DEVICE == "cuda")  # the profiler's own at the end
     return f"{total(LAUNCHES)} launches, {waits} waits, {busy:.1f} ms busy", where

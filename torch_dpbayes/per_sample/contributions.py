@@ -266,24 +266,24 @@ def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     beside its terms. Products of all pairs of positions are made in float64, so a norm is known
     to about 2⁻²⁶ of its size.
     """
-    dtype, (g, a) = g.dtype, (g.double(), a.double())
+    is_double, (g, a) = g.dtype == torch.float64, (g.double(), a.double())
     products = torch.bmm(g, g.transpose(1, 2))
     size = products.diagonal(dim1=1, dim2=2)
-    # where squares of float64 underflow and the other factor is huge; norms of float32 are made
-    # normal numbers, whose rounding is relative
-    lost: Tensor | float = 0.0 if dtype == torch.float64 else 2.0**-126
+    lost: Tensor | None = None  # where squares of float64 underflow and the other factor is huge
     if like.weight is not None:
         others = torch.bmm(a, a.transpose(1, 2))
         if like.bias is not None:
             others.add_(1.0)
         of_inputs = others.diagonal(dim1=1, dim2=2)
-        if dtype == torch.float64:
+        if is_double:
             lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
             lost += _lost_in_squares(a) * size.sqrt().sum(1)
         size = size * of_inputs
         products.mul_(others)
-    size = size.clamp(min=0.0).sqrt().sum(1)
-    return products.sum((1, 2)).clamp_(min=0.0).sqrt_().add_(lost), size
+    # norms of float32 are made normal numbers, whose rounding is relative
+    least = 0.0 if is_double else 2.0**-252
+    norms = products.sum((1, 2)).clamp_(min=least).sqrt_()
+    return norms if lost is None else norms.add_(lost), size.sqrt().sum(1)
 
 
 def _instantiated_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
