@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--records", type=int, default=1024, help="of each kind")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=0.5)
+    parser.add_argument("--lr", type=float, default=0.1)
     options = parser.parse_args(arguments)
 
     net = Logits(prepared(pretrained(4 * options.records), options.train)).train()
