@@ -23,6 +23,7 @@ from torch_dpbayes import PosteriorSamples
 from torch_dpbayes.accounting.calibration import total_multiplier
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.posterior import calibration
+from torch_dpbayes.posterior.likelihoods import Categorical
 
 HUGE = 1e7  # an epsilon at which noise is no matter
 LIKELIHOODS = ["categorical", "bernoulli", "normal"]
@@ -234,6 +235,15 @@ def test_an_output_that_is_not_finite_is_one_records(likelihood, value):
     whole, other = scores_of(samples, breaks, x, y), scores_of(samples, breaks, x[1:], y[1:])
     for t in (-2.0, 0.0, 0.7):
         assert abs(whole(t) - other(t)) <= (1e-9 if math.isnan(value) else 1 + 1e-9)
+
+
+def test_whatever_a_likelihood_says_of_a_record_its_score_is_at_most_one():
+    class Any(Categorical):
+        def scores(self, compact, y, t):
+            return torch.tensor([7.0, -math.inf, math.nan, 0.5])
+
+    score = calibration.score_of(Any(), torch.zeros(4, 3), torch.zeros(4))
+    assert score(0.0) == 1 - 1 + 0 + 0.5
 
 
 def test_a_model_that_mixes_records_is_run_for_each_alone():
