@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.audit import one_run, training_run
 from torch_dpbayes.audit.bounds import gaussian_epsilon
+from torch_dpbayes.audit.transcripts import generator_of
 
 ALPHA = 1e-6  # of each comparison
 
@@ -188,6 +189,8 @@ def test_an_audit_leaves_the_random_numbers_of_the_training_alone():
         draw()
     torch.seed()
     assert drawn == 4 * drawn[:2]
+    # nor a training that takes the auditor's seed
+    assert generator_of(7).random() != np.random.default_rng(7).random()
 
 
 def test_a_seed_repeats_inclusion_and_directions():
