@@ -1,10 +1,8 @@
 """Objects say what matters: noise, temperature, what is spent, how records are kept apart."""
 
 import io
-import re
 from contextlib import redirect_stderr
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -74,47 +72,3 @@ def test_what_takes_long_shows_how_far_it_is(monkeypatch):
     with redirect_stderr(terminal):
         target.sample(x, y)
     assert "drawing one posterior sample" in terminal.getvalue()
-
-
-def printed_terms():
-    """Names of numbers, and what stands before the numbers of a summary and a plan."""
-    engine, _, optimizer, loader = run()
-    kernel = dpb.mcmc.DPHMC(
-        lambda x: None,
-        step_size=0.1,
-        num_steps=3,
-        log_ratio_slope=1.0,
-        max_grad_norm=1.0,
-        ratio_noise_multiplier=7.0,
-        grad_noise_multiplier=7.0,
-        accountant=dpb.PrivacyAccountant(2.0, 1e-5),
-    )
-    draw = dpb.ops.OnePosteriorSample(MODEL, epsilon=1.0, delta=1e-5)
-    for thing in (engine, optimizer, kernel, draw):
-        yield from re.findall(r"(\w+)=", repr(thing))
-    yield from re.findall(r"(\w+)=", repr(engine.accountant))
-    yield from re.findall(r"^  ([a-z ]+?)  ", engine.accountant.summary(), re.MULTILINE)
-    plan = engine.plan(
-        module=nn.Linear(4, 3),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.5),
-        data_loader=DataLoader(loader.dataset, 20),
-        max_grad_norm=1.0,
-        target_epsilon=3.0,
-        target_delta=1e-5,
-        epochs=1,
-    )
-    yield from re.findall(r"^([a-z ]+?)  ", str(plan), re.MULTILINE)
-    yield from ("z_L", "z_min", "floor", "sampling rate", "free", "filter", "rho")
-    yield from ("adaptive", "by construction", "vouched for by the user", "R̂", "label")
-
-
-@pytest.mark.thorough
-def test_every_term_that_is_printed_is_in_the_glossary():
-    page = (Path(__file__).parents[1] / "docs/concepts.md").read_text()
-    text = " ".join(page.lower().split())
-    missing = {
-        term
-        for term in printed_terms()
-        if term.lower() not in text and term.lower().replace("_", " ") not in text
-    }
-    assert not missing, sorted(missing)
