@@ -38,16 +38,7 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import MCMC
 from pyro.ops.stats import split_gelman_rubin
-from reproduction import (
-    Panel,
-    Row,
-    columns,
-    digest,
-    finish,
-    grouped,
-    having,
-    parser_of,
-)
+from reproduction import Panel, Row, columns, digest, finish, grouped, having, parser_of
 from torch import Tensor, nn
 
 import torch_dpbayes as dpb
@@ -300,11 +291,7 @@ def iterations(model: str, algorithm: str, epsilon: float, reuse: bool = True) -
     """Of each chain, that ε affords; "as published" by their accounting. ``reuse``: of
     DP-HMC's gradients.
     """
-    target: Row = {
-        "target_epsilon": epsilon,
-        "target_delta": DELTA,
-        "neighboring": "replace_one",
-    }
+    target: Row = {"target_epsilon": epsilon, "target_delta": DELTA, "neighboring": "replace_one"}
     settings = SETTINGS[model]
     if algorithm == PENALTY:
         multiplier = settings.penalty["noise_multiplier"]
@@ -461,10 +448,7 @@ def half_the_variance(theirs: bool, steps: int) -> Row:
     return {"variance ratio": statistics.fmean(squares), "exact": temperature / (1 - lr / 2)}
 
 
-FIGURES: dict[str, Any] = {
-    "1": figure_1,
-    "variance": half_the_variance,
-}
+FIGURES: dict[str, Any] = {"1": figure_1, "variance": half_the_variance}
 
 
 def run(figure: str, settings: str, **arguments: Any) -> Row:
