@@ -191,6 +191,16 @@ def test_a_failed_save_leaves_the_older_file_alone(tmp_path):
     assert os.listdir(tmp_path) == ["samples.pt"] and path.read_bytes() == content
 
 
+class Runs:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
 def test_wrong_files(tmp_path):
     path = tmp_path / "file"
     with pytest.raises(FileNotFoundError):
@@ -198,12 +208,13 @@ def test_wrong_files(tmp_path):
     samples, _ = walked(nn.Linear(2, 2))
     samples.save(path)
     whole, content = path.read_bytes(), torch.load(path, weights_only=True)
-    # a pickle of the object, which weights_only refuses to run, other contents, broken bytes
-    for other in (samples, [1, 2], {"weight": torch.zeros(2)}, {**content, "format": "another"}):
+    other_format = {**content, "format": "another"}
+    for other in (Runs(tmp_path / "ran"), [1, 2], {"weight": torch.zeros(2)}, other_format):
         torch.save(other, path)
         with pytest.raises(dpb.DPBayesError) as caught:
             PosteriorSamples.load(path)
         assert caught.value.code == "checkpoint"
+    assert not (tmp_path / "ran").exists()
     for bytes_ in (b"", b"some text", b"\x80\x02}q\x00.", whole[: len(whole) // 2]):
         path.write_bytes(bytes_)
         with pytest.raises(dpb.DPBayesError) as caught:
