@@ -114,8 +114,9 @@ def average(points: Iterable[Tensor]) -> Tensor:
     first = next(found)
     total = first.to(torch.promote_types(first.dtype, torch.float64))
     count = 1
-    for count, point in enumerate(found, 2):
+    for point in found:
         total = total + point
+        count += 1
     is_number = first.is_floating_point() or first.is_complex()
     return (total / count).to(first.dtype if is_number else torch.get_default_dtype())
 
