@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 from scipy.stats import kstest, norm, poisson
+from support.children import in_child
 
+import torch_dpbayes as dpb
 from torch_dpbayes import noise
 from torch_dpbayes.noise import GaussianNoise, add_gaussian, fresh_generator
 
@@ -27,13 +29,12 @@ def test_noise_is_gaussian_of_the_stated_size(dtype, size):
         add_gaussian(target, 3.0, 7.0, stream)
         draws.append(target.double().clone())
     assert kstest(torch.cat(draws).numpy(), norm(5 / 7, 3 / 7).cdf).pvalue > 1e-6 / 8
-    draws = torch.cat(
-        [
-            GaussianNoise().standard_normal(size, dtype=dtype, device=torch.device("cpu"))
-            for _ in range(-(-20_000 // size))
-        ]
-    )
-    assert draws.dtype == dtype and kstest(draws.double().numpy(), "norm").pvalue > 1e-6 / 8
+
+
+def test_pieces_of_a_long_vector_have_noise_of_their_own():
+    target = torch.zeros(2**18, dtype=torch.float64)
+    add_gaussian(target, 1.0, 1.0, fresh_generator())
+    assert len(target.unique()) == len(target)
 
 
 @pytest.mark.chance(1e-6)
@@ -81,17 +82,70 @@ def test_single_precision_noise_goes_beyond_24_bits():
     assert poisson.ppf(1e-6, expected) <= beyond <= poisson.isf(1e-6, expected)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda noise: pickle.loads(pickle.dumps(noise))], ids=["deep", "file"]
+# -- no noise is drawn twice -----------------------------------------------------------------------
+
+draw = partial(
+    GaussianNoise.standard_normal, size=5, dtype=torch.float64, device=torch.device("cpu")
 )
-@pytest.mark.parametrize("seeded", [False, True])
-def test_a_copy_draws_its_own_noise(copied, seeded):
-    original = GaussianNoise(torch.Generator().manual_seed(torch.seed()) if seeded else None)
-    draw = partial(
-        GaussianNoise.standard_normal, size=5, dtype=torch.float64, device=torch.device("cpu")
-    )
+
+
+def seeded(seed=None):
+    return torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("generator", [seeded, lambda: None])
+def test_a_copy_draws_its_own_noise(copied, generator):
+    original = GaussianNoise(generator())
     draw(original)
-    assert not torch.equal(draw(copied(original)), draw(original))
+    again = copied(original)
+    assert again.generator is None and not torch.equal(draw(again), draw(original))
+
+
+def test_a_position_of_a_callers_generator_is_used_once():
+    """Of a seed torch uses 32 bits, so that two of them are one stream."""
+    seed = torch.seed() % 2**32
+    draw(GaussianNoise(seeded(seed)))
+    late = GaussianNoise(seeded(seed + 1))
+    draw(GaussianNoise(seeded(seed + 1)))
+    for refused in (lambda: GaussianNoise(seeded(seed + 2**32)), lambda: draw(late)):
+        with pytest.raises(dpb.DPBayesError) as caught:
+            refused()
+        assert caught.value.code == "noise-repeats"
+
+
+def test_equal_generators_give_equal_noise_only_to_equal_releases(monkeypatch):
+    seed, found = torch.seed(), []
+    for hides in (["a", torch.ones(2)], ["a", torch.ones(2)], ["a", torch.zeros(2)], ["b"]):
+        monkeypatch.setattr(noise, "_used_positions", set())  # as in a process of its own
+        found.append(draw(GaussianNoise(seeded(seed)), hides=hides))
+    assert torch.equal(found[0], found[1])
+    assert len({tuple(vector.tolist()) for vector in found}) == 3
+
+
+def test_fresh_generators_have_more_than_a_seeds_entropy():
+    one = fresh_generator()
+    assert not torch.equal(one.get_state(), seeded(one.initial_seed()).get_state())
+
+
+def test_a_forked_process_draws_noise_of_its_own():
+    own, callers = GaussianNoise(), GaussianNoise(seeded())
+    draw(own)
+
+    def work():
+        try:
+            draw(callers)
+        except dpb.DPBayesError as error:
+            return error.code, draw(own).tolist()
+
+    code, theirs = in_child(work)
+    assert code == "forked" and theirs != draw(own).tolist()
+
+
+def test_a_clip_bound_whose_sums_floats_cannot_hold_is_refused():
+    for bound in (1e200, 1e-200, math.inf, True):
+        with pytest.raises(dpb.DPBayesError):
+            noise.check_clip_bound("max_grad_norm", bound, "")
 
 
 @pytest.mark.chance(1e-3, looks=3)

@@ -501,62 +501,6 @@ def priced(number: int) -> Values:
     return found
 
 
-def admitted(number: int, *, adaptive: bool = False, path: str | None = None) -> Values:
-    """How many releases of a random course of a run a budget lets through, and what is left."""
-    found: Values = {}
-    for relation in RELATIONS:
-        for method in ("pld", "rdp"):
-            random = np.random.default_rng(number)
-            budget, key = float(random.uniform(0.5, 8.0)), f"{relation} {method}"
-            place = None if path is None else Path(path) / f"{relation} {method} {number}.db"
-            options = {"method": method, "neighboring": relation, "path": place}
-            accountant = dpb.PrivacyAccountant(budget, DELTA, **options)
-            rate, noise = float(random.uniform(0.01, 0.2)), float(random.uniform(0.7, 3.0))
-            fall = float(random.choice([1.0, 0.99]))
-            other = events.GaussianDpEvent(float(random.uniform(20, 80)))
-            event = events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(noise))
-            left, refused = [], 0
-            try:
-                for step in range(24):
-                    event = events.PoissonSampledDpEvent(
-                        rate, events.GaussianDpEvent(noise * fall**step)
-                    )
-                    accountant.compose(event, 3, label="steps", adaptive=adaptive)
-                    if step % 12 == 0:
-                        accountant.compose(other, label="looks", adaptive=adaptive)
-                        left.append(accountant.remaining(event))
-                accountant.compose(event, 10**6, adaptive=adaptive)
-            except dpb.PrivacyBudgetExceeded:
-                refused = 1
-            found[f"{key} left"] = repr((left, accountant.remaining(event), refused))
-            found[f"{key} fits"] = len(accountant)
-            found[f"{key} guarantee"] = accountant.guarantee
-            found |= {f"{key} {k}": v for k, v in charges(accountant).items()}
-    return found
-
-
-def admitted_in_ledgers(number: int, adaptive: bool) -> Values:
-    with tempfile.TemporaryDirectory() as folder:
-        return admitted(number, adaptive=adaptive, path=folder)
-
-
-def calibrated() -> Values:
-    found: Values = {}
-    history = [(events.GaussianDpEvent(40.0), 2)]
-    for relation in RELATIONS:
-        for epsilon, rate, steps in ((0.3, 0.01, 1000), (1.0, 0.05, 200), (8.0, 1.0, 30)):
-            target: Values = {"target_epsilon": epsilon, "target_delta": DELTA}
-            target |= {"sample_rate": rate, "neighboring": relation}
-            key = f"{relation} {epsilon}"
-            noise = dpb.get_noise_multiplier(steps=steps, **target)
-            found[f"noise {key}"] = noise
-            found[f"noise after {key}"] = dpb.get_noise_multiplier(
-                steps=steps, **target, history=history if epsilon > 0.5 else []
-            )
-            found[f"steps {key}"] = dpb.get_num_steps(noise_multiplier=noise * 1.1, **target)
-    return found
-
-
 # --- all of them ----------------------------------------------------------------------------------
 
 
@@ -636,12 +580,6 @@ def _cases() -> dict[str, Case]:
     for sampler in ("DPSGLD", "DPSGNHT"):
         add(f"hybrid: {sampler}", hybrid, sampler)
 
-    for number in range(4):
-        add(f"budget: {number}", admitted, number)
-    for number in range(2):
-        add(f"budget: {number}, adaptive", admitted, number, adaptive=True)
-        add(f"ledger: {number}", admitted_in_ledgers, number, adaptive=number % 2 == 1)
-    add("calibration", calibrated)
     for number in range(HISTORIES):
         add(f"history: {number}", priced, number)
     return made

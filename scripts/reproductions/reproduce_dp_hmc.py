@@ -12,7 +12,6 @@ the true parameter, as the paper did: those runs are *not private*.
 * Figure 1: maximum mean discrepancy (MMD) to the posterior and error of the mean against ε. A run
   at one ε begins like the run at a larger one, so each repeat makes the longest, and is evaluated
   where each budget ends: within a repeat the points are correlated.
-* Figure 3: the cost of clipping log-likelihood ratios, without noise (not private).
 * What their accounting and their DP-SGLD get wrong: see ``accounting`` and ``half_the_variance``.
 
 MMD is theirs: Gaussian kernel, its width the median distance between draws and truth, √|unbiased
@@ -39,16 +38,7 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import MCMC
 from pyro.ops.stats import split_gelman_rubin
-from reproduction import (
-    Panel,
-    Row,
-    columns,
-    digest,
-    finish,
-    grouped,
-    having,
-    parser_of,
-)
+from reproduction import Panel, Row, columns, digest, finish, grouped, having, parser_of
 from torch import Tensor, nn
 
 import torch_dpbayes as dpb
@@ -73,10 +63,6 @@ OFFSETS = {
     "Gaussian": (1.137, 0.059, 0.574, 0.948, -1.227, -0.337, 0.069, -0.084, 1.147, -0.754),
 }
 EPSILONS = (2.0, 4.0, 8.0, 15.0)
-RATIO_SLOPES = {
-    "banana": (0.01, 0.025, 0.05, 0.1, 0.2, 1.0),
-    "Gaussian": (0.2, 1.0, 5.0, 10.0, 20.0, 50.0),
-}
 
 
 @dataclass(frozen=True)
@@ -85,8 +71,6 @@ class Settings:
 
     penalty: dict[str, float]
     hmc: dict[str, Any]
-    clip_hmc: dict[str, Any]  # of Figure 3, and the number of iterations there
-    clip_penalty: dict[str, float]
     sgld: tuple[float, float]  # their η, and the clip norm
     sgnht: tuple[float, float, float]  # their η, A, and the clip norm
 
@@ -106,8 +90,6 @@ SETTINGS = {
             "ratio_noise_multiplier": noise(0.10),
             "grad_noise_multiplier": noise(0.55),
         },
-        clip_hmc={"step_size": 0.01, "num_steps": 50, "max_grad_norm": 10.0, "iterations": 200},
-        clip_penalty={"proposal_scale": 0.3, "iterations": 5000},
         sgld=(1.0, 0.2),
         sgnht=(100.0, 50.0, 0.2),
     ),
@@ -121,8 +103,6 @@ SETTINGS = {
             "ratio_noise_multiplier": noise(0.1),
             "grad_noise_multiplier": noise(0.25),
         },
-        clip_hmc={"step_size": 0.0005, "num_steps": 12, "max_grad_norm": 100.0, "iterations": 600},
-        clip_penalty={"proposal_scale": 0.0007, "iterations": 8000},
         sgld=(0.008, 15.0),
         sgnht=(0.2, 30.0, 12.0),
     ),
@@ -228,13 +208,13 @@ class Problem:
 
 
 def make_kernel(
-    problem: Problem, algorithm: str, accountant: dpb.PrivacyAccountant, **changes: float
+    problem: Problem, algorithm: str, accountant: dpb.PrivacyAccountant
 ) -> PrivateKernel:
     """Their settings, in units of a row: it weighs ``weight`` records, so its clip bounds are
     as much larger, and the noise stays what it is.
     """
     theirs = SETTINGS[problem.name]
-    settings = dict(theirs.hmc if algorithm == HMC else theirs.penalty) | changes
+    settings = dict(theirs.hmc if algorithm == HMC else theirs.penalty)
     for name in settings:
         if name in ("log_ratio_slope", "max_grad_norm"):
             settings[name] *= problem.weight
@@ -311,11 +291,7 @@ def iterations(model: str, algorithm: str, epsilon: float, reuse: bool = True) -
     """Of each chain, that ε affords; "as published" by their accounting. ``reuse``: of
     DP-HMC's gradients.
     """
-    target: Row = {
-        "target_epsilon": epsilon,
-        "target_delta": DELTA,
-        "neighboring": "replace_one",
-    }
+    target: Row = {"target_epsilon": epsilon, "target_delta": DELTA, "neighboring": "replace_one"}
     settings = SETTINGS[model]
     if algorithm == PENALTY:
         multiplier = settings.penalty["noise_multiplier"]
@@ -397,30 +373,11 @@ def measured(problem: Problem, chains: Tensor) -> dict[str, float]:
     }
 
 
-def clipped_share(problem: Problem, slope: float, chains: Tensor) -> float:
-    """Of the log-likelihood ratios along the moves of chains (chains, iterations, d); for the
-    figure, never released.
-    """
-    start, end = (part.flatten(0, 1) for part in (chains[:, :-1], chains[:, 1:]))
-    (moved,) = torch.where((start != end).any(1))
-    if not len(moved):
-        return math.nan
-    pick = moved[torch.linspace(0, len(moved) - 1, min(100, len(moved))).long()]
-    shares = []
-    for a, b in zip(start[pick], end[pick], strict=True):
-        before, after = (
-            ((problem.straight(theta) - problem.data).square() / problem.variances).sum(1) / 2
-            for theta in (a, b)
-        )
-        shares.append(float(((before - after).abs() > slope * (b - a).norm()).double().mean()))
-    return statistics.fmean(shares)
-
-
 # -- the runs --------------------------------------------------------------------------------------
 
 
 def kernel_chains(
-    problem: Problem, algorithm: str, starts: Sequence[Tensor], iterations: int, **changes: float
+    problem: Problem, algorithm: str, starts: Sequence[Tensor], iterations: int
 ) -> tuple[Tensor, float]:
     """Chains (chains, iterations, d) by Pyro's own runner, and their rate of noisy acceptances."""
     # the accountant counts rows, not the records in them: what it holds is not ε
@@ -430,7 +387,7 @@ def kernel_chains(
     for start in starts:
         initial = {name: value.to(dtype) for name, value in problem.by_site(start).items()}
         mcmc = MCMC(
-            make_kernel(problem, algorithm, accountant, **changes),
+            make_kernel(problem, algorithm, accountant),
             num_samples=iterations,
             warmup_steps=0,
             initial_params=initial,
@@ -466,22 +423,6 @@ def figure_1(
     return {"rows": rows}
 
 
-def figure_3(
-    model: str, algorithm: str, slope: float, iterations: int, repeat: int, records: int
-) -> Row:
-    """Clipped ratios without noise: four chains from around the truth. Not private."""
-    problem, settings = Problem(model, repeat, records), SETTINGS[model]
-    changes = dict(settings.clip_hmc if algorithm == HMC else settings.clip_penalty)
-    del changes["iterations"]
-    changes["log_ratio_slope"] = slope
-    noises = ("ratio_noise_multiplier", "grad_noise_multiplier")
-    changes |= dict.fromkeys(noises if algorithm == HMC else ("noise_multiplier",), 0.0)
-    first = [problem.start("truth") for _ in range(CHAINS)]
-    chains, rate = kernel_chains(problem, algorithm, first, iterations, **changes)
-    share = clipped_share(problem, slope, chains)
-    return {**measured(problem, chains), "clipped": share, "acceptance": rate}
-
-
 def half_the_variance(theirs: bool, steps: int) -> Row:
     """Stationary variance / target of DP-SGLD on 1000 independent unit Gaussians, full
     batches, nothing clipped; exactly T/(1 − η/2).
@@ -507,11 +448,7 @@ def half_the_variance(theirs: bool, steps: int) -> Row:
     return {"variance ratio": statistics.fmean(squares), "exact": temperature / (1 - lr / 2)}
 
 
-FIGURES: dict[str, Any] = {
-    "1": figure_1,
-    "3": figure_3,
-    "variance": half_the_variance,
-}
+FIGURES: dict[str, Any] = {"1": figure_1, "variance": half_the_variance}
 
 
 def run(figure: str, settings: str, **arguments: Any) -> Row:
@@ -527,13 +464,6 @@ def jobs(
     found: list[Row] = [
         {"figure": "variance", "theirs": theirs, "steps": 1500} for theirs in (True, False)
     ]
-    for model in ("Gaussian",) if quick else SETTINGS:
-        for slope, algorithm in product(RATIO_SLOPES[model][:: 3 if quick else 1], (HMC, PENALTY)):
-            theirs = SETTINGS[model]
-            settings = theirs.clip_hmc if algorithm == HMC else theirs.clip_penalty
-            length = int(settings["iterations"] / (10 if quick else 1))
-            job = {"figure": "3", "model": model, "algorithm": algorithm, "slope": slope}
-            found.append(job | {"iterations": length, "repeat": 0, "records": records})
     some = (HMC, PENALTY, THEIR_SGLD) if quick else ALGORITHMS
     for repeat, algorithm, model in product(range(repeats), some, SETTINGS):
         job = {"figure": "1", "model": model, "algorithm": algorithm, "starts": starts}
@@ -566,7 +496,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def panels(rows: list[Row]) -> list[Panel]:
-    """MMD and error of the mean against ε, and what clipping costs."""
+    """MMD and error of the mean against ε."""
     found, medians = [], summary(rows)
     for model, measure in product(SETTINGS, ("MMD", "mean error")):
         lines = {
@@ -574,12 +504,7 @@ def panels(rows: list[Row]) -> list[Panel]:
             for (algorithm,), some in grouped(having(medians, model=model), "algorithm").items()
         }
         found.append(Panel(f"{model}: median {measure}", "ε, δ = 1e-6, replace one", "", lines))
-    clipping = {}
-    for model, algorithm in product(SETTINGS, (HMC, PENALTY)):
-        some = having(rows, figure="3", model=model, algorithm=algorithm)
-        some.sort(key=lambda row: float(row["clipped"]))
-        clipping[f"{model}, {algorithm}"] = columns(some, "clipped", "MMD")
-    return [*found, Panel("clipped ratios, no noise: MMD", "share clipped", "", clipping, "")]
+    return found
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -597,7 +522,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         found = {
             "Iterations of a chain": accounting(epsilons),
             "Figure 1": summary(rows),
-            **{name: having(rows, figure=name) for name in ("3", "variance")},
+            "variance": having(rows, figure="variance"),
         }
         return {caption: lines for caption, lines in found.items() if lines}
 

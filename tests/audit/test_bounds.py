@@ -18,7 +18,6 @@ from torch_dpbayes.audit.bounds import (
     Guesses,
     LowerBound,
     epsilon_lower_bound,
-    expected_guesses,
     gaussian_inverse,
     gaussian_mu,
     independent_epsilon_lower_bound,
@@ -30,8 +29,6 @@ from torch_dpbayes.audit.bounds import (
 from torch_dpbayes.audit.transcripts import guess
 
 DELTA = 1e-5
-# Of 1,000 repeats at 95 %, 50 bounds may be too high on average; 88 are once in 10⁷ tries.
-ALLOWED = 87
 
 
 def fresh():
@@ -50,11 +47,6 @@ def inverse_of(epsilons, deltas):
 @cache
 def basic(guesses, delta=DELTA):
     return epsilon_lower_bound(guesses, delta)
-
-
-@cache
-def gaussian(guesses):
-    return mu_lower_bound(guesses)
 
 
 def gaussian_guesses(rng, canaries, made, mu):
@@ -141,48 +133,6 @@ def test_bounds_are_sharp(canaries, epsilon, of_basic, of_gaussian):
         made = bound.best_guesses(canaries, epsilon).made
         runs = [gaussian_guesses(rng, canaries, made, mu).correct for _ in range(1000)]
         assert least < bound(Guesses(canaries, made, int(np.median(runs)))) < epsilon
-
-
-def mixed_responses(rng, runs, canaries, probability, epsilon):
-    """Which guesses are right, if randomised response answers for all inclusions with this
-    probability, and else nothing is said.
-    """
-    accuracy = np.where(rng.random((runs, 1)) < probability, special.expit(epsilon), 0.5)
-    return rng.random((runs, canaries)) < accuracy
-
-
-@pytest.mark.chance(2e-7)
-def test_one_run_may_tell_of_all_canaries_or_of_none():
-    """Gaussian differential privacy allows what no product of Gaussians does: with probability 0.16
-    an answer about every canary. The bound for dependent guesses is right about it. The one for
-    independent guesses is wrong far more often than once in twenty.
-    """
-    mu, probability, epsilon, canaries = 1.0, 0.16, 2.0, 400
-    losses = np.linspace(0.0, epsilon, 200)
-    of_mixture = probability * (np.exp(epsilon) - np.exp(losses)) / (1 + np.exp(epsilon))
-    of_gaussian = stats.norm.cdf(mu / 2 - losses / mu)  # Balle and Wang 2018, Theorem 8
-    of_gaussian -= np.exp(losses) * stats.norm.cdf(-mu / 2 - losses / mu)
-    assert all(of_mixture <= of_gaussian)
-    right = mixed_responses(fresh(), 1000, canaries, probability, epsilon).sum(1)
-    guesses = [Guesses(canaries, canaries, int(v)) for v in right]
-    assert sum(gaussian(g) > mu for g in guesses) <= ALLOWED
-    # 160 expected, 97 in all but one of ten million tries
-    assert sum(independent_mu_lower_bound(g) > mu for g in guesses) >= 97
-    assert stats.binom.cdf(96, 1000, 0.16) < 1e-7
-
-
-@pytest.mark.chance(2e-7)
-@pytest.mark.parametrize("mu", [0.5, 1.666])
-def test_independent_guesses_are_bounded_validly_and_sharply(mu):
-    """Half the guesses say "in", so which are right depends on how many canaries are in; and yet no
-    more are right than of independent guesses.
-    """
-    rng, canaries = fresh(), 1000
-    found = [gaussian_guesses(rng, canaries, canaries, mu) for _ in range(1000)]
-    bounds = np.array([independent_mu_lower_bound(guesses) for guesses in found])
-    assert (bounds > mu).sum() <= ALLOWED
-    best = max(gaussian(expected_guesses(canaries, made, mu)) for made in (100, 200, 400, 1000))
-    assert np.median(bounds) > max(0.65 * mu, 1.1 * best)
 
 
 @pytest.mark.parametrize(

@@ -7,39 +7,31 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from drawn import Table, sampled
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import log_softmax, logsumexp
 from scipy.stats import binom, norm
+from support import steps
 from support.examples import examples
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes import PosteriorSamples
 from torch_dpbayes.accounting.calibration import total_multiplier
 from torch_dpbayes.noise import GaussianNoise
-from torch_dpbayes.posterior import PosteriorSamples, calibration
+from torch_dpbayes.posterior import calibration
+from torch_dpbayes.posterior.likelihoods import Categorical
 
-HUGE, N = 1e7, 2000  # an epsilon at which noise is no matter
-
-
-class Outputs(nn.Module):
-    """Returns row x of a table, times its parameter."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.register_buffer("table", table)
-
-    def forward(self, x):
-        return self.scale * self.table[x]
+HUGE = 1e7  # an epsilon at which noise is no matter
+LIKELIHOODS = ["categorical", "bernoulli", "normal"]
 
 
-def problem(likelihood, n=N, seed=0, factor=2.5):
-    """Samples, model and records; the network's numbers are ``factor`` times too large, or its
-    noise too small.
+def problem(likelihood, n=300, seed=0, factor=2.5):
+    """Three samples, the model and records; the network's numbers are ``factor`` times too large,
+    or its noise too small.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = {"categorical": (n, 4), "bernoulli": (n,), "normal": (n, 2)}[likelihood]
@@ -53,22 +45,17 @@ def problem(likelihood, n=N, seed=0, factor=2.5):
     else:
         noise = torch.randn(n, generator=generator, dtype=torch.float64)
         y = table[:, 0] + factor * (table[:, 1] / 2).exp() * noise
-    samples, model = collected(likelihood, table)
-    return samples, model, TensorDataset(torch.arange(n), y)
+    samples, model, x = thrice(table, likelihood)
+    return samples, model, TensorDataset(x, y)
 
 
-def collected(likelihood, table):
-    samples, model = PosteriorSamples(likelihood, burn_in=0), Outputs(table)
-    for scale in (0.9, 1.0, 1.1):
-        with torch.no_grad():
-            model.scale.fill_(scale)
-        samples.collect(model)
-    return samples, model
+def thrice(table, *likelihood):
+    return sampled([0.9 * table, table, 1.1 * table], *likelihood)
 
 
-def accountant(relation="add_or_remove_one", epsilon=None):
+def accountant(epsilon=None, relation="add_or_remove_one", **options):
     delta = None if epsilon is None else 1e-5
-    return dpb.PrivacyAccountant(epsilon, delta, neighboring=relation)
+    return dpb.PrivacyAccountant(epsilon, delta, neighboring=relation, **options)
 
 
 def calibrated(samples, model, records, epsilon=HUGE, **options):
@@ -76,9 +63,9 @@ def calibrated(samples, model, records, epsilon=HUGE, **options):
     return samples.calibrate(model, DataLoader(records, batch_size=100), epsilon, 1e-5, **options)
 
 
-def average(samples, model, likelihood):
+def average(samples, model, x, likelihood):
     """log p of each class, averaged over the samples by numpy."""
-    outputs = samples.outputs(model, torch.arange(len(model.table))).numpy()
+    outputs = samples.outputs(model, x).numpy()
     if likelihood == "bernoulli":
         outputs = np.stack([np.zeros_like(outputs), outputs], -1)
     return logsumexp(log_softmax(outputs, -1), 0) - math.log(len(samples))
@@ -87,52 +74,47 @@ def average(samples, model, likelihood):
 # -- the estimate ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_without_noise_it_is_the_root_of_the_bounded_scores(likelihood):
-    """By scipy, from the equation: the clipped slope of log p less what the prediction expects."""
+    """By scipy, from the equation: of classes the clipped slope of log p less what the prediction
+    expects; the probability integral transform of a normal mixture has variance 1/12.
+    """
     samples, model, records = problem(likelihood, 20_000)  # which outweigh the prior
-    log_p, y = average(samples, model, likelihood), records.tensors[1].long().numpy()
+    x, y = records.tensors
 
-    def total(t):
+    def of_classes(t):
+        log_p = average(samples, model, x, likelihood)
         p = np.exp(log_softmax(log_p / math.exp(t), -1))
         slope = (p * log_p).sum(-1, keepdims=True) - log_p
         clipped = np.clip(slope / math.exp(t), -0.5, 0.5)
-        return (np.take_along_axis(clipped, y[:, None], -1)[:, 0] - (p * clipped).sum(-1)).sum()
+        chosen = np.take_along_axis(clipped, y.long().numpy()[:, None], -1)[:, 0]
+        return (chosen - (p * clipped).sum(-1)).sum()
 
+    def of_a_mixture(t):
+        outputs = samples.outputs(model, x).numpy()
+        inside = norm.cdf(y.numpy(), outputs[..., 0], np.exp(outputs[..., 1] / 2 + t)).mean(0)
+        return np.square(inside - 0.5).mean() - 1 / 12
+
+    total, unit = (of_a_mixture, 2) if likelihood == "normal" else (of_classes, 1)
     found = calibrated(samples, model, records)
     # five steps on a grid of spacing .005
-    assert math.log(found) == pytest.approx(brentq(total, -2, 2), abs=0.01)
-    assert found == samples.temperature == pytest.approx(2.5, rel=0.15)
+    assert math.log(found) / unit == pytest.approx(brentq(total, -2, 2), abs=0.01)
+    assert found == samples.temperature
+    assert found ** (1 / unit) == pytest.approx(2.5, rel=0.15)
 
 
-def test_of_normal_targets_it_is_the_factor_of_the_variance():
-    """The probability integral transform of the mixture has variance 1/12 there."""
-    samples, model, records = problem("normal", 20_000)
-    outputs = samples.outputs(model, records.tensors[0]).numpy()
-    y = records.tensors[1].numpy()
-
-    def excess(t):
-        std = np.exp(outputs[..., 1] / 2 + t)
-        return (norm.cdf(y, outputs[..., 0], std).mean(0) - 0.5).__pow__(2).mean() - 1 / 12
-
-    found = calibrated(samples, model, records)
-    assert math.log(found) / 2 == pytest.approx(brentq(excess, -2, 2), abs=0.01)
-    assert math.sqrt(found) == pytest.approx(2.5, rel=0.15)
-    alone = PosteriorSamples("normal", burn_in=0, noise_std=2.0)  # means and a scale of its own
-    x = torch.zeros(N, dtype=torch.long)
-    net = Outputs(torch.zeros(1, dtype=torch.float64))
-    alone.collect(net)
-    targets = torch.as_tensor(norm.ppf((np.arange(N) + 0.5) / N, scale=3.0))
-    assert calibrated(alone, net, TensorDataset(x, targets)) == pytest.approx(2.25, rel=0.02)
+def test_of_means_with_a_noise_it_is_the_factor_of_its_variance():
+    samples, model, x = sampled(np.zeros((2, 2000)), "normal", noise_std=2.0)
+    y = torch.as_tensor(norm.ppf((np.arange(2000) + 0.5) / 2000, scale=3.0))
+    assert calibrated(samples, model, TensorDataset(x, y)) == pytest.approx(2.25, rel=0.02)
 
 
 @given(st.floats(-1, 1), st.floats(4, 6))
 def test_the_posterior_of_a_curve_of_the_assumed_shape(t, log10_count):
     """S(t') = J (1 − e^{2(t' − t)})/2 with little noise has the mean t."""
-    count = 10**log10_count
 
     def score(at):
-        return count * (1 - math.exp(2 * (at - t))) / 2
+        return 10**log10_count * (1 - math.exp(2 * (at - t))) / 2
 
     assert calibration.estimate(score, 1e-3)[0] == pytest.approx(t, abs=0.03)
 
@@ -161,10 +143,10 @@ def test_how_often_noise_is_said_to_leave_it_undetermined():
 
 
 def test_a_warning_says_so_and_no_bar_tells_the_number_of_records(monkeypatch):
-    samples, model, records = problem("categorical", 300)
+    samples, model, records = problem("categorical")
     bars = []
     monkeypatch.setattr("torch_dpbayes.words.tqdm", lambda steps, *_, **__: bars.append(1) or steps)
-    with pytest.warns(UserWarning, match="leaves the temperature undetermined: log T ="):
+    with pytest.warns(UserWarning):
         calibrated(samples, model, records, 0.01)
     assert not bars
     samples.predict(model, records.tensors[0])
@@ -185,8 +167,8 @@ def test_the_noise_that_is_added_is_charged(relation, monkeypatch):
         "standard_normal",
         lambda self, size, *, dtype, device, hides=(): torch.ones(size, dtype=dtype),
     )
-    samples, model, records = problem("categorical", 300)
-    held, stds, released = accountant(relation, 2.0), [], calibration._released
+    samples, model, records = problem("categorical")
+    held, stds, released = accountant(2.0, relation), [], calibration._released
 
     def spy(total, multiplier, noise):
         value = released(total, multiplier, noise)
@@ -202,56 +184,80 @@ def test_the_noise_that_is_added_is_charged(relation, monkeypatch):
     assert held.get_epsilon(1e-5) == pytest.approx(1.0, rel=2e-3)
 
 
+def scores_of(samples, model, *records):
+    """The function whose noisy values are released."""
+    held = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            calibration, "estimate", lambda score, total: held.append(score) or (0.0, 0.0)
+        )
+        calibrated(samples, model, TensorDataset(*records))
+    return held[0]
+
+
 @examples(30)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["categorical", "bernoulli", "normal"]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from(LIKELIHOODS))
 def test_a_record_moves_the_sum_by_at_most_one(seed, likelihood):
     """Whatever its label and outputs are, at every temperature; a broken one by nothing."""
     _, model, records = problem(likelihood, 20, seed % 1000)
     draw = np.random.default_rng(seed)
     x, y = records.tensors
     size = 10.0 ** draw.uniform(-3, 8)
-    table = model.table.clone()
+    table = model.output.detach() / 1.1
     table[0] = torch.as_tensor(size * draw.normal(size=table[0].shape))
     y[0] = {"categorical": draw.integers(4), "bernoulli": draw.integers(2)}.get(
         likelihood, size * draw.normal()
     )
 
     def sums(values, labels, table=table):
-        seen = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                calibration, "estimate", lambda score, total: seen.append(score) or (0.0, 0.0)
-            )
-            calibrated(*collected(likelihood, table), TensorDataset(values, labels))
-        return np.array([seen[0](t) for t in (-2.0, -0.5, 0.0, 0.7, 2.0)])
+        score = scores_of(*thrice(table, likelihood)[:2], values, labels)
+        return np.array([score(t) for t in (-2.0, -0.5, 0.0, 0.7, 2.0)])
 
     assert np.abs(sums(x, y) - sums(x[1:], y[1:])).max() <= 1 + 1e-9
-    broken = table.clone()
-    broken[0] = draw.choice([math.nan, math.inf])
-    for own, label in ((broken, y[0]), (table, {"normal": math.nan}.get(likelihood, 17))):
-        labels = y.clone()
-        labels[0] = label
-        difference = sums(x, labels, own) - sums(x[1:], y[1:])
-        if bool(torch.isinf(own).any()):
-            assert np.abs(difference).max() <= 1 + 1e-9
-        else:
-            assert np.abs(difference).max() < 1e-9
+    labels = y.clone()
+    labels[0] = {"normal": math.nan}.get(likelihood, 17)
+    assert np.abs(sums(x, labels) - sums(x[1:], y[1:])).max() < 1e-9
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_output_that_is_not_finite_is_one_records(likelihood, value):
+    """Nothing is raised, either. ``collect`` refuses such parameters: a model computes them."""
+
+    class Breaks(Table):
+        def forward(self, x):
+            output = super().forward(x)
+            if output.dim() == 1:
+                return torch.where(x == 0, value, output)
+            is_last = torch.arange(output.shape[1]) == output.shape[1] - 1
+            return torch.where((x == 0)[:, None] & is_last, value, output)
+
+    samples, model, records = problem(likelihood, 20)
+    breaks, (x, y) = Breaks(model.output.detach()), records.tensors
+    whole, other = scores_of(samples, breaks, x, y), scores_of(samples, breaks, x[1:], y[1:])
+    for t in (-2.0, 0.0, 0.7):
+        assert abs(whole(t) - other(t)) <= (1e-9 if math.isnan(value) else 1 + 1e-9)
+
+
+def test_whatever_a_likelihood_says_of_a_record_its_score_is_at_most_one():
+    class Any(Categorical):
+        def scores(self, compact, y, t):
+            return torch.tensor([7.0, -math.inf, math.nan, 0.5])
+
+    score = calibration.score_of(Any(), torch.zeros(4, 3), torch.zeros(4))
+    assert score(0.0) == 1 - 1 + 0 + 0.5
 
 
 def test_a_model_that_mixes_records_is_run_for_each_alone():
-    class Mixing(Outputs):
+    class Mixing(Table):
         def forward(self, x):
             return super().forward(x) * (1 if len(x) % 2 else -1)
 
     samples, model, records = problem("categorical", 50)
-    mixing, held = Mixing(model.table), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            calibration, "estimate", lambda score, total: held.append(score) or (0.0, 0.0)
-        )
-        for count in (50, 49):
-            calibrated(samples, mixing, TensorDataset(*(t[:count] for t in records.tensors)))
-    assert abs(held[0](0.3) - held[1](0.3)) <= 1
+    x, y = records.tensors
+    mixing = Mixing(model.output.detach())
+    found = [scores_of(samples, mixing, x[:n], y[:n])(0.3) for n in (50, 49)]
+    assert abs(found[0] - found[1]) <= 1
 
 
 class Keeps(nn.Module):
@@ -286,159 +292,105 @@ def test_a_model_that_passes_records_on_is_refused(how):
     kind = WithTexts if how == "texts" else TensorDataset
     data = kind(torch.randn(60, 2), torch.randint(3, (60,)))
     with pytest.raises(dpb.DPBayesError) as caught:
-        samples.calibrate(model, DataLoader(data), accountant=dpb.PrivacyAccountant(1.0, 1e-5))
+        samples.calibrate(model, DataLoader(data), accountant=accountant(1.0))
     assert caught.value.code in ("samples", "model-map") and samples.temperature == 1
 
 
 def test_an_error_that_a_record_causes_is_charged_and_does_not_show_it():
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(10, 3)
-
-        def forward(self, x):
-            return self.table(x)
-
-    model, samples = Reads(), PosteriorSamples("categorical", burn_in=0)
-    samples.collect(model)
-    tokens = torch.zeros(60, dtype=torch.long)
-    tokens[7] = 4711
-    accountant = dpb.PrivacyAccountant(1.0, 1e-5)
-    loader = DataLoader(TensorDataset(tokens, torch.randint(3, (60,))))
+    """Of indexing, whose error names the index."""
+    samples, model, x = sampled(torch.zeros(2, 10, 3), "categorical")
+    with pytest.raises(IndexError, match="4711"):
+        model(x + 4711)
+    held = accountant(1.0)
+    records = TensorDataset(torch.full((60,), 4711), torch.randint(3, (60,)))
     with pytest.raises(dpb.DPBayesError) as caught:
-        samples.calibrate(model, loader, accountant=accountant)
-    assert "4711" not in str(caught.value) and len(accountant)
+        calibrated(samples, model, records, 1.0, accountant=held)
+    assert "4711" not in str(caught.value) and len(held)
 
 
-def test_another_accountant_than_the_runs_is_refused():
-    net = nn.Linear(2, 3)
-    data = DataLoader(TensorDataset(torch.randn(60, 2), torch.randint(3, (60,))), 20)
-    engine = dpb.PrivacyEngine()
-    net, optimizer, loader = engine.make_private(
-        module=net,
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=data,
-        noise_multiplier=1.0,
-    )
-    samples = PosteriorSamples("categorical", burn_in=0)
-    for x, y in loader:
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    samples.collect(net)
-    other = dpb.PrivacyAccountant(1.0, 1e-5)
-    with pytest.raises(ValueError, match="another accountant"):
-        samples.calibrate(net, loader, accountant=other)
-    assert not len(other)
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros((), dtype=torch.long), torch.zeros(()))] * 2)
 
 
-def test_what_is_refused_charges_and_changes_nothing():
+X, Y = torch.arange(100), torch.randint(4, (100,))
+BUFFERED = Table(torch.zeros(100, 4))
+BUFFERED.register_buffer("added", torch.zeros(()))
+ONE_NUMBER = sampled(torch.zeros(2, 100), "normal")
+REFUSED = {  # what is given instead, and the code
+    "no accountant": ({"accountant": None}, "argument"),
+    "users": ({"accountant": accountant(1.0, unit="user")}, "argument"),
+    "a buffer that changed": ({"model": BUFFERED}, "model-buffer"),
+    "no targets": ({"data": TensorDataset(X)}, "argument-type"),
+    "two targets": ({"data": TensorDataset(X, Y[:, None].repeat(1, 2))}, "samples"),
+    "no sample": ({"samples": PosteriorSamples("categorical")}, "state"),
+    "means without noise": ({"samples": ONE_NUMBER[0], "model": ONE_NUMBER[1]}, "samples"),
+    "a record twice": ({"data": Subset(TensorDataset(X, Y), [0, 0])}, "loader-repeats"),
+    "a stream": ({"data": Stream()}, "loader-iterable"),
+    "more than the budget": ({"epsilon": 5.0}, "budget-exceeded"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_charges_and_changes_nothing(name):
     samples, model, records = problem("categorical", 100)
-    held = accountant(epsilon=1.0)
-    held.compose(dpb.accounting.events.GaussianDpEvent(total_multiplier(held, None, None)))
-    with pytest.raises(ValueError, match="nothing is left for this run"):
-        calibrated(samples, model, records, 0.5, accountant=held)
-    with pytest.raises(dpb.PrivacyBudgetExceeded, match="epsilon=5 is of everything on it"):
-        calibrated(samples, model, records, 5.0, accountant=held)
-    assert len(held) == 1 and samples.temperature == 1.0
-
-    def refused(message, kind=ValueError, *, data=records, own=samples, net=model, **options):
-        held = accountant(epsilon=1.0)
-        options.setdefault("accountant", held)
-        with pytest.raises(kind, match=message):
-            own.calibrate(net, DataLoader(data, batch_size=10), **options)
-        assert len(held) == 0
-
-    x, y = records.tensors
-    kept = model.table.clone()
-    model.table += 1
-    refused("Buffer 'table' changed since the first collect")
-    model.table.copy_(kept)
-    refused("pass the loader that make_private returned, or accountant=", accountant=None)
-    refused("protects users", accountant=dpb.PrivacyAccountant(1.0, 1e-5, unit="user"))
-    refused("one tensor of targets", TypeError, data=TensorDataset(x))
-    refused("one target a record", data=TensorDataset(x, y[:, None].repeat(1, 2)))
-    refused("There is no posterior sample yet", RuntimeError, own=PosteriorSamples("categorical"))
-    refused("several times", data=torch.utils.data.Subset(records, [0, 0]))
-    mean = PosteriorSamples("normal", burn_in=0)
-    mean.collect(net := Outputs(torch.zeros(100)))
-    refused("this needs the noise too", own=mean, net=net)
-    with pytest.raises(ValueError, match="DataLoader over a map-style data set"):
-        samples.calibrate(model, x, accountant=accountant(epsilon=1.0))
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([(x[0], y[0])] * 2)
-
-    with pytest.raises(ValueError, match="DataLoader over a map-style data set"):
-        samples.calibrate(model, DataLoader(Stream()), accountant=accountant(epsilon=1.0))
+    changed, code = REFUSED[name]
+    given = {"model": model, "data": records, "accountant": accountant(1.0), "samples": samples}
+    given |= changed
+    samples, held = given.pop("samples"), given["accountant"]
+    with pytest.raises(dpb.DPBayesError) as caught:
+        samples.calibrate(loader=DataLoader(given.pop("data"), batch_size=10), **given)
+    assert caught.value.code == code
+    assert (held is None or len(held) == 0) and samples.temperature == 1.0
 
 
 def trained(**options):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(400, 5, generator=generator)
-    y = (x[:, 0] > 0).long() + (x[:, 1] > 1).long()
+    data = TensorDataset(torch.randn(400, 5), torch.randint(3, (400,)))
     engine = dpb.PrivacyEngine()
     net, optimizer, loader = engine.make_private_with_epsilon(
         module=nn.Linear(5, 3),
         optimizer=partial(dpb.optim.DPSGLD, lr=0.5),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=100),
+        data_loader=DataLoader(data, batch_size=100),
         target_epsilon=2.0,
         target_delta=1e-5,
         epochs=3,
         **options,
     )
+    steps.train(net, optimizer, loader, epochs=3)
     samples = PosteriorSamples()
-    for _ in range(3):
-        for inputs, labels in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(net(inputs), labels).backward()
-            optimizer.step()
-            samples.collect(net)
+    samples.collect(net)
     return engine, net, loader, samples
 
 
+@pytest.mark.filterwarnings("ignore:the noise of this calibration leaves:UserWarning")
 def test_a_share_of_the_budget():
-    """The noise of the steps leaves room for it, and it is charged when it is used."""
+    """The noise of the steps leaves room for it, and it is charged when it is used, once."""
     engine, net, loader, samples = trained(calibrate=0.1)
-    before = engine.get_epsilon(1e-5)
-    whole = total_multiplier(accountant(epsilon=2.0), None, None)
-    assert loader.sampler_of_draws.reserved == pytest.approx(whole / math.sqrt(0.1))
+    before, reserved = engine.get_epsilon(1e-5), loader.sampler_of_draws.reserved
+    whole = total_multiplier(accountant(2.0), None, None)
+    assert reserved == pytest.approx(whole / math.sqrt(0.1))
+    with pytest.raises(dpb.DPBayesError):
+        samples.calibrate(net, loader, accountant=(other := accountant(1.0)))
+    assert len(other) == 0 and engine.get_epsilon(1e-5) == before < 1.97
     samples.calibrate(net, loader)
-    assert before < 1.97 < engine.get_epsilon(1e-5) <= 2.0
+    assert 1.97 < engine.get_epsilon(1e-5) <= 2.0
     charged = [charge.event for charge in engine.accountant.history[-5:]]
-    assert charged == calibration.event_of(loader.sampler_of_draws.reserved).events
-    state = [charge.count for charge in engine.accountant.history]
+    assert charged == calibration.event_of(reserved).events
+    counts = [charge.count for charge in engine.accountant.history]
     temperature = samples.temperature
-    with pytest.raises(dpb.PrivacyBudgetExceeded, match="its share, calibrate=, is used up"):
-        samples.calibrate(net, loader)
-    assert [charge.count for charge in engine.accountant.history] == state
-    assert samples.temperature == temperature
-    loader.sampler_of_draws.ranks = object()
-    with pytest.raises(ValueError, match="shared by several ranks"):
-        samples.calibrate(net, loader, epsilon=5.0)
-
-
-def test_without_a_share_nothing_is_left():
-    _, net, loader, samples = trained()
     with pytest.raises(dpb.PrivacyBudgetExceeded):
-        samples.calibrate(net, loader, epsilon=2.5)
-    engine = dpb.PrivacyEngine()
-    call = dict(
-        module=nn.Linear(5, 3),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.5),
-        data_loader=DataLoader(TensorDataset(torch.randn(40, 5), torch.zeros(40)), batch_size=10),
-        target_delta=1e-5,
-        epochs=3,
-    )
-    plan = engine.plan(**call, target_epsilon=1.0, calibrate=0.1)
-    assert plan.epsilon == pytest.approx(1.0, rel=0.01)
-    assert "calibration           reserved: noise multiplier" in str(plan)
+        samples.calibrate(net, loader)
+    loader.sampler_of_draws.ranks = object()
+    with pytest.raises(dpb.DPBayesError):
+        samples.calibrate(net, loader, epsilon=5.0)
+    assert [charge.count for charge in engine.accountant.history] == counts
+    assert samples.temperature == temperature
 
 
 # -- what uses it ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "normal"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_predictions_use_it(likelihood, tmp_path):
     samples, model, records = problem(likelihood, 200)
     x, y = records.tensors
@@ -462,11 +414,10 @@ def test_predictions_use_it(likelihood, tmp_path):
             assert covered == pytest.approx(0.9, abs=0.08)
             assert torch.equal(again.predict(model, x), raw[0])
             continue
-        log_p = log_softmax(average(samples, model, likelihood) / temperature, -1)
+        log_p = log_softmax(average(samples, model, x, likelihood) / temperature, -1)
         chosen = np.take_along_axis(log_p, y.long().numpy()[:, None], -1)[:, 0]
         assert log_likelihood == pytest.approx(chosen)
-        p = again.predict(model, x).numpy()
-        wanted = np.exp(log_p)
+        p, wanted = again.predict(model, x).numpy(), np.exp(log_p)
         assert p == pytest.approx(wanted if likelihood == "categorical" else wanted[:, 1])
         entropies = again.predictive_entropy(model, x).numpy()
         assert entropies == pytest.approx(-(wanted * log_p).sum(-1))

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,18 +83,6 @@ def test_regression_states_its_likelihood(private_bnn, capsys):
         assert 0 < error < 500 and 0 < likelihood < 50 and 0 <= covered <= 100
     assert stated(out, "epsilon") <= 5
     assert Path("diabetes.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.thorough
-def test_image_data_sets_are_read_where_they_lie(private_bnn, tmp_path, capsys):
-    for data_set in ("MNIST", "FashionMNIST"):
-        for part in ("train", "t10k"):
-            pictures.write(tmp_path / data_set, part, 64)
-    options = ["--dataset", "mnist", "--data-root", str(tmp_path), "--epochs", "1"]
-    private_bnn.main([*options, "--batch-size", "32"])
-    out = capsys.readouterr().out
-    assert len(rows(out)) == 2
-    assert "mnist: 64 training and 64 test records, 26010 parameters" in out
 
 
 @pytest.mark.thorough

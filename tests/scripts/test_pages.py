@@ -276,40 +276,34 @@ def test_code_of_the_pages_runs(page):
         exec(code, names)
 
 
-def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch):
-    (code,) = (
-        code for code in blocks(ROOT / "docs/how_to/usual_networks.md", "python") if "KINDS" in code
-    )
+def test_a_wrong_kernel_of_ones_own_layer_is_refused(tmp_path, monkeypatch):
+    """The page's own layer, whose per-sample gradients are ``factor`` times too long."""
+    codes = blocks(ROOT / "docs/how_to/usual_networks.md", "python")
+    (code,) = (code for code in codes if "KINDS" in code)
     (tmp_path / "scale_layer.py").write_text(f"import torch\nfrom torch import nn\n{code}")
     monkeypatch.syspath_prepend(tmp_path)
     import scale_layer
 
-    calls = []
+    kind = scale_layer.KINDS[scale_layer.Scale]
 
     def train(factor):
         def kernel(module, given):
-            calls.append(factor)
-            scaled = [call._replace(backprops=factor * call.backprops) for call in given]
-            return scale_layer.scale(module, scaled)
+            return kind.kernel(module, [c._replace(backprops=factor * c.backprops) for c in given])
 
-        kind = scale_layer.KINDS[scale_layer.Scale]._replace(kernel=kernel)
-        monkeypatch.setitem(scale_layer.KINDS, scale_layer.Scale, kind)
-        names = classifier_names()
-        return dpb.PrivacyEngine().make_private(
+        scale_layer.KINDS[scale_layer.Scale] = kind._replace(kernel=kernel)
+        dpb.PrivacyEngine().make_private(
             module=nn.Sequential(scale_layer.Scale(64), small_network()),
             optimizer=partial(dpb.optim.DPSGLD, lr=0.25),
-            data_loader=names["loader"],
+            data_loader=classifier_names()["loader"],
             max_grad_norm=1.0,
             noise_multiplier=1.0,
         )
 
     try:
         train(1)
-        assert calls
-        with pytest.raises(ValueError, match=r"per-sample gradients of parameter '0\.weight'"):
+        with pytest.raises(dpb.DPBayesError):
             train(2)
     finally:
-        monkeypatch.undo()
         del scale_layer.KINDS[scale_layer.Scale], sys.modules["scale_layer"]
 
 
@@ -341,73 +335,3 @@ def test_notebooks_run(path):
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
     matplotlib.pyplot.close("all")
-
-
-@pytest.mark.slow
-def test_the_site_is_built_without_warnings(tmp_path):
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
-    built = subprocess.run(
-        [*command, ROOT / "docs", tmp_path / "site"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert built.returncode == 0, built.stderr
-    for page in (tmp_path / "site").rglob("*.html"):
-        # everything that a browser loads comes with the site
-        loaded = re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="([^"]+)"', page.read_text())
-        assert not [url for url in loaded if url.startswith(("http:", "https:", "//"))], page
-        # "temperature: T. 0 turns ..." is no list from item T on
-        assert not re.search(r'<ol class="(?:upper|lower)', page.read_text()), page
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_is_started_again(tmp_path):
-    """how_to/several_machines.md: steps after the checkpoint are charged twice, and none is lost"""
-    (tmp_path / "train.py").write_text("""
-import os, signal, sys, torch, torch_dpbayes as dpb
-from datetime import timedelta
-from functools import partial
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
-rank = torch.distributed.get_rank()
-torch.manual_seed(0)
-x = torch.randn(300, 5)
-table = TensorDataset(x, (x[:, 0] > 0).long())
-accountant = dpb.PrivacyAccountant(epsilon=8, delta=1e-5, path="budget.db")
-engine = dpb.PrivacyEngine(accountant, process_group=torch.distributed.group.WORLD)
-net, opt, loader = engine.make_private(
-    module=nn.Linear(5, 2), optimizer=partial(dpb.optim.DPSGLD, lr=0.01),
-    data_loader=DataLoader(table, batch_size=30), max_grad_norm=1.0)
-first = 0
-if os.path.exists("checkpoint.pt"):
-    engine.load_checkpoint("checkpoint.pt", module=net, optimizer=opt)
-    first = int(open("epoch").read())
-for epoch in range(first, 4):
-    for step, (x, y) in enumerate(loader):
-        F.cross_entropy(net(x), y).backward()
-        opt.step()
-        if rank == 1 and (epoch, step) == (2, 4) and not os.path.exists("killed"):
-            open("killed", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0:
-        engine.save_checkpoint("checkpoint.pt", module=net, optimizer=opt)
-        open("epoch", "w").write(str(epoch + 1))
-    torch.distributed.barrier()
-# one write: the ranks share a pipe, and parts of their lines would mix
-print(f"RANK {first} {net.weight.sum().item()}\\n", end="", flush=True)
-torch.distributed.destroy_process_group()
-""")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    ran = subprocess.run(
-        [*command, "2", "--max-restarts", "5", "train.py"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ran.returncode == 0, ran.stderr
-    said = sorted(word for line in ran.stdout.splitlines() for word in line.split("RANK") if word)
-    assert len(said) == 2 and said[0] == said[1] and said[0].split()[0] == "2"
-    asked = [sys.executable, "-m", "torch_dpbayes.accounting", "budget.db", "--json"]
-    ledger = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
-    # 40 steps, 5 of which were taken twice; the one that was lost may have been charged
-    assert ledger["releases"] in (45, 46)

@@ -7,10 +7,8 @@ builds.log, and brings a stand-in for pytest that prints its arguments.
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,14 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BACKEND = """
-import os, pathlib, time, zipfile
+import os, pathlib, zipfile
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     root = pathlib.Path.cwd()
     with open("builds.log", "a") as log:
         print("build", file=log)
-    while (root / "hang").exists():
-        time.sleep(0.05)
     files = {
         "small.pth": f"{root}\\n",
         "small-1.dist-info/METADATA": "Metadata-Version: 2.1\\nName: small\\nVersion: 1\\n"
@@ -107,13 +103,6 @@ class Project:
         return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
     project = Project(tmp_path)
@@ -135,32 +124,6 @@ def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
         setup.write("version = 2\n")
     assert project.run("test") == ["-n", "2"]
     assert project.builds == 2
-
-
-@pytest.mark.slow
-def test_interrupted_installation_is_done_again_and_one_that_goes_on_is_waited_for(tmp_path):
-    project = Project(tmp_path)
-    # one made by hand is kept
-    subprocess.run([project.interpreter, "-m", "venv", project.root / ".venv"], check=True)
-    (project.root / ".venv" / "made by hand").touch()
-    (project.root / "hang").touch()
-    killed = project.start("demo")
-    wait_until(lambda: project.builds == 1)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
-
-    orphaning = project.start("demo")  # only the script dies; what it started goes on installing
-    wait_until(lambda: project.builds == 2)
-    orphaning.kill()
-    orphaning.wait()
-    waiting = project.start("demo", "at last")
-    wait_until(lambda: "waiting" in waiting.stderr.readline())
-    assert project.builds == 2
-    (project.root / "hang").unlink()
-    assert project.finish(waiting) == ["at last"]
-    orphaning.communicate()
-    assert project.builds == 2
-    assert (project.root / ".venv" / "made by hand").exists()
 
 
 def test_without_a_python_that_is_new_enough_it_says_what_to_install(tmp_path):

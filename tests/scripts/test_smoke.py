@@ -9,7 +9,6 @@ import pytest
 import torch
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
-from support import pictures
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -75,17 +74,6 @@ def test_a_run_of_the_dp_hmc_reproduction(algorithm, epsilon):
     script = import_module("reproduce_dp_hmc")
     rows = script.figure_1("Gaussian", algorithm, "prior", [epsilon], 0, 2000)["rows"]
     assert rows[0]["iterations"] == script.iterations("Gaussian", algorithm, epsilon)
-
-
-def test_a_trick_spends_the_budget(tmp_path, monkeypatch):
-    pytest.importorskip("torchvision")
-    script = import_module("tricks_alone")
-    for part, count in (("train", 300), ("t10k", 50)):
-        pictures.write(tmp_path / "FashionMNIST", part, count)
-    settings = {**script.BASE, **script.TRICKS["adaptive clip norm, from 10"], "epochs": 6}
-    monkeypatch.setattr(script, "RECORDS", 300)
-    (row,) = script.run(str(tmp_path), "four views", 0, **{**settings, "batch_size": 60})["rows"]
-    assert 2.99 < row["epsilon"] <= script.EPSILON
 
 
 def test_runs_are_made_once(tmp_path):

@@ -67,7 +67,7 @@ def charged_to(
     """Where a calibration is charged, and the noise multiplier of all of it.
 
     Raises:
-        ValueError: there is no accountant or no budget, or the records are not one person's each.
+        ValueError: there is no accountant or no budget, or it is not the run's.
     """
     reserved = None
     if isinstance(loader, PoissonLoader):
@@ -77,12 +77,6 @@ def charged_to(
                 "the loader's run is charged to another accountant, which would miss this: leave"
                 " accountant= out"
             )
-        if draws.scheme == "users":
-            raise ArgumentError(
-                "this loader protects users, and calibrate bounds what one record does: calibrate"
-                " on public records, with an accountant of their own"
-            )
-        # an accountant that holds nothing yet is false
         accountant = draws.accountant if accountant is None else accountant
         reserved = draws.reserved
         if draws.ranks is not None:
@@ -95,11 +89,6 @@ def charged_to(
         raise ArgumentError(
             "calibrate reads private records: pass the loader that make_private returned, or"
             " accountant=, a PrivacyAccountant"
-        )
-    if accountant.unit != "record":
-        raise ArgumentError(
-            "this accountant protects users, and calibrate bounds what one record does: calibrate"
-            " on public records, with an accountant of their own"
         )
     if reserved is not None and epsilon is None:
         return accountant, reserved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +73,9 @@ class Likelihood(ABC):
         """Forms whose average is the prediction."""
         return forms
 
-    def average(self, forms: Tensor) -> Tensor:
-        """The prediction."""
-        return average(self.point(self.tempered(forms)))
+    def average(self, forms: Iterator[Tensor]) -> Tensor:
+        """The prediction, from the form of one sample after another."""
+        return average(map(self.point, forms))
 
     def entropy(self, forms: Tensor) -> Tensor:
         """Of the prediction."""
@@ -120,6 +120,15 @@ class Categorical(Likelihood):
     def entropies(self, forms: Tensor) -> tuple[Tensor, Tensor]:
         p = forms.to(torch.promote_types(forms.dtype, torch.float32)).exp()
         return torch.special.entr(p.mean(0)).sum(-1), torch.special.entr(p).sum(-1).mean(0)
+
+    def average(self, forms: Iterator[Tensor]) -> Tensor:
+        if self.temperature == 1.0:
+            return super().average(forms)
+        first = next(forms)
+        log_total = first.double()
+        for form in forms:
+            log_total = torch.logaddexp(log_total, form.double())
+        return self.point(self.tempered(log_total[None]))[0].to(first.dtype)
 
     def compact(self, forms: Tensor) -> Tensor:
         return forms.double().logsumexp(0) - math.log(len(forms))

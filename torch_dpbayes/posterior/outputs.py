@@ -37,11 +37,11 @@ def evaluate(
     model: nn.Module,
     x: Inputs,
     forward: Forward | None,
-    reduce: Callable[[Tensor], Tensor],
+    reduce: Callable[[Iterator[Tensor]], Tensor],
     *,
     is_alone: bool = False,
 ) -> list[Tensor]:
-    """``reduce`` of the outputs under all samples, ``[samples, rows, ...]``, for each batch.
+    """``reduce`` of the outputs ``[rows, ...]`` under one sample after another, for each batch.
     ``is_alone``: private records, for each of which the model is run alone, whatever it does.
     """
     batches = _batches(x)
@@ -76,9 +76,9 @@ def evaluate(
             )
         return _require_rows(output, _records_in(batch))
 
-    def of_all(batch: Any) -> Tensor:
-        moved = ({name: on_model(name, s) for name, s in sample.items()} for sample in samples)
-        return torch.stack([run(sample, batch) for sample in moved])
+    def of_all(batch: Any) -> Iterator[Tensor]:
+        for sample in samples:
+            yield run({name: on_model(name, s) for name, s in sample.items()}, batch)
 
     with _evaluation_mode(model), torch.no_grad():
         # a bar would show how many private records there are
@@ -102,20 +102,23 @@ def target_of(batch: Any) -> Tensor:
     return found[0]
 
 
-def transformed(outputs: Tensor, transform: Transform | None) -> Tensor:
+def transformed(outputs: Iterable[Tensor], transform: Transform | None) -> Iterator[Tensor]:
     """``transform`` of the output under each sample."""
-    if transform is None:
-        return outputs
-    return torch.stack([_require_rows(transform(output), len(output)) for output in outputs])
+    for output in outputs:
+        yield output if transform is None else _require_rows(transform(output), len(output))
 
 
-def average(points: Tensor) -> Tensor:
-    """The average over samples, at least in single precision: a sum of many half-precision values
-    would lose its small terms.
-    """
-    is_number = points.is_floating_point() or points.is_complex()
-    dtype = points.dtype if is_number else torch.get_default_dtype()
-    return points.mean(0, dtype=torch.promote_types(points.dtype, torch.float32)).to(dtype)
+def average(points: Iterable[Tensor]) -> Tensor:
+    """The average over samples, of which one is held at a time beside a sum in double precision."""
+    found = iter(points)
+    first = next(found)
+    total = first.to(torch.promote_types(first.dtype, torch.float64))
+    count = 1
+    for point in found:
+        total = total + point
+        count += 1
+    is_number = first.is_floating_point() or first.is_complex()
+    return (total / count).to(first.dtype if is_number else torch.get_default_dtype())
 
 
 def _require_rows(result: Any, rows: int) -> Tensor:

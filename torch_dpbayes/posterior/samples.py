@@ -335,7 +335,9 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing; see the class about private test inputs.
         """
         if transform == "likelihood":
-            return self._by_likelihood(model, x, forward, Likelihood.average)
+            return self._by_likelihood(
+                model, x, forward, lambda of, forms: of.average(forms), is_running=True
+            )
         return self._evaluated(
             model, x, forward, lambda found: outputs.average(outputs.transformed(found, transform))
         )
@@ -353,9 +355,11 @@ class PosteriorSamples(Chain):
 
         **Privacy**: post-processing.
         """
-        return self._evaluated(
-            model, x, forward, lambda found: outputs.transformed(found, transform), dim=1
-        )
+
+        def stacked(found: Iterator[Tensor]) -> Tensor:
+            return torch.stack(tuple(outputs.transformed(found, transform)))
+
+        return self._evaluated(model, x, forward, stacked, dim=1)
 
     def log_likelihood(
         self, model: nn.Module, x: Inputs, y: Tensor, *, forward: Forward | None = None
@@ -497,12 +501,15 @@ class PosteriorSamples(Chain):
         model: nn.Module,
         x: Inputs,
         forward: Forward | None,
-        reduce: Callable[[Likelihood, Tensor], Tensor],
+        reduce: Callable[[Likelihood, Any], Tensor],
         dim: int = 0,
         *,
+        is_running: bool = False,
         is_calibrating: bool = False,
     ) -> Tensor:
-        """``reduce`` of the likelihood that the outputs have, and of their forms."""
+        """``reduce`` of the likelihood that the outputs have, and of their forms: one tensor, or
+        where it ``is_running`` the form of one sample after another.
+        """
         noise_std, call = self.noise_std, outputs.output_of if forward is None else forward
 
         def with_its_noise(of_model: nn.Module, batch: Any) -> Tensor:
@@ -511,10 +518,12 @@ class PosteriorSamples(Chain):
                 return output  # which the caller refuses
             return with_noise(output, of_model, noise_std)
 
-        def reduced(found: Tensor) -> Tensor:
-            of = likelihood_of(self.likelihood, found.shape[1:], noise_std)
+        def reduced(found: Iterator[Tensor]) -> Tensor:
+            first = next(found)
+            of = likelihood_of(self.likelihood, first.shape, noise_std)
             of.temperature = 1.0 if is_calibrating else self._temperature
-            return reduce(of, torch.stack([of.form(output) for output in found]))
+            forms = map(of.form, itertools.chain([first], found))
+            return reduce(of, forms if is_running else torch.stack(tuple(forms)))
 
         return self._evaluated(model, x, with_its_noise, reduced, dim, is_alone=is_calibrating)
 
@@ -523,7 +532,7 @@ class PosteriorSamples(Chain):
         model: nn.Module,
         x: Inputs,
         forward: Forward | None,
-        reduce: Callable[[Tensor], Tensor],
+        reduce: Callable[[Iterator[Tensor]], Tensor],
         dim: int = 0,
         *,
         is_alone: bool = False,
