@@ -21,6 +21,8 @@ class Usual(NamedTuple):
     data: Maker
     loss_reduction: str
     draws: bool  # random numbers of its own, so that two runs differ
+    is_plain: bool  # a loss of torch's on the outputs
+    of_output: Callable[..., Tensor] | None  # of one output and one target
 
 
 USUAL: dict[str, Usual] = {}
@@ -37,13 +39,19 @@ def add(
     draws: bool = False,
 ) -> None:
     """Enter ``loss(out, *targets)``, or ``loss(net, *batch)``."""
-    of_loop = loss
-    if next(iter(inspect.signature(loss).parameters)) != "net":
+    of_loop, of_output = loss, None
+    first, *rest = inspect.signature(loss).parameters
+    if first != "net":
+        of_output = loss if len(rest) == 1 else None
 
         def of_loop(net: nn.Module, x: Tensor, *targets: Tensor) -> Tensor:
             return loss(net(x), *targets)
 
-    USUAL[name] = Usual(of_loop, model or net_of(width), data or LABELS, loss_reduction, draws)
+    of_model = model or net_of(width)
+    is_plain = model is None and first != "net"
+    USUAL[name] = Usual(
+        of_loop, of_model, data or LABELS, loss_reduction, draws, is_plain, of_output
+    )
 
 
 def inputs(*shape: int) -> Tensor:
@@ -254,3 +262,27 @@ add(
     lambda net, x, y: ce(net(torch.cat([x[:, :5], torch.ones(len(x), 1)], dim=1)), y),
 )
 add("noise added", lambda net, x, y: ce(net(x + 0.1 * torch.randn_like(x)), y), draws=True)
+
+# losses of the model's own, and some of one record alone ------------------------------------------
+
+
+class WithLoss(nn.Module):
+    """Computes its own loss, as models of transformers do; or a part of it."""
+
+    def __init__(self, is_whole: bool) -> None:
+        super().__init__()
+        self.net, self.is_whole = net_of(K)(), is_whole
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        out = self.net(x)
+        if self.is_whole:
+            return {"loss": ce(out, labels), "logits": out}
+        return out, 0.1 * out.square().sum()
+
+
+add("all of it in the model", lambda net, x, y: net(x, y)["loss"], model=lambda: WithLoss(True))
+add(
+    "a part of it in the model",
+    lambda net, x, y: (lambda out, more: ce(out, y) + 0.5 * more)(*net(x)),
+    model=lambda: WithLoss(False),
+)
