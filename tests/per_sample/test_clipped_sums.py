@@ -258,6 +258,10 @@ def test_a_usual_loss_runs_as_it_is(name, way, mode):
     loss = net.private_loss(*batch) if way == "given" else usual.loss(net, *batch)
     loss.backward()
     found = sum_of(source, net, clip)
+    if way == "given":  # in eval mode it is the loss of the batch
+        with torch.no_grad():
+            evaluated = net.eval().private_loss(*data)
+        torch.testing.assert_close(evaluated, usual.loss(net, *data).detach())
     source.remove()
     assert found.isfinite().all()
     if not usual.draws:
