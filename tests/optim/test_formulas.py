@@ -275,6 +275,7 @@ def test_steps_and_charges_are_those_of_the_formulas(
         optimizer.step()
         found = torch.cat([p.detach().flatten() for p in parameters])
         torch.testing.assert_close(found, formula.step(lrs, *released), rtol=1e-7, atol=1e-9)
+        assert z < INF or not optimizer._layout.extra.any()  # no sum without noise is left
         if z < INF:
             charges.append(z / math.sqrt(1 + SHARE) if is_fisher else z)
     assert sorted(charged(optimizer, batch)) == pytest.approx(sorted(charges))
