@@ -477,18 +477,6 @@ def test_the_state_of_another_is_refused(state):
     )
 
 
-def test_a_deep_copied_pair_needs_make_private_again():
-    net, optimizer, loader = private()
-    twin, other = copy.deepcopy((net, optimizer))
-    assert other.param_groups[0]["params"][0] is twin[0].weight
-    train(net, optimizer, loader, 1)
-    x, _ = next(iter(loader))
-    with pytest.raises(RuntimeError, match="make_private"):
-        twin(x)
-    train(*private(twin), 2)
-    train(net, optimizer, loader, 1)
-
-
 # -- bad input: nothing moves, nothing is charged --------------------------------------------------
 
 ROWS = torch.zeros(3, 2)

@@ -1,5 +1,6 @@
 """One backward pass for a step, and nothing that is neither clipped nor noisy."""
 
+import contextlib
 import copy
 import io
 from functools import partial
@@ -69,17 +70,9 @@ def changed_weights_later(net, x, y):
         net[0].weight.add_(0.0)
 
 
-def two_passes(net, x, y):
-    (loss_of(net, x, y) + loss_of(net, -x, y)).backward()
-
-
 def eval_mode(net, x, y):
     net.eval()
     loss_of(net, x, y).backward()
-
-
-def gradients_of_gradients(net, x, y):
-    loss_of(net, x, y).backward(create_graph=True)
 
 
 def hook_on_a_parameter(net, x, y):
@@ -100,67 +93,52 @@ def another_parameter(net, x, y):
         net[0].weight = kept
 
 
-def no_backward(net, x, y):
-    loss_of(net, x, y)
-
-
+EITHER = ("bookkeeping", "vmap")
 REFUSED = {
-    set_by_hand: ("step-unclipped",),
-    changed_weights: ("step-changed",),
-    changed_weights_later: ("step-changed",),
-    two_passes: ("step-passes", "loss-mixes"),
-    eval_mode: ("step-eval", "step-unclipped", "loss-constant", "model-input"),
-    gradients_of_gradients: ("loss-backward",),
-    hook_on_a_parameter: ("model-gradient-hook",),
-    another_parameter: ("model-copied",),
-    no_backward: ("step-unused",),
+    "no backward": (loss_of, ("step-unused",), EITHER),
+    "set by hand": (set_by_hand, ("step-unclipped",), EITHER),
+    "changed weights": (changed_weights, ("step-changed",), EITHER),
+    "changed weights later": (changed_weights_later, ("step-changed",), EITHER),
+    "two passes": (
+        lambda net, x, y: (loss_of(net, x, y) + loss_of(net, -x, y)).backward(),
+        ("step-passes", "loss-mixes"),
+        EITHER,
+    ),
+    "eval mode": (eval_mode, ("step-eval", "loss-constant", "model-input"), EITHER),
+    "gradients of gradients": (
+        lambda net, x, y: loss_of(net, x, y).backward(create_graph=True),
+        ("loss-backward",),
+        EITHER,
+    ),
+    # under vmap gradients are taken without autograd's graph
+    "hook on a parameter": (hook_on_a_parameter, ("model-gradient-hook",), ("bookkeeping",)),
+    "another parameter": (another_parameter, ("model-copied",), EITHER),
 }
-ONLY_OF_BOOKKEEPING = (hook_on_a_parameter,)
 
 
-@MODES
-@pytest.mark.parametrize("work", REFUSED, ids=lambda work: work.__name__)
-def test_a_step_that_is_not_of_one_pass_is_refused(work, mode):
-    if work in ONLY_OF_BOOKKEEPING and mode == "vmap":
-        pytest.skip("its gradients are taken without autograd's graph")
-    assert_refused(work, REFUSED[work], *made(mode=mode))
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name, case in REFUSED.items() for mode in case[2]]
+)
+def test_a_step_that_is_not_of_one_pass_is_refused(name, mode):
+    work, codes, _ = REFUSED[name]
+    assert_refused(work, codes, *made(mode=mode))
 
 
-@MODES
-def test_an_ordinary_optimizer_finds_no_gradient(mode):
-    net, optimizer, loader = made(mode=mode)
-    other = torch.optim.SGD(net.parameters(), lr=0.1)
-    for x, y in loader:
-        before = [p.detach().clone() for p in net.parameters()]
-        loss_of(net, x, y).backward()
-        other.step()
-        assert all(p.grad is None and torch.equal(p, q) for p, q in zip(net.parameters(), before))
-        optimizer.step()
-
-
-@MODES
-def test_an_ordinary_optimizer_in_eval_mode_is_refused(mode):
-    net, _, loader = made(mode=mode)
-    net.eval()
+@pytest.mark.parametrize(
+    ("is_evaluating", "mode"), [(False, "hooks"), *((e, m) for e in (False, True) for m in EITHER)]
+)
+def test_an_ordinary_optimizer_finds_no_gradient(is_evaluating, mode):
+    """Nor in eval mode, where the loop is refused, also on records that no loader delivered."""
+    net, _, loader = made(mode=mode, assume_independent_records=mode == "hooks")
+    net.train(not is_evaluating)
     other = torch.optim.SGD(net.parameters(), lr=0.1)
     before = [p.detach().clone() for p in net.parameters()]
-    for x, y in loader:
-        with pytest.raises(DPBayesError):
+    batches = [*loader, *[(torch.randn(4, 6), torch.randint(3, (4,)))] * is_evaluating]
+    for x, y in batches:
+        with pytest.raises(DPBayesError) if is_evaluating else contextlib.nullcontext():
             loss_of(net, x, y).backward()
             other.step()
-    with pytest.raises(DPBayesError):  # on records that no loader delivered
-        loss_of(net, torch.randn(4, 6), torch.randint(3, (4,))).backward()
-        other.step()
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before))
-    assert all(p.grad is None for p in net.parameters())
-
-
-def test_hooks_leave_no_ordinary_gradient():
-    net, _, loader = made(mode="hooks", assume_independent_records=True)
-    for x, y in loader:
-        loss_of(net, x, y).backward()
-        assert all(p.grad is None for p in net.parameters())
-        break
+    assert all(p.grad is None and torch.equal(p, q) for p, q in zip(net.parameters(), before))
 
 
 def test_what_is_done_to_whole_batches_that_are_vouched_for_is_refused():
