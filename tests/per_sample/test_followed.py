@@ -203,6 +203,15 @@ def test_torch_makes_no_unmarked_tensor_of_values(read):
         assert not torch.equal(t, t + 1) and torch.allclose(t, t) and t in torch.stack([t, t])
 
 
+def test_every_view_of_memory_that_a_batch_was_written_into_is_marked():
+    net, _, _, _, a, b = batch()
+    F.cross_entropy(net(a), b).backward()
+    base = torch.zeros(4)
+    views = [base[1:], base.view(2, 2), base.detach(), base]
+    base[:1].copy_(a.mean())
+    assert all(isinstance(v * 1, Derived) for v in views)
+
+
 def test_one_backward_pass_for_each_batch():
     net, source, x, y, a, b = batch()
     loss = F.cross_entropy(net(a), b)

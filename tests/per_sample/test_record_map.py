@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Of, around, head
 
 from torch_dpbayes.errors import DPBayesError
-from torch_dpbayes.per_sample import contributions
+from torch_dpbayes.per_sample import contributions, layers
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, as_traced
 
@@ -102,6 +102,17 @@ def test_an_operation_outside_the_map_would_be_found(mode, monkeypatch):
     monkeypatch.setattr(RecordMap, "__call__", leaking)
     data = torch.randn(7, 6), torch.randint(3, (7,))
     refused(lambda: private(around(), *data, grad_sample_mode=mode), "model-mixes")
+
+
+@pytest.mark.parametrize("part", ["kernel", "run"])
+def test_a_layer_that_runs_or_is_differentiated_wrongly_would_be_found(part, monkeypatch):
+    kind = layers.KINDS[nn.Linear]
+    wrong = {
+        "kernel": lambda m, calls: kind.kernel(m, [c._replace(backprops=2 * c[1]) for c in calls]),
+        "run": lambda m, x, w, b: kind.run(m, x, w, b) + x.detach().mean(),
+    }
+    monkeypatch.setitem(layers.KINDS, nn.Linear, kind._replace(**{part: wrong[part]}))
+    refused(lambda: private(head(), torch.randn(7, 6), torch.randint(3, (7,))), "model-mixes")
 
 
 def test_a_wrong_norm_would_be_found(monkeypatch):

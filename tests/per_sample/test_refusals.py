@@ -212,6 +212,16 @@ def hooked(net):
     net[0].register_full_backward_hook(lambda *_: None)
 
 
+def counting():
+    def function(net, x):
+        net.count.add_(1)
+        return net.layer(x)
+
+    net = zoo.Of(function, layer=mlp())
+    net.register_buffer("count", torch.zeros(()))
+    return net
+
+
 def lazy():
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -228,6 +238,7 @@ MODELS = {
     "BatchNorm": ("model-layer", batch_norm, lambda: ModuleValidator.fix(batch_norm())),
     "eval mode": ("model-eval", lambda: mlp().eval(), lambda: mlp().train()),
     "lazy": ("model-lazy", lazy, lambda: changed(lazy(), lambda net: net(torch.zeros(2, 6)))),
+    "a counter": ("model-buffer", counting, mlp),
     "unused": ("model-unused", with_spare, lambda: with_spare(False)),
     "backward hook": ("model-backward-hook", lambda: changed(mlp(), hooked), mlp),
     "classes": ("model-output", lambda: zoo.Of(classes, layer=mlp()), mlp),
