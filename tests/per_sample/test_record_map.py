@@ -402,6 +402,7 @@ def test_code_in_the_place_of_torchs_sees_one_record(what, when, monkeypatch):
         with contextlib.suppress(DPBayesError), late:
             F.cross_entropy(net(x), y).backward()
     assert 7 not in seen
+    assert seen or when != "before make_private" or "forward" not in what  # it does run
 
 
 def test_a_layer_of_another_class_is_refused():
