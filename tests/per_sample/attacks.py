@@ -297,3 +297,129 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "class of a layer": lambda net: setattr(net[1], "__class__", Centres),
     "another layer": lambda net: net.__setitem__(1, Centres()),
 }
+
+# loop(net, optimizer, x, t) of two batches, of which the first comes back -------------------------
+
+
+def a_replay_buffer(net, optimizer, x, t):
+    old = STATE.get("old")
+    STATE["old"] = x.detach(), t.detach()
+    if old is not None:
+        x, t = torch.cat([x, old[0]]), torch.cat([t, old[1]])
+    step(optimizer, rows(net(x), t).mean())
+
+
+def a_replayed_batch(net, optimizer, x, t):
+    old = STATE.get("old")
+    STATE["old"] = x, t
+    x, t = old or (x, t)
+    step(optimizer, rows(net(x), t).mean())
+
+
+def a_sign_of_the_batch_before(net, optimizer, x, t):
+    sign = STATE.get("sign", torch.ones(()))
+    step(optimizer, rows(net(x), t).mean() * sign)
+    STATE["sign"] = flip(t.max())
+
+
+def an_average_of_the_outputs(net, optimizer, x, t):
+    out = net(x)
+    step(optimizer, rows(out - STATE.get("centre", torch.zeros(2)), t).mean())
+    STATE["centre"] = 10 * out.detach().mean(0)
+
+
+EARLIER = (
+    *(a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before),
+    an_average_of_the_outputs,
+)
+
+# loop(net, optimizer, x, t) with a tensor outside the model, STATE["p"], that would be trained ----
+
+
+def learned_scale(net, optimizer, x, t):
+    scale = STATE["p"] = nn.Parameter(torch.zeros(()))
+    step(optimizer, -torch.distributions.Normal(net(x)[:, 0], scale.exp()).log_prob(t).mean())
+
+
+def a_network_behind(net, optimizer, x, t):
+    other = nn.Linear(2, 2)
+    STATE["p"] = other.weight
+    step(optimizer, rows(other(net(x)), t).mean())
+
+
+def a_network_on_the_targets(net, optimizer, x, t):
+    other = nn.Linear(1, 1)
+    STATE["p"] = other.weight
+    step(optimizer, rows(net(x), other(t[:, None])[:, 0]).mean())
+
+
+def a_probe(net, optimizer, x, t):
+    other = nn.Linear(2, 1)
+    STATE["p"] = other.weight
+    out = net(x)
+    ((other(out.detach())[:, 0] - t) ** 2).mean().backward()
+    step(optimizer, rows(out, t).mean())
+
+
+def a_scale_in_the_given_loss(net, optimizer, x, t):
+    STATE["p"] = OUTER
+    step(optimizer, net.private_loss(x, t))
+
+
+OUTER = nn.Parameter(torch.zeros(()))
+OUTSIDE = (learned_scale, a_network_behind, a_network_on_the_targets, a_probe)
+
+# loss(out, t) for make_private --------------------------------------------------------------------
+
+
+def that_remembers(out, t):
+    total = STATE.setdefault("total", torch.zeros(()))
+    total.add_(t.detach().abs().mean())
+    return ((out[..., 0] - t) ** 2).mean() * flip(total)
+
+
+def that_decides(out, t):
+    return ((out[..., 0] - t) ** 2).mean() * (-1 if bool((t > 50).any()) else 1)
+
+
+def that_collects(out, t):
+    STATE.setdefault("seen", []).append(t)
+    return ((out[..., 0] - t) ** 2).mean()
+
+
+def that_hooks(out, t):
+    loss = ((out[..., 0] - t) ** 2).mean()
+    loss.register_hook(lambda g: g * flip(t.max()))
+    return loss
+
+
+GIVEN = (that_remembers, that_decides, that_collects, that_hooks)
+
+# loss(out, t) that is invalid for record 0, or raises for it --------------------------------------
+
+ONE_RECORD = {
+    "not finite": lambda out, t: (rows(out, t) * torch.where(t > 50, torch.nan, 1.0)).mean(),
+    "out of support": lambda out, t: (
+        -torch.distributions.Beta(out[:, 0].exp() + 1, 2.0).log_prob(t / 50).mean()
+    ),
+    "negative variance": lambda out, t: F.gaussian_nll_loss(
+        out[:, 0], t, torch.where(t > 50, -1.0, 1.0)
+    ),
+}
+ERRORS = {
+    "label out of range": lambda out, t: F.cross_entropy(out, (t > 50).long() * 7),
+    "index out of range": lambda out, t: out.gather(1, ((t > 50).long() * 7)[:, None]).mean(),
+    "probability above 1": lambda out, t: F.binary_cross_entropy(out[:, 0].sigmoid(), t / 50),
+    "no factor": lambda out, t: torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(2)),
+}
+
+
+def caught_and_used(name: str) -> Program:
+    """A loop that turns the sign where one record's error was caught."""
+
+    def loop(net, optimizer, x, t):
+        out = net(x)
+        sign = -1 if caught(lambda: ERRORS[name](out, t)) else 1
+        step(optimizer, rows(out, t).mean() * sign)
+
+    return loop

@@ -3,17 +3,24 @@ and the same sums by ordinary autograd, one record at a time.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes.per_sample import arithmetic, layers
+from torch_dpbayes.per_sample.arithmetic import Machine
 from torch_dpbayes.per_sample.gradient_source import GradientSource
 from torch_dpbayes.per_sample.operations import Delivery
+
+# what these would choose, on the CPU
+H200, T4 = Machine(2**14, True, True), Machine(2**12, True, False)
 
 
 def delivered(*tensors: Tensor, shown: int | None = None) -> Any:
@@ -89,3 +96,59 @@ def vector(net: nn.Module) -> Tensor:
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+# -- linear losses of given weights ----------------------------------------------------------------
+
+
+def loss_of(net: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+    return (net(x).flatten(1) * weights).sum(1).mean()
+
+
+@torch.no_grad()
+def weights_of(net: nn.Module, x: Tensor, spread: float) -> Tensor:
+    """Of the outputs in a linear loss: record i's gradient is about spread**i times the first
+    one's.
+    """
+    out = net(x).flatten(1)
+    size = spread ** torch.arange(len(x), device=x.device, dtype=out.dtype)
+    return torch.randn_like(out) * size[:, None]
+
+
+def clipped(
+    source: GradientSource, net: nn.Module, x: Tensor, weights: Tensor, clip: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Clipped sum and norms, each of a backward pass of its own: norms() may leave behind what the
+    sum would have to find out.
+    """
+
+    def backward() -> None:
+        batch = delivered(x, weights) if source.follows else (x, weights)
+        loss_of(net, *batch).backward()
+
+    backward()
+    total = sum_of(source, net, clip, **options)
+    backward()
+    norms = source.norms(trained(net))
+    source.discard([p for _, p in trained(net)])
+    return total, norms
+
+
+@contextmanager
+def on(machine: Machine | None, *, tf32: bool = False) -> Iterator[None]:
+    """Layers take the ways of this machine; None: their own."""
+    with ExitStack() as stack:
+        if machine is not None:
+            stack.enter_context(mock.patch.object(arithmetic, "machine_of", lambda _: machine))
+            stack.enter_context(mock.patch.object(arithmetic, "allows_tf32", lambda _: tf32))
+        yield
+
+
+@contextmanager
+def forced(way: str | None, is_kept: bool = False) -> Iterator[None]:
+    """Layers take this way, whatever their shapes; None: that of the shapes."""
+    with ExitStack() as stack:
+        for name, choice in (("choose_linear", way), ("choose_convolution", (way, is_kept))):
+            if way is not None:
+                stack.enter_context(mock.patch.object(layers, name, lambda *_, c=choice: c))
+        yield

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
+from zoo import Of, of
 
 N, K, T, V = 8, 4, 5, 7  # records, classes, positions, words
 Maker = Callable[[], Any]
@@ -21,6 +22,8 @@ class Usual(NamedTuple):
     data: Maker
     loss_reduction: str
     draws: bool  # random numbers of its own, so that two runs differ
+    is_plain: bool  # a loss of torch's on the outputs
+    of_output: Callable[..., Tensor] | None  # of one output and one target
 
 
 USUAL: dict[str, Usual] = {}
@@ -37,13 +40,19 @@ def add(
     draws: bool = False,
 ) -> None:
     """Enter ``loss(out, *targets)``, or ``loss(net, *batch)``."""
-    of_loop = loss
-    if next(iter(inspect.signature(loss).parameters)) != "net":
+    of_loop, of_output = loss, None
+    first, *rest = inspect.signature(loss).parameters
+    if first != "net":
+        of_output = loss if len(rest) == 1 else None
 
         def of_loop(net: nn.Module, x: Tensor, *targets: Tensor) -> Tensor:
             return loss(net(x), *targets)
 
-    USUAL[name] = Usual(of_loop, model or net_of(width), data or LABELS, loss_reduction, draws)
+    of_model = model or net_of(width)
+    is_plain = model is None and first != "net"
+    USUAL[name] = Usual(
+        of_loop, of_model, data or LABELS, loss_reduction, draws, is_plain, of_output
+    )
 
 
 def inputs(*shape: int) -> Tensor:
@@ -71,53 +80,29 @@ def net_of(k: int) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, k))
 
 
-class Images(nn.Module):
-    """(B, 2, 6, 6) to (B, k, 6, 6)."""
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, k, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.relu(self.a(x)))
+# (B, 2, 6, 6) to (B, K, 6, 6); (B, T) to (B, T, V); two heads, of a pair and of a dictionary
+IMAGES = of(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, K, 1))
 
 
-class Words(nn.Module):
-    """(B, T) to (B, T, V)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.e, self.o = nn.Embedding(V, 6), nn.Linear(6, V)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(torch.tanh(self.e(x)).cumsum(1))
+def words() -> nn.Module:
+    layers = {"table": nn.Embedding(V, 6), "last": nn.Linear(6, V)}
+    return Of(lambda net, x: net.last(net.table(x).tanh().cumsum(1)), **layers)
 
 
-class Two(nn.Module):
-    """Two heads."""
+def two_heads(result: Callable[..., Any] = lambda a, b: (a, b)) -> nn.Module:
+    def function(net: Any, x: Tensor) -> Any:
+        h = torch.tanh(net.body(x))
+        return result(net.a(h), net.b(h))
 
-    def __init__(self, a: int = K, b: int = 1) -> None:
-        super().__init__()
-        self.body, self.a, self.b = nn.Linear(6, 8), nn.Linear(8, a), nn.Linear(8, b)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(self.body(x))
-        return self.a(h), self.b(h)
+    return Of(function, body=nn.Linear(6, 8), a=nn.Linear(8, K), b=nn.Linear(8, 1))
 
 
-class Named(Two):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return dict(zip(("classes", "value"), super().forward(x), strict=True))
+def vae() -> nn.Module:
+    def function(net: Any, x: Tensor) -> Any:
+        mean, log_var = net.encoder(x).chunk(2, 1)
+        return net.decoder(mean + 0 * log_var), mean, log_var
 
-
-class VAE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(2, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, log_var = self.encoder(x).chunk(2, 1)
-        return self.decoder(mean + 0 * log_var), mean, log_var
+    return Of(function, encoder=nn.Linear(6, 4), decoder=nn.Linear(2, 6))
 
 
 LABELS: Maker = lambda: (inputs(), classes())  # noqa: E731
@@ -184,12 +169,12 @@ add("Normal", lambda out, t: -Normal(out[:, 0], out[:, 1].exp()).log_prob(t).mea
 add("Categorical", lambda out, y: -Categorical(logits=out).log_prob(y).mean())
 # images, texts, series ----------------------------------------------------------------------------
 
-add("segmentation", lambda out, y: ce(out, y), data=MAPS, model=lambda: Images(K))
+add("segmentation", lambda out, y: ce(out, y), data=MAPS, model=IMAGES)
 add(
     "language model, two terms",
     lambda out, y: ce(out.view(-1, V), y.view(-1)) + 1e-3 * out.logsumexp(-1).pow(2).mean(),
     data=TEXT,
-    model=Words,
+    model=words,
 )
 add(
     "language model, kl of all words",
@@ -197,7 +182,7 @@ add(
         out.flatten(0, 1).log_softmax(-1), F.one_hot(y.flatten(), V) * 1.0, reduction="batchmean"
     ),
     data=TEXT,
-    model=Words,
+    model=words,
 )
 add(
     "mask of tokens, mean per record",
@@ -205,13 +190,13 @@ add(
         (ce(out.transpose(1, 2), y, reduction="none") * m).sum(1) / m.sum(1).clamp(min=1)
     ).mean(),
     data=MASKED,
-    model=Words,
+    model=words,
 )
 add(
     "last token's class",
     lambda out, y, m: ce(out[torch.arange(len(out)), m.sum(1).long() - 1], y[:, 0]),
     data=MASKED,
-    model=Words,
+    model=words,
 )
 
 # several heads, models of two parts ---------------------------------------------------------------
@@ -220,16 +205,16 @@ add(
     "two heads, dictionary",
     lambda out, y, t: ce(out["classes"], y) + F.huber_loss(out["value"].squeeze(1), t),
     data=BOTH,
-    model=Named,
+    model=lambda: two_heads(lambda a, b: {"classes": a, "value": b}),
 )
-add("losses added in a loop", in_a_loop, data=BOTH, model=Two)
+add("losses added in a loop", in_a_loop, data=BOTH, model=two_heads)
 add(
     "elbo",
     lambda net, x: (
         lambda r, m, v: ((r - x).pow(2).sum(1) - 0.5 * (1 + v - m.pow(2) - v.exp()).sum(1)).mean()
     )(*net(x)),
     data=lambda: (inputs(),),
-    model=VAE,
+    model=vae,
 )
 add("distillation, teacher without grad", lambda net, x, y: mse(net(x), FROZEN(x)))
 add(
@@ -254,3 +239,33 @@ add(
     lambda net, x, y: ce(net(torch.cat([x[:, :5], torch.ones(len(x), 1)], dim=1)), y),
 )
 add("noise added", lambda net, x, y: ce(net(x + 0.1 * torch.randn_like(x)), y), draws=True)
+
+# losses of the model's own, and some of one record alone ------------------------------------------
+
+
+class WithLoss(nn.Module):
+    """Computes its own loss, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net_of(K)()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.net(x)
+        return {"loss": ce(out, labels), "logits": out}
+
+
+def penalised() -> nn.Module:
+    def function(net: Any, x: Tensor) -> Any:
+        out = net.layer(x)
+        return out, 0.1 * out.square().sum()
+
+    return Of(function, layer=net_of(K)())
+
+
+add("all of it in the model", lambda net, x, y: net(x, y)["loss"], model=WithLoss)
+add(
+    "a part of it in the model",
+    lambda net, x, y: (lambda out, more: ce(out, y) + 0.5 * more)(*net(x)),
+    model=penalised,
+)

@@ -6,7 +6,15 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import clipped_rows, delivered, gradients_of_records, sum_of
+from helpers import (
+    clipped_rows,
+    delivered,
+    gradients_of_records,
+    middle_norm,
+    private,
+    sum_of,
+    vector,
+)
 from torch import Tensor, nn
 
 from torch_dpbayes.errors import DPBayesError, LossError
@@ -14,6 +22,7 @@ from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.derived import Derived
 from torch_dpbayes.per_sample.followed import Followed
 from torch_dpbayes.per_sample.operations import Delivery
+from torch_dpbayes.per_sample.plain_functions import FUNCTIONS
 
 
 def batch(records=3, shown=5):
@@ -194,6 +203,15 @@ def test_torch_makes_no_unmarked_tensor_of_values(read):
         assert not torch.equal(t, t + 1) and torch.allclose(t, t) and t in torch.stack([t, t])
 
 
+def test_every_view_of_memory_that_a_batch_was_written_into_is_marked():
+    net, _, _, _, a, b = batch()
+    F.cross_entropy(net(a), b).backward()
+    base = torch.zeros(4)
+    views = [base[1:], base.view(2, 2), base.detach(), base]
+    base[:1].copy_(a.mean())
+    assert all(isinstance(v * 1, Derived) for v in views)
+
+
 def test_one_backward_pass_for_each_batch():
     net, source, x, y, a, b = batch()
     loss = F.cross_entropy(net(a), b)
@@ -241,3 +259,95 @@ def test_a_batch_that_is_written_to_after_backward_changes_no_sum(write):
     with source.paused():
         gradients = gradients_of_records(net, lambda n, x, y: F.cross_entropy(n(x), y), (x, y))
     torch.testing.assert_close(found, clipped_rows(gradients, 0.5), rtol=1e-4, atol=1e-6)
+
+
+# -- what is written around a loss -----------------------------------------------------------------
+
+
+def metrics(net, x, y):
+    out = net(x)
+    loss = F.cross_entropy(out, y)
+    hits = (out.argmax(1) == y).float().mean()
+    with torch.no_grad():
+        spread = (out - out.mean(0)).square().mean().sqrt()
+        scaled, total = 2 * loss * spread, torch.zeros(()) + loss.detach()
+    yield loss
+    expected = float((out - out.mean(0)).square().mean().sqrt())
+    assert hits.item() == float((out.argmax(1) == y).float().mean())
+    assert float(spread) == pytest.approx(expected) and float(total) == pytest.approx(float(loss))
+    assert float(scaled) == pytest.approx(float(2 * loss * expected))
+
+
+def added_to_zeros(net, x, y):
+    yield torch.zeros(()) + F.cross_entropy(net(x), y)
+
+
+def a_disabled_scaler(net, x, y):
+    yield torch.amp.GradScaler("cpu", enabled=False).scale(F.cross_entropy(net(x), y))
+
+
+@pytest.mark.parametrize("loop", [metrics, added_to_zeros, a_disabled_scaler])
+def test_a_usual_loop_runs_as_it_is(loop):
+    net, data = nn.Linear(6, 4), (torch.randn(8, 6), torch.randint(4, (8,)))
+    gradients = gradients_of_records(net, lambda n, x, y: F.cross_entropy(n(x), y), data)
+    clip = middle_norm(gradients)
+    net, optimizer, loader = private(net, *data, clip=clip)
+    start = vector(net)
+    for x, y in loader:
+        optimizer.zero_grad()
+        for loss in loop(net, x, y):
+            loss.backward()
+            optimizer.step()
+    found, expected = (start - vector(net)) * 8, clipped_rows(gradients, clip).double()
+    assert float((found - expected).norm()) < 1e-3 * float(expected.norm())
+    net.eval()
+    with torch.no_grad():  # evaluation is torch's own
+        torch.testing.assert_close(net(data[0]), F.linear(data[0], net.weight, net.bias))
+
+
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_ignored_labels_change_no_divisor(ignored):
+    """A record whose label is ignored has a loss of zero, and counts."""
+    net, source, x, y, _, _ = batch(8)
+    y[0], y[1] = ignored, 1
+
+    def of_one(net, x, y):
+        return F.cross_entropy(net(x), y, ignore_index=ignored, reduction="none").mean()
+
+    with source.paused():
+        expected = clipped_rows(gradients_of_records(net, of_one, (x, y)), 0.5)
+        value = float(of_one(net, x, y).detach())
+    a, b = delivered(x, y)
+    loss = F.cross_entropy(net(a), b, ignore_index=ignored)
+    loss.backward()
+    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+    assert float(loss) == pytest.approx(value, rel=1e-5)
+
+
+def test_functions_in_place_of_torchs_give_its_results():
+    scores, labels, weight = torch.randn(5, 4), torch.tensor([0, 3, -100, 2, 1]), torch.rand(4)
+    tokens, table, x, gain = (
+        torch.randint(6, (3, 4)),
+        torch.randn(6, 2),
+        torch.randn(3, 6),
+        torch.rand(6),
+    )
+    hows = [{"reduction": how} for how in ("mean", "sum", "none")]
+    cases = [
+        *((f, (scores, labels), how) for f in (F.cross_entropy, F.nll_loss) for how in hows),
+        *(
+            (f, (scores, labels, weight), how)
+            for f in (F.cross_entropy, F.nll_loss)
+            for how in hows
+        ),
+        (F.cross_entropy, (scores, labels), {"label_smoothing": 0.1, "reduction": "none"}),
+        *(
+            (F.gaussian_nll_loss, (scores, x[0, :4], scores.exp()), {**how, "full": True})
+            for how in hows
+        ),
+        *((F.embedding_bag, (tokens, table), {"mode": mode}) for mode in ("sum", "mean", "max")),
+        (F.rms_norm, (x, (6,), gain), {}),
+    ]
+    for torchs, args, options in cases:
+        found = FUNCTIONS[torchs](*args, **options)
+        torch.testing.assert_close(found, torchs(*args, **options))

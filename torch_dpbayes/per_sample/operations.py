@@ -270,7 +270,7 @@ class _Operation:
             rows = self._ctc(*self.args, **kwargs)
         else:
             is_ours = name == "gaussian_nll_loss"
-            found = gaussian_nll(*self.args, **kwargs) if is_ours else self._mapped()
+            found = gaussian_nll(*self.args, **self.kwargs) if is_ours else self._mapped()
             if how == "none":
                 return found
             rows = found._rows

@@ -187,6 +187,26 @@ def cross_entropy(
     return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
 
 
+def gaussian_nll(
+    input: Any,
+    target: Any,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
+    """As ``F.gaussian_nll_loss``, which raises an error where a record's variance is negative."""
+    with torch._C._EnableTorchFunction():  # noqa: SLF001 - for followed tensors
+        if not isinstance(var, Tensor):
+            var = torch.full_like(input, var)
+        elif var.dim() == input.dim() - 1:
+            var = var.unsqueeze(-1)
+        var = var.clamp(min=eps).detach() + (var - var.detach())
+        loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+        loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+        return {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[reduction]()
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     F.one_hot: one_hot,
@@ -194,6 +214,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
+    F.gaussian_nll_loss: gaussian_nll,
     F.rrelu: rrelu,
     torch.lstm_cell: lstm_cell,
     torch.gru_cell: gru_cell,
@@ -206,15 +227,3 @@ LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
     torch.rnn_tanh: _recurrent(rnn_tanh_cell),
     torch.rnn_relu: _recurrent(rnn_relu_cell),
 }
-
-
-def gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
-    """On followed tensors; torch's own raises an error where a record's variance is negative."""
-    with torch._C._EnableTorchFunction():  # noqa: SLF001
-        if not isinstance(var, Tensor):
-            var = torch.full_like(input, var)
-        elif var.dim() == input.dim() - 1:
-            var = var.unsqueeze(-1)
-        var = var.clamp(min=eps).detach() + (var - var.detach())
-        loss = 0.5 * (var.log() + (input - target) ** 2 / var)
-        return loss + 0.5 * math.log(2 * math.pi) if full else loss

@@ -1,0 +1,156 @@
+"""What private optimizers and schedules refuse when they are made or changed: one table."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from support.steps import bare, fill
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.errors import ArgumentError, ArgumentTypeError
+from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
+from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
+
+NONE_GIVEN = {"max_grad_norm": None, "temperature": None, "noise_multiplier": 1.0}
+MATCHED = {"momentum": "matched", "noise_multiplier": 1.0}
+GIVEN = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0, "temperature": 1.0}
+
+
+def number(named):
+    return sum(p.sum() for p in named.values())
+
+
+def made(kind, named=True, lr=0.1, **options):
+    net = nn.Sequential(nn.Linear(2, 1))
+    params = net.named_parameters() if named else net.parameters()
+    return kind(params, lr, sampling=options.pop("sampling", "poisson"), **GIVEN | options)
+
+
+# every option, or several, that is wrong where all the others are right
+REFUSED = [
+    *((DPSGLD, {"lr": bad}) for bad in (0.0, math.nan, "fast", "free")),
+    *((DPSGLD, {"max_grad_norm": bad}) for bad in (-1.0, math.nan, 1e-20)),
+    *((DPSGLD, {"num_data": bad}) for bad in (0, 12.5, 9)),
+    *((DPSGLD, {"expected_batch_size": bad}) for bad in (0, 101)),
+    *((DPSGLD, {"noise_multiplier": bad}) for bad in (-0.1, math.inf, 1e31)),
+    *((DPSGLD, {"prior_std": bad}) for bad in (0.0, math.nan, "fan-in", None)),
+    *((DPSGLD, {"prior_std": {name: bad}}) for name, bad in (("0", "wide"), ("0", 0.0))),
+    *((DPSGLD, {"prior_std": {name: 1.0}}) for name in ("first", "0.wei")),
+    (DPSGLD, {"prior_std": {"0": 1.0}, "named": False}),
+    (DPSGLD, {"prior_mean": math.inf}),
+    (DPSGLD, {"temperature": -1.0}),
+    (DPSGLD, {"sampling": "shuffle"}),
+    (DPSGLD, {"assume_independent_records": "yes"}),
+    (DPSGLD, {"log_prior": number, "named": False}),
+    *((DPSGLD, {"log_prior": number, "prior_std": std}) for std in (2.0, "fan_in", {"0": 1.0})),
+    (DPSGLD, NONE_GIVEN | {"temperature": 0.0}),
+    (DPSGLD, NONE_GIVEN | {"noise_multiplier": 0.0}),
+    (DPSGLD, NONE_GIVEN | {"lr": "free"}),
+    (DPSGLD, NONE_GIVEN | {"lr": 1e29}),
+    *((DPSGHMC, {"momentum": bad}) for bad in (1.0, math.nan, "adaptive")),
+    *(
+        (DPSGHMC, MATCHED | {name: bad})
+        for name in ("noise_multiplier", "temperature", "max_grad_norm")
+        for bad in (None, 0.0)
+    ),
+    (DPSGNHT, {"momentum": 1.0}),
+    (DPSGNHT, {"temperature": 0.0}),
+    (DPSGNHT, {"thermostat_gain": 0.0}),
+    *((DPSGFS, {name: 0.0}) for name in ("temperature", "fisher_share")),
+    (DPSGFS, {"fisher": "block"}),
+    (DPSGFS, {"fisher_decay": 1.0}),
+    (DPSGFS, {"log_prior": number}),
+    *(
+        (DPSGFS, {"sensitivity_scale": torch.full(size, bad)})
+        for size, bad in (((2,), 1.0), ((3, 3), 1.0), ((3,), 0.0), ((3,), math.inf))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), REFUSED)
+def test_arguments(kind, options):
+    made(kind)
+    with pytest.raises((ArgumentError, ArgumentTypeError)) as error:
+        made(kind, **options)
+    assert error.value.code in ("argument", "argument-type")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(PolynomialDecay, offset=math.inf),
+        partial(PolynomialDecay, offset=1, gamma=0),
+        partial(Cyclical, total_steps=10.0, cycles=1),
+        partial(Cyclical, total_steps=10, cycles=True),
+        partial(Cyclical, total_steps=10, cycles=11),
+        partial(Cyclical, total_steps=10, cycles=1, exploration=1.0),
+    ],
+)
+def test_schedules(make):
+    with pytest.raises((ArgumentError, ArgumentTypeError)):
+        make(made(DPSGLD))
+
+
+GROUPS = [
+    *({name: 0.1} for name in ("noise_multiplier", "temperature", "weight_decay")),
+    {"lr": -1.0},
+    {"prior_std": 0.0},
+]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_bad_group_is_not_added(group):
+    optimizer = bare([nn.Parameter(torch.zeros(2))], DPSGLD)
+    with pytest.raises(ArgumentError):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("momentum", [1.0, -0.1, math.nan, "matched"])
+def test_momentum_has_its_limits_whoever_sets_it(momentum):
+    optimizer = bare([p := nn.Parameter(torch.zeros(2))], DPSGHMC)
+    optimizer.param_groups[0]["momentum"] = momentum
+    fill([p])
+    with pytest.raises(ArgumentError):
+        optimizer.step()
+    assert len(optimizer.accountant) == 0
+
+
+def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes():
+    clip = torch.tensor(1.0)
+    options = {"num_data": 100_000, "expected_batch_size": torch.tensor(10.3).half()}
+    options |= {"max_grad_norm": clip, "noise_multiplier": 1.0}
+    optimizer = bare([nn.Parameter(torch.zeros(3))], DPSGFS, **options)
+    rate = float(torch.tensor(10.3).half()) / 100_000
+    assert type(optimizer.event(1.0).sampling_probability) is float
+    assert optimizer.event(1.0).sampling_probability == rate
+    clip.fill_(1e-6)
+    assert optimizer.release.query.max_grad_norm == optimizer.max_grad_norm == 1.0
+
+
+def test_no_setting_is_computed_from_records():
+    model, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=nn.Linear(2, 1),
+        optimizer=partial(DPSGLD, lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 2), torch.randn(40, 1)), 20),
+        noise_multiplier=1.0,
+    )
+    x, y = next(iter(loader))
+    nn.functional.mse_loss(model(x), y).backward()
+    number = x.norm()
+    for options in ({"max_grad_norm": number}, {"lr": number}, {"prior_std": {"0": number}}):
+        with pytest.raises(dpb.DPBayesError) as error:
+            made(DPSGLD, **options)
+        assert error.value.code == "model-written"
+    with pytest.raises(dpb.DPBayesError):
+        bare([{"params": [nn.Parameter(torch.zeros(4))], "lr": number}])
+    for name in ("prior_std", "lr"):
+        before = optimizer.param_groups[0][name]
+        optimizer.param_groups[0][name] = {"weight": number} if name == "prior_std" else number
+        with pytest.raises(dpb.DPBayesError) as error:
+            optimizer.step()
+        assert error.value.code == "model-written" and len(optimizer.accountant) == 0
+        optimizer.param_groups[0][name] = before

@@ -1,0 +1,347 @@
+"""Norms are never too small, whatever numbers, types and ways a device has."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from helpers import (
+    H200,
+    T4,
+    clipped,
+    clipped_rows,
+    delivered,
+    forced,
+    gradients_of_records,
+    loss_of,
+    on,
+    sum_of,
+    weights_of,
+)
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.examples import examples
+from torch import nn
+
+from torch_dpbayes.per_sample import arithmetic, contributions, layers
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.contributions import Outer
+from torch_dpbayes.per_sample.gradient_source import add_clipped
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("exponents", [(-23, 18), (-30, 25), (18, -23)])
+def test_a_norm_does_not_underflow_where_its_product_counts(exponents, bias):
+    """|a|² underflows in float32 where |a|·|g| is above the clip norm."""
+    net = nn.Linear(4, 3, bias=bias)
+    source = BookkeepingGradientSource(net)
+    a, g = (10.0**e for e in exponents)
+    out, _ = clipped(source, net, torch.full((1, 4), a), torch.full((1, 3), g), 1e-12)
+    assert float(out.double().norm()) <= 1e-12 * (1 + 1e-5)
+
+
+def test_positions_that_cancel_have_their_norm_and_count_as_longer():
+    """Σ_t g_t a_tᵀ is 1e-4 of its terms: in float32 the Gram norm would be rounding error."""
+    net = nn.Sequential(nn.Linear(64, 48, bias=False))
+    source = BookkeepingGradientSource(net)
+    half, backprops = torch.randn(5, 8, 64), torch.randn(5, 8, 48)
+    x = torch.cat([half, half * (1 + 1e-4)], 1)
+    weights = torch.cat([backprops, -backprops], 1).flatten(1)
+    exact = torch.einsum("ntp,ntd->npd", weights.view(5, 16, 48).double(), x.double()).flatten(1)
+    with forced("gram"):
+        out, norms = clipped(source, net, x, weights, 1e-6)
+    torch.testing.assert_close(norms.double(), exact.norm(dim=1), rtol=1e-6, atol=0)
+    terms = (weights.view(5, 16, 48).norm(dim=2) * x.norm(dim=2)).sum(1).double()
+    expected = (exact * (1e-6 / (terms * 2**-10))[:, None]).sum(0)
+    # what is left of the sum in float32 is good to 2⁻²⁴ of its terms
+    assert float((out - expected).norm()) <= 5e-6 * 2**10 * 2**-22
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e8, 1e11, 1e14])
+@pytest.mark.parametrize("rest", [1e-4, 1e-6, 2e-8, 1e-9])
+def test_positions_that_cancel_add_no_more_than_the_clip_norm_to_wide_sums(rest, size, dtype):
+    """Two positions whose products differ by ``rest`` of their size: the Gram norm does not see
+    what a sum in float64 keeps.
+    """
+    weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    for _ in range(5):
+        v, u = (torch.randn(64, dtype=dtype) for _ in range(2))
+        v, u = size * v / v.norm(), u / u.norm()
+        a, g = torch.stack([v, v * (1 + rest)])[None], torch.stack([u, -u])[None]
+        out = {weight: torch.zeros(64 * 64, dtype=torch.float64)}
+        add_clipped([Outer(weight, None, a, g)], 1.0, out)
+        assert float(out[weight].norm()) <= 1 + 1e-4
+
+
+HELD_PRODUCTS = {
+    "held linear": (nn.Linear(6, 4), (8, 6), "gram"),
+    "held linear, no bias": (nn.Linear(6, 4, bias=False), (8, 6), "gram"),
+    "held convolution, Gram": (nn.Conv1d(3, 16, 3), (3, 10), "gram"),
+    "held convolution": (nn.Conv1d(3, 16, 9), (3, 16), "unfold"),
+}
+
+
+def held(name, rows, dtype=torch.float32):
+    """A model of the zoo, or a layer that is made to hold its product; records, and the way."""
+    if name in zoo.LAYERS:
+        return *zoo.made(name, rows, dtype), None
+    layer, shape, way = HELD_PRODUCTS[name]
+    return (
+        nn.Sequential(copy.deepcopy(layer)).to(dtype),
+        torch.randn(rows, *shape, dtype=dtype),
+        way,
+    )
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e12])
+@pytest.mark.parametrize("name", HELD_PRODUCTS)
+def test_a_record_whose_positions_cancel_does_not_swallow_the_others(name, size):
+    """Its terms are huge and its gradient is not: added up with those of other records, they
+    would take their digits away.
+    """
+    net, x, way = held(name, 9)
+    shape, clip, source = tuple(x.shape[1:]), 1.0, BookkeepingGradientSource(net)
+    weights = weights_of(net, x, 1.0)
+    with forced(way):
+        without, _ = clipped(source, net, x[1:], weights[1:], clip)
+    rows = (8, 4) if shape == (8, 6) else (16, -1)
+    backprops = weights[0].view(rows)
+    if shape == (8, 6):
+        x[0] = size * x[0, 0]
+        backprops.copy_(torch.randint(-4, 5, rows))
+        backprops[7] = -backprops[:7].sum(0)  # exactly; the products with x are rounded
+    else:
+        x[0] = size
+        backprops -= backprops.mean(1, keepdim=True)
+    with forced(way):
+        out, norms = clipped(source, net, x, weights, clip)
+    assert float((out - without).norm()) <= clip * (1 + 1e-4)
+    # it does cancel
+    assert float(norms[0]) < 1e-5 * 9 * size * float(weights[0].norm()) * math.sqrt(x[0].numel())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "machine"),
+    [
+        (torch.float16, 1.0, None),
+        (torch.bfloat16, 1e6, None),
+        (torch.float32, 1e-6, None),
+        (torch.float32, 1e6, None),
+        (torch.float64, 1.0, None),
+        (torch.bfloat16, 1.0, H200),
+        (torch.bfloat16, 1.0, T4),
+    ],
+)
+@pytest.mark.parametrize("name", [*zoo.LAYERS, *HELD_PRODUCTS])
+def test_what_one_record_adds_is_no_longer_than_the_clip_norm(name, dtype, size, machine):
+    net, x, way = held(name, 1, dtype)
+    weights = weights_of(net, x, 1.0) * size
+    with on(machine), forced(way):
+        source = BookkeepingGradientSource(net)
+        _, norm = clipped(source, net, x, weights, 1.0)
+        if not math.isfinite(norm[0]):
+            return
+        for clip in (0.9, 1e-3):
+            clip *= float(norm)
+            out, _ = clipped(source, net, x, weights, clip)
+            length, least = float(out.double().norm()), 1e-12 if dtype == torch.float64 else 2e-6
+            lost = least if machine is None else 2**-7  # what splitting may lose is in the norm
+            assert clip * (1 - lost) - 1e-18 <= length <= clip * (1 + least) + 1e-18
+
+
+@pytest.mark.parametrize("is_autocast", [True, False])
+@pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
+def test_autocast_and_half_precision(grad_sample_mode, is_autocast):
+    """Against the same model, in the same precision, on one record at a time.
+
+    Numbers then differ by one rounding to bfloat16 (2⁻⁸, relative) where autograd writes a weight's
+    gradient, in the norm as in the direction. The mean over 8 records divides by a power of two,
+    which rounds nothing.
+    """
+    net, x = zoo.made("cnn", rows=8)
+    if not is_autocast:
+        net, x = net.bfloat16(), x.bfloat16()
+    weights = weights_of(net, x, 1.2)
+    # backward and the sum inside as well
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        gradients = gradients_of_records(copy.deepcopy(net), loss_of, (x, weights)).double()
+        norm = gradients.norm(dim=1)
+        clip = float(norm.median())
+        source = (
+            HooksGradientSource(net)
+            if grad_sample_mode == "hooks"
+            else BookkeepingGradientSource(net)
+        )
+        found, norms = clipped(source, net, x, weights, clip)
+    assert found.dtype == norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), norm, rtol=2**-8, atol=0)
+    expected = clipped_rows(gradients, clip)
+    assert float((found - expected).norm()) <= 2**-7 * float(norm.clamp(max=clip).sum())
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_reduced_products_are_not_used_for_norms_and_sums(monkeypatch, precision):
+    matmul = torch.backends.mkldnn.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch cannot tell")
+    seen = []
+    monkeypatch.setattr(layers.Outer, "add_sum", lambda *_: seen.append(matmul.fp32_precision))
+    kind = layers.KINDS[nn.Linear]
+    noting = kind._replace(kernel=lambda *a: seen.append(matmul.fp32_precision) or kind.kernel(*a))
+    monkeypatch.setitem(layers.KINDS, nn.Linear, noting)
+    net, x = zoo.made("linear")
+    source = BookkeepingGradientSource(net)
+    weights = weights_of(net, x, 1.0)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = precision
+        clipped(source, net, x, weights, 1.0)
+        assert matmul.fp32_precision == precision
+    finally:
+        matmul.fp32_precision = before
+    assert seen == ["ieee"] * 6
+
+
+def test_a_backward_pass_under_autocast_rounds_no_sum():
+    net, x = nn.Sequential(nn.Linear(6, 3)), torch.randn(9, 5, 6)
+    weights, sums = weights_of(net, x, 1.0), []
+    for enabled in (False, True):
+        source = BookkeepingGradientSource(net)
+        loss = loss_of(net, *delivered(x, weights))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), forced("instantiate"):
+            loss.backward()
+        sums.append(sum_of(source, net, 1.0))
+    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [BookkeepingGradientSource, HooksGradientSource])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "record", "slope", "positions", "clip"),
+    [
+        (torch.float32, 1.5e19, 1.33e19, 1, 1e-6),  # C/norm is subnormal: it was rounded up, 1.12 C
+        (torch.float32, 1e17, 1.2e16, 1, 1e-12),  # 1.68 C
+        (torch.float32, 1e6, 1e12, 1, 1e-22),
+        (torch.float64, 1e153, 1e-162, 2, 1e-12),  # the squares of one underflow: it was 2000 C
+        (torch.float64, 1e-162, 1e153, 2, 1e-12),
+    ],
+)
+def test_no_record_passes_the_bound_where_numbers_end(
+    kind, has_bias, dtype, record, slope, positions, clip
+):
+    net = nn.Linear(1, 1, bias=has_bias).to(dtype)
+    source = kind(net, loss_reduction="sum")
+    shape = (1, 1) if positions == 1 else (1, positions, 1)
+    x = torch.full(shape, record, dtype=dtype)
+    if kind is BookkeepingGradientSource:
+        (x,) = delivered(x)
+    (net(x) * slope).sum().backward()
+    out = [torch.zeros(1, dtype=dtype) for _ in net.parameters()]
+    source.add_clipped_sum(list(net.named_parameters()), clip, out)
+    assert math.hypot(*map(float, out)) <= clip * (1 + 1e-6)
+
+
+# -- what a GPU would choose, on the CPU -----------------------------------------------------------
+
+
+@examples(60)
+@example((1, 1), 2, (-10, -30), 1.0, False, torch.float32, 0)  # norms below float32's normal ones
+@given(
+    widths=st.tuples(st.sampled_from([1, 3, 70, 200]), st.sampled_from([1, 5, 130])),
+    positions=st.integers(2, 9),
+    powers=st.tuples(st.integers(-30, 8), st.integers(-30, 8)),
+    closeness=st.sampled_from([1.0, 1e-2, 1e-4, 0.0]),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**20),
+)
+def test_norms_in_float32_are_never_too_small(
+    widths, positions, powers, closeness, has_bias, dtype, seed
+):
+    """Also where positions cancel, and where numbers or their squares nearly underflow."""
+    generator = torch.Generator().manual_seed(seed)
+    a, g = (torch.randn(4, positions, w, generator=generator) for w in widths)
+    a[:, 1] = a[:, 0] + closeness * a[:, 1]
+    g[:, 1] = -g[:, 0]
+    a, g = ((t * 10.0**p).to(dtype) for t, p in zip((a, g), powers, strict=True))
+    layer = nn.Linear(*widths, bias=has_bias)
+    with on(T4):
+        found = contributions.Outer(layer.weight, layer.bias, a, g)
+        norm = found.norm().double()
+    each = torch.bmm(g.double().transpose(1, 2), a.double()).flatten(1)
+    if has_bias:
+        each = torch.cat([each, g.double().sum(1)], 1)
+    truth, terms = each.norm(dim=1), found.size.double()
+    assert (norm >= truth * (1 - 2**-22)).all()
+    lost = 2**-16 if dtype == torch.bfloat16 else 2**-23 * positions
+    assert (norm <= truth * (1 + 2**-20) + lost * terms + 2e-17).all()
+
+
+@pytest.mark.parametrize("machine", [None, H200], ids=["CPU", "H200"])
+@examples(60)
+@given(
+    positions=st.sampled_from([0, 1, 2, 9]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    closeness=st.sampled_from([1.0, 1e-1, 1e-2, 1e-4, 0.0]),
+    powers=st.tuples(st.integers(-4, 1), st.integers(-4, 1)),
+    seed=st.integers(0, 2**20),
+)
+def test_norms_of_tied_tables_hold_for_the_sum(machine, positions, dtype, closeness, powers, seed):
+    """Also where what the embedding adds cancels what the linear layer does."""
+    generator = torch.Generator().manual_seed(seed)
+    n, width, words = 3, 5, 12
+    a, g, noise = (
+        torch.randn(n, size, w, generator=generator, dtype=torch.float64)
+        for size, w in ((max(1, positions), width), (max(1, positions), words), (words, width))
+    )
+    a, g = ((t * 10.0**p).to(dtype) for t, p in zip((a, g), powers, strict=True))
+    of_linear = torch.bmm(g.double().transpose(1, 2), a.double())
+    tokens = torch.stack([torch.randperm(words, generator=generator) for _ in range(n)])
+    rows = (closeness * noise * 10.0 ** sum(powers) - of_linear).gather(
+        1, tokens[:, :, None].expand(-1, -1, width)
+    )
+    rows = rows.to(dtype)
+    table = nn.Parameter(torch.zeros(words, width, dtype=dtype))
+    terms = (g.double().norm(dim=2) * a.double().norm(dim=2)).sum(1).tolist()
+    if positions == 0:  # as of a layer without positions
+        a, g = a[:, 0], g[:, 0]
+    truth = of_linear.scatter_add(1, tokens[:, :, None].expand_as(rows), rows.double())
+    with on(machine):
+        linear, of_tokens = (
+            contributions.Outer(table, None, a, g),
+            contributions.Tokens(table, tokens, rows, None),
+        )
+        tied = contributions.together([linear, of_tokens])
+        assert isinstance(tied, contributions.Tied)
+        norms, sizes = tied.norm().tolist(), tied.size.tolist()
+        # of a split number 2⁻¹⁸ may be lost, and 2⁻¹⁷ is added
+        is_split = machine is not None and dtype == torch.bfloat16
+        ulp = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+        for i, (norm, size) in enumerate(zip(norms, sizes, strict=True)):
+            squared = float(truth[i].norm()) ** 2
+            off = 2.0**-48 * size**2  # squares and their sums, of a few roundings to float64
+            lost = 2.0**-18 * terms[i] * is_split
+            assert (norm - lost) ** 2 >= squared * (1 - 4 * ulp) - off
+            assert max(norm - 2 * lost, 0.0) ** 2 <= squared * (1 + 4 * ulp) + 2 * off + 1e-70
+            if size <= 2**10 * norm:
+                out = torch.zeros(table.numel(), dtype=arithmetic.wide(table))
+                tied.add_sum(F.one_hot(torch.tensor(i), n).to(out.dtype), {table: out})
+                # off is 2⁻²⁸ of norm² at most; a sum of ten terms has four roundings of each
+                longest = norm * (1 + 2 * ulp + 2**-28) + 4 * ulp * size
+                assert float(out.double().norm()) <= longest
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_what_splitting_rounds_up_is_in_the_norm(positions):
+    """A product of two terms of bfloat16 has 16 bits of the factor: up to 2⁻¹⁸ too many."""
+    weight = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+    a = torch.ones(1, *[positions] * (positions > 1), 1, dtype=torch.bfloat16)
+    with on(H200):
+        for clip in torch.rand(100, generator=torch.Generator().manual_seed(0)).tolist():
+            out = {weight: torch.zeros(1)}
+            add_clipped([contributions.Outer(weight, None, a, a)], clip, out)
+            assert clip * (1 - 2**-15) <= float(out[weight]) <= clip * (1 + 2**-22)

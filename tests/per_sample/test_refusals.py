@@ -1,0 +1,502 @@
+"""What cannot run says so, with a code; and the line that it gives works. One table."""
+
+import copy
+import pickle
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from helpers import clipped_rows, gradients_of_records, mlp, private, sum_of
+from opacus.layers import DPLSTM
+from opacus.validators import ModuleValidator
+from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.errors import DPBayesError, LossError, ModelError, StepError
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
+from torch_dpbayes.per_sample.operations import Delivery
+
+X, Y = torch.randn(8, 6), torch.randint(3, (8,))
+SCALE, WEIGHT = nn.Parameter(torch.zeros(())), torch.tensor([1.0, 2.0, 3.0])
+HOOKS = {"grad_sample_mode": "hooks", "assume_independent_records": True}
+entropy = F.cross_entropy
+
+
+def run(net=None, loop=None, data=(X, Y), **options):
+    """One step; ``loop(net, *batch)`` gives the loss."""
+    loop = loop or (lambda net, x, y: entropy(net(x), y))
+    net, optimizer, loader = private(mlp() if net is None else net, *data, **options)
+    for batch in loader:
+        optimizer.zero_grad()
+        loop(net, *batch).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 1
+    return optimizer
+
+
+def of(loss):
+    """The usual loop with ``loss(out, x, y)``."""
+    return partial(run, loop=lambda net, x, y: loss(net(x), x, y))
+
+
+def on(function):
+    """The usual loop on inputs ``function(x)``."""
+    return partial(run, loop=lambda net, x, y: entropy(net(function(x)), y))
+
+
+def given(loss):
+    return partial(run, loss=loss, loop=lambda net, x, y: net.private_loss(x, y))
+
+
+def two_passes_inside():
+    """Both passes within the model: the advice for two passes in one loss."""
+    net = zoo.Of(lambda net, x: (net.layer(x), net.layer(-x)), layer=mlp())
+    return run(net, lambda net, x, y: sum(entropy(out, y) for out in net(x)))
+
+
+def scale_inside():
+    """The advice for a learned scale."""
+    layers = {"layer": mlp(), "scale": nn.Parameter(torch.zeros(()))}
+    net = zoo.Of(lambda net, x: (net.layer(x), net.scale.expand(len(x))), **layers)
+
+    def loop(net, x, y):
+        out, scale = net(x)
+        return entropy(out * scale.exp()[:, None], y)
+
+    return run(net, loop)
+
+
+def ctc(out, y):
+    log_probabilities = out[:, None, :2].expand(-1, 2, -1).log_softmax(2).transpose(0, 1)
+    ones = torch.ones_like(y)
+    return log_probabilities, ones[:, None], 2 * ones, ones
+
+
+def vector(out, x, y):
+    return entropy(out, y, reduction="none")
+
+
+def summed(out, x, y):
+    return entropy(out, y, reduction="sum")
+
+
+def noisy(out, x, y):
+    return entropy(out + torch.randn_like(out), y)
+
+
+L1 = partial(F.l1_loss, reduction="none")
+LOSSES = {
+    "a vector": ("loss-vector", of(vector), of(lambda *a: vector(*a).mean())),
+    "a constant": (
+        "loss-constant",
+        of(lambda out, x, y: y.float().mean()),
+        of(lambda out, x, y: entropy(out, y)),
+    ),
+    "a sum where a mean was said": (
+        "loss-reduction",
+        of(summed),
+        partial(of(summed), loss_reduction="sum"),
+    ),
+    "a mean's square": (
+        "loss-reduced",
+        of(lambda out, x, y: entropy(out, y) ** 2),
+        of(lambda *a: (vector(*a) ** 2).mean()),
+    ),
+    "a learned scale outside": (
+        "loss-outside",
+        of(lambda out, x, y: entropy(out * SCALE.exp(), y)),
+        scale_inside,
+    ),
+    "two passes": (
+        "step-passes",
+        partial(run, loop=lambda net, x, y: entropy(net(x), y) + entropy(net(-x), y)),
+        two_passes_inside,
+    ),
+    "a decision": (
+        "loss-number",
+        of(lambda out, x, y: entropy(out, y) * (2 if y.max() > 1 else 1)),
+        given(lambda out, y: entropy(out, y) * torch.where(y.amax() > 1, 2.0, 1.0)),
+    ),
+    "loss= with a loss of the loop": (
+        "loss-twice-given",
+        partial(run, loss=entropy),
+        given(entropy),
+    ),
+    "loss= that gives a vector": (
+        "loss-vector",
+        given(lambda out, y: out[0]),
+        given(lambda out, y: out[0].sum()),
+    ),
+    "weights that torch hides": (
+        "loss-divisor",
+        of(lambda out, x, y: F.l1_loss(out, x[:, :3], weight=torch.ones(8, 3))),
+        of(lambda out, x, y: (L1(out, x[:, :3]) * 2.0).mean()),
+    ),
+    "class weights": (
+        "loss-divisor",
+        of(lambda out, x, y: entropy(out, y, weight=WEIGHT)),
+        of(lambda out, x, y: entropy(out, y, weight=WEIGHT, reduction="none").mean()),
+    ),
+    "lengths of CTC": (
+        "loss-divisor",
+        of(lambda out, x, y: F.ctc_loss(*ctc(out, y))),
+        of(lambda out, x, y: F.ctc_loss(*ctc(out, y), reduction="none").mean()),
+    ),
+    "noise on the inputs": (
+        "loss-rows",
+        on(lambda x: x + torch.randn(x.shape)),
+        on(lambda x: x + torch.randn_like(x)),
+    ),
+    "noise on the outputs": (
+        "loss-rows",
+        of(lambda out, x, y: entropy(out + torch.randn(len(x), 3), y)),
+        of(noisy),
+    ),
+    "random numbers that mix": (
+        "loss-mixes",
+        of(lambda out, x, y: (F.gumbel_softmax(out, dim=0) * x[:, :3]).mean()),
+        given(lambda out, y: (F.gumbel_softmax(out, dim=-1) * y).mean()),
+    ),
+    "another tensor than the batch": (
+        "model-input",
+        on(lambda x: X + 1),
+        on(lambda x: x + 1),
+    ),
+    "sparse values of a batch": (
+        "loss-mixes",
+        of(lambda out, x, y: torch.sparse_coo_tensor(y[None], out[:, 0], (3,)).sum()),
+        of(lambda out, x, y: entropy(out, y)),
+    ),
+}
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+class Images(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.view(-1, 1, 2, 3))
+
+
+class Words(nn.Sequential):
+    def __init__(self, **options):
+        super().__init__(nn.Embedding(5, 2, **options), nn.Flatten(1), nn.Linear(12, 3))
+
+    def forward(self, x):
+        return super().forward(x.long().clamp(0, 4))
+
+
+def batch_norm():
+    return Images(nn.Conv2d(1, 64, 1), nn.BatchNorm2d(64), nn.Flatten(1), nn.Linear(384, 3))
+
+
+def changed(net, change):
+    """The model after ``change`` of it."""
+    change(net)
+    return net
+
+
+def with_spare(is_trained=True):
+    spare = nn.Linear(2, 2).requires_grad_(is_trained)
+    return zoo.Of(lambda net, x: net.layer(x), layer=mlp(), spare=spare)
+
+
+def hooked(net):
+    net[0].register_full_backward_hook(lambda *_: None)
+
+
+def counting():
+    def function(net, x):
+        net.count.add_(1)
+        return net.layer(x)
+
+    net = zoo.Of(function, layer=mlp())
+    net.register_buffer("count", torch.zeros(()))
+    return net
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def head():
+    return nn.Linear(6, 3)
+
+
+def classes(net, x):
+    return net.layer(x).argmax(1)
+
+
+MODELS = {
+    "BatchNorm": ("model-layer", batch_norm, lambda: ModuleValidator.fix(batch_norm())),
+    "eval mode": ("model-eval", lambda: mlp().eval(), lambda: mlp().train()),
+    "lazy": ("model-lazy", lazy, lambda: changed(lazy(), lambda net: net(torch.zeros(2, 6)))),
+    "a counter": ("model-buffer", counting, mlp),
+    "unused": ("model-unused", with_spare, lambda: with_spare(False)),
+    "backward hook": ("model-backward-hook", lambda: changed(mlp(), hooked), mlp),
+    "classes": ("model-output", lambda: zoo.Of(classes, layer=mlp()), mlp),
+    "TorchScript": ("model-layer", lambda: torch.jit.trace(mlp(), X), mlp),
+    "spectral norm": ("model-map", lambda: nn.Sequential(spectral_norm(head())), mlp),
+    "one pruned layer": (
+        "model-map",
+        lambda: prune.l1_unstructured(head(), "weight", 0.3),
+        lambda: nn.Sequential(prune.l1_unstructured(head(), "weight", 0.3)),
+    ),
+    "max_norm": ("model-map", lambda: Words(max_norm=1.0), Words),
+}
+
+
+def of_model(code, refused, advised):
+    return code, lambda: run(refused()), lambda: run(advised())
+
+
+REFUSED = LOSSES | {name: of_model(*case) for name, case in MODELS.items()}
+REFUSED["BatchNorm, which hooks would not see"] = (
+    "model-layer",
+    lambda: run(batch_norm(), **HOOKS),
+    lambda: run(ModuleValidator.fix(batch_norm()), **HOOKS),
+)
+REFUSED["hooks on whole batches"] = (
+    "model-vouch",
+    partial(run, grad_sample_mode="hooks"),
+    partial(run, **HOOKS),
+)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")  # of torch 2.12
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_says_what_to_write(name):
+    code, refused, advised = REFUSED[name]
+    SCALE.grad = None
+    with pytest.raises(DPBayesError) as error:
+        refused()
+    assert error.value.code == code, error.value
+    assert f"docs/troubleshooting.md#{code}" in "".join(error.value.__notes__)
+    assert SCALE.grad is None
+    advised()
+
+
+def test_errors_have_one_base_class_and_a_code_that_survives_pickling():
+    for kind in (ModelError, LossError, StepError):
+        error = pickle.loads(pickle.dumps(kind("what", code="loss-mixes")))
+        assert type(error) is kind and isinstance(error, dpb.DPBayesError)
+        assert error.code == "loss-mixes" and str(error) == "what"
+    assert issubclass(ModelError, ValueError) and issubclass(StepError, RuntimeError)
+
+
+def test_make_private_leaves_a_model_that_writes_its_parameters_as_it_was():
+    def function(net, x):
+        net.layer.weight.data.mul_(0.5)
+        with torch.no_grad():
+            net.gain.add_(1.0)
+        return net.layer(x) * net.gain
+
+    net = zoo.Of(function, layer=head(), gain=nn.Parameter(torch.ones(3)))
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    with pytest.raises(ModelError):
+        private(net, X, Y)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+
+# -- arguments and results of the model ------------------------------------------------------------
+
+
+def test_batches_that_require_grad_are_refused():
+    def collate(records):
+        x, y = torch.utils.data.default_collate(records)
+        return x.requires_grad_(), y
+
+    for is_vouched in (False, True):
+        with pytest.raises(DPBayesError) as error:
+            dpb.PrivacyEngine().make_private(
+                module=mlp(),
+                optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+                data_loader=DataLoader(TensorDataset(X, Y), batch_size=4, collate_fn=collate),
+                max_grad_norm=1.0,
+                noise_multiplier=1.0,
+                assume_independent_records=is_vouched,
+            )
+        assert error.value.code == "loader-collate"
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    more: dict
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
+def test_outputs_of_dataclasses_and_dictionaries(mode):
+    def function(net, x):
+        logits = net.layer(x)
+        return Output(logits, {"both": [(logits, logits.square())], "name": "fine"})
+
+    def loop(net, x, y):
+        out = net(x)
+        assert out.more["name"] == "fine"
+        return entropy(out.logits, y) + 0.1 * out.more["both"][0][1].mean()
+
+    run(zoo.Of(function, layer=mlp()), loop, grad_sample_mode=mode)
+
+
+class WithMean(dict):
+    """A mapping that keeps what was made of all records beside its items."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.mean = items["x"]
+
+
+ARGUMENTS = {
+    "another tensor": lambda x, old: (x, torch.randn(1, 6)),
+    "numbers": lambda x, old: (x, [1, 2, 3, 4]),
+    "texts": lambda x, old: ({"x": x, "texts": ["a", "b"]},),
+    "an object": lambda x, old: (x, object()),
+    "an attribute of a mapping": lambda x, old: (WithMean(x=x),),
+    "a tensor of an earlier batch": lambda x, old: (x, old),
+    "a tensor of several records": lambda x, old: (x, x.mean()),
+    "records in another dimension": lambda x, old: (x, x.T),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_have_a_row_for_every_record(name):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x, other=None):
+            return self.net(x["x"] if isinstance(x, dict) else x)
+
+    source = BookkeepingGradientSource(net := Two())
+    deliver = Delivery(4)
+    old, x = (deliver(torch.randn(4, 6), 4) for _ in range(2))
+    with pytest.raises(DPBayesError):
+        net(*ARGUMENTS[name](x, old))
+    source.discard(())
+    x = deliver(torch.randn(4, 6), 4)
+    net(x, 2 * x)
+
+
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, HooksGradientSource])
+def test_an_input_that_would_be_trained_is_refused(make):
+    """The user vouches for records, not for an encoder that gets unclipped gradients."""
+    make(net := mlp(), **({} if make is HooksGradientSource else {"assume_independent": True}))
+    with pytest.raises(LossError) as error:
+        net(nn.Linear(6, 6)(X))
+    assert error.value.code == "loss-outside"
+
+
+@pytest.mark.parametrize("kind", [BookkeepingGradientSource, VmapGradientSource])
+def test_a_model_inside_a_transform_is_refused(kind):
+    """Its numbers would pass for records."""
+    kind(net := mlp(), assume_independent=True)
+    for work in (torch.func.vmap(net), torch.func.grad(lambda x: net(x).sum())):
+        with pytest.raises(DPBayesError):
+            work(X)
+
+
+# -- what the user has to vouch for ----------------------------------------------------------------
+
+
+def test_a_bare_optimizer_needs_the_users_word():
+    def made(**options):
+        p = nn.Parameter(torch.zeros(3))
+        given = {"num_data": 10, "expected_batch_size": 10, "max_grad_norm": 1.0, **options}
+        optimizer = dpb.optim.DPSGLD([p], 0.1, noise_multiplier=1.0, **given)
+        p.grad_sample = torch.ones(10, 3)
+        return optimizer
+
+    optimizer = made()
+    with pytest.raises(StepError) as error:
+        optimizer.step()
+    assert error.value.code == "step-vouch" and len(optimizer.accountant) == 0
+    optimizer = made(assume_independent_records=True)
+    optimizer.step()
+    assert "vouched for by the user" in optimizer.accountant.summary()
+
+
+@pytest.mark.parametrize("mode", [None, "hooks"])
+def test_a_model_that_cannot_be_mapped_runs_where_it_is_vouched_for(mode):
+    def function(net, x):
+        h = net.layer(x)
+        return h / max(1.0, h.detach().norm().item())
+
+    net = zoo.Of(function, layer=mlp())
+    with pytest.raises(ModelError):
+        run(copy.deepcopy(net))
+    optimizer = run(net, grad_sample_mode=mode, assume_independent_records=True)
+    assert "vouched for by the user" in optimizer.accountant.summary()
+
+
+def test_hooks_take_empty_batches():
+    """An empty batch adds none, also where a layer fails on no records."""
+    for net, x in ((mlp(), X[:0]), (nn.InstanceNorm1d(3, affine=True), torch.zeros(0, 3, 4))):
+        source = HooksGradientSource(net)
+        net(x).sum().backward()
+        assert not sum_of(source, net, 0.5).any()
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_hooks_give_padding_no_gradient(is_twice):
+    def function(net, x):
+        h = net.tokens(x)
+        return net.out((h + net.tokens(x.flip(1)) if is_twice else h).flatten(1))
+
+    layers = {"tokens": nn.Embedding(5, 4, padding_idx=2), "out": nn.Linear(12, 3)}
+    net, x, y = zoo.Of(function, **layers), torch.randint(5, (6, 3)), torch.randint(3, (6,))
+    rows = gradients_of_records(net, lambda n, a, b: entropy(n(a), b), (x, y))
+    source = HooksGradientSource(net)
+    entropy(net(x), y).backward()
+    expected = clipped_rows(rows, 0.5)
+    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
+def backward_twice(net):
+    loss = entropy(net(X), Y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def packed(net, x):
+    lengths, options = torch.tensor([2, 4, 1]), {"batch_first": True, "enforce_sorted": False}
+    return net.lstm(nn.utils.rnn.pack_padded_sequence(x, lengths, **options))[1][0][-1]
+
+
+def of_packed():
+    HooksGradientSource(net := zoo.Of(packed, lstm=DPLSTM(6, 3, batch_first=True)))
+    net(torch.randn(3, 4, 6)).mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("code", "work"),
+    [
+        ("loss-twice", lambda: backward_twice(HooksGradientSource(mlp())._module)),
+        ("model-copied", lambda: backward_twice(copy.deepcopy(HooksGradientSource(mlp())._module))),
+        ("model-packed", of_packed),
+    ],
+)
+def test_hooks_say_what_opacus_does_not(code, work):
+    with pytest.raises(StepError) as error:
+        work()
+    assert error.value.code == code
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_loss_that_is_not_finite_counts_as_zero(is_given):
+    net = mlp()
+    before = [p.detach().clone() for p in net.parameters()]
+    loss = lambda out, *more: entropy(out, more[-1]) * torch.nan  # noqa: E731
+    (given(loss) if is_given else of(loss))(net)
+    for p, q in zip(net.parameters(), before):
+        torch.testing.assert_close(p, q, atol=1e-3, rtol=0)
