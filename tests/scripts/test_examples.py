@@ -97,6 +97,14 @@ def test_scattering_features(capsys, monkeypatch, tmp_path):
     assert min(float(accuracy) for _, accuracy in found) > 0.75 and plot.exists()
 
 
+@pytest.mark.thorough
+def test_fine_tuning(capsys):
+    arguments = ["--train", "last", "--records", "128", "--epochs", "2"]
+    load_example("fine_tuning").main(arguments)
+    out = capsys.readouterr().out
+    assert out.startswith("66 of 20,194 parameters trained") and "average: " in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
