@@ -34,9 +34,7 @@ def train(accelerator, net, optimizer, loader):
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 @pytest.mark.parametrize("what", ["loader", "ordinary loader", "accumulation"])
 def test_what_is_replaced_ends_in_an_error(what, mode):
-    accelerator = accelerator_of(
-        gradient_accumulation_steps=2 if what == "accumulation" else 1,
-    )
+    accelerator = accelerator_of(gradient_accumulation_steps=2 if what == "accumulation" else 1)
     engine, net, optimizer, loader = made(**recorded(mode))
     if what == "ordinary loader":
         loader = DataLoader(loader.dataset, batch_size=BATCH, shuffle=True)
@@ -44,6 +42,4 @@ def test_what_is_replaced_ends_in_an_error(what, mode):
         net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     else:
         net, optimizer = accelerator.prepare(net, optimizer)
-    said = "accelerate|did not deliver" if what == "loader" else "(?s).+"
-    run, kinds = partial(train, accelerator, net, optimizer, loader), (RuntimeError, ValueError)
-    moves_nothing(run, engine, net, said, kinds)
+    moves_nothing(partial(train, accelerator, net, optimizer, loader), engine, net)
