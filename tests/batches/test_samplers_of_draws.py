@@ -10,10 +10,8 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
 from test_poisson_sampling import requires_law
 
 from torch_dpbayes import noise
@@ -213,42 +211,7 @@ def test_ranks_share_the_draws_of_one_process(kind, rate):
     ]
 
 
-# -- streams that overlap --------------------------------------------------------------------------
-
-
-def members(num_data, batches):
-    table = torch.zeros(len(batches), num_data, dtype=torch.float64)
-    for row, batch in zip(table, batches, strict=True):
-        row[batch] = 1
-    return table
-
-
-@pytest.mark.chance(FALSE_ALARM)
-@pytest.mark.parametrize(
-    ("kind", "rate", "used"),  # darts, or a number for every record; of 32 bits, a key takes 8
-    [(PoissonSampler, 0.01, 1), (PoissonSampler, 0.1, 4), (RandomAllocationSampler, 0.1, 13)],
-)
-def test_streams_that_overlap_give_independent_draws(kind, rate, used):
-    """Two loaders of one seed, where the user took a few numbers from one generator before. In no
-    pair of draws are there more or fewer records of both than by chance.
-    """
-    num_data, number = 5000, 40
-    tables = []
-    for taken in (0, used):
-        generator = seeded()
-        torch.rand(taken, generator=generator)
-        tables.append(members(num_data, draws_of(kind(num_data, rate, generator, 0), number)))
-    first, second = tables
-    common = (first @ second.T).numpy()
-    sizes = first.sum(1).numpy()[:, None], second.sum(1).numpy()[None]
-    # any records are as likely as others, so that given how many they are this is the law
-    law = stats.hypergeom(num_data, *sizes)
-    tails = np.minimum(law.cdf(common), law.sf(common - 1))
-    assert 2 * tails.min() * number**2 > FALSE_ALARM / 2, common
-    # of all steps together, where the variance is below that of a Poisson number
-    law = stats.poisson((sizes[0][:, 0] * sizes[1][0]).sum() / num_data)
-    same = common.trace()
-    assert 2 * min(law.cdf(same), law.sf(same - 1)) > FALSE_ALARM / 2, same
+# -- the caller's generator ------------------------------------------------------------------------
 
 
 def test_streams_that_stand_at_one_position_are_refused():

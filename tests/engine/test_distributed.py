@@ -216,34 +216,6 @@ def test_ranks_are_calibrated_and_stopped_as_one_process_is(run, seed, tmp_path)
     assert 2.9 < alone[2] <= 3.0 and alone[0] == alone[1]
 
 
-def resumed_each(rank, seed, saved):
-    """Four steps from a checkpoint, and a new checkpoint."""
-    found = []
-    for i, name in enumerate(["DPSGHMC", "DPSGNHT", "DPSGFS full"]):
-        own = seed + 10 * i
-        fix_noise(own + (saved is not None))
-        factory = partial(ALGORITHMS[name], generator=torch.Generator().manual_seed(own + 2))
-        engine, net, optimizer, loader = make(own, optimizer=factory, draws=own + 1)
-        if saved is not None:
-            net.load_state_dict(saved[i][0])
-            optimizer.load_state_dict(saved[i][1])
-        steps.train(net, optimizer, loader, 4)
-        states = net.state_dict(), optimizer.state_dict()
-        found.append((*states, flat(net).tolist(), engine.accountant.get_epsilon(1e-5)))
-    return found
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_resumes_on_another_number_of_ranks(run, seed):
-    saved = run(resumed_each, 2, seed=seed, saved=None)[0]
-    (alone,) = run(resumed_each, 1, seed=seed, saved=saved)
-    for (*_, first), one_, *others in zip(
-        saved, alone, *run(resumed_each, 3, seed=seed, saved=saved)
-    ):
-        for *_, theta, epsilon in others:
-            assert close(theta, one_[2]) and epsilon == one_[3] > first
-
-
 def going_back(rank, seed):
     """Rank 0's checkpoint, loaded by all ranks onto accountants that went on; then that of
     another run.

@@ -10,13 +10,15 @@ import torch
 from opacus.data_loader import DPDataLoader
 from support.refusals import refused
 from support.steps import train
-from support.training import recorded, values
+from support.training import recorded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
+from torch_dpbayes.batches.sampler import PoissonSampler
+from torch_dpbayes.posterior.calibration import event_of
 
 SAMPLER = partial(dpb.optim.DPSGLD, lr=20.0)
 DELTA = 1e-5
@@ -49,19 +51,13 @@ def with_epsilon(accountant=None, **options):
 # -- loaders and optimizers ------------------------------------------------------------------------
 
 
-@pytest.mark.chance(2e-6)
 def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_told(caplog):
     shuffled = DataLoader(data(1000), batch_size=64, shuffle=True, drop_last=True)
     _, optimizer, loader = make(data_loader=shuffled)
     assert "Poisson" in caplog.text and "0.064" in caplog.text
     assert isinstance(loader, DPDataLoader) and loader.sample_rate == 64 / 1000
-    assert optimizer.num_data == 1000 and optimizer.sampling == "poisson"
-    assert optimizer.expected_batch_size == pytest.approx(64) and len(loader) == 15
-    loader.batch_sampler._steps = 300
-    sizes = torch.tensor([float(len(values(x))) for x, _ in loader])
-    assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
-    # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
-    assert 0.5 < sizes.var() / (64 * 0.936) < 1.7
+    assert type(loader.batch_sampler) is PoissonSampler and len(loader) == 15
+    assert optimizer.num_data == 1000 and optimizer.expected_batch_size == pytest.approx(64)
 
 
 def test_private_loaders_keep_their_rate():
@@ -151,6 +147,17 @@ def test_the_target_is_the_budget_of_a_new_accountant():
     train(net, optimizer, loader)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         train(net, optimizer, loader)
+
+
+def test_a_share_of_the_target_is_kept_for_a_calibration():
+    target = {"target_epsilon": 3.0, "epochs": 1, "calibrate": 0.2}
+    plan = dpb.PrivacyEngine().plan(**arguments(), target_delta=DELTA, **target)
+    engine, net, optimizer, loader = with_epsilon(**target)
+    train(net, optimizer, loader)
+    assert engine.get_epsilon() < 2.8
+    engine.accountant.compose(event_of(loader.sampler_of_draws.reserved))
+    assert 2.9 < engine.get_epsilon() <= 3.0
+    assert plan.epsilon == pytest.approx(engine.get_epsilon(), rel=1e-3)
 
 
 def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp_path):
@@ -251,14 +258,6 @@ def test_plan_says_what_makes_a_run_useless(options, said):
     engine = dpb.PrivacyEngine()
     assert said not in str(engine.plan(**arguments(**given)))
     assert said in str(engine.plan(**arguments(**{**given, **options})))
-
-
-@pytest.mark.parametrize(("lr", "is_said"), [(0.05, True), ("free", False), (50.0, False)])
-def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog):
-    sampler = partial(dpb.optim.DPSGLD, lr=lr, temperature=1.0)
-    _, optimizer, _ = make(optimizer=sampler, noise_multiplier=1.0)
-    assert is_said == any("only a floor" in message for message in caplog.messages)
-    assert not is_said or f"lr = {optimizer.free_lr:.4g}" in caplog.text
 
 
 # -- inputs by name --------------------------------------------------------------------------------

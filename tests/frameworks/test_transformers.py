@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from support import frameworks
 from support.frameworks import DELTA, moves_nothing
 from support.refusals import refused
-from support.training import recorded
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.slow
@@ -44,7 +43,7 @@ def classifier():
     net = BertForSequenceClassification(config).train()
     net.config.use_cache = False  # as Trainer would write it there
     net.accepts_loss_kwargs = False  # or Trainer counts labels over the batch
-    net.bert.embeddings.position_embeddings.requires_grad_(False)  # for Opacus' hooks
+    net.bert.embeddings.position_embeddings.requires_grad_(False)
     return net
 
 
@@ -130,13 +129,11 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("has_callback", "mode"), [(True, "bookkeeping"), (False, "bookkeeping"), (False, "hooks")]
-)
+@pytest.mark.parametrize("has_callback", [True, False])
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
+def test_what_is_replaced_ends_in_an_error(name, has_callback, tmp_path):
     data = sentences()
-    engine, net, optimizer, loader = made(data, **recorded(mode))
+    engine, net, optimizer, loader = made(data)
     options = {} if name in ("its own optimizer", "both") else {"optimizers": (optimizer, None)}
     trainer = trainer_of(
         tmp_path,
@@ -147,9 +144,7 @@ def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
         arguments={"gradient_accumulation_steps": 2} if name == "accumulation" else None,
         **options,
     )
-    # in hooks mode the user vouches for what the model is given
-    is_told = has_callback or (REPLACED[name] and (name, mode) != ("both", "hooks"))
-    moves_nothing(trainer.train, engine, net, is_told)
+    moves_nothing(trainer.train, engine, net, has_callback or REPLACED[name])
 
 
 @pytest.mark.parametrize("loss", [None, mean_loss], ids=["of the model", "given"])
