@@ -146,8 +146,8 @@ def test_settings_of_the_user_s_loader_are_those_of_batches_too():
     for name, value in options.items():
         assert getattr(loader._batched, name) == getattr(loader, name) == value
     loader = private(TensorDataset(torch.arange(60)), num_workers=1, worker_init_fn=looks)
-    (batch,) = next(iter(loader))
-    assert torch.equal(batch, loader.sampler_of_draws._draws[0].records + 1)
+    for number, (batch,) in enumerate(loader):
+        assert torch.equal(batch, loader.sampler_of_draws._draws[number].records + 1)
 
 
 # -- repeated records ------------------------------------------------------------------------------
