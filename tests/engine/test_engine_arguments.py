@@ -78,6 +78,21 @@ def same_numbers(noise, draws):
     return {"optimizer": partial(SGLD, generator=noise), **loader(generator=draws)}
 
 
+def normed(layer):
+    return nn.Sequential(layer, nn.Linear(4, 3))
+
+
+class Skipping(nn.Module):
+    """Leaves its layer out by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x if torch.rand(()) < 2 else self.body(x)
+
+
 NOT_PRIVATE = [
     torch.optim.SGD(NET.parameters(), 0.3),
     partial(torch.optim.Adam),
@@ -130,7 +145,10 @@ REFUSED = [
     # models
     ("argument", {"module": nn.Linear(4, 3).requires_grad_(False)}),
     ("model-eval", {"module": nn.Linear(4, 3).eval()}),
-    ("model-layer", {"module": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))}),
+    ("model-layer", {"module": normed(nn.BatchNorm1d(4))}),
+    ("model-layer", {"module": normed(nn.BatchNorm1d(4).requires_grad_(False))}),
+    ("model-eval", {"module": normed(nn.BatchNorm1d(4).requires_grad_(False)).eval()}),
+    ("model-map", {"module": normed(Skipping())}),
     ("model-wrapped", {"module": opacus.GradSampleModule(nn.Linear(4, 3))}),
     # settings
     ("argument", {"grad_sample_mode": "ghost"}),
@@ -240,6 +258,18 @@ def test_a_loop_that_evaluates_and_forgets_train():
         net(torch.randn(7, 4))
     with refused("step-eval"):
         steps.one(net, optimizer, next(batches))
+
+
+def test_a_frozen_batch_norm_that_train_switches_on_again():
+    norm = nn.BatchNorm1d(4).requires_grad_(False).eval()
+    _, net, optimizer, private = made(normed(norm))
+    batches = iter(private)
+    steps.one(net, optimizer, next(batches))
+    net.eval()
+    net.train()
+    with refused("model-layer"):
+        steps.one(net, optimizer, next(batches))
+    assert len(optimizer.accountant) == 1
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
