@@ -82,6 +82,7 @@ FUNCTIONS = {
     ),
     "pairs": (PICTURES, lambda rs: torch.rand(2 * [len(rs)]), "refused"),
     "some": (PICTURES, lambda rs: [x for x, _ in rs if x.mean() > 0.5], "refused"),
+    "with a graph": (PICTURES, changed(lambda x, y: (x.requires_grad_(), y)), "refused"),
     "no tensors": (TABLE, lambda records: records, "refused"),
     "torch's own": (PICTURES, default_collate, ""),
     "scaled": (PICTURES, changed(lambda x, y: (x / 255, F.one_hot(y, 2))), ""),

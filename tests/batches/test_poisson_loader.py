@@ -169,6 +169,13 @@ def test_a_step_that_was_released_and_undone_is_not_taken_again(monkeypatch):
     assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != records(first)
 
 
+def test_parts_of_draws_need_the_main_process():
+    """Workers announce batches before they deliver them, and two draws could mix in one step."""
+    _, optimizer, loader = private(num_workers=1)
+    with parts_of(loader, optimizer) as parts, refused("loader-memory-manager"):
+        next(iter(parts))
+
+
 # -- what is charged for stays as it was -----------------------------------------------------------
 
 

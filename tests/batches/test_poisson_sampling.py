@@ -153,7 +153,7 @@ def test_digits_of_the_poisson_distribution_function(bits):
     assert 2**bits - 1 not in found[:-1]
 
 
-@given(st.floats(1e-9, 1.0) | st.sampled_from([2**-24, 2**-30, 3 * 2**-31, 1.0, 1 / 3]))
+@given(st.floats(1e-9, 1.0) | st.sampled_from([1e-9, 2**-24, 2**-30, 3 * 2**-31, 1.0, 1 / 3]))
 @examples(300)
 def test_the_rate_of_a_number_for_every_record_is_the_declared_one_and_never_above(rate):
     cells = DenseSubset(5, rate)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.refusals import refused
 from torch.utils.data import (
@@ -168,6 +168,9 @@ class Marked(TensorDataset):
         return self.name, int(i) % self.size
 
 
+LEAF = Marked("leaf", 20)
+
+
 def trees(leaves):
     """Data sets of data sets."""
     kinds = [list, np.array, torch.tensor]
@@ -189,6 +192,8 @@ def trees(leaves):
     return st.recursive(st.sampled_from(leaves), grown, max_leaves=4)
 
 
+@example(Subset(Marked("a", 20), [-1, 19]))
+@example(ConcatDataset([Subset(LEAF, range(12)), Subset(LEAF, range(8, 20))]))
 @given(trees([Marked("a", 3), Marked("b", 4), Marked("c", 2)]))
 def test_refused_are_those_that_hold_a_record_twice(dataset):
     records = [dataset[i] for i in range(len(dataset))]

@@ -249,6 +249,11 @@ def test_noise_and_draws_of_one_seed_come_from_other_streams(monkeypatch):
     assert len(states) == 2 and not torch.equal(*states)
 
 
+def test_a_pass_has_as_many_draws_as_one_over_the_rate():
+    """Which rounding may put a little below a whole number."""
+    assert 1 / (1 / 93) < 93 and PoissonSampler(930, 1 / 93, None, 0).steps == 93
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
