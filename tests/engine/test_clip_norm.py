@@ -10,6 +10,7 @@ from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.refusals import refused
 from support.steps import one
+from support.training import recorded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
@@ -18,14 +19,15 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 
 
-def private(rows=400, batch_size=100, data=None, accountant=None):
+def private(rows=400, batch_size=100, data=None, accountant=None, **options):
     data = TensorDataset(torch.randn(rows, 5), torch.randn(rows, 1)) if data is None else data
-    return dpb.PrivacyEngine(accountant).make_private(
-        module=nn.Linear(5, 1, bias=False),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=DataLoader(data, batch_size=batch_size),
-        max_grad_norm=1.0,
-    )
+    given = {
+        "module": nn.Linear(5, 1, bias=False),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.1),
+        "data_loader": DataLoader(data, batch_size=batch_size),
+        "max_grad_norm": 1.0,
+    }
+    return dpb.PrivacyEngine(accountant).make_private(**{**given, **options})
 
 
 share_of = partial(dpb.private_clipped_fraction, criterion=F.mse_loss)
@@ -113,6 +115,20 @@ def test_what_is_no_count_of_records_is_refused(options):
     net, optimizer, loader = private()
     with pytest.raises(dpb.DPBayesError):
         share_of(net, optimizer, loader, **{"noise_multiplier": 1.0, **options})
+    assert len(optimizer.accountant) == 0
+
+
+class Folding(nn.Sequential):
+    """Shows its numbers to the layer as records of their own."""
+
+    def forward(self, x):
+        return super().forward(x.reshape(-1, 1)).reshape(len(x), 5).sum(1, keepdim=True)
+
+
+def test_a_model_that_makes_several_records_of_one_is_refused():
+    net, optimizer, loader = private(module=Folding(nn.Linear(1, 1)), **recorded("hooks"))
+    with refused("step-records"):
+        share_of(net, optimizer, loader, noise_multiplier=1.0)
     assert len(optimizer.accountant) == 0
 
 

@@ -58,6 +58,10 @@ def elsewhere(params, **_):
     return dpb.optim.DPSGLD(params, 0.1, **{**GIVEN, "num_data": 60_000}, sampling="poisson")
 
 
+def on_its_own_accountant(params, **options):
+    return dpb.optim.DPSGLD(params, 0.1, **{**options, "accountant": dpb.PrivacyAccountant()})
+
+
 def without_floor(params, **options):
     return dpb.optim.DPSGLD(params, 0.1, **{**options, "noise_multiplier": 0.0})
 
@@ -127,6 +131,7 @@ REFUSED = [
     ("optimizer-settings", {"optimizer": partial(SGLD, num_data=7)}),
     ("optimizer-settings", {"optimizer": partial(SGLD, accountant=dpb.PrivacyAccountant())}),
     ("optimizer-settings", {"optimizer": elsewhere}),
+    ("optimizer-settings", {"optimizer": on_its_own_accountant}),
     ("optimizer-settings", {"optimizer": without_floor, "noise_multiplier": 5.0}),
     ("optimizer-settings", built(max_grad_norm=0.7)),
     ("optimizer-settings", {**built(), "noise_multiplier": 2.0}),
