@@ -12,7 +12,6 @@ from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,8 +23,8 @@ from support.examples import examples
 from torch_dpbayes.batches import poisson_sampling
 from torch_dpbayes.batches.poisson_sampling import (
     DenseSubset,
-    ExactInversion,
     SparseSubset,
+    dense_choice,
     poisson_digits,
     sparse_choice,
 )
@@ -42,6 +41,15 @@ def with_words_of(bits, monkeypatch):
     words = poisson_sampling._words
     monkeypatch.setattr(poisson_sampling, "_words", lambda *args: words(*args) >> 63 - bits)
     monkeypatch.setattr(poisson_sampling, "_WORD_BITS", bits)
+
+
+def with_cells(cells, monkeypatch):
+    """As if a random number told so many cells of the unit interval apart."""
+    drawn = torch.rand
+    monkeypatch.setattr(poisson_sampling, "_CELLS", cells)
+    monkeypatch.setattr(
+        torch, "rand", lambda *size, **options: (drawn(*size, **options) * cells).floor() / cells
+    )
 
 
 def requires_law(counts, probabilities, tests=1):
@@ -72,44 +80,45 @@ def bernoulli_sets(num_data, rate):
     }
 
 
-def batches(who, number, stream):
-    return [tuple(who.draw(stream).tolist()) for _ in range(number)]
-
-
 # -- every record independently with probability q -------------------------------------------------
 
 
 @pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.parametrize(
-    "num_data, rate",
-    [(4, 0.3), (5, 0.1)],
+    ("kind", "num_data", "rate", "bits"),
+    [
+        (SparseSubset, 5, 0.1, 63),
+        (SparseSubset, 2, 0.45, 1),
+        (SparseSubset, 3, 0.1, 2),
+        (SparseSubset, 3, 0.45, 3),
+        (DenseSubset, 4, 0.3, 63),
+        (DenseSubset, 4, 0.3, 2),
+    ],
 )
-@pytest.mark.parametrize("kind", [SparseSubset, DenseSubset])
-def test_every_set_of_records_has_its_probability_in_draws_in_a_row(kind, num_data, rate):
-    drawn = batches(kind(num_data, rate), 6000, generator())
-    law = bernoulli_sets(num_data, rate)
-    requires_law(Counter(drawn), law, tests=2)
-    sizes = {n: math.comb(num_data, n) * rate**n * (1 - rate) ** (num_data - n) for n in range(9)}
+def test_every_set_of_records_has_its_probability_in_draws_in_a_row(
+    kind, num_data, rate, bits, monkeypatch
+):
+    if kind is DenseSubset:
+        monkeypatch.setattr(poisson_sampling, "_CHUNK", 3)
+        with_cells(2 ** min(bits, 24), monkeypatch)
+    elif bits < 63:
+        with_words_of(bits, monkeypatch)
+    who, stream = kind(num_data, rate), generator()
+    drawn = [tuple(who.draw(stream).tolist()) for _ in range(5000)]
+    requires_law(Counter(drawn), bernoulli_sets(num_data, rate), tests=2)
+    sizes = [math.comb(num_data, n) * rate**n * (1 - rate) ** (num_data - n) for n in range(9)]
     pairs = Counter((len(a), len(b)) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
-    requires_law(pairs, {(a, b): sizes[a] * sizes[b] for a in sizes for b in sizes}, tests=2)
-
-
-@pytest.mark.chance(FALSE_ALARM)
-@pytest.mark.parametrize(("bits", "rate"), [(1, 0.45), (2, 0.1), (3, 0.45)])
-def test_what_the_first_word_leaves_open_is_decided_exactly(bits, rate, monkeypatch):
-    with_words_of(bits, monkeypatch)
-    num_data = min(3, 2**bits)
-    drawn = batches(SparseSubset(num_data, rate), 3000, generator())
-    requires_law(Counter(drawn), bernoulli_sets(num_data, rate))
+    law = {(a, b): sizes[a] * sizes[b] for a in range(9) for b in range(9)}
+    requires_law(pairs, law, tests=2)
 
 
 @pytest.mark.chance(FALSE_ALARM)
 def test_records_of_the_largest_data_set():
-    num_data = 2**53
-    drawn = batches(SparseSubset(num_data, 100 / num_data), 400, generator())
-    members = [i for batch in drawn for i in batch]
-    assert stats.poisson.interval(1 - FALSE_ALARM / 2, 40_000)[0] < len(members)
-    assert len(members) < stats.poisson.interval(1 - FALSE_ALARM / 2, 40_000)[1]
+    num_data, stream = 2**53, generator()
+    who = SparseSubset(num_data, 100 / num_data)
+    members = [i for _ in range(400) for i in who.draw(stream).tolist()]
+    fewest, most = stats.poisson.interval(1 - FALSE_ALARM / 2, 40_000)
+    assert fewest < len(members) < most
     sixteenths = Counter(i * 16 // num_data for i in members)
     requires_law(sixteenths, dict.fromkeys(range(16), 1 / 16), tests=4)
     # the lowest digits too: all of the 53 are drawn
@@ -124,11 +133,8 @@ def test_records_of_the_largest_data_set():
 def test_who_is_hit_stays_with_the_probability_that_makes_it_the_rate(num_data, rate):
     """Digits of q / (1 - e⁻ˣ) against decimal arithmetic."""
     darts = SparseSubset(num_data, rate)
-    assert (
-        darts.expected_darts - 1
-        < Fraction(rate) / (1 - Fraction(rate)) * num_data
-        <= darts.expected_darts
-    )
+    least = Fraction(rate) / (1 - Fraction(rate)) * num_data
+    assert darts.expected_darts - 1 < least <= darts.expected_darts
     with decimal.localcontext(prec=300):
         hit = 1 - (-Decimal(darts.expected_darts) / num_data).exp()
         stays = Decimal(rate) / hit
@@ -137,7 +143,7 @@ def test_who_is_hit_stays_with_the_probability_that_makes_it_the_rate(num_data, 
             assert darts.stays.digits(bits) == [math.floor(stays * 2**bits)]
 
 
-@pytest.mark.parametrize("bits", [1, 3, 63, 189])
+@pytest.mark.parametrize("bits", [1, 63, 189])
 def test_digits_of_the_poisson_distribution_function(bits):
     with decimal.localcontext(prec=200):
         terms = itertools.accumulate(1 / Decimal(math.factorial(k)) for k in range(80))
@@ -147,53 +153,41 @@ def test_digits_of_the_poisson_distribution_function(bits):
     assert 2**bits - 1 not in found[:-1]
 
 
-def test_a_uniform_number_at_a_boundary_takes_another_word(monkeypatch):
-    """Words that are given: the digits of 1/3 and 2/3 are 0101… and 1010…"""
-    thirds = ExactInversion(lambda bits: [2**bits // 3, 2 * 2**bits // 3])
-    third, further = divmod(2**126 // 3, 2**63)
-    given_words = []
-    monkeypatch.setattr(
-        poisson_sampling,
-        "_words",
-        lambda number, _: np.array([given_words.pop(0) for _ in range(number)]),
-    )
-    for words, passed in [
-        ([third - 1], 0),
-        ([third + 1], 1),
-        ([2**63 - 1], 2),
-        ([0], 0),
-        ([third, further - 1], 0),
-        ([third, further + 1], 1),
-        ([third, further, 0], 0),
-        ([third, further, 2**63 - 1], 1),
-    ]:
-        given_words[:] = words
-        assert thirds.draw(1, None).tolist() == [passed] and not given_words
-
-
-# -- places and sets -------------------------------------------------------------------------------
+@given(st.floats(1e-9, 1.0) | st.sampled_from([1e-9, 2**-24, 2**-30, 3 * 2**-31, 1.0, 1 / 3]))
+@examples(300)
+def test_the_rate_of_a_number_for_every_record_is_the_declared_one_and_never_above(rate):
+    cells = DenseSubset(5, rate)
+    in_force = Fraction(cells.cell) + Fraction(cells.place, 2**77)
+    assert Fraction(rate) * (1 - Fraction(1, 10**9)) <= in_force <= Fraction(rate)
 
 
 @pytest.mark.chance(FALSE_ALARM)
+@pytest.mark.parametrize(
+    ("dtype", "rate"), [(torch.bfloat16, 0.001), (torch.float16, 0.0001), (torch.float64, 0.3)]
+)
+def test_records_join_at_the_rate_whatever_the_default_dtype(dtype, rate):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        way, stream = DenseSubset(200_000, rate), generator()
+        joined = sum(len(way.draw(stream)) for _ in range(20))
+    finally:
+        torch.set_default_dtype(before)
+    assert stats.binomtest(joined, 20 * 200_000, rate).pvalue > FALSE_ALARM
+
+
+@pytest.mark.chance(FALSE_ALARM)
+@pytest.mark.parametrize("choice", [sparse_choice, dense_choice])
 @pytest.mark.parametrize("number, most", [(5, 2), (4, 4), (6, 1), (5, 0)])
-def test_some_of_them_are_every_set_alike(number, most):
+def test_some_of_them_are_every_set_alike(choice, number, most, monkeypatch):
+    if choice is dense_choice:
+        if most == 0:
+            return
+        with_words_of(3, monkeypatch)  # keys tie
     stream = generator()
-    found = Counter(tuple(sparse_choice(number, most, stream).tolist()) for _ in range(4000))
+    found = Counter(tuple(choice(number, most, stream).tolist()) for _ in range(2000))
     sets = list(itertools.combinations(range(number), most))
     requires_law(found, dict.fromkeys(sets, 1 / len(sets)))
-
-
-# -- a number for every record ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rate", [0.003, 0.3, 1.0])
-def test_pieces_draw_what_a_number_for_every_record_at_once_does(rate, monkeypatch):
-    """Draws of runs that were saved by earlier versions go on bit for bit."""
-    seed = torch.initial_seed()
-    whole = DenseSubset(5000, rate)
-    drawn = batches(whole, 20, torch.Generator().manual_seed(seed))
-    monkeypatch.setattr(poisson_sampling, "_CHUNK", 700)
-    assert batches(whole, 20, torch.Generator().manual_seed(seed)) == drawn
 
 
 # -- cost ------------------------------------------------------------------------------------------

@@ -1,12 +1,19 @@
-"""Batches that are read at once are those that reading record by record gives."""
+"""Batches are what reading and collating record by record gives, at once or not, in workers or not;
+and a record that stands in a data set several times is refused where torch's wrappers show it.
+"""
 
 import copy
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.refusals import refused
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     Subset,
@@ -15,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from torch_dpbayes.batches.datasets import require_no_repeats
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
 
@@ -35,8 +43,6 @@ class Table(Dataset):
         self.reads.append(at)
         if self.format["type"] == "torch":
             return {"x": self.x[at], "label": self.label[at]}
-        if isinstance(at, int):
-            return {"x": self.x[at].tolist(), "label": int(self.label[at])}
         return {"x": self.x[at].tolist(), "label": self.label[at].tolist()}
 
     def __getitems__(self, positions):
@@ -52,29 +58,9 @@ class Ragged(Table):
         return found if isinstance(at, int) else {**found, "x": list(found["x"])}
 
 
-class Anything(Dataset):
-    """Reads batches in its own way, as torch's loader lets it."""
-
-    def __init__(self, size):
-        self.x, self.reads = torch.randn(size, 2), []
-
-    def __len__(self):
-        return len(self.x)
-
+class Doubled(TensorDataset):
     def __getitem__(self, i):
-        return self.x[i]
-
-    def __getitems__(self, positions):
-        self.reads.append(positions)
-        return list(self.x[torch.tensor(positions, dtype=torch.long)])
-
-
-def mapped(folder):
-    """Arrays on disk, written and read as pages of memory."""
-    np.save(folder / "x.npy", np.random.default_rng().normal(size=(60, 5)).astype(np.float32))
-    np.save(folder / "y.npy", np.arange(60))
-    arrays = [np.load(folder / name, mmap_mode="c") for name in ("x.npy", "y.npy")]
-    return TensorDataset(*map(torch.from_numpy, arrays))
+        return tuple(2 * t for t in super().__getitem__(i))
 
 
 def plain(size):
@@ -89,63 +75,52 @@ def same(a, b):
     return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
 
 
-DATA = {
-    "tensors": lambda _: plain(60),
-    "memory-mapped": mapped,
-    "a part": lambda _: Subset(plain(90), list(range(75, 15, -1))),
-    "a part of a part": lambda _: Subset(Subset(plain(90), range(5, 85)), range(2, 62)),
-    "a table": lambda _: Table(60),
-    "a table of lists": lambda _: Table(60, None),
-    "a ragged table": lambda _: Ragged(60),
-    "a part of a table": lambda _: Subset(Table(90), list(range(60))),
-    "reads by itself": lambda _: Anything(60),
-}
-
-
 def private(dataset, **options):
     return PoissonLoader(DataLoader(dataset, **options), 3 / 60)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers"), [*((name, 0) for name in DATA), ("tensors", 2), ("a table", 2)]
-)
-def test_a_batch_is_what_its_records_are_one_by_one(name, num_workers, tmp_path):
+def doubled(records):
+    return [2 * t for t in default_collate(records)]
+
+
+CASES = {
+    "tensors": (lambda: plain(60), {}),
+    "a part": (lambda: Subset(plain(90), list(range(75, 15, -1))), {}),
+    "a part of a part": (lambda: Subset(Subset(plain(90), range(5, 85)), range(2, 62)), {}),
+    "a table": (lambda: Table(60), {}),
+    "a table of lists": (lambda: Table(60, None), {}),
+    "a ragged table": (lambda: Ragged(60), {}),
+    "a part of a table": (lambda: Subset(Table(90), list(range(60))), {}),
+    "a subclass": (lambda: Doubled(*plain(60).tensors), {}),
+    "a collate function": (lambda: plain(60), {"collate_fn": doubled}),
+    "mappings": (lambda: [{"x": torch.randn(4), "y": 1} for _ in range(60)], {}),
+    "tensors in workers": (lambda: plain(60), {"num_workers": 2}),
+    "a table in workers": (lambda: Table(60), {"num_workers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_is_what_its_records_are_one_by_one(name):
     """Values, types and order; also of draws without records."""
-    dataset = DATA[name](tmp_path)
-    loader = private(dataset, num_workers=num_workers)
+    make, options = CASES[name]
+    dataset = make()
+    loader = private(dataset, **options)
     for number, batch in enumerate(loader):
         positions = loader.sampler_of_draws._draws[number].records.tolist()
-        expected = loader.collate_fn([dataset[i] for i in positions])
-        assert same(batch, expected)
+        assert same(batch, loader.collate_fn([dataset[i] for i in positions]))
     assert number == 19
+    collate = options.get("collate_fn", default_collate)
+    assert same(loader.collate_fn([dataset[3]]), collate([dataset[3]]))
 
 
 def test_no_record_is_read_alone():
-    data, table, other = plain(60), Table(60), Anything(60)
-    loaders = private(data), private(table), private(other)
+    data, table = plain(60), Table(60)
+    loaders = private(data), private(table)
     table.reads.clear()
     data.__class__ = type("Watched", (TensorDataset,), {"__getitem__": None})
     for loader in loaders:
         assert len(list(loader)) == 20
     assert all(isinstance(at, list) for at in table.reads)
-    assert len(other.reads) == 20
-
-
-class Doubled(TensorDataset):
-    def __getitem__(self, i):
-        return tuple(2 * t for t in super().__getitem__(i))
-
-
-@pytest.mark.parametrize("change", ["class", "collate"])
-def test_what_is_done_to_records_one_by_one_is_done(change):
-    data = plain(60)
-    if change == "class":
-        loader = private(Doubled(*data.tensors[:2]))
-    else:
-        loader = private(data, collate_fn=lambda rows: [2 * t for t in default_collate(rows)[:2]])
-    for number, batch in enumerate(loader):
-        positions = loader.sampler_of_draws._draws[number].records
-        assert same(batch, [2 * t[positions] for t in data.tensors[:2]])
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -155,18 +130,9 @@ def test_a_copy_reads_its_own_draws(copied):
     loader = PoissonLoader(DataLoader(data), 3 / 60)
     other = copied(loader)
     for number, batch in enumerate(other):
-        draws = other.sampler_of_draws
-        positions = draws._draws[number].records
+        positions = other.sampler_of_draws._draws[number].records
         assert same(batch, [t[positions] for t in data.tensors])
     assert loader.sampler_of_draws.passes == 0 and number == 19
-
-
-def test_settings_of_the_user_s_loader_are_those_of_batches_too():
-    options = {"num_workers": 1, "prefetch_factor": 3, "timeout": 7.0, "persistent_workers": True}
-    loader = private(plain(60), **options)
-    for name, value in options.items():
-        assert getattr(loader._batched, name) == getattr(loader, name) == value
-    assert loader._batched.batch_sampler is loader.batch_sampler and not loader._batched.pin_memory
 
 
 def looks(worker):
@@ -174,8 +140,72 @@ def looks(worker):
     dataset.tensors = tuple(t + 1 for t in dataset.tensors)
 
 
-def test_workers_are_told_of_the_user_s_data_set():
-    data = TensorDataset(torch.arange(60))
-    loader = private(data, num_workers=1, worker_init_fn=looks)
+def test_settings_of_the_user_s_loader_are_those_of_batches_too():
+    options = {"num_workers": 1, "prefetch_factor": 3, "timeout": 7.0, "persistent_workers": True}
+    loader = private(plain(60), **options)
+    for name, value in options.items():
+        assert getattr(loader._batched, name) == getattr(loader, name) == value
+    loader = private(TensorDataset(torch.arange(60)), num_workers=1, worker_init_fn=looks)
     for number, (batch,) in enumerate(loader):
         assert torch.equal(batch, loader.sampler_of_draws._draws[number].records + 1)
+
+
+# -- repeated records ------------------------------------------------------------------------------
+
+
+class Marked(TensorDataset):
+    """Its records say who they are."""
+
+    def __init__(self, name, size):
+        self.name, self.size = name, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        if not -self.size <= i < self.size:
+            raise IndexError
+        return self.name, int(i) % self.size
+
+
+LEAF = Marked("leaf", 20)
+
+
+def trees(leaves):
+    """Data sets of data sets."""
+    kinds = [list, np.array, torch.tensor]
+
+    def positions(d):
+        first = -len(d) if type(d) is not ConcatDataset else 0
+        return st.lists(st.integers(first, len(d) - 1), min_size=1, max_size=4)
+
+    def grown(inner):
+        concatenated = st.lists(inner, min_size=1, max_size=3).map(ConcatDataset)
+        chosen = inner.flatmap(
+            lambda d: st.builds(
+                lambda at, kind: Subset(d, kind(at)), positions(d), st.sampled_from(kinds)
+            )
+        )
+        rising = inner.map(lambda d: Subset(d, range(len(d))))
+        return concatenated | chosen | rising
+
+    return st.recursive(st.sampled_from(leaves), grown, max_leaves=4)
+
+
+@example(Subset(Marked("a", 20), [-1, 19]))
+@example(ConcatDataset([Subset(LEAF, range(12)), Subset(LEAF, range(8, 20))]))
+@given(trees([Marked("a", 3), Marked("b", 4), Marked("c", 2)]))
+def test_refused_are_those_that_hold_a_record_twice(dataset):
+    records = [dataset[i] for i in range(len(dataset))]
+    check = partial(require_no_repeats, dataset)
+    if len(set(records)) == len(records):
+        check()
+    else:
+        with refused("loader-repeats"):
+            check()
+
+
+def test_a_thousand_million_records_are_not_counted():
+    huge = Marked("a", 10**9)
+    require_no_repeats(Subset(huge, range(0, 10**9, 2)))
+    require_no_repeats(ConcatDataset([huge, Subset(Marked("b", 10**9), [5, 7])]))

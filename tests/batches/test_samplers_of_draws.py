@@ -10,10 +10,8 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
 from test_poisson_sampling import requires_law
 
 from torch_dpbayes import noise
@@ -67,9 +65,9 @@ def draws_of(sampler, number):
     return found
 
 
-def seeded(seed=None):
-    """Of one seed in one test, unless another is given."""
-    return torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
+def seeded():
+    """Of one seed in one test."""
+    return torch.Generator().manual_seed(torch.initial_seed())
 
 
 # -- the laws that are charged ---------------------------------------------------------------------
@@ -108,19 +106,18 @@ LAWS = {
     "truncated": (
         lambda: TruncatedPoissonSampler(4, 0.5, None, 0, max_batch_size=2),
         truncated_sets(4, 0.5, 2),
-        3000,
     ),
-    "fixed size": (lambda: FixedSizeSampler(5, 3 / 5, None, 0), fixed_sets(5, 3), 2000),
-    "fixed size, few": (lambda: FixedSizeSampler(33, 2 / 33, None, 0), fixed_sets(33, 2), 14_000),
-    "users": (lambda: of_users(6, 0.4, None, 0, most=2), sets_of_users(0.4, 2), 3000),
+    "fixed size": (lambda: FixedSizeSampler(5, 3 / 5, None, 0), fixed_sets(5, 3)),
+    "fixed size, few": (lambda: FixedSizeSampler(17, 1 / 17, None, 0), fixed_sets(17, 1)),
+    "users": (lambda: of_users(6, 0.4, None, 0, most=2), sets_of_users(0.4, 2)),
 }
 
 
 @pytest.mark.chance(2 * FALSE_ALARM)
 @pytest.mark.parametrize("name", LAWS)
 def test_draws_have_the_law_that_is_charged_and_are_independent(name):
-    make, law, number = LAWS[name]
-    draws = [*map(tuple, draws_of(make(), number))]
+    make, law = LAWS[name]
+    draws = [*map(tuple, draws_of(make(), 3000))]
     requires_law(Counter(draws), law)
     classes = Counter()
     for batch, p in law.items():
@@ -132,7 +129,7 @@ def test_draws_have_the_law_that_is_charged_and_are_independent(name):
 @pytest.mark.chance(2 * FALSE_ALARM)
 def test_a_pass_gives_every_record_one_batch_each_independently():
     """Joint law of the batches of three records, and of one record in two passes."""
-    passes, steps = 3000, 3
+    passes, steps = 2000, 3
     draws = draws_of(RandomAllocationSampler(3, 1 / steps, None, 0), passes * steps)
     places = []
     for start in range(0, len(draws), steps):
@@ -153,7 +150,7 @@ def test_a_pass_gives_every_record_one_batch_each_independently():
 @RATES
 @pytest.mark.parametrize("steps", [5, 13])
 def test_a_resumed_sequence_is_that_of_a_whole_run(kind, rate, steps):
-    """Also with a draw that waited for its step."""
+    """Also with a draw that waited for its step, and on whatever device tensors are made."""
 
     def made():
         noise._used_positions.clear()  # as in a new process
@@ -165,7 +162,9 @@ def test_a_resumed_sequence_is_that_of_a_whole_run(kind, rate, steps):
     resumed = made()
     resumed.require_position(first.position())
     resumed.resume(first.position())
-    assert begun + draws_of(resumed, 25 - steps) == whole and whole[steps] == waiting
+    with torch.device("meta"):
+        assert begun + draws_of(resumed, 25 - steps) == whole and whole[steps] == waiting
+        draws_of(kind(200, rate, None, 0), 2)
 
 
 @every_kind
@@ -177,7 +176,7 @@ def test_draws_that_wait_are_not_drawn_again_from_other_data_or_batches(kind):
     for num_data, rate in ((410, 0.1), (400, 0.05)):
         other = kind(num_data, rate, torch.Generator(), 0)
         other.require_position(before)
-        with pytest.raises(ValueError, match="keep data and batch size, or leave out generator="):
+        with pytest.raises(ValueError):
             other.require_position(first.position())
     kind(400, 0.1, torch.Generator(), 0).require_position(first.position())
 
@@ -193,79 +192,33 @@ def test_a_copy_draws_its_own_by_the_same_law(kind, copied):
     first, second = draws_of(sampler, 8), draws_of(other, 8)
     assert all(a != b for a in first for b in second)
     assert all(len(batch) <= 60 for batch in second) or kind is not KINDS["truncated"]
-    with pytest.raises(TypeError, match=r"the same batches.*make_private"):
+    with pytest.raises(TypeError) as refused:
         copied(kind(200, 0.2, torch.Generator(), 0))
+    assert refused.value.code == "copied"
 
 
 @every_kind
 @RATES
 def test_ranks_share_the_draws_of_one_process(kind, rate):
     draws = []
-    for ranks in (None, None, *(SimpleNamespace(rank=rank, size=3) for rank in range(3))):
+    for ranks in (None, *(SimpleNamespace(rank=rank, size=3) for rank in range(3))):
         noise._used_positions.clear()  # as in a process of its own
         draws.append(draws_of(kind(400, rate, seeded(), 0, ranks), 12))
-    first, second, *shares = draws
-    assert first == second and len(set(map(tuple, first))) > 1
+    whole, *shares = draws
+    assert len(set(map(tuple, whole))) > 1
     assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == [
-        sorted(batch) for batch in first
+        sorted(batch) for batch in whole
     ]
 
 
-# -- streams that overlap --------------------------------------------------------------------------
+# -- the caller's generator ------------------------------------------------------------------------
 
 
-def members(num_data, batches):
-    table = torch.zeros(len(batches), num_data, dtype=torch.float64)
-    for row, batch in zip(table, batches, strict=True):
-        row[batch] = 1
-    return table
-
-
-@pytest.mark.chance(FALSE_ALARM)
-@pytest.mark.parametrize(
-    ("kind", "rate", "used"),  # darts, or a number for every record; of 32 bits, a key takes 8
-    [
-        (PoissonSampler, 0.01, 1),
-        (PoissonSampler, 0.1, 4),
-        (FixedSizeSampler, 0.01, 300),
-        (FixedSizeSampler, 0.1, 1),
-        (RandomAllocationSampler, 0.1, 13),
-    ],
-)
-def test_streams_that_overlap_give_independent_draws(kind, rate, used):
-    """Two loaders of one seed, where the user took a few numbers from one generator before. In no
-    pair of draws are there more or fewer records of both than by chance.
-    """
-    num_data, number = 5000, 40
-    tables = []
-    for taken in (0, used):
-        generator = seeded()
-        torch.rand(taken, generator=generator)
-        tables.append(members(num_data, draws_of(kind(num_data, rate, generator, 0), number)))
-    first, second = tables
-    common = (first @ second.T).numpy()
-    sizes = first.sum(1).numpy()[:, None], second.sum(1).numpy()[None]
-    # any records are as likely as others, so that given how many they are this is the law
-    law = stats.hypergeom(num_data, *sizes)
-    tails = np.minimum(law.cdf(common), law.sf(common - 1))
-    assert 2 * tails.min() * number**2 > FALSE_ALARM / 2, common
-    # of all steps together, where the variance is below that of a Poisson number
-    law = stats.poisson((sizes[0][:, 0] * sizes[1][0]).sum() / num_data)
-    same = common.trace()
-    assert 2 * min(law.cdf(same), law.sf(same - 1)) > FALSE_ALARM / 2, same
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_streams_that_stand_at_one_position_are_refused(cached):
-    """Also where a normal number, of which torch makes two at a time, was kept back."""
+def test_streams_that_stand_at_one_position_are_refused():
     seed = torch.initial_seed()
     draws_of(PoissonSampler(1000, 0.01, torch.Generator().manual_seed(seed), 0), 5)
     generator = torch.Generator().manual_seed(seed)
-    if cached:  # takes 128 bits
-        torch.randn(1, generator=generator)
-        torch.rand(4, generator=generator)
-    else:
-        torch.rand(8, generator=generator)
+    torch.rand(8, generator=generator)
     with pytest.raises(ValueError, match="a batch was already drawn"):
         draws_of(PoissonSampler(1000, 0.01, generator, 0), 1)
 
@@ -283,29 +236,36 @@ def test_every_draw_takes_256_bits(kind, rate):
 
 
 def test_noise_and_draws_of_one_seed_come_from_other_streams(monkeypatch):
-    seeded, states = noise._generator_from, []
+    made, states = noise._generator_from, []
 
     def seen(*settings):
-        stream = seeded(*settings)
+        stream = made(*settings)
         states.append(stream.get_state())
         return stream
 
     monkeypatch.setattr(noise, "_generator_from", seen)
-    seed = torch.initial_seed()
-    noise.GaussianNoise(torch.Generator().manual_seed(seed)).next_stream(torch.device("cpu"), ())
-    sampler = PoissonSampler(1000, 0.01, torch.Generator().manual_seed(seed), 0)
-    draws_of(sampler, 1)
+    noise.GaussianNoise(seeded()).next_stream(torch.device("cpu"), ())
+    draws_of(PoissonSampler(1000, 0.01, seeded(), 0), 1)
     assert len(states) == 2 and not torch.equal(*states)
 
 
-@RATES
-@every_kind
-def test_batches_are_drawn_on_the_cpu_whatever_the_default_device(kind, rate):
-    found = []
-    for device in ("cpu", "meta"):
-        noise._used_positions.clear()
-        sampler = kind(1000, rate, seeded(), 0)
-        with torch.device(device):
-            found.append(draws_of(sampler, 5))
-            draws_of(kind(1000, rate, None, 0), 2)
-    assert found[0] == found[1]
+def test_a_pass_has_as_many_draws_as_one_over_the_rate():
+    """Which rounding may put a little below a whole number."""
+    assert 1 / (1 / 93) < 93 and PoissonSampler(930, 1 / 93, None, 0).steps == 93
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_data", "rate", "device"),
+    [
+        *((10, rate, "cpu") for rate in (0.0, -0.1, 1.5, math.nan, 5e-324, 2.0**-64)),
+        (2**53 + 1, 2.0**-53, "cpu"),
+        (10, 0.1, "cuda:0"),
+    ],
+)
+def test_settings_from_which_nothing_can_be_drawn(num_data, rate, device):
+    generator = SimpleNamespace(device=torch.device(device))
+    with pytest.raises(ValueError):
+        PoissonSampler(num_data, rate, None if device == "cpu" else generator, 0)

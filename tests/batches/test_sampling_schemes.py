@@ -1,17 +1,19 @@
-"""Truncated Poisson draws, batches of fixed size and random allocation: their joint laws, what they
-are charged as, and that they go on where they were.
+"""Draws of users, truncated Poisson draws, batches of fixed size and random allocation: what they
+are charged as, that passes and batches go on where they were, and that users are kept apart.
 """
 
 import copy
-import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import steps
-from support.training import values
+from support.refusals import refused
+from support.training import deliver, values
+from test_samplers_of_draws import draws_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,8 +23,12 @@ from torch_dpbayes.accounting.events import (
     GaussianDpEvent,
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
+    UserLevelDpEvent,
 )
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
+from torch_dpbayes.batches.sampling_schemes import Users
+
+IDS = [7, 3, 7, 3, 7, 5, 3, 3, 3, 3, 3, 3]  # of twelve records: eight, three, and one
 
 
 def loader_of(rows=12, batch_size=4, **options):
@@ -34,14 +40,16 @@ def private(
     rows=12, batch_size=4, accountant=None, temperature=0.0, noise_multiplier=1.0, **options
 ):
     made = {k: options.pop(k) for k in ("generator", "num_workers") if k in options}
-    return dpb.PrivacyEngine(accountant).make_private(
-        module=nn.Linear(1, 1),
-        optimizer=partial(dpb.optim.DPSGLD, lr=1e-4, temperature=temperature),
-        data_loader=loader_of(rows, batch_size, **made),
-        max_grad_norm=1.0,
-        noise_multiplier=noise_multiplier,
-        **options,
-    )
+    if "user_ids" in options and accountant is None:
+        accountant = dpb.PrivacyAccountant(unit="user")
+    given = {
+        "module": nn.Linear(1, 1),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=1e-4, temperature=temperature),
+        "data_loader": loader_of(rows, batch_size, **made),
+        "max_grad_norm": 1.0,
+        "noise_multiplier": noise_multiplier,
+    }
+    return dpb.PrivacyEngine(accountant).make_private(**{**given, **options})
 
 
 one = partial(steps.one, loss=nn.functional.mse_loss)
@@ -56,7 +64,46 @@ def events_of(accountant):
     return [tuple(charge[:2]) for charge in accountant.history]
 
 
+def poisson(z, rate=1 / 3):
+    return PoissonSampledDpEvent(rate, GaussianDpEvent(z))
+
+
 # -- what is charged -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize(
+    ("options", "event"),
+    [
+        ({}, poisson(1.5)),
+        ({"max_batch_size": 6}, TruncatedSubsampledGaussianDpEvent(12, 1 / 3, 6, 1.5)),
+        (
+            {"sampling": "fixed_size"},
+            SampledWithoutReplacementDpEvent(12, 4, GaussianDpEvent(1.5)),
+        ),
+        ({"sampling": "fixed_size", "batch_size": 12}, GaussianDpEvent(1.5)),
+        ({"sampling": "random_allocation", "batch_size": 12}, GaussianDpEvent(1.5)),
+        ({"user_ids": IDS, "batch_size": 1}, UserLevelDpEvent(poisson(1.5))),
+        (  # three users bring at most five records, and noise hides two of each
+            {"user_ids": IDS, "records_per_user": 2, "batch_size": 2},
+            UserLevelDpEvent(poisson(0.75, 2 / 5)),
+        ),
+        (
+            {"user_ids": IDS, "records_per_user": 2, "batch_size": 5},
+            UserLevelDpEvent(poisson(0.75, 1.0)),
+        ),
+    ],
+)
+def test_each_law_is_charged_as_itself(options, event, neighboring):
+    unit = "user" if "user_ids" in options else "record"
+    accountant = dpb.PrivacyAccountant(neighboring=neighboring, unit=unit)
+    net, optimizer, loader = private(accountant=accountant, noise_multiplier=1.5, **options)
+    for batch in loader:
+        assert len(batch[0]) <= options.get("max_batch_size", 12)
+        if options.get("sampling") == "fixed_size":
+            assert len(batch[0]) == options.get("batch_size", 4)
+        one(net, optimizer, batch)
+    assert events_of(accountant) == [(event, len(loader))]
 
 
 def test_random_allocation_is_charged_once_a_pass():
@@ -64,28 +111,14 @@ def test_random_allocation_is_charged_once_a_pass():
     event = RandomAllocationDpEvent(3, GaussianDpEvent(2.0))
     for epoch in (1, 2):
         seen = []
-        for batch in loader:
-            one(net, optimizer, batch)
-            seen += records(batch)
-            assert events_of(optimizer.accountant) == [(event, epoch)]
+        for _ in range(2):  # a pass that was left goes on in the next one, and ends with it
+            for batch in loader:
+                one(net, optimizer, batch)
+                seen += records(batch)
+                assert events_of(optimizer.accountant) == [(event, epoch)]
+                if len(seen) == len(records(batch)):
+                    break
         assert sorted(seen) == list(range(12))
-    assert optimizer.sampling == "random_allocation"
-
-
-def test_a_pass_that_was_left_goes_on_and_ends():
-    net, optimizer, loader = private(sampling="random_allocation")
-    first = next(iter(loader))
-    assert records(first) == records(next(iter(loader)))
-    seen = []
-    for batch in loader:
-        one(net, optimizer, batch)
-        seen += records(batch)
-        break
-    rest = list(loader)
-    assert len(rest) == 2
-    assert sorted(seen + [r for batch in rest for r in records(batch)]) == list(range(12))
-    train(net, optimizer, loader)
-    assert len(optimizer.accountant) == 1
 
 
 def test_the_noise_must_not_fall_within_a_pass():
@@ -100,7 +133,7 @@ def test_the_noise_must_not_fall_within_a_pass():
     one(net, optimizer, next(batches))
     group["lr"] = 1e-2
     batch = next(batches)
-    with pytest.raises(ValueError, match="change lr between passes"):
+    with refused("pass-charged"):
         one(net, optimizer, batch)
     group["lr"] = 1e-4
     one(net, optimizer, next(iter(loader)))
@@ -115,45 +148,18 @@ def test_a_step_that_failed_after_its_charge_is_charged_again(monkeypatch):
     """It may have been released."""
     net, optimizer, loader = private(sampling="random_allocation")
     one(net, optimizer, next(iter(loader)))
-    original = optimizer.release.query.add_noise
 
     def fails(*_):
         raise OSError("no noise")
 
     batch = next(iter(loader))
-    monkeypatch.setattr(optimizer.release.query, "add_noise", fails)
-    with pytest.raises(OSError, match="no noise"):
-        one(net, optimizer, batch)
-    monkeypatch.setattr(optimizer.release.query, "add_noise", original)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.release.query, "add_noise", fails)
+        with pytest.raises(OSError, match="no noise"):
+            one(net, optimizer, batch)
     assert len(optimizer.accountant) == 1
     one(net, optimizer, next(iter(loader)))
     assert len(optimizer.accountant) == 2
-
-
-@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
-@pytest.mark.parametrize(
-    "options, event",
-    [
-        (
-            {"max_batch_size": 6},
-            lambda z: TruncatedSubsampledGaussianDpEvent(12, 1 / 3, 6, z),
-        ),
-        (
-            {"sampling": "fixed_size"},
-            lambda z: SampledWithoutReplacementDpEvent(12, 4, GaussianDpEvent(z)),
-        ),
-        ({}, lambda z: PoissonSampledDpEvent(1 / 3, GaussianDpEvent(z))),
-    ],
-)
-def test_each_law_is_charged_as_itself(options, event, neighboring):
-    accountant = dpb.PrivacyAccountant(neighboring=neighboring)
-    net, optimizer, loader = private(accountant=accountant, noise_multiplier=1.5, **options)
-    for batch in loader:
-        assert len(batch[0]) <= options.get("max_batch_size", 12)
-        if "sampling" in options:
-            assert len(batch[0]) == 4
-        one(net, optimizer, batch)
-    assert events_of(accountant) == [(event(1.5), 3)]
 
 
 def test_an_optimizer_with_another_loader_is_charged_for_that_one():
@@ -167,18 +173,11 @@ def test_an_optimizer_with_another_loader_is_charged_for_that_one():
     assert cut == [8, 4]
 
 
-@pytest.mark.parametrize("sampling", ["random_allocation", "fixed_size"])
-def test_full_batches_are_full_batches(sampling):
-    net, optimizer, loader = private(batch_size=12, sampling=sampling)
-    train(net, optimizer, loader)
-    assert events_of(optimizer.accountant) == [(GaussianDpEvent(1.0), 1)]
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"sampling": "fixed_size"},
-        {"user_ids": [i // 3 for i in range(12)], "records_per_user": 2},
+        {"user_ids": IDS, "records_per_user": 2},
         pytest.param({"sampling": "random_allocation"}, marks=pytest.mark.thorough),
         pytest.param({"max_batch_size": 8}, marks=pytest.mark.thorough),
     ],
@@ -189,7 +188,7 @@ def test_the_noise_of_a_target_is_that_of_the_law(options):
     arguments = {
         "module": nn.Linear(1, 1),
         "optimizer": partial(dpb.optim.DPSGLD, lr=1e-9, temperature=0.0),
-        "data_loader": loader_of(),
+        "data_loader": loader_of(batch_size=3),
         "target_epsilon": target,
         "target_delta": 1e-5,
         "epochs": epochs,
@@ -206,21 +205,21 @@ def test_the_noise_of_a_target_is_that_of_the_law(options):
         one(net, optimizer, next(iter(loader)))
 
 
-# -- saved runs and copies -------------------------------------------------------------------------
+# -- saved runs, parts and workers -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [12, 100])
 def test_a_saved_run_of_another_law_is_refused(monkeypatch, rows):
-    """Nothing is changed."""
     states = {}
-    for sampling in ("poisson", "random_allocation"):
+    laws = ("poisson", "random_allocation")
+    for sampling in laws:
         monkeypatch.setattr(noise, "_used_positions", set())
         made = private(rows, sampling=sampling, generator=torch.Generator())
         states[sampling] = made[1].state_dict()
-    for sampling, other in (("poisson", "random_allocation"), ("random_allocation", "poisson")):
+    for sampling, other in (laws, laws[::-1]):
         monkeypatch.setattr(noise, "_used_positions", set())
         _, optimizer, _ = private(rows, sampling=sampling, generator=torch.Generator())
-        with pytest.raises(ValueError, match="in another way"):
+        with refused("checkpoint"):
             optimizer.load_state_dict(states[other])
 
 
@@ -229,11 +228,9 @@ def test_a_pass_that_is_paid_does_not_go_on_with_a_dearer_query(monkeypatch):
     state = None
     for share in (0.1, 1.0):
         monkeypatch.setattr(noise, "_used_positions", set())
-        net, optimizer, loader = dpb.PrivacyEngine().make_private(
-            module=nn.Linear(1, 1),
+        net, optimizer, loader = private(
             optimizer=partial(dpb.optim.DPSGFS, lr=1e-6, fisher_share=share),
-            data_loader=loader_of(generator=torch.Generator()),
-            max_grad_norm=1.0,
+            generator=torch.Generator(),
             noise_multiplier=1e3,
             sampling="random_allocation",
         )
@@ -241,17 +238,14 @@ def test_a_pass_that_is_paid_does_not_go_on_with_a_dearer_query(monkeypatch):
             one(net, optimizer, next(iter(loader)))
             state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match="fell"):
+    with refused("pass-charged"):
         one(net, optimizer, next(iter(loader)))
 
 
 def test_a_pass_is_not_drawn_again_in_one_process():
     """Its later steps add no charge by which the accountant could tell."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    accountant = dpb.PrivacyAccountant()
-    net, optimizer, loader = private(
-        sampling="random_allocation", generator=generator, accountant=accountant
-    )
+    net, optimizer, loader = private(sampling="random_allocation", generator=generator)
     one(net, optimizer, next(iter(loader)))
     state = copy.deepcopy(optimizer.state_dict())
     one(net, optimizer, next(iter(loader)))
@@ -260,19 +254,115 @@ def test_a_pass_is_not_drawn_again_in_one_process():
         next(iter(loader))
 
 
-@pytest.mark.parametrize("options", [{"sampling": "random_allocation"}, {"sampling": "fixed_size"}])
-def test_parts_and_workers(options):
-    net, optimizer, loader = private(**options)
+@pytest.mark.parametrize(("sampling", "charges"), [("random_allocation", 1), ("fixed_size", 3)])
+def test_parts_and_workers(sampling, charges):
+    net, optimizer, loader = private(sampling=sampling)
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
     ) as parts:
         for batch in parts:
             one(net, optimizer, batch)
-    is_allocated = options["sampling"] == "random_allocation"
-    assert len(optimizer.accountant) == (1 if is_allocated else 3)
-    net, optimizer, loader = private(num_workers=1, **options)
+    assert len(optimizer.accountant) == charges
+    net, optimizer, loader = private(num_workers=1, sampling=sampling)
     seen = []
     for batch in loader:
         one(net, optimizer, batch)
         seen += records(batch)
-    assert len(seen) == 12 and math.isclose(loader.expected_batch_size, 4)
+    assert len(seen) == 12
+
+
+# -- users -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_user_moves_the_sum_by_no_more_than_is_charged(most):
+    """Of users with up to nine records, all of whose gradients are far above the clip norm."""
+    ids = [who for who in range(6) for _ in range(1 + who * 8 // 5)]
+    x, net = torch.randn(len(ids), 3) * 100, nn.Linear(3, 1)
+    net, optimizer, loader = private(
+        module=net,
+        data_loader=DataLoader(TensorDataset(x, torch.zeros(len(ids), 1)), 4),
+        user_ids=ids,
+        records_per_user=most,
+    )
+    source, named = optimizer.release.source, [*net.named_parameters()]
+    whose = torch.tensor(ids)
+    largest = 0.0
+    for batch in draws_of(loader.sampler_of_draws, 40):
+        rows = torch.tensor(batch, dtype=torch.int64)
+        for who in set(whose[rows].tolist()):
+            own = rows[whose[rows] == who]
+            inputs, target = deliver(x[own], torch.ones(len(own), 1))
+            nn.functional.mse_loss(net(inputs), target).backward()
+            out = [torch.zeros(p.numel()) for _, p in named]
+            source.add_clipped_sum(named, 1.0, out)
+            source.discard([p for _, p in named])
+            largest = max(largest, float(torch.cat(out).norm()))
+    assert 0.5 < largest <= most * (1 + 1e-5)
+
+
+def test_second_moments_of_a_user_count_too():
+    zs = []
+    for fisher in ({"fisher": "diagonal"}, None):
+        kind = dpb.optim.DPSGLD if fisher is None else dpb.optim.DPSGFS
+        _, optimizer, loader = private(
+            optimizer=partial(kind, lr=1e-3, **fisher or {}),
+            noise_multiplier=3.0,
+            user_ids=IDS,
+            records_per_user=2,
+        )
+        charged = optimizer.release.event(3.0, "users", loader.sampler_of_draws)
+        zs.append(charged.event.event.noise_multiplier)
+    assert zs[0] < zs[1] == 1.5
+
+
+@pytest.mark.parametrize(("most", "rate"), [(1, 3 / 3), (2, 3 / 5), (3, 3 / 7)])
+def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
+    loader = private(batch_size=3, user_ids=IDS, records_per_user=most)[2]
+    assert loader.sample_rate == pytest.approx(rate)
+    assert private(data_loader=loader)[2].sample_rate == pytest.approx(3 / 12)
+    again = private(data_loader=loader, user_ids=IDS, records_per_user=2)[2]
+    assert again.sample_rate == pytest.approx(3 / 5)
+
+
+def test_the_share_of_clipped_records_is_no_release_of_users():
+    net, optimizer, loader = private(user_ids=IDS, batch_size=2)
+    with pytest.raises(ValueError):
+        dpb.private_clipped_fraction(
+            net, optimizer, loader, noise_multiplier=1.0, criterion=nn.functional.mse_loss
+        )
+    assert len(optimizer.accountant) == 0
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["a", "b", None, "a", "b", "c"],
+        [1.0, 2.0, float("nan"), 1.0, 2.0, 3.0],
+        [1, "1", 2, 2, 3, 3],
+        [True, False] * 3,
+        [1, 2, 3],
+        np.ma.masked_equal([1, 2, 9, 1, 2, 3], 9),
+        torch.zeros(6, 2, dtype=torch.int64),
+    ],
+)
+def test_ids_of_another_kind_are_refused(ids):
+    with pytest.raises((dpb.errors.ArgumentError, dpb.errors.ArgumentTypeError)):
+        Users(ids, 6, 1)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor(IDS),
+        np.array(IDS, dtype=np.uint64),
+        [str(i) for i in IDS],
+        np.array([str(i) for i in IDS], dtype=object),
+        [f"a{i * chr(0)}" for i in IDS],  # which NumPy takes for equal
+    ],
+)
+def test_ids_come_as_they_are(ids):
+    people = Users(ids, len(IDS), 1)
+    assert (len(people), people.counted_records) == (3, 3)
+    own = people.records_of(torch.arange(3), torch.Generator())
+    assert sorted(IDS[place] for place in own.tolist()) == [3, 5, 7]

@@ -1,174 +1,163 @@
-"""The front door: loaders, optimizers, budgets and plans; misuse is impossible or loud."""
+"""The front door: loaders, budgets and plans, and models that take their inputs by name."""
 
-import logging
+import collections
+import gc
 import math
 from functools import partial
 
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from support.refusals import refused
 from support.steps import train
-from support.training import values
+from support.training import recorded
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
+from torch_dpbayes.batches.sampler import PoissonSampler
+from torch_dpbayes.posterior.calibration import event_of
 
-FACTORY = partial(dpb.optim.DPSGLD, lr=0.1)
+SAMPLER = partial(dpb.optim.DPSGLD, lr=20.0)
+DELTA = 1e-5
 
 
 def data(rows=60):
     return TensorDataset(torch.randn(rows, 4), torch.randint(3, (rows,)))
 
 
-def make(engine=None, *, module=None, optimizer=FACTORY, loader=None, **options):
-    engine = dpb.PrivacyEngine() if engine is None else engine
-    module = nn.Linear(4, 3) if module is None else module
-    loader = DataLoader(data(), batch_size=12, shuffle=True) if loader is None else loader
-    return engine, *engine.make_private(
-        module=module, optimizer=optimizer, data_loader=loader, **{"max_grad_norm": 1.0, **options}
-    )
+def arguments(**options):
+    given = {
+        "module": nn.Linear(4, 3),
+        "optimizer": SAMPLER,
+        "data_loader": DataLoader(data(), batch_size=12, shuffle=True),
+        "max_grad_norm": 1.0,
+    }
+    return {**given, **options}
 
 
-# -- loaders ---------------------------------------------------------------------------------------
+def make(accountant=None, **options):
+    return dpb.PrivacyEngine(accountant).make_private(**arguments(**options))
 
 
-@pytest.mark.chance(2e-6)
+def with_epsilon(accountant=None, **options):
+    engine = dpb.PrivacyEngine(accountant)
+    given = {"target_delta": DELTA, **options}
+    return engine, *engine.make_private_with_epsilon(**arguments(**given))
+
+
+# -- loaders and optimizers ------------------------------------------------------------------------
+
+
 def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_told(caplog):
-    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
-        _, _, optimizer, loader = make(
-            loader=DataLoader(data(1000), batch_size=64, shuffle=True, drop_last=True)
-        )
+    shuffled = DataLoader(data(1000), batch_size=64, shuffle=True, drop_last=True)
+    _, optimizer, loader = make(data_loader=shuffled)
     assert "Poisson" in caplog.text and "0.064" in caplog.text
     assert isinstance(loader, DPDataLoader) and loader.sample_rate == 64 / 1000
-    assert (
-        optimizer.num_data == 1000
-        and optimizer.expected_batch_size == pytest.approx(64)
-        and optimizer.sampling == "poisson"
-    )
-    assert len(loader) == 15
-    loader.batch_sampler._steps = 300
-    sizes = torch.tensor([float(len(values(x))) for x, _ in loader])
-    assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
-    # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
-    assert 0.5 < sizes.var() / (64 * 0.936) < 1.7
+    assert type(loader.batch_sampler) is PoissonSampler and len(loader) == 15
+    assert optimizer.num_data == 1000 and optimizer.expected_batch_size == pytest.approx(64)
 
 
 def test_private_loaders_keep_their_rate():
-    ready = DPDataLoader(data(), sample_rate=0.25)
-    _, _, optimizer, loader = make(loader=ready)
-    assert (
-        type(loader) is PoissonLoader
-        and loader.sample_rate == 0.25
-        and optimizer.expected_batch_size == 15
-    )
-    _, net, again, other = make(loader=loader)
-    assert other is not loader and other.sample_rate == 0.25
+    _, optimizer, loader = make(data_loader=DPDataLoader(data(), sample_rate=0.25))
+    assert type(loader) is PoissonLoader and optimizer.expected_batch_size == 15
+    net, again, other = make(data_loader=loader)
+    assert other is not loader and other.sample_rate == loader.sample_rate == 0.25
     train(net, again, other)
 
 
-def test_empty_batches_keep_the_structure_of_a_batch():
-    records = [{"x": torch.randn(4), "y": 1} for _ in range(30)]
-    loader = PoissonLoader(DataLoader(records, batch_size=1), 1e-6)
-    batch = loader.collate_fn([])
-    assert (
-        batch["x"].shape == (0, 4) and batch["y"].shape == (0,) and batch["y"].dtype == torch.int64
-    )
-
-
-def test_noise_and_sampling_never_share_a_stream():
-    shared = torch.Generator().manual_seed(torch.seed())
-    equal = [torch.Generator().manual_seed(torch.seed() % 2**31) for _ in range(2)]
-    equal[1].set_state(equal[0].get_state())
-    for noise, draws in ((shared, shared), equal):
-        with pytest.raises(ValueError, match="different seeds"):
-            make(
-                optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=noise),
-                loader=DataLoader(data(), batch_size=12, generator=draws),
-            )
-
-
-# -- optimizers ------------------------------------------------------------------------------------
-
-
-def test_built_optimizers_keep_their_values_and_differing_arguments_raise():
+def test_an_engine_takes_a_built_optimizer_s_accountant_and_has_none_before():
+    engine = dpb.PrivacyEngine()
+    with refused("model-layer"):  # and is as it was
+        engine.make_private(**arguments(module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))))
+    with refused("state"):
+        _ = engine.accountant
     net = nn.Linear(4, 3)
     built = dpb.optim.DPSGLD(
         net.named_parameters(), 0.1, num_data=60, expected_batch_size=12, max_grad_norm=0.7
     )
-    engine, _, optimizer, loader = make(module=net, optimizer=built, max_grad_norm=None)
-    assert (
-        optimizer is built and built.sampling == "poisson" and engine.accountant is built.accountant
+    _, optimizer, loader = engine.make_private(
+        **arguments(module=net, optimizer=built, max_grad_norm=None)
     )
     train(net, optimizer, loader)
-    for options, message in (
-        ({"max_grad_norm": 1.0}, "max_grad_norm = 0.7"),
-        ({"max_grad_norm": None, "noise_multiplier": 2.0}, "noise_multiplier = 0.0"),
-        ({"max_grad_norm": None, "loader": DataLoader(data(61), batch_size=12)}, "num_data = 60"),
+    assert optimizer is built and built.sampling == "poisson"
+    assert engine.accountant is built.accountant and len(engine.accountant) == len(loader)
+
+
+def trained_on(net, accountant, steps=1):
+    """The accountant of a training that begins with ``net`` as it is."""
+    _, optimizer, loader = make(accountant, module=net, data_loader=DataLoader(data(), 10))
+    train(net, optimizer, loader, steps)
+    return optimizer.accountant
+
+
+def says_so(accountant):
+    return any("another accountant before" in note for note in accountant.notes)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_model_that_goes_on_under_a_new_accountant_says_so(is_kept):
+    net = nn.Linear(4, 3)
+    kept = [trained_on(net, dpb.PrivacyAccountant())]
+    if not is_kept:
+        kept.clear()
+        gc.collect()
+    assert says_so(trained_on(net, dpb.PrivacyAccountant()))
+
+
+def test_nothing_is_said_where_one_accountant_holds_both():
+    net, accountant = nn.Linear(4, 3), dpb.PrivacyAccountant()
+    first = trained_on(net, dpb.PrivacyAccountant(), steps=0)  # made private, and never trained
+    for _ in range(2):
+        trained_on(net, accountant)
+    assert not says_so(accountant) and len(first) == 0
+
+
+# -- budgets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampler", "settings"),
+    [
+        (SAMPLER, {}),
+        (partial(dpb.optim.DPSGFS, lr=20.0), {}),
         (
-            {"max_grad_norm": None, "loader": DataLoader(data(), batch_size=6)},
-            "expected_batch_size = 12",
+            partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0),
+            {"method": "rdp"},
         ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(module=net, optimizer=built, **options)
-    with pytest.raises(ValueError, match="different accountants"):
-        make(
-            dpb.PrivacyEngine(accountant=dpb.PrivacyAccountant()),
-            module=net,
-            optimizer=built,
-            max_grad_norm=None,
-        )
-
-
-# -- budgets and plans -----------------------------------------------------------------------------
-
-
-def with_epsilon(engine, **options):
-    arguments = {
-        "module": nn.Linear(4, 3),
-        "optimizer": partial(dpb.optim.DPSGLD, lr=20.0),
-        "data_loader": DataLoader(data(), batch_size=12),
-    }
-    return engine.make_private_with_epsilon(
-        **{**arguments, "max_grad_norm": 1.0, "target_delta": 1e-5, **options}
+    ],
+)
+def test_the_target_is_met_history_included_and_cannot_be_overrun(sampler, settings):
+    accountant = dpb.PrivacyAccountant(3.0, DELTA, **settings)
+    accountant.compose(events.GaussianDpEvent(5.0))
+    _, net, optimizer, loader = with_epsilon(
+        accountant, optimizer=sampler, target_epsilon=3.0, epochs=2
     )
-
-
-def test_the_target_is_met_history_included_and_cannot_be_overrun():
-    engine = dpb.PrivacyEngine()
-    net, optimizer, loader = with_epsilon(engine, target_epsilon=2.0, epochs=3)
-    train(net, optimizer, loader, epochs=3)
-    assert 1.9 < engine.accountant.get_epsilon() <= 2.0
+    train(net, optimizer, loader, epochs=2)
+    assert 2.8 < accountant.get_epsilon() <= 3.0
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         train(net, optimizer, loader)
-    with pytest.raises(ValueError, match="exceeds the accountant's budget"):
-        with_epsilon(engine, target_epsilon=3.0, epochs=3)
-
-    shared = dpb.PrivacyAccountant(3.0, 1e-5)
-    shared.compose(events.GaussianDpEvent(3.0))
-    engine = dpb.PrivacyEngine(accountant=shared)
-    net, optimizer, loader = with_epsilon(engine, target_epsilon=3.0, epochs=2)
-    train(net, optimizer, loader, epochs=2)
-    assert 2.8 < shared.get_epsilon() <= 3.0
 
 
-@pytest.mark.parametrize("method", ["pld", "rdp"])
-def test_the_target_is_met_by_what_the_sampler_releases_under_the_method_of_the_budget(method):
-    make = partial(dpb.optim.DPSGFS, lr=20.0)
-    if method == "rdp":
-        make = partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0)
-    accountant = dpb.PrivacyAccountant(2.0, 1e-5, method=method)
-    net, optimizer, loader = with_epsilon(
-        dpb.PrivacyEngine(accountant=accountant), optimizer=make, target_epsilon=2.0, epochs=3
-    )
-    train(net, optimizer, loader, epochs=3)
-    assert 1.9 < accountant.get_epsilon() <= 2.0
+def test_the_target_is_the_budget_of_a_new_accountant():
+    engine, net, optimizer, loader = with_epsilon(target_epsilon=2.0, epochs=1)
+    assert (engine.accountant.epsilon, engine.accountant.delta) == (2.0, DELTA)
+    train(net, optimizer, loader)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        train(net, optimizer, loader)
+
+
+def test_a_share_of_the_target_is_kept_for_a_calibration():
+    target = {"target_epsilon": 3.0, "epochs": 1, "calibrate": 0.2}
+    plan = dpb.PrivacyEngine().plan(**arguments(), target_delta=DELTA, **target)
+    engine, net, optimizer, loader = with_epsilon(**target)
+    train(net, optimizer, loader)
+    assert engine.get_epsilon() < 2.8
+    engine.accountant.compose(event_of(loader.sampler_of_draws.reserved))
+    assert 2.9 < engine.get_epsilon() <= 3.0
+    assert plan.epsilon == pytest.approx(engine.get_epsilon(), rel=1e-3)
 
 
 def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp_path):
@@ -177,122 +166,176 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
     """
     path, noise = tmp_path / "budget.db", []
     for share in (1.0, 3.0, 3.0):
-        with dpb.PrivacyAccountant(3.0, 1e-5, path=path) as accountant:
-            engine, epochs = dpb.PrivacyEngine(accountant=accountant), 1
+        with dpb.PrivacyAccountant(3.0, DELTA, path=path) as accountant:
             if accountant.is_later_job:
-                with pytest.raises(ValueError, match="pass that as the target"):
-                    with_epsilon(engine, target_epsilon=2.0, epochs=epochs)
-            arguments = {"target_epsilon": share, "epochs": epochs}
-            net, optimizer, loader = with_epsilon(engine, **arguments)
-            plan = engine.plan(
-                module=net,
-                optimizer=optimizer,
-                data_loader=loader,
-                epochs=epochs,
-                target_delta=1e-5,
-                target_epsilon=share,
-                max_grad_norm=1.0,
-            )
-            for _ in range(epochs):
-                train(net, optimizer, loader)
+                with refused("budget-whole"):
+                    with_epsilon(accountant, target_epsilon=2.0, epochs=1)
+            target = {"target_epsilon": share, "epochs": 1}
+            engine, net, optimizer, loader = with_epsilon(accountant, **target)
+            given = arguments(module=net, optimizer=optimizer, data_loader=loader)
+            plan = engine.plan(**given, target_delta=DELTA, **target)
+            train(net, optimizer, loader)
             noise.append(optimizer.noise_multiplier)
             assert accountant.get_epsilon() == pytest.approx(plan.epsilon, rel=1e-3)
     assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
 
 
-def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):
-    """Two runs of 1000 steps at q = .01 and z = 1 with the same batches cost epsilon = 4.5,
-    and 2.6 if draws are independent.
-    """
-    seeded = DataLoader(
-        data(), batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1)
-    )
-    with dpb.PrivacyAccountant(3.0, 1e-5, path=tmp_path / "budget.db") as accountant:
-        with pytest.raises(ValueError, match="in every job that seeds it alike"):
-            with_epsilon(
-                dpb.PrivacyEngine(accountant=accountant),
-                data_loader=seeded,
-                target_epsilon=3.0,
-                epochs=1,
-            )
-        assert len(accountant) == 0
+@pytest.mark.thorough
+def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
+    def small(**options):
+        given = {"optimizer": partial(dpb.optim.DPSGLD, lr="free", temperature=1.0), "epochs": 2}
+        return {**given, **options}
+
+    def said():
+        return [m for m in caplog.messages if "was spent before" in m]
+
+    accountant, noise = dpb.PrivacyAccountant(), []
+    for target in (1.5, 1.51):
+        assert not said()
+        _, *made = with_epsilon(accountant, **small(target_epsilon=target))
+        train(*made, epochs=2)
+        noise.append(made[1].noise_multiplier)
+    assert noise[1] > 3 * noise[0] and len(said()) == 1
+    before, share = accountant.get_epsilon(DELTA), small(additional_epsilon=1.5)
+    planned = dpb.PrivacyEngine(accountant).plan(**arguments(**share), target_delta=DELTA)
+    _, *made = with_epsilon(accountant, **share)
+    train(*made, epochs=2)
+    assert len(said()) == 1
+    assert before + 1.45 < accountant.get_epsilon(DELTA) <= before + 1.5
+    assert math.isclose(planned.epsilon, accountant.get_epsilon(DELTA), rel_tol=1e-3)
 
 
-def test_plan_says_what_will_happen_and_changes_nothing(capsys):
-    net, loader = nn.Linear(4, 3), DataLoader(data(), batch_size=12)
-    arguments = {
-        "module": net,
-        "data_loader": loader,
-        "max_grad_norm": 1.0,
-        "target_delta": 1e-5,
-        "epochs": 4,
-        "target_epsilon": 5.0,
-    }
-    engine = dpb.PrivacyEngine()
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def test_plan_says_what_will_happen_and_changes_nothing():
+    given = arguments(target_delta=DELTA, epochs=4, target_epsilon=5.0)
     sampler = partial(dpb.optim.DPSGLD, lr=0.05, temperature=1.0)
-    cold = engine.plan(optimizer=sampler, **arguments)
-    assert capsys.readouterr().out == ""
-    text = str(cold)
-    assert (
-        cold.langevin_noise_multiplier > cold.noise_multiplier
-        and cold.effective_noise_multiplier == cold.langevin_noise_multiplier
-    )
-    assert (
-        cold.epsilon < 1.0
-        and "rest would be used with" in text
-        and f"lr = {cold.free_lr:.4g}" in text
-    )
-    assert not hasattr(net.weight, "grad_sample")
+    engine = dpb.PrivacyEngine()
+    cold = engine.plan(**given | {"optimizer": sampler})
+    assert cold.noise_multiplier < cold.langevin_noise_multiplier
+    assert cold.effective_noise_multiplier == cold.langevin_noise_multiplier
+    assert cold.epsilon < 1.0 and f"lr = {cold.free_lr:.4g}" in str(cold)
+    with refused("state"):
+        _ = engine.accountant
 
     colder = cold.temperature * (cold.noise_multiplier / cold.langevin_noise_multiplier) ** 2
     # what it advises uses the rest of the target
     for options in ({"lr": cold.free_lr}, {"lr": 0.05, "temperature": colder}, {"lr": 0.05}):
-        advised = engine.plan(optimizer=partial(dpb.optim.DPSGLD, **options), **arguments)
+        advised = engine.plan(**given | {"optimizer": partial(dpb.optim.DPSGLD, **options)})
         assert 4.8 < advised.epsilon <= 5.0
 
-    engine = dpb.PrivacyEngine()
-    net, optimizer, private = engine.make_private_with_epsilon(optimizer=sampler, **arguments)
+    net, optimizer, private = engine.make_private_with_epsilon(**given | {"optimizer": sampler})
     assert optimizer.effective_noise_multiplier == pytest.approx(cold.effective_noise_multiplier)
     assert optimizer.effective_temperature == pytest.approx(cold.effective_temperature)
     train(net, optimizer, private, epochs=4)
     assert len(engine.accountant) == cold.steps
-    assert engine.accountant.get_epsilon() == pytest.approx(cold.epsilon, rel=1e-6)
+    assert engine.get_epsilon() == pytest.approx(cold.epsilon, rel=1e-6)
 
 
-def test_plan_without_a_target():
-    accountant = dpb.PrivacyAccountant()
-    accountant.compose(events.GaussianDpEvent(5.0))
-    before = accountant.get_epsilon(1e-5)
-    arguments = {
-        "module": nn.Linear(4, 3),
-        "optimizer": FACTORY,
-        "data_loader": DataLoader(data(), batch_size=12),
-        "max_grad_norm": 1.0,
-    }
+def test_plan_without_a_target_adds_to_what_was_spent():
+    accountant = dpb.PrivacyAccountant().compose(events.GaussianDpEvent(5.0))
     plan = dpb.PrivacyEngine(accountant).plan(
-        **arguments, noise_multiplier=8.0, epochs=1, target_delta=1e-5
+        **arguments(), noise_multiplier=8.0, epochs=1, target_delta=DELTA
     )
-    assert plan.epsilon > before and len(accountant) == 1
-    with pytest.raises(ValueError, match="target_delta"):
-        dpb.PrivacyEngine(accountant).plan(**arguments, epochs=1)
-    with pytest.raises(ValueError, match="leave out noise_multiplier"):
-        dpb.PrivacyEngine().plan(
-            **arguments, noise_multiplier=8.0, epochs=1, target_delta=1e-5, target_epsilon=1.0
+    assert len(accountant) == 1
+    alone = dpb.PrivacyAccountant().compose(events.GaussianDpEvent(5.0))
+    rate = events.PoissonSampledDpEvent(0.2, events.GaussianDpEvent(8.0))
+    assert plan.epsilon == pytest.approx(alone.compose(rate, 5).get_epsilon(DELTA))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"noise_multiplier": 1e5}, "cannot train the model"),
+        ({"target_delta": 0.1}, "no smaller than 1 / 60 records"),
+        ({"optimizer": partial(dpb.optim.DPSGLD, lr=50.0)}, "hotter than the posterior"),
+    ],
+)
+def test_plan_says_what_makes_a_run_useless(options, said):
+    given = {"noise_multiplier": 1.0, "target_delta": DELTA, "epochs": 1}
+    given["optimizer"] = partial(dpb.optim.DPSGLD, lr=20.0, temperature=1.0)
+    engine = dpb.PrivacyEngine()
+    assert said not in str(engine.plan(**arguments(**given)))
+    assert said in str(engine.plan(**arguments(**{**given, **options})))
+
+
+# -- inputs by name --------------------------------------------------------------------------------
+
+
+class ByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, *, features, mask=None):
+        return self.linear(features if mask is None else features * mask[:, None])
+
+
+class ByPlace(ByName):
+    def forward(self, x):
+        return self.linear(x)
+
+
+def named():
+    return [{"features": torch.randn(4), "mask": torch.rand(()), "label": i % 3} for i in range(40)]
+
+
+class Whole(ByName):
+    def forward(self, batch):
+        return self.linear(batch["features"])
+
+
+@pytest.mark.parametrize("mode", [None, "vmap", "hooks"])
+@pytest.mark.parametrize("collate", [None, lambda r: collections.UserDict(default_collate(r))])
+def test_a_model_by_name_releases_what_the_same_model_by_place_does(mode, collate):
+    rows, found = named(), []
+    # what is no dict is looked into by name only
+    for kind in (ByName, ByPlace, Whole if collate is None else ByPlace):
+        torch.manual_seed(0)  # only of the initial parameters, which are to be the same
+        net, optimizer, loader = make(
+            module=kind(),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0),
+            data_loader=DataLoader(rows, 40, collate_fn=collate),
+            noise_multiplier=1e-6,
+            **recorded(mode),
         )
+        (batch,) = loader
+        features, by_name = batch["features"], {}
+        if kind is ByName:
+            by_name = {"features": features}
+        inputs = () if by_name else (batch if kind is Whole else features,)
+        nn.functional.cross_entropy(net(*inputs, **by_name), batch["label"]).backward()
+        optimizer.step()
+        found.append([p.detach().clone() for p in net.parameters()])
+    for own in found[1:]:
+        torch.testing.assert_close(own, found[0], rtol=0, atol=1e-6)  # the noise is 1e-6·C/B
 
 
-def test_the_engine_has_its_accountant_after_make_private():
-    engine = dpb.PrivacyEngine()
-    with pytest.raises(RuntimeError, match="make_private"):
-        _ = engine.accountant
-    make(engine)
-    assert isinstance(engine.accountant, dpb.PrivacyAccountant)
+def test_examples_may_be_given_by_name():
+    rows = [(torch.randn(1), torch.randn(4), i % 3) for i in range(40)]
+    for examples in (None, {"features": torch.randn(2, 4)}):
+        net, optimizer, loader = make(
+            module=ByName(), data_loader=DataLoader(rows, 40), example_inputs=examples
+        )
+        (batch,) = loader
+        nn.functional.cross_entropy(net(features=batch[1]), batch[2]).backward()
+        optimizer.step()
+        assert len(optimizer.accountant) == 1
 
 
-def test_a_failed_make_private_leaves_the_engine_as_it_was():
-    engine = dpb.PrivacyEngine()
-    with pytest.raises(ValueError):
-        make(engine, module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-    with pytest.raises(RuntimeError):
-        _ = engine.accountant
-    make(engine)
+class Counting(ByPlace):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if not torch.is_grad_enabled() and isinstance(x, dict):
+            self.passes += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", [None, "vmap", "hooks"])
+def test_a_trial_of_a_batch_leaves_the_model_as_it_was(mode):
+    net, _, _ = make(module=Counting(), data_loader=DataLoader(named(), 10), **recorded(mode))
+    assert net.passes == 0
