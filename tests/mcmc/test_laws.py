@@ -15,7 +15,6 @@ from support.conjugate_chains import (
     GROUPS,
     LEVEL,
     MAKERS,
-    PRIOR_STD,
     ROWS,
     Drift,
     Gaussian,
@@ -31,7 +30,7 @@ from support.conjugate_chains import (
 )
 
 from torch_dpbayes.accounting import events
-from torch_dpbayes.mcmc import DPPenalty, proposals
+from torch_dpbayes.mcmc import proposals
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -72,30 +71,6 @@ def test_the_posterior_is_stationary(case):
 def test_the_posterior_is_stationary_for_all_moves(case):
     target, make = MORE_LAWS[case]
     assert p_value(make(target()), target()) > LEVEL
-
-
-class WithoutPenalty(DPPenalty):
-    def _metropolis(self, candidate):
-        half_variance = (self._multiplier * candidate.bound) ** 2 / 2
-        return super()._metropolis(candidate._replace(rest=candidate.rest + half_variance))
-
-
-@pytest.mark.thorough
-def test_the_test_of_the_law_sees_that_the_penalty_is_left_out():
-    kernel = partial(penalty, kernel=WithoutPenalty, noise_multiplier=0.5, proposal_scale=0.4)
-    assert p_value(kernel(Gaussian()), Gaussian(), 1000, 8) < LEVEL
-
-
-@pytest.mark.thorough
-@pytest.mark.chance(CHANCE)
-def test_starts_come_from_the_prior_and_seeds_do_not_repeat_them():
-    starts = []
-    for _ in range(60):
-        torch.manual_seed(1)
-        kernel = penalty(Gaussian())
-        kernel.setup(0, torch.full((20, 1), 1e6))
-        starts.append(float(kernel.initial_params["mean"]))
-    assert kstest(starts, norm(0, PRIOR_STD).cdf).pvalue > CHANCE
 
 
 @pytest.mark.thorough
@@ -192,20 +167,13 @@ def test_paid_moves_are_those_of_latents_that_records_read(name):
             MAKERS[name](Hierarchy(), **wrong).setup(0, *Hierarchy.args)
 
 
-def test_a_model_of_which_all_latents_are_read_moves_none_for_free(monkeypatch):
-    monkeypatch.setattr("torch_dpbayes.mcmc.kernel.free_move", lambda *_: pytest.fail("moved"))
-    kernel = penalty(Gaussian())
-    kernel.setup(0, *Gaussian().args)
-    kernel.sample(kernel.initial_params)
-
-
 def uniforms():
     while True:
         yield from torch.rand(1000).tolist()
 
 
 @pytest.mark.chance(CHANCE)
-@pytest.mark.parametrize("scale", [0.01, 1.0, 300.0], ids=["narrow", "medium", "wide"])
+@pytest.mark.parametrize("scale", [0.01, 300.0], ids=["narrow", "wide"])
 def test_slices_keep_a_law_with_two_modes(scale):
     """An even mixture of N(-2s, s²/4) and N(s, s²)."""
 
@@ -229,11 +197,10 @@ def test_slices_keep_a_law_with_two_modes(scale):
 # -- kept gradients --------------------------------------------------------------------------------
 
 
-def kept_gradients_are_right(kernel):
-    """Whether each kept gradient was drawn where the chain stays, and each iteration drew
-    ``num_steps`` others.
-    """
-    target, drawn, original = Gaussian(), {}, kernel._noisy_sum
+def test_the_kept_gradient_is_the_one_where_the_chain_stays():
+    """And each iteration draws ``num_steps`` others."""
+    target, kernel, drawn = Gaussian(), hmc(Gaussian(), 3), {}
+    original = kernel._noisy_sum
 
     def noted(theta):
         gradient = original(theta)
@@ -242,44 +209,16 @@ def kept_gradients_are_right(kernel):
 
     kernel._noisy_sum = noted
     kernel.setup(0, *target.args)
-    params, accepted, right = target.draw(), set(), True
+    params, accepted = target.draw(), set()
     for k in range(40):
         before, params = params, kernel.sample(params)
         accepted.add(torch.equal(before["mean"], params["mean"]))
-        right &= torch.equal(drawn[kernel._gradient], params["mean"])
-        right &= len(drawn) == 3 * (k + 1) + 1
+        assert torch.equal(drawn[kernel._gradient], params["mean"])
+        assert len(drawn) == 3 * (k + 1) + 1
     assert accepted == {True, False}
-    return right
 
 
-def test_the_kept_gradient_is_the_one_where_the_chain_stays():
-    assert kept_gradients_are_right(hmc(Gaussian(), 3))
-
-
-def energy_errors(step_size, num_steps, monkeypatch):
-    """Of noiseless trajectories of one duration."""
-    noiseless = {"jitter": 0, "ratio_noise_multiplier": 0, "grad_noise_multiplier": 0}
-    kernel, found = hmc(Gaussian(), num_steps, step_size=step_size, **noiseless), []
-    original = kernel._metropolis
-
-    def noted(candidate):
-        found.append(candidate.log_ratio + candidate.rest)
-        return original(candidate)
-
-    monkeypatch.setattr(kernel, "_metropolis", noted)
-    kernel.setup(0, *Gaussian().args)
-    for _ in range(25):
-        kernel.sample(Gaussian().draw())
-    return float(torch.tensor(found).abs().mean())
-
-
-def test_the_leapfrog_keeps_the_energy_to_second_order(monkeypatch):
-    coarse, fine = energy_errors(0.04, 5, monkeypatch), energy_errors(0.01, 20, monkeypatch)
-    assert fine < 0.01 and 6 < coarse / fine < 40  # 16 but for which momenta were drawn
-
-
-@pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("steps", "reuse"), [(1, False), (4, True)])
 def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
     noises = {"ratio_noise_multiplier": 7.0, "grad_noise_multiplier": 5.0}
     kernel = hmc(Gaussian(), steps, reuse_gradients=reuse, **noises)
@@ -290,11 +229,22 @@ def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
         assert counts(kernel.accountant) == {7.0: 10 * runs, 5.0: gradients * runs}
 
 
-def test_an_iteration_is_one_ratio_and_the_proposals_event():
-    proposal = Drift()
-    proposal.event = events.GaussianDpEvent(11.0)
+class Noting(Drift):
+    """Notes what was charged by when it is asked."""
+
+    event = events.GaussianDpEvent(11.0)
+
+    def propose(self, params):
+        self.seen.append(dict(counts(self.accountant)))
+        return super().propose(params)
+
+
+def test_an_iteration_is_one_ratio_and_the_proposals_event_charged_before_it_begins():
     for make in (penalty, family):
+        proposal = Noting()
         options = {"proposal": proposal, "noise_multiplier": 7.0}
         kernel = make(Gaussian(), **options, **({"proposal_scale": None} if make is family else {}))
+        proposal.seen, proposal.accountant = [], kernel.accountant
         MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True).run(*Gaussian().args)
-        assert counts(kernel.accountant) == {7.0: 10, 11.0: 10}
+        assert proposal.seen == [{7.0: k, 11.0: k} for k in range(1, 11)]
+        assert counts(kernel.accountant) == proposal.seen[-1]
