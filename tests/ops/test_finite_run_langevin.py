@@ -15,7 +15,6 @@ from support.examples import examples
 from support.one_draw import RELATIONS, glm_of, tensors
 
 from torch_dpbayes import ops
-from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.ops.langevin import mu_of_last_state
@@ -214,24 +213,3 @@ def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
     cumulative = (np.cumsum(density) - density / 2) * (grid[1] - grid[0])
     uniform = np.interp(sample.ravel(), grid, cumulative)
     assert stats.kstest(uniform, "uniform").pvalue > LEVEL
-
-
-def test_the_variance_of_the_estimate_is_inflated_as_stated():
-    """Over data sets: n records of N(θ, s²) have the sufficient statistic ȳ, and the draw's
-    variance is (1 + 1/ρ)s²/n: what the run does to the mean and to its noise, exactly.
-    """
-    columns, rho, std, t = 100, 0.4, 0.4, 300
-    glm = ops.GLM("gaussian", prior_std=50.0, noise_std=std)
-    constants = glm.derived_constants(40.0)
-    h = 1.8 / (constants.prior_smoothness + rho * columns * constants.record_smoothness)
-    certificate = ops.FiniteRunLangevin(steps=t, step_size=h, max_grad_norm=40.0)
-    event = certificate.event(glm, Setting(rho, columns, "replace_one"))
-    epsilon = PrivacyAccountant(neighboring="replace_one").compose(event).get_epsilon(1e-5)
-    sampler = ops.OnePosteriorSample(glm, certificate, epsilon, 1e-5, num_data=columns)
-    stated = sampler.variance_inflation
-    assert stated == pytest.approx(1 + 1 / rho, rel=1e-6)
-    kappa = constants.strength + rho / std**2
-    forgotten = (1 - h * kappa) ** t
-    slope = (1 - forgotten) * rho / std**2 / kappa
-    of_run = slope**2 * std**2 + (1 - forgotten**2) / (kappa * (1 - h * kappa / 2))
-    assert of_run / (stated * std**2) == pytest.approx(1, abs=0.01)
