@@ -218,6 +218,17 @@ def test_the_kept_gradient_is_the_one_where_the_chain_stays():
     assert accepted == {True, False}
 
 
+def test_short_steps_keep_the_energy(monkeypatch):
+    """Of trajectories without noise; a leapfrog of second order is off by .002 here."""
+    noiseless = {"jitter": 0, "ratio_noise_multiplier": 0, "grad_noise_multiplier": 0}
+    target, kernel, found = Gaussian(), hmc(Gaussian(), 20, step_size=0.01, **noiseless), []
+    monkeypatch.setattr(kernel, "_metropolis", lambda c: (True, found.append(c)))
+    kernel.setup(0, *target.args)
+    for _ in range(15):
+        kernel.sample(target.draw())
+    assert max(abs(candidate.log_ratio + candidate.rest) for candidate in found) < 0.05
+
+
 @pytest.mark.parametrize(("steps", "reuse"), [(1, False), (4, True)])
 def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
     noises = {"ratio_noise_multiplier": 7.0, "grad_noise_multiplier": 5.0}
