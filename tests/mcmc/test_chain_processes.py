@@ -181,21 +181,6 @@ def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(accountant)
     assert multiprocessing.active_children() == []
 
 
-def wide(x):
-    w = pyro.sample("w", dist.Normal(torch.zeros(40_000), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(w.mean(), 1.0), obs=x)
-
-
-@pytest.mark.thorough
-def test_draws_that_are_larger_than_a_pipe_arrive(accountant):
-    """A pipe holds 64 kB: a chain that waits for its draw to be taken must not be waited for."""
-    kernel = make("penalty", accountant)
-    kernel.model = wide
-    run(kernel, 2, num_samples=3, warmup_steps=1)
-    assert kernel.get_samples()["w"].shape == (6, 40_000) and counts(accountant) == {50.0: 8}
-
-
 def too_many_chains(path):
     accountant = dpb.PrivacyAccountant(2.0, 1e-5, path=path)
     kernel = make("HMC", accountant, noise=20.0)

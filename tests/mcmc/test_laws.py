@@ -173,7 +173,7 @@ def uniforms():
 
 
 @pytest.mark.chance(CHANCE)
-@pytest.mark.parametrize("scale", [0.01, 300.0], ids=["narrow", "wide"])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 300.0], ids=["narrow", "medium", "wide"])
 def test_slices_keep_a_law_with_two_modes(scale):
     """An even mixture of N(-2s, s²/4) and N(s, s²)."""
 
