@@ -465,12 +465,12 @@ def local(x):
 
 
 DIFFERENCES = {  # of owner 1
-    "proposal_scale": {"proposal_scale": torch.full((DIMENSION,), 0.2)},
+    "proposal_scale": {},
+    "start": {},
     "prior": {"the_model": partial(model, prior_std=1.001 * PRIOR_STD)},
     "likelihood": {"the_model": partial(scaled, factor=1.001)},
     "kernel": {"kind": "HMC"},
     "model": {"the_model": local},
-    "start": {},
     "nothing": {},
 }
 
@@ -478,10 +478,12 @@ DIFFERENCES = {  # of owner 1
 def different(rank):
     endings = {}
     for name, of_owner_1 in DIFFERENCES.items():
-        settings = dict(of_owner_1) if rank else {}
+        settings, own = dict(of_owner_1) if rank else {}, torch.full((DIMENSION,), 0.1 + rank)
+        if name == "proposal_scale":
+            settings["proposal_scale"] = own
         kernel = make(settings.pop("kind", "penalty"), 1.0, **settings)
-        if rank and name == "start":
-            kernel.initial_params = {"mean": torch.full((DIMENSION,), 0.1)}
+        if name == "start":
+            kernel.initial_params = {"mean": own}
         endings[name] = how_it_ends(kernel, records(rank), num_samples=2)
     return endings
 
