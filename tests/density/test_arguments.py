@@ -54,14 +54,17 @@ WRONG = [
     ),
     (lambda x: gaussian(x[0], weights("mean")), lambda n: (torch.randn(3, n or 1),)),
     (lambda x: gaussian(x[:, 0], weights("mean"), size=5), lambda n: (torch.randn(n, 3),)),
-    (with_location, lambda n: (torch.randn(n, 4), torch.randn(n + 1), torch.ones(4))),
+    (
+        lambda x, y: gaussian(y, x @ weights("w", 4)),
+        lambda n: (torch.randn(n, 4), torch.randn(n + 1)),
+    ),
 ]
 
 
 def test_a_private_number_of_records_decides_about_no_error_nor_its_text():
     for model, data in WRONG:
         texts = set()
-        for n in (0, 1, 3, 4, 5, 19, 1003):
+        for n in (0, 1, 3, 4, 5, 19):
             with pytest.raises(UnfitModel) as caught:
                 RecordDensity(model, data(n), count_is_public=False)
             assert caught.value.__cause__ is None

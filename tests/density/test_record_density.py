@@ -7,10 +7,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
 from pyro.infer import config_enumerate
 from pyro.infer.mcmc.util import initialize_model
-from pyro.infer.reparam import LocScaleReparam
 from pyro.nn import PyroModule, PyroSample
 from pyro.ops.integrator import potential_grad
 from support.pyro_models import (
@@ -42,13 +40,6 @@ def groups(group, y):
     with pyro.plate("groups", 4):
         effect = pyro.sample("effect", dist.Normal(center, spread))
     gaussian(y, effect[group])
-
-
-def baseball(at_bats, hits):
-    m = pyro.sample("m", dist.Uniform(0.0, 1.0))
-    kappa = pyro.sample("kappa", dist.Pareto(1.0, 1.5))
-    with pyro.plate("data", len(hits)):
-        pyro.sample("obs", dist.BetaBinomial(m * kappa, (1 - m) * kappa, at_bats), obs=hits)
 
 
 class Net(PyroModule):
@@ -149,13 +140,7 @@ ZOO = {  # the first three before each change
     "ordered": (ordered, lambda: (normal(), whole(3))),
     "rates with hyperpriors": (rates_with_hyperpriors, lambda: (counts(3),)),
     "logistic": (logistic, lambda: (normal(3), whole(2).double())),
-    "gaussian rows": (gaussian_rows, lambda: (normal(3),)),
     "groups": (groups, lambda: (whole(4), normal())),
-    "groups, decentred": (
-        poutine.reparam(groups, {"effect": LocScaleReparam(0.3)}),
-        lambda: (whole(4), normal()),
-    ),
-    "baseball": (baseball, lambda: (counts() + 9, counts())),
     "PyroModule": (Net, lambda: (normal(3), normal())),
     "two hidden coins": (two_hidden_coins, lambda: (normal(),)),
     "two sites, mask": (two_sites_with_mask, lambda: (normal(), counts(), whole(2).bool())),
@@ -242,7 +227,6 @@ SPOILT = [
     (logistic, lambda: (torch.randn(400, 2), torch.ones(400)), 1e308, 2**12),
     (groups, lambda: (torch.randint(0, 4, (400,)), torch.randn(400)), 99, 2**12),  # out of range
     (logistic, lambda: (torch.randn(400, 2), torch.ones(400)), math.inf, 2**12),
-    (groups, lambda: (torch.randint(0, 4, (400,)), torch.randn(400)), 99, 2**24),
 ]
 
 
@@ -273,6 +257,8 @@ def test_ratios_are_clipped_one_by_one():
     current = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf, math.nan, 0.0, math.inf])
     proposed = torch.tensor([0.3, 5.0, -5.0, 0.0, 0.0, 0.0, math.nan, math.inf])
     assert clipped_ratio_sum(current, proposed, 1.0) == pytest.approx(0.3 + 1 - 1 - 1 + 1)
+    few_digits = torch.tensor([[0.0] * 3, [9.0] * 3], dtype=torch.bfloat16)
+    assert clipped_ratio_sum(*few_digits, 1.005) == pytest.approx(3 * 1.005, rel=1e-12)
 
 
 def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records(monkeypatch):

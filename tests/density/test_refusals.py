@@ -15,7 +15,7 @@ from pyro.nn import PyroModule
 from support.pyro_models import gaussian, ordered, weights
 from torch import nn
 
-from torch_dpbayes.density import RecordDensity
+from torch_dpbayes.density import RecordDensity, UnfitModel
 from torch_dpbayes.density.locality import MadeUpRecords
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -127,125 +127,87 @@ def collapsed(y):
             pyro.sample("y", dist.Bernoulli(p), obs=(y > 0).double())
 
 
-DATA_ELSEWHERE = torch.randn(20)
+DATA_ELSEWHERE = torch.randn(9)
 NORMAL, COIN = dist.Normal(0.0, 1.0), dist.Bernoulli(0.5)
 OTHER_COIN = {"infer": {"enumerate": "sequential"}}
 VON_MISES = dist.VonMises(torch.zeros(1), 1.0).to_event(1)
 SEEN = torch.tensor([True, False])
 BETA = partial(dist.Beta, 1.0, 1.0)
 
-# by what is said: models that are refused for their structure, and for what happens to made-up rows
-STRUCTURE = {
-    "no sites in a plate named 'data'": [
-        lambda y: pyro.sample("y", NORMAL.expand([len(y)]).to_event(1), obs=y + weights("m")),
-        lambda y: gaussian(y, weights("m"), name="rows"),
-    ],
-    "'more' is observed outside the plate": [
-        and_more(lambda m, y: dist.Normal(m, 1.0), obs=lambda y: y.sum()),
-        and_more(
-            lambda m, y: dist.Normal(m, 1.0).expand([20]).to_event(1), obs=lambda y: DATA_ELSEWHERE
-        ),
-    ],
-    "'again' is observed outside the plate": [two_data_plates],
-    r"site 'y': write with pyro\.poutine\.mask": [
-        in_the_plate(lambda m, y: pyro.sample("y", NORMAL, obs=y, obs_mask=y > 0)),
-        in_the_plate(lambda m, y: pyro.sample("y", COIN, obs=(y > 0).double(), obs_mask=y > -1)),
-    ],
-    "'u' lies in the data plate": [
-        in_the_plate(lambda m, y: pyro.sample("y", dist.Normal(pyro.sample("u", NORMAL), 1), obs=y))
-    ],
-    "'z' lies outside the data plate": [model_of(lambda m, y: m + pyro.sample("z", COIN))],
-    "subsamples": [
-        subsampled(len, subsample_size=5),
-        subsampled(lambda y: 10 * len(y), subsample=torch.arange(20)),
-    ],
-    "iterated over": [sequential],
-    "enumerated sequentially": [
-        in_the_plate(
-            lambda m, y: pyro.sample(
-                "y", dist.Normal(m + pyro.sample("z", COIN, **OTHER_COIN), 1.0), obs=y
-            )
-        )
-    ],
-    "nothing is observed": [in_the_plate(lambda m, y: pyro.sample("u", COIN))],
-    "no continuous latent": [lambda y: gaussian(y, torch.tensor(0.0))],
-    "support of latent 'm'": [moving_support],
-    "proper priors": [with_latent(lambda y: dist.ImproperUniform(dist.constraints.real, (), ()))],
-    r"latent 'm' is an angle .* Uniform\(-math\.pi, math\.pi\)": [
-        with_latent(lambda y: VON_MISES),
-        with_latent(lambda y: dist.SineSkewed(VON_MISES, torch.tensor([0.5]))),
-        with_latent(lambda y: dist.SineBivariateVonMises(0.0, 0.0, 1.0, 1.0, 0.5)),
-    ],
-    "latent 'm' has no prior where a mask or a scale of 0": [
-        in_a_handler(lambda: poutine.mask(mask=False)),
-        with_latent(lambda y: dist.Normal(torch.zeros(2), 1.0).mask(SEEN).to_event(1)),
-        in_a_handler(lambda: poutine.scale(scale=torch.tensor(0.0))),
-    ],
-    "take its size from the data": [
-        lambda y: gaussian(y, weights("m"), size=20),
-        lambda y: gaussian(DATA_ELSEWHERE, weights("m")),
-    ],
-    "does not run on made-up data": [collapsed],
-    "no argument of the model has a dimension": [
-        lambda y: gaussian(y, weights("m"), size=len(y) - 1)
-    ],
+STRUCTURE = {  # what shapes alone say
+    "no plate": lambda y: pyro.sample("y", NORMAL.expand([9]).to_event(1), obs=y + weights("m")),
+    "plate of another name": lambda y: gaussian(y, weights("m"), name="rows"),
+    "a sum outside": and_more(lambda m, y: dist.Normal(m, 1.0), obs=lambda y: y.sum()),
+    "other data outside": and_more(
+        lambda m, y: dist.Normal(m, 1.0).expand([9]).to_event(1), obs=lambda y: DATA_ELSEWHERE
+    ),
+    "two data plates": two_data_plates,
+    "obs_mask": in_the_plate(lambda m, y: pyro.sample("y", NORMAL, obs=y, obs_mask=y > 0)),
+    "a latent a record": in_the_plate(
+        lambda m, y: pyro.sample("y", dist.Normal(pyro.sample("u", NORMAL), 1), obs=y)
+    ),
+    "a coin outside": model_of(lambda m, y: m + pyro.sample("z", COIN)),
+    "subsample_size": subsampled(len, subsample_size=5),
+    "subsample": subsampled(lambda y: 10 * len(y), subsample=torch.arange(9)),
+    "iterated": sequential,
+    "enumerated sequentially": in_the_plate(
+        lambda m, y: pyro.sample("y", dist.Normal(pyro.sample("z", COIN, **OTHER_COIN), 1.0), obs=y)
+    ),
+    "nothing observed": in_the_plate(lambda m, y: pyro.sample("u", COIN)),
+    "no latent": lambda y: gaussian(y, torch.tensor(0.0)),
+    "moving support": moving_support,
+    "improper": with_latent(lambda y: dist.ImproperUniform(dist.constraints.real, (), ())),
+    "angle": with_latent(lambda y: VON_MISES),
+    "skewed angle": with_latent(lambda y: dist.SineSkewed(VON_MISES, torch.tensor([0.5]))),
+    "two angles": with_latent(lambda y: dist.SineBivariateVonMises(0.0, 0.0, 1.0, 1.0, 0.5)),
+    "masked latent": in_a_handler(lambda: poutine.mask(mask=False)),
+    "latent masked in part": with_latent(
+        lambda y: dist.Normal(torch.zeros(2), 1.0).mask(SEEN).to_event(1)
+    ),
+    "latent that counts as 0": in_a_handler(lambda: poutine.scale(scale=torch.tensor(0.0))),
+    "fixed size": lambda y: gaussian(y, weights("m"), size=9),
+    "other data": lambda y: gaussian(DATA_ELSEWHERE, weights("m")),
+    "collapsed": collapsed,
+    "no data": lambda y: gaussian(y, weights("m"), size=len(y) - 1),
 }
-ROWS = {
-    "random numbers|changes when": [
-        dropout,
-        reparametrised(lambda y: ConjugateReparam(dist.Beta(1 + (y**2).sum(), 2.0)), BETA),
-    ],
-    "likelihood of a record changes when": [
-        lambda y: gaussian(y[:1], weights("m"), size=len(y)),
-        lambda y: gaussian(y - y.mean(), weights("m")),
-        lambda y: gaussian(y / y.abs().max(), weights("m")),
-        tempered,
-        model_of(lambda m, y: m * y.roll(1)),
-        model_of(lambda m, y: m * torch.arange(len(y))),
-        model_of(lambda m, y: m + (torch.arange(len(y)) == 5)),
-    ],
-    "prior changes when": [
-        with_latent(lambda y: dist.Normal(y.mean(), 1.0)),
-        with_latent(lambda y: dist.Normal(0.0, y.abs().max().clamp(min=50.0))),
-        and_more(
-            lambda m, y: dist.Unit((m * y).sum()), obs=lambda y: torch.empty((*y.shape[1:], 0))
-        ),
-    ],
-    "changes when another row is very large": [
-        model_of(lambda m, y: torch.where(y.abs().max() > 50, y / y.abs().max(), y) * m),
-        model_of(lambda m, y: m + (y > 100).cumsum(0)),
-    ],
-    "changes when the others are left out and it is not a number": [
-        lambda y: gaussian(torch.where(y.isnan(), y.nanmean(), y), weights("m"))
-    ],
-    "changes when the others are left out and it is very large": [
-        # an outlier on its own is its column's median
-        lambda y: gaussian(torch.where(y.abs() > 100, y.median(), y), weights("m"))
-    ],
-    "changes when|fails when|made-up|recorded": [
-        model_of(batch_norm),
-        model_of(lambda m, y: m * (2.0 if float(y[0]) > 0 else 1.0)),
-    ],
-    r"torch\.where": [model_of(written_at)],
-    "one_hot": [one_hot],
-    "recorded": [
-        model_of(lambda m, y: m * torch.as_tensor(np.tanh(y.numpy()))),
-        reparametrised(lambda y: LatentStableReparam(), partial(dist.Stable, 1.5, 0.0)),
-    ],
+ROWS = {  # what happens to a record when others change
+    "dropout": dropout,
+    "prior of the data by reparam": reparametrised(
+        lambda y: ConjugateReparam(dist.Beta(1 + (y**2).sum(), 2.0)), BETA
+    ),
+    "first of all": lambda y: gaussian(y[:1], weights("m"), size=len(y)),
+    "centred": lambda y: gaussian(y - y.mean(), weights("m")),
+    "tempered": tempered,
+    "its neighbour": model_of(lambda m, y: m * y.roll(1)),
+    "its number": model_of(lambda m, y: m * torch.arange(len(y))),
+    "prior of the mean": with_latent(lambda y: dist.Normal(y.mean(), 1.0)),
+    "prior of the largest": with_latent(lambda y: dist.Normal(0.0, y.abs().max().clamp(min=50.0))),
+    "factor of the data": and_more(
+        lambda m, y: dist.Unit((m * y).sum()), obs=lambda y: torch.empty((*y.shape[1:], 0))
+    ),
+    "scaled where large": model_of(
+        lambda m, y: torch.where(y.abs().max() > 50, y / y.abs().max(), y) * m
+    ),
+    "counted where large": model_of(lambda m, y: m + (y > 100).cumsum(0)),
+    "filled in": lambda y: gaussian(torch.where(y.isnan(), y.nanmean(), y), weights("m")),
+    # an outlier on its own is its column's median
+    "cut": lambda y: gaussian(torch.where(y.abs() > 100, y.median(), y), weights("m")),
+    "batch norm": model_of(batch_norm),
+    "branch on one": model_of(lambda m, y: m * (2.0 if float(y[0]) > 0 else 1.0)),
+    "written at": model_of(written_at),
+    "one-hot": one_hot,
+    "numpy": model_of(lambda m, y: m * torch.as_tensor(np.tanh(y.numpy()))),
+    "stable": reparametrised(lambda y: LatentStableReparam(), partial(dist.Stable, 1.5, 0.0)),
 }
 
 
 @pytest.mark.parametrize("table", [STRUCTURE, ROWS], ids=["structure", "rows"])
 def test_what_has_no_guarantee_is_refused(table):
-    for message, models in table.items():
-        for number, model in enumerate(models):
-            with pytest.raises(ValueError, match=message) as caught:
-                RecordDensity(model, (torch.randn(20),))
-                pytest.fail(f"accepted: {message}, {number}")
-            assert "\n" not in str(caught.value)
-            # there it is the model's own error that says it
-            if message not in ("take its size from the data", "does not run on made-up data"):
-                assert "20" not in str(caught.value), "it is private under add-or-remove-one"
+    for name, model in table.items():
+        with pytest.raises(UnfitModel) as caught:
+            RecordDensity(model, (torch.randn(9),))
+            pytest.fail(f"accepted: {name}")
+        assert "\n" not in str(caught.value).partition("why:")[0].rstrip()
 
 
 def test_a_whole_number_shared_by_all_rows_is_refused():
@@ -256,9 +218,9 @@ def test_a_whole_number_shared_by_all_rows_is_refused():
         # made-up numbers may all be 0
         ordered((number + 1) / number.max().clamp(min=10), y)
 
-    with pytest.raises(ValueError, match="changes when"):
+    with pytest.raises(UnfitModel):
         RecordDensity(most_frequent, (torch.randn(20), torch.randint(0, 2, (20,))))
-    with pytest.raises(ValueError, match="changes when another row is very large"):
+    with pytest.raises(UnfitModel):
         RecordDensity(only_if_large, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))
 
 
@@ -299,25 +261,24 @@ def test_rounding_is_no_dependence_on_other_rows(monkeypatch):
         RecordDensity(model, (x, torch.bernoulli(x[:, 0].sigmoid())), gradients=False)
 
 
-def of_large_means(likelihood, x, y):
+def of_large_means(x, y):
     w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1], dtype=x.dtype), 0.1).to_event(1))
     with pyro.plate("data", len(x)):
-        pyro.sample("y", likelihood((x @ w).exp()), obs=y)
+        pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
 
 
-@pytest.mark.parametrize("likelihood", [dist.Poisson, lambda mean: dist.Normal(mean, 1.0)])
-def test_terms_that_are_nothing_but_rounding_are_not_compared(likelihood):
+def test_terms_that_are_nothing_but_rounding_are_not_compared():
     """At made-up weights counts were millions and their log probabilities -8, give or take 1: a
     quarter to three quarters of such models were refused.
     """
     x, ones = torch.randn(50, 100, dtype=torch.float32), torch.ones(50, dtype=torch.float32)
     for _ in range(4):
-        RecordDensity(partial(of_large_means, likelihood), (x, ones), gradients=False)
+        RecordDensity(of_large_means, (x, ones), gradients=False)
 
     def mixing(x, y):
-        of_large_means(likelihood, x * (1 + 0.01 * x.mean()), y)
+        of_large_means(x * (1 + 0.01 * x.mean()), y)
 
-    with pytest.raises(ValueError, match="changes when"):
+    with pytest.raises(UnfitModel):
         RecordDensity(mixing, (x, ones), gradients=False)
 
 
@@ -365,17 +326,12 @@ class Shifted(PyroModule):
 def test_parameters_are_refused_as_they_may_be_fitted_to_the_records(fitted):
     y = torch.randn(20)
     net = partial(of_a_module, net=nn.Linear(1, 1))
-    for model, name in (
-        (of_a_parameter, "scale"),
-        (of_a_hidden_parameter, "scale"),
-        (net, r"net\$\$\$weight"),
-        (Shifted(), "shift"),
-    ):
+    for model in (of_a_parameter, of_a_hidden_parameter, net, Shifted()):
         pyro.clear_param_store()
         if fitted:
             poutine.trace(model).get_trace(y)
             pyro.param("scale", torch.tensor(5.0))
-        with pytest.raises(ValueError, match=f"parameter '{name}'"):
+        with pytest.raises(UnfitModel):
             RecordDensity(model, (y,))
         assert ("scale" in pyro.get_param_store()) == fitted  # the store is as before
 

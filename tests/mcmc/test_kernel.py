@@ -22,7 +22,6 @@ from support.conjugate_chains import (
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
 import torch_dpbayes as dpb
-from torch_dpbayes.density import clipped_ratio_sum
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
 from torch_dpbayes.mcmc.kernel import Candidate
 from torch_dpbayes.mcmc.owners import SoleOwner
@@ -61,15 +60,13 @@ def test_a_budget_that_runs_out_keeps_the_samples():
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_kernel_in_pyros_runner(name, capsys):
+def test_a_kernel_in_pyros_runner(name):
     target, kernel = Tosses(), MAKERS[name](Tosses())
     runner = run(kernel, *target.args, num_samples=50, warmup_steps=5)
     # transformed one by one
     found = runner.get_samples()["rate"]
     torch.testing.assert_close(found, kernel.get_samples()["rate"], rtol=1e-14, atol=0)
     assert found.shape == (50,) and 0 < found.min() < found.max() < 1
-    runner.summary()
-    assert "rate" in capsys.readouterr().out
     given = {"rate": torch.tensor(7.0)}
     drawn = []
     for _ in range(2):  # seeds do not repeat a run
@@ -91,7 +88,7 @@ def test_a_kernel_in_pyros_runner(name, capsys):
     assert not any(state[name] for name in of_data & set(state))
     kernel.cleanup()
     assert kernel._prior is None and kernel._density is None
-    with pytest.raises(Exception, match=r"path=|another process"):
+    with pytest.raises(dpb.errors.DPBayesError):
         pickle.dumps(kernel)  # its accountant is in memory
 
 
@@ -109,7 +106,7 @@ def test_a_chain_starts_only_where_the_model_can_be_evaluated():
         assert kernel.initial_params["m"] > 0
         kernel.cleanup()
     kernel.initial_params = {"m": torch.tensor(-1.0)}
-    with pytest.raises(ValueError, match="cannot be evaluated"):
+    with pytest.raises(dpb.errors.ArgumentError):
         kernel.setup(0, torch.randn(20))
     kernel.initial_params = {"m": torch.tensor(0.1)}
     kernel.setup(0, torch.randn(20))
@@ -120,7 +117,7 @@ def test_a_chain_starts_only_where_the_model_can_be_evaluated():
     found = kernel.diagnostics()
     left = [k for k, ratio in enumerate(found["noisy log ratios"]) if math.isnan(ratio)]
     assert left and found["divergences"] == left
-    with pytest.raises(ValueError, match="cannot be evaluated"):
+    with pytest.raises(dpb.errors.ArgumentError):
         kernel.sample({"m": torch.tensor(-2.0)})
     assert counts(kernel.accountant) == {1.0: 50}
 
@@ -166,22 +163,6 @@ def test_under_add_or_remove_next_to_no_records_are_like_any_number(name):
         assert len(kernel.get_samples()["mean"]) == 3
 
 
-def test_under_add_or_remove_tensors_are_data_whatever_their_length():
-    def model(x, location):
-        mean = pyro.sample("mean", dist.Normal(location, 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
-
-    texts = set()
-    for count in (0, 2, 3, 30):
-        kernel = penalty(Gaussian())
-        kernel.model = model
-        with pytest.raises(ValueError, match=r"functools\.partial") as caught:
-            kernel.setup(0, torch.randn(count, 3), torch.zeros(3))
-        texts.add(str(caught.value))
-    assert len(texts) == 1
-
-
 # -- at the ends of floats -------------------------------------------------------------------------
 
 
@@ -222,12 +203,6 @@ def test_statistics_whose_parameters_hardly_move_do_not_show():
     kernel._normalizer = lambda theta: torch.zeros(())
     run(kernel, num_samples=20)
     assert set(kernel.diagnostics()["noisy log ratios"]) == {0.0}
-
-
-def test_ratios_are_clipped_at_the_bound_itself():
-    """Which bfloat16 rounds to 1.0078."""
-    current, proposed = torch.tensor([[0.0] * 3, [9.0] * 3], dtype=torch.bfloat16)
-    assert clipped_ratio_sum(current, proposed, 1.005) == pytest.approx(3 * 1.005, rel=1e-12)
 
 
 def test_noise_is_added_to_a_sum_before_it_is_rounded():
@@ -306,35 +281,6 @@ def unplated(x):
     pyro.sample("total", dist.Normal(0.0, 1.0), obs=x.sum())
 
 
-OF_CLIP_BOUNDS = (5e-324, 1e-31, 0.0, 1e151, 1e307, math.inf)
-X, BAD_MASS = torch.zeros(3), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
-ARGUMENTS = [
-    *((penalty, "log_ratio_slope", value) for value in OF_CLIP_BOUNDS),
-    *((hmc, name, v) for v in OF_CLIP_BOUNDS for name in ("log_ratio_slope", "max_grad_norm")),
-    *((family, "max_statistic_norm", value) for value in OF_CLIP_BOUNDS),
-    *((make, "noise_multiplier", v) for v in (-1.0, math.nan) for make in (penalty, family)),
-    *((hmc, f"{name}_noise_multiplier", -1.0) for name in ("ratio", "grad")),
-    *((penalty, "proposal_scale", v) for v in (0.0, None, torch.tensor([1.0, 0.0]))),
-    (penalty, "proposal_scale", torch.ones(2, 2)),
-    *((family, "proposal_scale", v) for v in (0.0, None)),
-    *((make, "accountant", None) for make in MAKERS.values()),
-    (penalty, "proposal", object()),
-    (hmc, "num_steps", 0),
-    *((hmc, "mass_matrix", m) for m in (BAD_MASS, torch.tensor([-1.0]))),
-    *((make, "target_accept_prob", 1.0) for make in MAKERS.values()),
-    *((hmc, "jitter", value) for value in (True, -0.1, 1.5, math.nan, "0.2")),
-    *((family, "num_data", value) for value in (0, 2.5)),
-]
-
-
-def test_arguments_out_of_range_are_refused():
-    for make, name, value in ARGUMENTS:
-        with pytest.raises((ValueError, TypeError)) as caught:
-            make(Gaussian(), **{name: value})
-        assert isinstance(caught.value, dpb.errors.DPBayesError), (make, name, value)
-        assert name in str(caught.value), caught.value
-
-
 def two(x):
     return torch.stack([x, x])
 
@@ -343,24 +289,64 @@ def of(kernel, model, _, **options):
     return kernel(model, **options)
 
 
-OF_A_RUN = [
-    ("observed outside", lambda: run(penalty(Gaussian(), kernel=partial(of, DPPenalty, unplated)))),
-    ("observed outside", lambda: run(hmc(Gaussian(), kernel=partial(of, DPHMC, unplated)))),
-    ("is for 3 coordinates", lambda: run(penalty(Gaussian(), proposal_scale=torch.ones(3)))),
-    ("is for 3 coordinates", lambda: run(hmc(Gaussian(), mass_matrix=torch.ones(3)))),
-    ("tensors of one length", lambda: statistics(two)),
-    ("tensors of one length", lambda: statistics(two, X, torch.zeros(4))),
-    ("tensors of one length", lambda: statistics(two, [1.0, 2.0])),
-    ("natural_parameters has 2 entries", lambda: statistics(lambda x: x, X)),
-    ("cannot be mapped", lambda: statistics(lambda x: x.item(), X)),
-    ("cannot be mapped", lambda: statistics(lambda x: x[0], X)),
-    ("num_data = 5", lambda: run(family(Gaussian(), num_data=5))),
-    ("inference_mode", lambda: torch.inference_mode()(run)(hmc(Gaussian()))),
-]
+def started_twice():
+    """Pyro sets the starts of all parallel chains on one kernel, one after another."""
+    kernel = penalty(Gaussian())
+    for row in (0, 1):
+        kernel.initial_params = {"mean": torch.full((1,), float(row))}
+    kernel.setup(0, *Gaussian().args)
 
 
-def test_what_does_not_fit_together_is_refused_before_a_charge(monkeypatch):
+OF_CLIP_BOUNDS = (5e-324, 1e-31, 0.0, 1e151, math.inf)
+X, BAD_MASS = torch.zeros(3), torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+ARGUMENTS = {  # values that a kernel does not take
+    (penalty, "log_ratio_slope"): OF_CLIP_BOUNDS,
+    (hmc, "log_ratio_slope"): OF_CLIP_BOUNDS,
+    (hmc, "max_grad_norm"): OF_CLIP_BOUNDS,
+    (family, "max_statistic_norm"): OF_CLIP_BOUNDS,
+    (penalty, "noise_multiplier"): (-1.0, math.nan),
+    (family, "noise_multiplier"): (-1.0, math.nan),
+    (hmc, "ratio_noise_multiplier"): (-1.0,),
+    (hmc, "grad_noise_multiplier"): (-1.0,),
+    (penalty, "proposal_scale"): (0.0, None, torch.tensor([1.0, 0.0]), torch.ones(2, 2)),
+    (family, "proposal_scale"): (0.0, None),
+    (penalty, "proposal"): (object(),),
+    (hmc, "num_steps"): (0,),
+    (hmc, "mass_matrix"): (BAD_MASS, torch.tensor([-1.0])),
+    (hmc, "jitter"): (True, -0.1, 1.5, math.nan, "0.2"),
+    (family, "num_data"): (0, 2.5),
+    **{(make, "accountant"): (None,) for make in MAKERS.values()},
+    **{(make, "target_accept_prob"): (1.0,) for make in MAKERS.values()},
+}
+RUNS = {  # and runs that do not begin
+    "not in the plate": lambda: run(penalty(Gaussian(), kernel=partial(of, DPPenalty, unplated))),
+    "nor of DPHMC": lambda: run(hmc(Gaussian(), kernel=partial(of, DPHMC, unplated))),
+    "scale": lambda: run(penalty(Gaussian(), proposal_scale=torch.ones(3))),
+    "mass": lambda: run(hmc(Gaussian(), mass_matrix=torch.ones(3))),
+    "no data": lambda: statistics(two),
+    "other lengths": lambda: statistics(two, X, torch.zeros(4)),
+    "no tensors": lambda: statistics(two, [1.0, 2.0]),
+    "other parameters": lambda: statistics(lambda x: x, X),
+    "numbers": lambda: statistics(lambda x: x.item(), X),
+    "rows of records": lambda: statistics(lambda x: x[0], X),
+    "another number": lambda: run(family(Gaussian(), num_data=5)),
+    "no gradients": lambda: torch.inference_mode()(run)(hmc(Gaussian())),
+    "starts": started_twice,
+    "Pyro's kernel": lambda: dpb.mcmc.MCMC(pyro.infer.NUTS(Gaussian.model), 3),
+    "transforms": lambda: dpb.mcmc.MCMC(penalty(Gaussian()), 3, transforms={}),
+    "a name": lambda: run(hmc(Gaussian()), save_params="mean"),
+    "no latent's name": lambda: run(hmc(Gaussian()), save_params=["b"]),
+}
+
+
+def test_what_cannot_be_run_is_refused_before_a_charge(monkeypatch):
     monkeypatch.setattr(dpb.PrivacyAccountant, "compose", lambda *_, **__: pytest.fail("charged"))
-    for text, attempt in OF_A_RUN:
-        with pytest.raises((ValueError, RuntimeError), match=text):
+    attempts = {
+        (name, str(value)): partial(make, Gaussian(), **{name: value})
+        for (make, name), values in ARGUMENTS.items()
+        for value in values
+    }
+    for name, attempt in (attempts | RUNS).items():
+        with pytest.raises(dpb.errors.DPBayesError):
             attempt()
+            pytest.fail(f"accepted: {name}")

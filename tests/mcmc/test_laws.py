@@ -15,7 +15,6 @@ from support.conjugate_chains import (
     GROUPS,
     LEVEL,
     MAKERS,
-    PRIOR_STD,
     ROWS,
     Drift,
     Gaussian,
@@ -31,7 +30,7 @@ from support.conjugate_chains import (
 )
 
 from torch_dpbayes.accounting import events
-from torch_dpbayes.mcmc import DPPenalty, proposals
+from torch_dpbayes.mcmc import proposals
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -72,30 +71,6 @@ def test_the_posterior_is_stationary(case):
 def test_the_posterior_is_stationary_for_all_moves(case):
     target, make = MORE_LAWS[case]
     assert p_value(make(target()), target()) > LEVEL
-
-
-class WithoutPenalty(DPPenalty):
-    def _metropolis(self, candidate):
-        half_variance = (self._multiplier * candidate.bound) ** 2 / 2
-        return super()._metropolis(candidate._replace(rest=candidate.rest + half_variance))
-
-
-@pytest.mark.thorough
-def test_the_test_of_the_law_sees_that_the_penalty_is_left_out():
-    kernel = partial(penalty, kernel=WithoutPenalty, noise_multiplier=0.5, proposal_scale=0.4)
-    assert p_value(kernel(Gaussian()), Gaussian(), 1000, 8) < LEVEL
-
-
-@pytest.mark.thorough
-@pytest.mark.chance(CHANCE)
-def test_starts_come_from_the_prior_and_seeds_do_not_repeat_them():
-    starts = []
-    for _ in range(60):
-        torch.manual_seed(1)
-        kernel = penalty(Gaussian())
-        kernel.setup(0, torch.full((20, 1), 1e6))
-        starts.append(float(kernel.initial_params["mean"]))
-    assert kstest(starts, norm(0, PRIOR_STD).cdf).pvalue > CHANCE
 
 
 @pytest.mark.thorough
@@ -154,12 +129,16 @@ def test_noisy_ratios_scatter_as_charged_around_the_exact_one(case):
     kernel = make(Gaussian(), **options, **({} if make is penalty else {"proposal_scale": None}))
     kernel.setup(0, *Gaussian().args)
     params = {"mean": torch.tensor([0.1])}
-    for _ in range(700):
+    for _ in range(300):
         assert kernel.sample(params)["mean"] == 0.1
     exact = float((0.3 * ROWS[:, 0].clamp(-bound, bound) - 0.075).sum())
     found = kernel.diagnostics()["noisy log ratios"]
     assert kstest(found, norm(exact, 0.5 * sensitivity).cdf).pvalue > CHANCE
-    assert counts(kernel.accountant) == {0.5: 700}
+    assert counts(kernel.accountant) == {0.5: 300}
+    kernel._standard_normal = lambda **_: 1.0
+    kernel.sample(params)
+    last = kernel.diagnostics()["noisy log ratios"][-1]
+    assert last == pytest.approx(exact + 0.5 * sensitivity, rel=1e-6)
 
 
 @pytest.mark.chance(CHANCE)
@@ -167,8 +146,19 @@ def test_gradient_noise_is_what_is_charged():
     kernel = hmc(Gaussian(), 1)
     kernel.setup(0, *Gaussian().args)
     exact = float((ROWS[:, 0] - 0.1).sum())  # the prior's part is exact
-    found = [float(kernel._noisy_sum(torch.tensor([0.1]))) for _ in range(700)]
+    found = [float(kernel._noisy_sum(torch.tensor([0.1]))) for _ in range(300)]
     assert kstest(found, norm(exact, 0.2 * Gaussian.slope).cdf).pvalue > CHANCE
+    kernel._gaussian = lambda size, **_: torch.ones(size)
+    assert float(kernel._noisy_sum(torch.tensor([0.1]))) == pytest.approx(exact + 4.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("matrix", [FULL_MASS, FULL_MASS.diagonal()], ids=["full", "diagonal"])
+def test_momenta_have_the_law_of_their_energy(matrix):
+    mass, standard = proposals.Mass(0.1, matrix), torch.randn(2)
+    momentum = mass.vector(standard)
+    assert mass.kinetic_energy(momentum) == pytest.approx(float(standard.square().sum()) / 2)
+    whole = matrix if matrix.dim() == 2 else torch.diag(matrix)
+    torch.testing.assert_close(mass.velocity(momentum), torch.linalg.solve(whole, momentum))
 
 
 # -- free moves ------------------------------------------------------------------------------------
@@ -192,20 +182,13 @@ def test_paid_moves_are_those_of_latents_that_records_read(name):
             MAKERS[name](Hierarchy(), **wrong).setup(0, *Hierarchy.args)
 
 
-def test_a_model_of_which_all_latents_are_read_moves_none_for_free(monkeypatch):
-    monkeypatch.setattr("torch_dpbayes.mcmc.kernel.free_move", lambda *_: pytest.fail("moved"))
-    kernel = penalty(Gaussian())
-    kernel.setup(0, *Gaussian().args)
-    kernel.sample(kernel.initial_params)
-
-
 def uniforms():
     while True:
         yield from torch.rand(1000).tolist()
 
 
 @pytest.mark.chance(CHANCE)
-@pytest.mark.parametrize("scale", [0.01, 1.0, 300.0], ids=["narrow", "medium", "wide"])
+@pytest.mark.parametrize("scale", [0.01, 300.0], ids=["narrow", "wide"])
 def test_slices_keep_a_law_with_two_modes(scale):
     """An even mixture of N(-2s, s²/4) and N(s, s²)."""
 
@@ -229,11 +212,10 @@ def test_slices_keep_a_law_with_two_modes(scale):
 # -- kept gradients --------------------------------------------------------------------------------
 
 
-def kept_gradients_are_right(kernel):
-    """Whether each kept gradient was drawn where the chain stays, and each iteration drew
-    ``num_steps`` others.
-    """
-    target, drawn, original = Gaussian(), {}, kernel._noisy_sum
+def test_the_kept_gradient_is_the_one_where_the_chain_stays():
+    """And each iteration draws ``num_steps`` others."""
+    target, kernel, drawn = Gaussian(), hmc(Gaussian(), 3), {}
+    original = kernel._noisy_sum
 
     def noted(theta):
         gradient = original(theta)
@@ -242,44 +224,27 @@ def kept_gradients_are_right(kernel):
 
     kernel._noisy_sum = noted
     kernel.setup(0, *target.args)
-    params, accepted, right = target.draw(), set(), True
+    params, accepted = target.draw(), set()
     for k in range(40):
         before, params = params, kernel.sample(params)
         accepted.add(torch.equal(before["mean"], params["mean"]))
-        right &= torch.equal(drawn[kernel._gradient], params["mean"])
-        right &= len(drawn) == 3 * (k + 1) + 1
+        assert torch.equal(drawn[kernel._gradient], params["mean"])
+        assert len(drawn) == 3 * (k + 1) + 1
     assert accepted == {True, False}
-    return right
 
 
-def test_the_kept_gradient_is_the_one_where_the_chain_stays():
-    assert kept_gradients_are_right(hmc(Gaussian(), 3))
-
-
-def energy_errors(step_size, num_steps, monkeypatch):
-    """Of noiseless trajectories of one duration."""
+def test_short_steps_keep_the_energy(monkeypatch):
+    """Of trajectories without noise; a leapfrog of second order is off by .002 here."""
     noiseless = {"jitter": 0, "ratio_noise_multiplier": 0, "grad_noise_multiplier": 0}
-    kernel, found = hmc(Gaussian(), num_steps, step_size=step_size, **noiseless), []
-    original = kernel._metropolis
-
-    def noted(candidate):
-        found.append(candidate.log_ratio + candidate.rest)
-        return original(candidate)
-
-    monkeypatch.setattr(kernel, "_metropolis", noted)
-    kernel.setup(0, *Gaussian().args)
-    for _ in range(25):
-        kernel.sample(Gaussian().draw())
-    return float(torch.tensor(found).abs().mean())
+    target, kernel, found = Gaussian(), hmc(Gaussian(), 20, step_size=0.01, **noiseless), []
+    monkeypatch.setattr(kernel, "_metropolis", lambda c: (True, found.append(c)))
+    kernel.setup(0, *target.args)
+    for _ in range(15):
+        kernel.sample(target.draw())
+    assert max(abs(candidate.log_ratio + candidate.rest) for candidate in found) < 0.05
 
 
-def test_the_leapfrog_keeps_the_energy_to_second_order(monkeypatch):
-    coarse, fine = energy_errors(0.04, 5, monkeypatch), energy_errors(0.01, 20, monkeypatch)
-    assert fine < 0.01 and 6 < coarse / fine < 40  # 16 but for which momenta were drawn
-
-
-@pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("steps", "reuse"), [(1, False), (4, True)])
 def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
     noises = {"ratio_noise_multiplier": 7.0, "grad_noise_multiplier": 5.0}
     kernel = hmc(Gaussian(), steps, reuse_gradients=reuse, **noises)
@@ -290,11 +255,22 @@ def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
         assert counts(kernel.accountant) == {7.0: 10 * runs, 5.0: gradients * runs}
 
 
-def test_an_iteration_is_one_ratio_and_the_proposals_event():
-    proposal = Drift()
-    proposal.event = events.GaussianDpEvent(11.0)
+class Noting(Drift):
+    """Notes what was charged by when it is asked."""
+
+    event = events.GaussianDpEvent(11.0)
+
+    def propose(self, params):
+        self.seen.append(dict(counts(self.accountant)))
+        return super().propose(params)
+
+
+def test_an_iteration_is_one_ratio_and_the_proposals_event_charged_before_it_begins():
     for make in (penalty, family):
+        proposal = Noting()
         options = {"proposal": proposal, "noise_multiplier": 7.0}
         kernel = make(Gaussian(), **options, **({"proposal_scale": None} if make is family else {}))
+        proposal.seen, proposal.accountant = [], kernel.accountant
         MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True).run(*Gaussian().args)
-        assert counts(kernel.accountant) == {7.0: 10, 11.0: 10}
+        assert proposal.seen == [{7.0: k, 11.0: k} for k in range(1, 11)]
+        assert counts(kernel.accountant) == proposal.seen[-1]

@@ -1,21 +1,15 @@
 """Many owners: real process groups on the loopback interface, one process for each owner."""
 
 import copy
-import json
 import math
 import multiprocessing
 import os
 import pickle
-import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 import traceback
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyro
@@ -24,18 +18,14 @@ import pytest
 import torch
 import torch.distributed
 from pyro.infer import MCMC
-from scipy.stats import chi2, kstest
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.density import clipped_ratio_sum
-from torch_dpbayes.mcmc import (
-    MultiOwnerHMC,
-    MultiOwnerPenalty,
-)
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, MultiOwnerHMC, MultiOwnerPenalty
 from torch_dpbayes.mcmc import kernel as kernel_module
+from torch_dpbayes.mcmc.owners import SharedRandomness, SoleOwner
 
-CHANCE = 2e-4  # of one look at a law
 DIMENSION = 3
 
 
@@ -43,7 +33,7 @@ DIMENSION = 3
 
 
 class Failed(Exception):
-    """What a process raised: the name of its class, and the message."""
+    """What a process raised."""
 
 
 def serve(function, rank, size, place, timeout, pipe, arguments):
@@ -66,27 +56,26 @@ def serve(function, rank, size, place, timeout, pipe, arguments):
 
 @pytest.fixture(scope="module")
 def processes():
-    """Forked from one that has imported everything and computed nothing."""
-    multiprocessing.set_forkserver_preload(
-        ["torch_dpbayes.mcmc", "torch._dynamo", "scipy.stats", "pytest"]
-    )
+    """Forked from one that has imported everything and computed nothing: torch may have started
+    threads here.
+    """
+    preloaded = ["torch_dpbayes.mcmc", "torch_dpbayes.density", "torch._dynamo", "pytest"]
+    multiprocessing.set_forkserver_preload(preloaded)
     return multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture
-def owners(processes, tmp_path_factory):
+def owners(processes, tmp_path):
     """Run ``function(rank, *arguments)`` on ``size`` ranks: what each returns, or None for
     one that died.
     """
 
     def run(size, function, *arguments, timeout=30):
-        place = tmp_path_factory.mktemp("group") / "store"
         started = []
         for rank in range(size):
             mine, theirs = processes.Pipe()
-            process = processes.Process(
-                target=serve, args=(function, rank, size, place, timeout, theirs, arguments)
-            )
+            settings = function, rank, size, tmp_path / "store", timeout, theirs, arguments
+            process = processes.Process(target=serve, args=settings)
             process.start()
             theirs.close()
             started.append((process, mine))
@@ -128,23 +117,25 @@ def records(rank, counts=(25, 15)):
 
 POOLED = torch.cat([records(0), records(1)])
 PRECISION = PRIOR_STD**-2 + len(POOLED)
-MEAN = POOLED.sum(0) / PRECISION
 SLOPE = 20.0
 
 
-def make(kind, noise, accountant=None, the_model=model, **options):
+def make(kind, noise, accountant=None, the_model=model, alone=False, **options):
     """``noise``: of this owner, standard deviation of the log ratio for a step of one
     posterior standard deviation.
     """
     ratio = noise * PRECISION**0.5 / SLOPE
     scale, bound = PRECISION**-0.5, {"log_ratio_slope": SLOPE}
     options |= {"accountant": dpb.PrivacyAccountant() if accountant is None else accountant}
+    of_one, of_many = {"penalty": (DPPenalty, MultiOwnerPenalty), "HMC": (DPHMC, MultiOwnerHMC)}[
+        kind
+    ]
     if kind == "penalty":
         settings = {"proposal_scale": scale, "noise_multiplier": ratio, **bound}
-        return MultiOwnerPenalty(the_model, **{**settings, **options})
-    settings = {"step_size": 0.6 * scale, "num_steps": 3, "max_grad_norm": SLOPE, **bound}
-    settings |= {"ratio_noise_multiplier": ratio, "grad_noise_multiplier": ratio}
-    return MultiOwnerHMC(the_model, **{**settings, **options})
+    else:
+        settings = {"step_size": 0.6 * scale, "num_steps": 3, "max_grad_norm": SLOPE, **bound}
+        settings |= {"ratio_noise_multiplier": ratio, "grad_noise_multiplier": ratio}
+    return (of_one if alone else of_many)(the_model, **{**settings, **options})
 
 
 def runner(kernel, num_samples=10, warmup_steps=0, **options):
@@ -168,34 +159,6 @@ def how_it_ends(kernel, *data, num_samples=10, **options):
     return (*ending, len(draws["mean"]) if draws else 0, sum(charged(kernel.accountant).values()))
 
 
-def law(rank, kind, seed, starts, iterations, noises):
-    """Chains of a few iterations, each from an exact draw of the posterior: their ends."""
-    kernel = make(kind, noises[rank])
-    kernel.setup(0, records(rank))
-    generator = torch.Generator().manual_seed(seed)
-    ends = []
-    for _ in range(starts):
-        params = {"mean": MEAN + torch.randn(DIMENSION, generator=generator) / PRECISION**0.5}
-        for _ in range(iterations):
-            params = kernel.sample(params)
-        ends.append(params["mean"])
-    return torch.stack(ends).numpy()
-
-
-@pytest.mark.slow
-@pytest.mark.chance(CHANCE)
-@pytest.mark.parametrize(
-    "kind, starts, iterations, noises",
-    [("penalty", 200, 8, (0.2, 1.5)), ("HMC", 150, 4, (0.2, 0.6))],
-)
-def test_the_chain_samples_the_pooled_posterior(owners, kind, starts, iterations, noises):
-    one, other = owners(2, law, kind, torch.seed(), starts, iterations, noises)
-    assert np.array_equal(one, other)
-    z = (one - MEAN.numpy()) * PRECISION**0.5
-    assert kstest(chi2.cdf((z**2).sum(1), DIMENSION), "uniform").pvalue > CHANCE / 2
-    assert kstest(z.sum(1) / DIMENSION**0.5, "norm").pvalue > CHANCE / 2
-
-
 # -- sums over owners are sums over the pooled data ------------------------------------------------
 
 
@@ -206,32 +169,41 @@ class Silent:
         return torch.zeros(size, dtype=dtype)
 
 
+class Alone(SoleOwner):
+    """One owner of all records, with the public numbers that several would share."""
+
+    def public_numbers(self, own, iteration, stage):
+        return SharedRandomness(20261121, iteration, stage)
+
+
 def public_values(rank, kind, counts, iterations):
     options = {} if kind == "penalty" else {"mass_matrix": torch.linspace(0.8, 1.2, DIMENSION)}
-    kernel = make(kind, 0.6 / len(counts) ** 0.5, **options)
+    is_alone = len(counts) == 1
+    kernel = make(kind, 0.6 / len(counts) ** 0.5, alone=is_alone, **options)
+    if is_alone:
+        kernel._owners = Alone()
     kernel.setup(5, POOLED.split(counts)[rank])
-    kernel._owners._seed, kernel._noise = [20261121], Silent()
+    kernel._noise = Silent()
+    if not is_alone:
+        kernel._owners._seed = [20261121]
     params, path = {"mean": torch.zeros(DIMENSION)}, []
     for _ in range(iterations):
         params = kernel.sample(params)
         path.append(params["mean"])
-    return (
-        torch.stack(path).numpy(),
-        kernel.diagnostics()["noisy log ratios"],
-        kernel.diagnostics()["acceptance rate"],
-    )
+    found = kernel.diagnostics()
+    return torch.stack(path).numpy(), found["noisy log ratios"], found["acceptance rate"]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "counts"), [("penalty", [25, 15]), ("HMC", [25, 15]), ("HMC", [0, 40])]
 )
-def test_with_randomness_fixed_one_owner_and_two_compute_the_same(owners, kind, counts):
-    """Proposals, decisions and ratios, warm-up included."""
-    (pooled,), (one, other) = (
-        owners(1, public_values, kind, [40], 25),
-        owners(2, public_values, kind, counts, 25),
-    )
+def test_two_owners_make_the_chain_of_one_kernel_on_the_pooled_data(owners, kind, counts):
+    """With public numbers fixed and no noise drawn: proposals, ratios and decisions, which count
+    the noise of both.
+    """
+    one, other = owners(2, public_values, kind, counts, 25)
+    pooled = public_values(0, kind, [40], 25)
     assert one[1] == other[1] and np.array_equal(one[0], other[0])
     np.testing.assert_allclose(one[0], pooled[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(one[1], pooled[1], rtol=1e-4, atol=1e-4)
@@ -292,34 +264,76 @@ def by_kind(sums):
             begins = not begins
 
 
-def tapped_run(rank, kind, iterations):
-    """All messages of this rank, the noise it drew, and the exact sums that they hid."""
-    kernel, sums = make(kind, 1.0), []
-    kernel.setup(0, records(rank, (25, 15, 4)))
+NOISES = (1.0, 1.5, 3.0)
+
+
+def hospital(rank, kind, folder):
+    """One of three, which differ in budget, relation, method and noise, and one of which has no
+    records: what it sends, the noise it drew, the exact sums that this hid, draws and charges.
+    """
+    accountant = [
+        dpb.PrivacyAccountant(5000.0, 1e-5),
+        dpb.PrivacyAccountant(6000.0, 1e-6, neighboring="replace_one", path=folder / "budget.db"),
+        dpb.PrivacyAccountant(method="rdp"),
+    ][rank]
+    kernel, sums = make(kind, NOISES[rank], accountant, target_accept_prob=0.5), []
+    x = records(rank, (25, 0, 4))
+    if rank == 2:
+        x[1] = math.nan
+    kernel.setup(2, x)
     (numbers, sent), kernel._noise = tap(), Tapped(kernel._noise)
-    density = kernel._density
-    gradient_sum = density.clipped_gradient_sum
+    gradient_sum = kernel._density.clipped_gradient_sum
 
     def noted(theta, bound):
         sums.append(gradient_sum(theta, bound))
         return sums[-1]
 
-    density.clipped_gradient_sum = noted
-
     def noted_ratio(current, proposed, bound):
         sums.append((clipped_ratio_sum(current, proposed, bound), bound))
         return sums[-1][0]
 
+    kernel._density.clipped_gradient_sum = noted
     kernel_module.clipped_ratio_sum = noted_ratio
     params = {"mean": torch.zeros(DIMENSION)}
-    for _ in range(iterations):
+    for _ in range(8):
         params = kernel.sample(params)
     return (
         numbers,
         sent,
         [noise.tolist() for noise in kernel._noise.drawn],
         [s.tolist() if isinstance(s, torch.Tensor) else s for s in sums],
+        kernel.get_samples()["mean"].numpy(),
+        charged(accountant),
     )
+
+
+@pytest.mark.parametrize("kind", ["penalty", "HMC"])
+def test_what_leaves_an_owner_is_its_noisy_sums_which_it_pays_for(owners, kind, tmp_path):
+    """And all get the same draws."""
+    results = owners(3, hospital, kind, tmp_path)
+    every = [n for _, _, drawn, *_ in results for draw in drawn for n in draw]
+    assert len(set(every)) == len(every)
+    for rank, (numbers, sent, drawn, sums, draws, charges) in enumerate(results):
+        ratio = NOISES[rank] * PRECISION**0.5 / SLOPE
+        assert charges == {round(ratio, 9): 8 if kind == "penalty" else 8 + 8 * 3 + 1}
+        assert draws.shape == (6, DIMENSION) and np.array_equal(draws, results[0][4])
+        assert np.isfinite(draws).all()
+        assert numbers == results[0][0]  # nothing of its own
+        hidden = iter(zip(sums, drawn, strict=True))  # every draw of noise hides one sum
+        for what, message in by_kind(sent):
+            if what == "point":  # the first rank tells where the chain is
+                assert rank == 0 or not any(message)
+                continue
+            exact, noise = next(hidden)
+            if what == "ratio":
+                expected = exact[0] + ratio * exact[1] * noise[0]
+                assert message[0] == pytest.approx(expected, rel=1e-12)
+                # the first rank sends the public part of the test
+                assert not any(message[2:] if rank == 0 else message[1:])
+            else:
+                expected = [e + ratio * SLOPE * n for e, n in zip(exact, noise)]
+                assert message == pytest.approx([*expected, 0], rel=1e-12)
+        assert next(hidden, None) is None
 
 
 def tapped_set_ups(rank):
@@ -336,98 +350,18 @@ def tapped_set_ups(rank):
     return found
 
 
-@pytest.mark.parametrize("kind", ["penalty", "HMC"])
-def test_what_leaves_an_owner_is_its_noisy_sums_and_nothing_else_of_its_records(owners, kind):
-    results = owners(3, tapped_run, kind, 6)
-    std = PRECISION**0.5 / SLOPE
-    for rank, (numbers, sent, drawn, sums) in enumerate(results):
-        assert numbers == results[0][0]  # nothing of its own
-        hidden = iter(zip(sums, drawn, strict=True))  # every draw of noise hides one sum
-        for what, message in by_kind(sent):
-            if what == "point":  # the first rank tells where the chain is
-                assert rank == 0 or not any(message)
-                continue
-            exact, noise = next(hidden)
-            if what == "ratio":
-                assert message[0] == pytest.approx(exact[0] + std * exact[1] * noise[0], rel=1e-12)
-                # the first rank sends the public part of the test
-                assert not any(message[2:] if rank == 0 else message[1:])
-            else:
-                assert message[:DIMENSION] == pytest.approx(
-                    [e + std * SLOPE * n for e, n in zip(exact, noise)], rel=1e-12
-                )
-                assert message[DIMENSION] == 0
-        assert next(hidden, None) is None
-        assert len({n for draw in drawn for n in draw}) == sum(map(len, drawn))
-    assert len({n for _, _, drawn, _ in results for draw in drawn for n in draw}) == 3 * sum(
-        map(len, results[0][2])
-    )
-
-
 @pytest.mark.thorough
 def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_number(owners):
     _, (none, one, seven, forty) = owners(2, tapped_set_ups)
     assert len(none[0]) > 5 and none == one == seven == forty
 
 
-# -- runs ------------------------------------------------------------------------------------------
-
-
-def three_hospitals(rank, kind, folder):
-    accountant = [
-        dpb.PrivacyAccountant(5000.0, 1e-5),
-        dpb.PrivacyAccountant(6000.0, 1e-6, neighboring="replace_one", path=folder / "budget.db"),
-        dpb.PrivacyAccountant(method="rdp"),
-    ][rank]
-    kernel = make(
-        kind,
-        [1.0, 1.5, 3.0][rank],
-        accountant,
-        target_accept_prob=0.5,
-    )
-    x = records(rank, (25, 0, 4))
-    if rank == 2:
-        x[1] = math.nan
-    run = runner(kernel, 8, 5)
-    run.run(x)
-    again = runner(kernel, 4)
-    again.run(x)
-    return (
-        run.get_samples()["mean"].numpy(),
-        kernel.get_samples()["mean"].numpy(),
-        charged(accountant),
-    )
-
-
-@pytest.mark.parametrize("kind", ["penalty", "HMC"])
-def test_all_owners_get_the_same_draws_and_each_pays_for_its_own_noise(owners, kind, tmp_path):
-    """One of them has no records, another one that is no number; budgets, relations, methods
-    and noise differ.
-    """
-    results = owners(3, three_hospitals, kind, tmp_path)
-    for noise, (draws, kept, charges) in zip((1.0, 1.5, 3.0), results):
-        assert draws.shape == (8, DIMENSION) and kept.shape == (12, DIMENSION)
-        assert (
-            np.array_equal(kept, results[0][1])
-            and np.array_equal(kept[:8], draws)
-            and np.isfinite(kept).all()
-        )
-        assert charges == {
-            round(noise * PRECISION**0.5 / SLOPE, 9): 17 if kind == "penalty" else 17 + 17 * 3 + 2
-        }
-
-
-def in_folder(rank, folder, function):
-    os.chdir(folder)
-    return function(rank)
-
-
 # -- how runs end ----------------------------------------------------------------------------------
 
 
-def a_budget_ends(rank, kind):
+def a_budget_ends(rank):
     accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else (30.0, 1e-5)))
-    kernel = make(kind, 20.0, accountant)
+    kernel = make("HMC", 20.0, accountant)
     fitting = accountant.remaining(GaussianDpEvent(20.0 * PRECISION**0.5 / SLOPE))
     ending = how_it_ends(kernel, records(rank, (9, 9, 9)), num_samples=10_000)
     other = make("penalty", 20.0)  # the group is still of use
@@ -435,19 +369,14 @@ def a_budget_ends(rank, kind):
     return ending, fitting, charged(other.accountant)
 
 
-@pytest.mark.parametrize("kind", ["penalty", "HMC"])
-def test_the_tightest_budget_stops_all_in_the_same_iteration(owners, kind):
-    results = owners(3, a_budget_ends, kind)
-    for name, text, draws, charges in (ending for ending, *_ in results):
-        assert name == "PrivacyBudgetExceeded" and "budget of" in text
-        assert (
-            charges == results[1][0][3]
-            and draws == (charges if kind == "penalty" else (charges - 1) // 4) > 2
-        )
-    assert all("rank 1" in results[rank][0][1] for rank in (0, 2))
-    tightest, fitting = results[1][0], results[1][1]
-    assert tightest[3] == fitting if kind == "penalty" else fitting - 4 < tightest[3] <= fitting
-    assert all(sum(after.values()) == 3 for *_, after in results)
+def test_the_tightest_budget_stops_all_in_the_same_iteration(owners):
+    results = owners(3, a_budget_ends)
+    (*_, tightest), fitting, _ = results[1]
+    assert fitting - 4 < tightest <= fitting
+    for rank, ((name, text, draws, charges), _, after) in enumerate(results):
+        assert name == "PrivacyBudgetExceeded" and (rank == 1 or "rank 1" in text)
+        assert charges == tightest and draws == (charges - 1) // 4 > 2
+        assert sum(after.values()) == 3
 
 
 def refused_after_all(rank):
@@ -460,13 +389,10 @@ def refused_after_all(rank):
 
 
 def test_a_charge_that_is_refused_after_all_stops_all(owners):
-    (name, text, draws, charges), (own_name, _, own_draws, own_charges) = owners(
-        2, refused_after_all
-    )
-    assert name == own_name == "PrivacyBudgetExceeded" and "rank 1" in text
-    assert "stays charged" in text and "Nothing of it was" not in text
+    (name, text, draws, charges), own = owners(2, refused_after_all)
+    assert name == own[0] == "PrivacyBudgetExceeded" and "rank 1" in text
     # the other had charged, and keeps that
-    assert draws == own_draws == own_charges == charges - 1 > 5
+    assert draws == own[2] == own[3] == charges - 1 > 5
 
 
 def interrupt(what, when, kernel):
@@ -482,16 +408,12 @@ def interrupt(what, when, kernel):
     kernel._metropolis = interrupted
 
 
-def ctrl_c():
-    signal.raise_signal(signal.SIGINT)
-
-
 def out_of_memory():
     raise torch.OutOfMemoryError("a made-up one, with 123 records")
 
 
 MISHAPS = {  # of owner 1, with the error that it sees
-    "Ctrl-C": (ctrl_c, "KeyboardInterrupt"),
+    "Ctrl-C": (partial(signal.raise_signal, signal.SIGINT), "KeyboardInterrupt"),
     "memory": (out_of_memory, "OutOfMemoryError"),
     "stalls": (partial(time.sleep, 15), None),
     "dies": (lambda: os.kill(os.getpid(), signal.SIGKILL), None),
@@ -521,11 +443,9 @@ def test_what_happens_to_one_owner_reaches_the_others_at_once(owners, how):
     for rank in (0, 2):
         (name, text, *counts), shorter, seconds = results[rank]
         assert name == "OwnerError" and counts == [3, 4] and seconds < 40
-        assert ("rank 1 failed" if own_error else "cannot be reached") in text
-        assert "get_samples" in text and "123" not in text
+        assert "123" not in text and "get_samples" in text
         if own_error:
-            assert shorter[0] == "OwnerError" and "rank 1 is in the end of a chain" in shorter[1]
-            assert shorter[2:] == (4, 4)
+            assert shorter[0] == "OwnerError" and shorter[2:] == (4, 4)
     if own_error:
         (name, _, *counts), shorter, _ = results[1]
         assert name == own_error and counts == [3, 4] and shorter == ("", "", 4, 4)
@@ -545,55 +465,35 @@ def local(x):
 
 
 DIFFERENCES = {  # of owner 1
-    "slope": {"log_ratio_slope": 7.0},
-    "scale": {"proposal_scale": torch.full((DIMENSION,), 0.2), "target_accept_prob": None},
+    "proposal_scale": {},
+    "start": {},
     "prior": {"the_model": partial(model, prior_std=1.001 * PRIOR_STD)},
     "likelihood": {"the_model": partial(scaled, factor=1.001)},
+    "kernel": {"kind": "HMC"},
+    "model": {"the_model": local},
+    "nothing": {},
 }
 
 
 def different(rank):
-    def end(kind="penalty", data=records, start=None, warmup_steps=0, **options):
-        start = None if start is None else {"mean": torch.full((DIMENSION,), start)}
-        kernel = make(kind, 1.0, **options)
-        return how_it_ends(kernel, data(rank), initial_params=start, warmup_steps=warmup_steps)
-
     endings = {}
-    for name, options in DIFFERENCES.items():
-        steps = rank * (name == "slope")
-        endings[name] = end(warmup_steps=steps, **(options if rank == 1 else {}))
-    endings["kernel"] = end(["penalty", "HMC"][rank])
-    endings["columns"] = end(data=lambda rank: records(rank)[:, : 3 - rank])
-    endings["dtype"] = end(data=lambda rank: records(rank) if rank else records(rank).double())
-    endings["start"] = end(start=0.1 * rank)
-    endings["no start"] = end(start=0.0 if rank else None)
-    endings["unfit"] = end(the_model=local if rank else model)
-    endings["nothing"] = end(start=0.0)
+    for name, of_owner_1 in DIFFERENCES.items():
+        settings, own = dict(of_owner_1) if rank else {}, torch.full((DIMENSION,), 0.1 + rank)
+        if name == "proposal_scale":
+            settings["proposal_scale"] = own
+        kernel = make(settings.pop("kind", "penalty"), 1.0, **settings)
+        if name == "start":
+            kernel.initial_params = {"mean": own}
+        endings[name] = how_it_ends(kernel, records(rank), num_samples=2)
     return endings
 
 
-SAYS = {
-    "slope": "rank 1 and rank 0 differ in log_ratio_slope (7.0, on rank 0 20.0)",
-    "scale": "differ in proposal_scale ('tensor",
-    "prior": "rank 1 has another density",
-    "likelihood": "rank 1 has another density",
-    "kernel": "differ in kernel ('DPHMC', on rank 0 'DPPenalty')",
-    "columns": "differ in latents",
-    "dtype": "differ in data",
-    "start": "differ in initial_params ('tensor",
-    "no start": "differ in initial_params ('tensor",
-}
-
-
-def test_owners_that_differ_find_out_at_set_up(owners):
+def test_owners_that_differ_find_out_before_a_charge(owners):
     for rank, result in enumerate(owners(2, different)):
-        for name, text in SAYS.items():
-            assert result[name][0] == "OwnerError" and text in result[name][1], result[name]
-            assert result[name][2:] == (0, 0)
-        name, text, *nothing = result["unfit"]
-        assert name == ("UnfitModel" if rank else "OwnerError") and nothing == [0, 0]
-        assert ("lies in the data plate" if rank else "rank 1 failed") in text
-        assert result["nothing"] == ("", "", 10, 10)
+        assert result.pop("nothing") == ("", "", 2, 2)
+        for name, (error, _, *nothing) in result.items():
+            assert nothing == [0, 0], name
+            assert error == ("UnfitModel" if rank and name == "model" else "OwnerError"), name
 
 
 UNREADABLE = ("{", "[" * 900, '["", [[1, 2]], 0, 0, ""]', f'["", {{}}, 0, {10**400}, ""]')
@@ -603,63 +503,31 @@ def unreadable(text, gather, own, size):
     return gather(len(text).to_bytes(8, "little") + text.encode(), size)
 
 
-def refusals(rank):
-    with pytest.raises(ValueError, match="noise of its own"):
-        make("penalty", 0.0)
-    with pytest.raises(ValueError, match="noise of its own"):
-        make("HMC", 1.0, grad_noise_multiplier=0.0)
-    with pytest.raises(ValueError, match="unknown to the others"):
-        make("penalty", 1.0, proposal=object())
-    kernel = make("penalty", 1.0, dpb.PrivacyAccountant(path=f"copied-{rank}.db"))
-    with pytest.raises(RuntimeError, match="in a run together"):
+def refusals(rank, folder):
+    for kind, options in (
+        ("penalty", {"noise_multiplier": 0.0}),
+        ("HMC", {"grad_noise_multiplier": 0.0}),
+        ("penalty", {"proposal": object()}),
+    ):
+        with pytest.raises(dpb.errors.ArgumentError):
+            make(kind, 1.0, **options)
+    kernel = make("penalty", 1.0, dpb.PrivacyAccountant(path=folder / f"copied-{rank}.db"))
+    with pytest.raises(dpb.errors.OwnerError):
         kernel.sample({"mean": torch.zeros(DIMENSION)})
     for copied in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
-        with pytest.raises(RuntimeError, match="copied into another process"):
+        with pytest.raises(dpb.errors.OwnerError):
             copied.setup(0, records(rank))
     for text in UNREADABLE:
         strange = make("penalty", 1.0)
         if rank == 1:
             gather = strange._owners._ranks._gather
             strange._owners._ranks._gather = partial(unreadable, text, gather)
-        with pytest.raises(RuntimeError, match="another rank sent settings that cannot be read"):
+        with pytest.raises(dpb.errors.OwnerError):
             strange.setup(0, records(rank))
-    return json.dumps(sorted(kernel._owners._settings))
 
 
-def test_what_the_constructors_and_copies_refuse(owners, tmp_path):
-    owners(2, in_folder, tmp_path, refusals)
-    with pytest.raises(RuntimeError, match="init_process_group"):
+def test_what_is_refused_of_an_owner(owners, tmp_path):
+    """No noise of its own, copies of a kernel, and messages that nobody can read."""
+    owners(2, refusals, tmp_path)
+    with pytest.raises(dpb.errors.OwnerError):  # there is no group
         make("penalty", 1.0)
-
-
-# -- the example -----------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-SHORT = ["--records", "3000", "--iterations", "12", "--quiet"]
-
-
-def spent(out):
-    line = r"^(\w+) +epsilon = ([\d.]+) at delta = 1e-06, .*mean of the first weight (\S+)$"
-    found = re.findall(line, out, re.MULTILINE)
-    return {name: float(epsilon) for name, epsilon, _ in found}, {mean for *_, mean in found}
-
-
-def torchrun(size):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", port]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 0])
-def test_the_example_as_people_call_it(size, tmp_path):
-    example = [str(ROOT / "examples" / "multi_owner.py"), *SHORT, "--epsilon", "1", "2", "3"]
-    command = [sys.executable, *(torchrun(size) if size else []), *example]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    epsilons, means = spent(ran.stdout)
-    assert sorted(epsilons) == ["Aachen", "Bern", "Cork"] and len(means) == 1
-    for name, budget in (("Aachen", 1), ("Bern", 2), ("Cork", 3)):
-        assert 0.99 * budget < epsilons[name] <= budget
-    assert "8 samples" in ran.stdout and "no privacy" in ran.stdout

@@ -177,34 +177,40 @@ def test_as_many_effective_samples_as_expected_within_a_factor_of_two(make, nois
 SPENT = [(events.GaussianDpEvent(0.1), 1)]
 ADAPTIVE = [(events.GaussianDpEvent(9.0), 1, None, True)]
 FOR = {"num_iterations": 5}
-WRONG = [
-    (DPHMC, FOR, "num_steps must be"),
-    (DPHMC, {**FOR, "num_steps": 2}, "log_ratio_slope and max_grad_norm"),
-    (DPHMC, {"num_steps": 2, "ratio_noise_multiplier": 5.0}, "either num_iterations, or"),
-    (DPHMC, {"num_steps": 2, "noise_multiplier": 5.0}, "says nothing about a DPHMC"),
-    (DPHMC, {**FOR, **OF_HMC, "max_grad_norm": -1.0}, "max_grad_norm"),
-    (DPHMC, {**FOR, **OF_HMC, "jitter": 2.0}, "jitter is how far"),
-    (DPPenalty, {**FOR, "num_steps": 2}, "says nothing about a DPPenalty"),
-    (DPPenalty, {**FOR, "noise_multiplier": 5.0}, "either num_iterations, or"),
-    (DPPenalty, {}, "either num_iterations, or"),
-    (DPPenalty, {"num_iterations": 0}, "num_iterations"),
-    (DPPenalty, {"noise_multiplier": 0.0}, "noise_multiplier is 0"),
-    (DPPenalty, {**FOR, "num_chains": 0}, "num_chains"),
-    (DPPenalty, {**FOR, "history": SPENT}, "before costs more"),
-    (DPPenalty, {"noise_multiplier": 5.0, "history": SPENT}, "before costs more"),
-    (DPPenalty, {"noise_multiplier": 5.0, "history": ADAPTIVE}, "adaptive"),
-    (MCMC, FOR, "kernel must be"),
-]
+WRONG = {
+    DPHMC: [
+        FOR,
+        {**FOR, "num_steps": 2},
+        {"num_steps": 2, "ratio_noise_multiplier": 5.0},
+        {"num_steps": 2, "noise_multiplier": 5.0},
+        {**FOR, **OF_HMC, "max_grad_norm": -1.0},
+        {**FOR, **OF_HMC, "jitter": 2.0},
+    ],
+    DPPenalty: [
+        {**FOR, "num_steps": 2},
+        {**FOR, "noise_multiplier": 5.0},
+        {},
+        {"num_iterations": 0},
+        {"noise_multiplier": 0.0},
+        {**FOR, "num_chains": 0},
+        {**FOR, "history": SPENT},
+        {"noise_multiplier": 5.0, "history": SPENT},
+        {"noise_multiplier": 5.0, "history": ADAPTIVE},
+    ],
+    MCMC: [FOR],
+}
 
 
 def test_arguments_that_make_no_plan_are_refused():
-    for kernel, arguments, message in WRONG:
-        with pytest.raises(ValueError, match=message):
-            plan(kernel, **arguments, **TARGET)
+    for kernel, each in WRONG.items():
+        for arguments in each:
+            with pytest.raises(dpb.errors.ArgumentError):
+                plan(kernel, **arguments, **TARGET)
+                pytest.fail(f"accepted: {kernel.__name__}, {arguments}")
     without = plan(DPPenalty, num_iterations=10, **TARGET)
     for found in (without, plan(DPHMC, **FOR, **OF_HMC, **TARGET)._replace(max_grad_norm=None)):
-        with pytest.raises(ValueError, match="give plan log_ratio_slope="):
+        with pytest.raises(dpb.errors.ArgumentError):
             _ = found.reach
     for value in (0.0, -1.0, math.inf, torch.tensor([0.1, math.nan]), {}):
-        with pytest.raises(ValueError, match="posterior_stddev"):
+        with pytest.raises(dpb.errors.ArgumentError):
             without._replace(log_ratio_slope=1.0).expected_sample_size(value)

@@ -15,10 +15,8 @@ from support.examples import examples
 from support.one_draw import RELATIONS, glm_of, tensors
 
 from torch_dpbayes import ops
-from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.ops.certificates import Setting
-from torch_dpbayes.ops.langevin import mu_of_last_state
 
 EPSILONS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
 LEVEL = 1e-4  # of one look at a law
@@ -73,27 +71,6 @@ def worst_excess(glm, neighbours, certificate, setting, claimed=None, **options)
     return excess, share
 
 
-@pytest.mark.parametrize("neighboring", RELATIONS)
-def test_mu_equals_the_closed_form_where_every_gradient_is_at_its_clip(neighboring):
-    """Then the step is affine: θ_t is Gaussian, and μ is the difference of means over the
-    standard deviation.
-    """
-    t, clip, rho = 25, 0.7, 0.4
-    for lam in (0.0, 0.3, 2.0):
-        glm = ops.GLM("gaussian", prior_std=math.inf if lam == 0 else lam**-0.5, noise_std=1.0)
-        h = 1 / (lam + rho * 3)
-        certificate = ops.FiniteRunLangevin(steps=t, step_size=h, max_grad_norm=clip)
-        mean = variance = 0.0
-        for _ in range(t):
-            shrink = 1 - h * lam
-            mean = shrink * mean + h * rho * clip * (2 if neighboring == "replace_one" else 1)
-            variance = shrink**2 * variance + 2 * h
-        exact = mean / math.sqrt(variance)
-        assert (
-            exact <= certificate.event(glm, Setting(rho, 3, neighboring)).mu <= exact * (1 + 1e-8)
-        )
-
-
 @pytest.mark.parametrize("share", [0.2, 0.9, 0.98])
 def test_the_contraction_is_the_worse_of_both_ends(share):
     """On both sides of h = 2/(λ + M); the formula as the paper has it."""
@@ -110,16 +87,6 @@ def test_the_contraction_is_the_worse_of_both_ends(share):
     assert mu(h) == pytest.approx(expected, rel=1e-8)
     with pytest.raises(ValueError, match="above 2/M"):
         mu(1.001 * 2 / smoothness)
-
-
-def test_the_closed_form_has_its_limits():
-    mu = mu_of_last_state
-    # c -> 1 is c = 1, one step has μ = Δ√(h/2) at any contraction, and endless steps have μ =
-    # Δ√(h/2 · (1+c)/(1-c))
-    assert mu(1.0, 0.1, 1e-13, 1000) == pytest.approx(mu(1.0, 0.1, 0.0, 1000), rel=1e-6)
-    for gap in (0.0, 1e-9, 0.3, 1.0):
-        assert mu(2.0, 0.1, gap, 1) == pytest.approx(2 * math.sqrt(0.05))
-    assert mu(1.0, 0.1, 0.3, 10**9) == pytest.approx(math.sqrt(0.05 * 1.7 / 0.3))
 
 
 def test_a_strength_at_the_end_of_floats_forgets_nothing():
@@ -214,24 +181,3 @@ def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
     cumulative = (np.cumsum(density) - density / 2) * (grid[1] - grid[0])
     uniform = np.interp(sample.ravel(), grid, cumulative)
     assert stats.kstest(uniform, "uniform").pvalue > LEVEL
-
-
-def test_the_variance_of_the_estimate_is_inflated_as_stated():
-    """Over data sets: n records of N(θ, s²) have the sufficient statistic ȳ, and the draw's
-    variance is (1 + 1/ρ)s²/n: what the run does to the mean and to its noise, exactly.
-    """
-    columns, rho, std, t = 100, 0.4, 0.4, 300
-    glm = ops.GLM("gaussian", prior_std=50.0, noise_std=std)
-    constants = glm.derived_constants(40.0)
-    h = 1.8 / (constants.prior_smoothness + rho * columns * constants.record_smoothness)
-    certificate = ops.FiniteRunLangevin(steps=t, step_size=h, max_grad_norm=40.0)
-    event = certificate.event(glm, Setting(rho, columns, "replace_one"))
-    epsilon = PrivacyAccountant(neighboring="replace_one").compose(event).get_epsilon(1e-5)
-    sampler = ops.OnePosteriorSample(glm, certificate, epsilon, 1e-5, num_data=columns)
-    stated = sampler.variance_inflation
-    assert stated == pytest.approx(1 + 1 / rho, rel=1e-6)
-    kappa = constants.strength + rho / std**2
-    forgotten = (1 - h * kappa) ** t
-    slope = (1 - forgotten) * rho / std**2 / kappa
-    of_run = slope**2 * std**2 + (1 - forgotten**2) / (kappa * (1 - h * kappa / 2))
-    assert of_run / (stated * std**2) == pytest.approx(1, abs=0.01)

@@ -55,26 +55,9 @@ def test_beyond_the_range_of_floats_a_record_counts_no_more_than_its_clip(family
         )
 
 
-def test_each_record_is_bounded_after_clipping():
-    for family, extra in FAMILIES.items():
-        glm = ops.GLM(family, max_feature_norm=2.0, **extra)
-        x, y = 100 * torch.randn(200, 4), 100 * torch.randn(200)
-        for clip in (0.3, 1.0, 5.0):
-            w = 3 * torch.randn(4, dtype=torch.float64)
-            norms = [
-                float(glm.records(x[i : i + 1], y[i : i + 1], clip).gradient_sum(w).norm())
-                for i in range(200)
-            ]
-            assert max(norms) <= glm.derived_constants(clip).lipschitz
-            assert glm.features(x).double().norm(dim=1).max() <= 2.0
-
-
-@pytest.mark.parametrize("first", [0.3, 0.1875])
-def test_among_many_records_one_moves_the_sum_by_its_own_gradient_and_not_by_rounding(
-    first,
-):
+def test_among_many_records_one_moves_the_sum_by_its_own_gradient_and_not_by_rounding():
     n = 1_000_000
-    x = torch.full((n, 2), first)
+    x = torch.full((n, 2), 0.3)
     x[:, 1] = 1.5 * 2**-6
     data = x, torch.full((n,), 5.0)
     one = torch.tensor([n // 2])

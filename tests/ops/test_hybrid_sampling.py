@@ -16,23 +16,17 @@ from torch_dpbayes.accounting.events import GaussianDpEvent
 
 
 def test_of_a_job_that_came_later_no_target_is_promised(tmp_path):
-    path = tmp_path / "budget.db"
-    PrivacyAccountant(5.0, 1e-5, neighboring="replace_one", path=path).compose(
-        GaussianDpEvent(100.0)
-    ).close()
-    later = later_job(neighboring="replace_one", path=path)
-    for accountant in (later,):
-        with pytest.raises(ValueError, match="budget as a whole"):
-            ops.OnePosteriorSample(
-                ops.GLM(), ops.FiniteRunLangevin(steps=5), 1.0, 1e-5, accountant
-            ).sample(*problem())
-        with pytest.raises(ValueError, match="budget as a whole"):
-            run_hybrid(accountant=accountant)
-        held = len(accountant)
-        ops.OnePosteriorSample(
-            ops.GLM(prior_std=0.1), ops.FiniteRunLangevin(steps=5), accountant=accountant
-        ).sample(*problem())
-        assert len(accountant) == held + 1 and accountant.get_epsilon() <= 5.0
+    budget = {"neighboring": "replace_one", "path": tmp_path / "budget.db"}
+    PrivacyAccountant(5.0, 1e-5, **budget).compose(GaussianDpEvent(100.0)).close()
+    later, run = later_job(**budget), ops.FiniteRunLangevin(steps=5)
+    with pytest.raises(dpb.errors.ArgumentError) as caught:
+        ops.OnePosteriorSample(ops.GLM(), run, 1.0, 1e-5, later).sample(*problem())
+    assert caught.value.code == "budget-whole"
+    with pytest.raises(dpb.errors.ArgumentError):
+        run_hybrid(accountant=later)
+    held = len(later)
+    ops.OnePosteriorSample(ops.GLM(prior_std=0.1), run, accountant=later).sample(*problem())
+    assert len(later) == held + 1 and later.get_epsilon() <= 5.0
     later.close()
 
 
@@ -65,12 +59,11 @@ def test_start_and_chain_together_keep_the_target(neighboring, method):
         assert chance.shape == (4,) and ((chance > 0) & (chance < 1)).all()
 
 
-@pytest.mark.parametrize("budget, method", [((), "pld"), ((2.0, 1e-5), "rdp")])
-def test_a_budget_for_a_noisy_chain_is_used_up(budget, method):
+def test_a_budget_for_a_noisy_chain_is_used_up():
     """By Renyi curves everything costs more, the noise of the chain has to be calibrated by
     the same ones.
     """
-    accountant = PrivacyAccountant(*budget, neighboring="replace_one", method=method)
+    accountant = PrivacyAccountant(2.0, 1e-5, neighboring="replace_one", method="rdp")
     run_hybrid(optimizer=partial(dpb.optim.DPSGLD, lr=30.0), start_share=0.5, accountant=accountant)
     assert 0.995 * 2.0 <= accountant.get_epsilon(1e-5) <= 2.0
 
@@ -159,11 +152,11 @@ def test_a_run_that_does_not_fit_any_more_is_refused_before_its_start():
             super().__init__(*arguments, **options)
 
     late = PrivacyAccountant(neighboring="replace_one")
-    with pytest.raises((PrivacyBudgetExceeded, ValueError), match=r"Nothing was charged|cannot be"):
+    with pytest.raises((PrivacyBudgetExceeded, dpb.errors.ArgumentError)):
         run_hybrid(accountant=late, optimizer=partial(Late, lr=0.05))
     assert len(late) == 3
     small = PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
-    with pytest.raises(PrivacyBudgetExceeded, match="Nothing was charged"):
+    with pytest.raises(PrivacyBudgetExceeded):
         run_hybrid(accountant=small)
     assert len(small) == 0
 
@@ -183,29 +176,27 @@ def test_where_records_are_added_or_removed_their_number_changes_nothing_that_is
         and histories[0][1].count == 5
     )
     accountant = PrivacyAccountant()
-    with pytest.raises(ValueError, match="num_data"):
-        run_hybrid(accountant=accountant, num_data=100, data=problem(101))
+    for options in ({"num_data": 100, "data": problem(101)}, {}):
+        with pytest.raises(dpb.errors.ArgumentError):
+            run_hybrid(accountant=accountant, **options)
     assert len(accountant) == 0
-    with pytest.raises(ValueError, match="num_data"):
-        run_hybrid(accountant=PrivacyAccountant())
 
 
 WRONG = [
-    ({"start_share": 1.0}, "start_share"),
-    ({"start_share": 0.0}, "start_share"),
-    ({"batch_size": 0}, "batch_size"),
-    ({"batch_size": 300}, "batch_size"),
-    ({"epochs": 0}, "epochs"),
-    ({"model": nn.Linear(3, 1)}, "must be a dpb.ops.GLM"),
-    ({"optimizer": partial(dpb.optim.DPSGNHT, lr=1e9)}, "lr"),
-    ({"max_grad_norm": -1.0}, "max_grad_norm"),
-    ({"num_data": 300}, "num_data"),
+    *({"start_share": value} for value in (0.0, 1.0)),
+    *({"batch_size": value} for value in (0, 300)),
+    {"epochs": 0},
+    {"model": nn.Linear(3, 1)},
+    {"optimizer": partial(dpb.optim.DPSGNHT, lr=1e9)},
+    {"max_grad_norm": -1.0},
+    {"num_data": 300},
 ]
 
 
 def test_nothing_is_charged_when_a_hybrid_run_cannot_begin():
     accountant = PrivacyAccountant(neighboring="replace_one")
-    for options, message in WRONG:
-        with pytest.raises(ValueError, match=message):
+    for options in WRONG:
+        with pytest.raises(dpb.errors.DPBayesError):
             run_hybrid(accountant=accountant, **options)
+            pytest.fail(f"accepted: {options}")
     assert len(accountant) == 0

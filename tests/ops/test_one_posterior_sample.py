@@ -5,12 +5,13 @@ import math
 import sys
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from scipy import optimize
-from support.one_draw import RELATIONS, Interrupted, conjugate, finite, problem
+from support.one_draw import RELATIONS, Interrupted, finite, problem
 from support.profiles import stated
 
 import torch_dpbayes as dpb
@@ -33,7 +34,7 @@ LOG_CONCAVE = ops.StronglyLogConcave()
 WALK = ops.Overdamped(5, 0.01)
 RENYI = ops.RenyiClose(LOG_CONCAVE, WALK, divergence=0.02, order=50.0, delta=1e-6)
 VARIATION = ops.TotalVariationClose(ops.Bounded(0.2), 1e-9, 1e-6, ops.Underdamped(5, 0.1))
-PAIRS = [RENYI, VARIATION]
+PAIRS = [pytest.param(RENYI, marks=pytest.mark.thorough, id="renyi"), VARIATION]
 
 
 def held(*budget, **options):
@@ -125,7 +126,7 @@ def test_of_many_threads_one_gets_the_draw():
     assert len(accountant) == 1 and accountant.get_epsilon(1e-5) <= 1.0
 
 
-@pytest.mark.parametrize("certificate", PAIRS, ids=["renyi", "variation"])
+@pytest.mark.parametrize("certificate", PAIRS)
 def test_a_pair_with_delta_is_never_charged_as_less_tempered_and_used_up(certificate):
     glm = ops.GLM(prior_std=0.2)
     epsilon, delta = certificate.single_guarantee(glm, Setting(1.0, None, "replace_one"))
@@ -201,34 +202,19 @@ def test_the_tempering_of_a_guarantee_is_that_of_its_closed_form(neighboring):
     assert stated(bounded, 1.0) <= 1e-5 < stated(BoundedRangeDpEvent(bounded.epsilon * 1.001), 1.0)
 
 
-FEW_CALLS = [finite(400), LOG_CONCAVE, ops.Bounded(3.0), VARIATION, RENYI]
-
-
-@pytest.mark.parametrize("certificate", FEW_CALLS, ids=lambda c: type(c).__name__)
-def test_a_draw_makes_few_calls_besides_its_sampler(certificate, monkeypatch):
+def test_a_draw_makes_few_calls_besides_its_sampler(monkeypatch):
     """10,000 and more where each trial of the search built an accountant."""
-    kind, nothing = type(certificate), torch.zeros(3, dtype=torch.float64)
-    monkeypatch.setattr(kind, "draw", lambda *_: nothing)
-    data = problem(100)
-
-    def draw(epsilon):
-        sampler = ops.OnePosteriorSample(ops.GLM(prior_std=3.0), certificate, epsilon, 1e-5)
-        sampler.sample(*data)
-        assert sampler.tempering < 0.9 or kind is ops.TotalVariationClose
-
-    draw(1.3)  # what is imported and cached
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        draw(1.0)
-    finally:
-        sys.setprofile(None)
-    assert calls <= 3000
+    nothing, calls, data = torch.zeros(3, dtype=torch.float64), [], problem(100)
+    monkeypatch.setattr(ops.RenyiClose, "draw", lambda *_: nothing)
+    for epsilon in (1.3, 1.0):  # the first imports and caches
+        sampler = ops.OnePosteriorSample(ops.GLM(prior_std=3.0), RENYI, epsilon, 1e-5)
+        calls.clear()
+        sys.setprofile(lambda frame, event, _: calls.append(event))
+        try:
+            sampler.sample(*data)
+        finally:
+            sys.setprofile(None)
+    assert calls.count("call") <= 3000
 
 
 # --- what leaves, and what is said ----------------------------------------------------------------
@@ -275,31 +261,10 @@ def test_a_seed_that_another_thread_sets_does_not_reach_the_chain():
     assert not torch.equal(*draws)
 
 
-@pytest.mark.slow
-@pytest.mark.chance(1e-4)
-@pytest.mark.parametrize("certificate", [ops.Bounded((-80.0, 5.0)), ops.StronglyLogConcave(1e4)])
-def test_draws_by_nuts_follow_the_posterior(certificate):
-    from scipy import stats
-
-    glm, y, mean, precision = conjugate()
-    x, standard = torch.eye(len(y), dtype=torch.float64), []
-    for _ in range(3):
-        draw = ops.OnePosteriorSample(glm, certificate).sample(x, y)["weights"].numpy()
-        standard.append((draw - mean) * math.sqrt(precision))
-    assert stats.kstest(np.concatenate(standard), "norm").pvalue > 1e-4
-
-
-def test_a_guarantee_says_what_is_proved_and_what_is_assumed():
-    run = ops.OnePosteriorSample(ops.GLM(), finite(), num_data=100).guarantee()
-    assert "proved" in run and "ASSUMED" not in run
-    assert "one record is replaced" in run and "N = 100" in run
-    for certificate in (ops.Bounded(5.0), LOG_CONCAVE):
-        text = ops.OnePosteriorSample(ops.GLM(), certificate).guarantee()
-        assert "ASSUMED     the draw is exact" in text
-    added = ops.OnePosteriorSample(
-        ops.GLM(), finite(), accountant=PrivacyAccountant(), num_data=100
-    ).guarantee()
-    assert "one record is added or removed" in added and "at most N = 100 records" in added
+def test_a_guarantee_says_what_is_assumed():
+    assert "ASSUMED" not in one(num_data=100).guarantee()
+    for certificate in (ops.Bounded(5.0), LOG_CONCAVE, RENYI, VARIATION):
+        assert "ASSUMED" in one(None, certificate, num_data=100).guarantee()
 
 
 def test_the_number_of_records_under_both_relations():
@@ -319,23 +284,18 @@ def test_the_number_of_records_under_both_relations():
 # --- arrays and frames ----------------------------------------------------------------------------
 
 
-def test_draws_from_arrays_and_frames():
+def test_arrays_and_frames_are_data():
     pandas = pytest.importorskip("pandas")
     x, y = np.random.randn(40, 2) / 3, np.random.rand(40) > 0.5
-    gaps = pandas.DataFrame({"a": x[:, 0], "b": pandas.array([1, None] * 20, dtype="Int64")})
-    frame, model = pandas.DataFrame(x), ops.GLM("bernoulli", prior_std=0.5)
-    for features, targets in ((x, y), (frame, pandas.Series(y)), (gaps, y.astype(float))):
-        release = ops.OnePosteriorSample(model, finite(), epsilon=1.0, delta=1e-5)
-        assert release.sample(features, targets)["weights"].shape == (2,)
-        made = model.prepare((features, targets))
-        assert torch.equal(made[1].bool(), torch.as_tensor(y))
-        if features is gaps:  # a gap, and no error
-            assert made[0][:, 1].isnan().tolist() == [False, True] * 20
-            continue
+    for features, targets in ((x, y), (pandas.DataFrame(x), pandas.Series(y))):
+        made = ops.GLM().prepare((features, targets))
         torch.testing.assert_close(made[0], torch.as_tensor(x))
+        assert torch.equal(made[1].bool(), torch.as_tensor(y))
+    gaps = pandas.DataFrame({"b": pandas.array([1, None] * 20, dtype="Int64")})
+    assert ops.GLM().prepare((gaps, y))[0][:, 0].isnan().tolist() == [False, True] * 20
     table = pandas.DataFrame({"a": ["secret", "1"], "b": [1.0, 2.0]})
-    with pytest.raises(ValueError, match="'a' of the DataFrame is not numeric") as caught:
-        model.prepare((table, np.zeros(2)))
+    with pytest.raises(dpb.errors.ArgumentError) as caught:
+        ops.GLM().prepare((table, np.zeros(2)))
     assert "secret" not in str(caught.value)
 
 
@@ -350,6 +310,10 @@ def close(divergence=0.1, sampler=WALK, target=ops.Bounded(1.0), order=20.0, del
     return ops.RenyiClose(target, sampler, divergence, order, delta)
 
 
+def sampled(*data):
+    return one().sample(*data)
+
+
 def varied(xi=1e-6, delta=1e-5):
     return ops.TotalVariationClose(ops.Bounded(1.0), xi=xi, delta=delta)
 
@@ -359,78 +323,59 @@ FLAT = ops.GLM(prior_std=math.inf)
 SPENT = held().compose(GaussianDpEvent(0.5))
 ADAPTIVE = held(20.0, 1e-5).compose(GaussianDpEvent(10.0), adaptive=True)
 REFUSED = [
-    (lambda: ops.GLM("softmax"), "family must be one of .* got .softmax"),
-    (lambda: ops.GLM("categorical"), "Pyro model with asserted constants"),
-    *((lambda v=v: ops.GLM(max_feature_norm=v), "max_feature_norm") for v in (math.inf, 0.0)),
-    *((lambda v=v: ops.GLM(prior_std=v), "prior_std") for v in (-1.0, math.nan, [1.0, 0.0])),
-    (lambda: ops.GLM("gaussian"), "noise_std"),
-    (lambda: ops.GLM("poisson"), "max_count"),
-    (lambda: ops.GLM("poisson", max_count=math.inf), "max_count"),
-    (lambda: ops.GLM("bernoulli", noise_std=1.0), "belongs to"),
-    (lambda: ops.GLM(max_feature_norm=1e30), "float32"),
-    # 1/s^2 overflows, and 0 times it is not a number
-    (lambda: ops.GLM("gaussian", noise_std=1e-20), "float32"),
-    (lambda: ops.GLM("poisson", max_count=1e20), "float32"),
-    (lambda: one(None, finite(max_grad_norm=1e-40)), "float32"),
-    (lambda: one(None, ops.StronglyLogConcave(max_grad_norm=1e36)), "float32"),
-    *((lambda v=v: finite(v), "steps") for v in (0, 2.5)),
-    *((lambda v=v: finite(step_size=v), "step_size") for v in (-0.1, math.nan)),
-    (lambda: finite(max_grad_norm=math.inf), "max_grad_norm"),
-    (lambda: finite(lipschitz=1.0, strength=-0.5, smoothness=2.0), "not convex"),
-    (lambda: finite(lipschitz=1.0, strength=3.0, smoothness=2.0), "between 0 and smoothness"),
-    (lambda: finite(lipschitz=1.0), "missing"),
-    *((lambda v=v: ops.Bounded(v), "finite interval") for v in (math.inf, (-math.inf, 0.0))),
-    (lambda: ops.Bounded((0.0, -1.0)), "log_likelihood_range"),
-    (lambda: ops.Bounded(1.0, warmup_steps=0), "warmup_steps"),
-    (lambda: ops.StronglyLogConcave(lipschitz=1.0), "together"),
-    (lambda: ops.StronglyLogConcave(lipschitz=1.0, strength=0.0), "strength"),
-    (lambda: one(FLAT, LOG_CONCAVE), "not strongly log-concave"),
-    (lambda: one(FLAT, ops.Bounded(1.0)), "flat prior"),
-    (lambda: one(FLAT, close()), "flat prior"),
-    (lambda: one(None, finite(lipschitz=1.0, strength=1.0, smoothness=2.0)), "derived"),
-    (lambda: one(None, finite(step_size=2.01 / (1 + 50 / 4)), num_data=50).event, "above 2/M"),
-    (lambda: one(None, finite(step_size=0.1), 1.0, 1e-5, num_data=5000).event, "above 2/M"),
-    (lambda: one(None, None, 1.0), "both numbers"),
-    (lambda: one(None, None, -1.0, 1e-5), "epsilon"),
-    (lambda: one(None, None, 1.0, 2.0), "delta"),
-    (lambda: one(num_data=0), "num_data"),
-    (lambda: one(accountant=PrivacyAccountant()), "num_data"),
-    (lambda: one(num_data=49).sample(X, Y), "49 was stated, but there are 50"),
-    (lambda: one().guarantee(), "num_data"),
-    (lambda: one(lambda x: None), "not a GLM"),
-    (lambda: one(None, None, 1.0, 1e-5, accountant=SPENT, num_data=50).event, "cannot be met"),
-    (lambda: one(None, None, 1.0, 1e-5, accountant=ADAPTIVE, num_data=50).event, "adaptive"),
-    *((lambda v=v: close(v), "divergence") for v in (-0.1, math.inf)),
-    *((lambda v=v: close(order=v), "order") for v in (1.0, math.inf)),
-    (lambda: close(delta=0.0), "delta"),
-    *((lambda v=v: varied(v), m) for v, m in ((0.0, "xi"), (6e-6, "delta / 2"))),
-    (lambda: varied(delta=2.0), "delta"),
-    (lambda: ops.Overdamped(0, 0.1), "steps"),
-    (lambda: ops.Underdamped(5, 0.1, friction=0.0), "friction"),
+    lambda: ops.GLM("softmax"),
+    *(partial(ops.GLM, max_feature_norm=v) for v in (math.inf, 0.0, 1e30)),
+    *(partial(ops.GLM, prior_std=v) for v in (-1.0, math.nan, [1.0, 0.0])),
+    *(partial(ops.GLM, family) for family in ("gaussian", "poisson")),
+    *(partial(ops.GLM, "poisson", max_count=v) for v in (math.inf, 1e20)),
+    lambda: ops.GLM("bernoulli", noise_std=1.0),
+    lambda: ops.GLM("gaussian", noise_std=1e-20),  # 1/s^2 overflows, and 0 times it is no number
+    lambda: one(None, finite(max_grad_norm=1e-40)),
+    lambda: one(None, ops.StronglyLogConcave(max_grad_norm=1e36)),
+    *(partial(finite, v) for v in (0, 2.5)),
+    *(partial(finite, step_size=v) for v in (-0.1, math.nan)),
+    lambda: finite(max_grad_norm=math.inf),
+    *(partial(finite, lipschitz=1.0, strength=v, smoothness=2.0) for v in (-0.5, 3.0)),
+    lambda: finite(lipschitz=1.0),
+    *(partial(ops.Bounded, v) for v in (math.inf, (-math.inf, 0.0), (0.0, -1.0))),
+    lambda: ops.Bounded(1.0, warmup_steps=0),
+    *(partial(ops.StronglyLogConcave, lipschitz=1.0, strength=v) for v in (None, 0.0)),
+    *(partial(one, FLAT, certificate) for certificate in (LOG_CONCAVE, ops.Bounded(1.0), close())),
+    lambda: one(None, finite(lipschitz=1.0, strength=1.0, smoothness=2.0)),
+    lambda: one(None, finite(step_size=2.01 / (1 + 50 / 4)), num_data=50).event,
+    lambda: one(None, finite(step_size=0.1), 1.0, 1e-5, num_data=5000).event,
+    *(partial(one, None, None, *target) for target in ((1.0,), (-1.0, 1e-5), (1.0, 2.0))),
+    lambda: one(num_data=0),
+    lambda: one(accountant=PrivacyAccountant()),
+    lambda: one(num_data=49).sample(X, Y),
+    lambda: one().guarantee(),
+    lambda: one(lambda x: None),
+    lambda: one(None, None, 1.0, 1e-5, accountant=SPENT, num_data=50).event,
+    lambda: one(None, None, 1.0, 1e-5, accountant=ADAPTIVE, num_data=50).event,
+    *(partial(close, v) for v in (-0.1, math.inf)),
+    *(partial(close, order=v) for v in (1.0, math.inf)),
+    *(partial(varied, v) for v in (0.0, 6e-6)),
+    *(partial(make, delta=v) for make, v in ((close, 0.0), (varied, 2.0))),
+    lambda: ops.Overdamped(0, 0.1),
+    lambda: ops.Underdamped(5, 0.1, friction=0.0),
     # shapes cost nothing
-    (lambda: one().sample(X, Y[:-1]), "number of records"),
-    *((lambda v=v: one().sample(X, v), "targets must be") for v in (Y[:, None], Y.repeat(3, 1).T)),
-    *((lambda v=v: one().sample(v, Y), "features") for v in (X[0], X.tolist(), X.to_sparse())),
-    (lambda: one().sample(X[:, :0], Y), "no column"),
-]
-KINDS = [
+    *(partial(sampled, X, v) for v in (Y[:-1], Y[:, None], Y.repeat(3, 1).T)),
+    *(partial(sampled, v, Y) for v in (X[0], X.tolist(), X.to_sparse(), X[:, :0])),
+    # other kinds of things
     lambda: one(torch.nn.Linear(2, 1)),
     lambda: one(None, "finite run"),
     lambda: one(ops.GLM),
-    lambda: one().sample(X),
+    lambda: sampled(X),
     lambda: close(target=finite(1)),
-    lambda: close(sampler=ops.Bounded(1.0)),
-    lambda: close(sampler=ops.Overdamped),
+    *(partial(close, sampler=v) for v in (ops.Bounded(1.0), ops.Overdamped)),
 ]
 
 
 def test_refusals():
-    for kind, table in ((ValueError, REFUSED), (TypeError, [(make, None) for make in KINDS])):
-        for number, (make, message) in enumerate(table):
-            with pytest.raises(kind, match=message) as caught:
-                make()
-                pytest.fail(f"row {number} of {kind.__name__}: {message}")
-            assert isinstance(caught.value, dpb.errors.DPBayesError), number
+    for number, attempt in enumerate(REFUSED):
+        with pytest.raises(dpb.errors.DPBayesError):
+            attempt()
+            pytest.fail(f"row {number} is accepted")
     assert len(SPENT) == len(ADAPTIVE) == 1
     one(accountant=ADAPTIVE).sample(X, Y)  # without a target
     assert len(ADAPTIVE) == 2

@@ -1,7 +1,6 @@
 """One posterior sample of Pyro models."""
 
 import math
-import threading
 
 import numpy as np
 import pyro
@@ -10,8 +9,10 @@ import pytest
 import torch
 from scipy import stats
 from support.one_draw import RELATIONS
+from support.profiles import stated
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
+import torch_dpbayes as dpb
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.ops.certificates import Setting
@@ -68,8 +69,9 @@ def test_potential_and_gradient_of_a_pyro_model():
                 torch.autograd.grad(target.potential(w), w)[0], expected, rtol=1e-5, atol=1e-5
             )
         target = model.target(data, tempering=rho, max_grad_norm=math.inf)
-        exact = -prior(w) - rho * terms(w).clamp(-2.0, -0.1).sum()
-        value = target.clipped_potential(w, -2.0, -0.1)
+        low, high = terms(w).detach().quantile(torch.tensor([0.3, 0.7], dtype=w.dtype)).tolist()
+        exact = -prior(w) - rho * terms(w).clamp(low, high).sum()
+        value = target.clipped_potential(w, low, high)
         assert float(value.detach()) == pytest.approx(float(exact.detach()), rel=1e-6)
         (slope,), (expected,) = (torch.autograd.grad(u, w) for u in (value, exact))
         assert torch.allclose(slope, expected, rtol=1e-5, atol=1e-5)
@@ -88,7 +90,7 @@ def test_no_record_decides_whether_the_gradients_of_the_others_count():
 
 
 def test_under_add_or_remove_any_number_of_records_up_to_the_stated_one_gives_a_draw():
-    for count in (0, 1, 4, 11):
+    for count in (0, 4, 11):
         accountant = PrivacyAccountant(3.0, 1e-5, neighboring="add_or_remove_one")
         sampler = ops.OnePosteriorSample(line, asserted(), 1.0, 1e-5, accountant, num_data=10)
         x, y = torch.randn(count, 4, dtype=torch.float64), torch.randn(count, dtype=torch.float64)
@@ -102,37 +104,32 @@ def test_under_add_or_remove_any_number_of_records_up_to_the_stated_one_gives_a_
 # --- what is stated, against exact densities ------------------------------------------------------
 
 
-@pytest.mark.parametrize("neighboring", RELATIONS)
-def test_exact_densities_of_a_constrained_model_never_exceed_the_stated_delta(neighboring):
+@pytest.mark.parametrize(("neighboring", "bad"), [*zip(RELATIONS, (math.nan, 1e6))])
+def test_exact_densities_of_a_constrained_model_never_exceed_the_stated_delta(neighboring, bad):
     """The scale of a Gaussian lives in (0, ∞); densities are compared in the space that the
     chain moves in.
     """
     grid = torch.linspace(-5, 5, 61, dtype=torch.float64)[:, None]
     certificate, setting = ops.Bounded((-3.0, 0.5)), Setting(0.7, None, neighboring)
-    span = certificate.event(PyroModel(scale), setting).epsilon
+    event = certificate.event(PyroModel(scale), setting)
     common = [0.3, -1.0, 2.0]
+    first = torch.tensor([*common, 0.0], dtype=torch.float64)
+    other = [*common, bad] if neighboring == "replace_one" else common
+    densities = []
+    for data in (first, torch.tensor(other, dtype=torch.float64)):
+        model = PyroModel(scale)
+        potential = certificate.density(model, model.prepare((data,)), setting).potential
+        values = np.array([float(potential(theta)) for theta in grid])
+        assert np.isfinite(values).all()
+        weights = np.exp(values.min() - values)
+        densities.append(weights / weights.sum())
+    p, q = densities
     reached = 0.0
-    for bad in (math.nan, 1e6):
-        first = torch.tensor([*common, 0.0], dtype=torch.float64)
-        second = torch.tensor(
-            [*common, bad] if neighboring == "replace_one" else common, dtype=torch.float64
-        )
-        densities = []
-        for data in (first, second):
-            model = PyroModel(scale)
-            potential = certificate.density(model, model.prepare((data,)), setting).potential
-            values = np.array([float(potential(theta)) for theta in grid])
-            assert np.isfinite(values).all()
-            weights = np.exp(values.min() - values)
-            densities.append(weights / weights.sum())
-        p, q = densities
-        for epsilon in (0.0, 0.2, 0.5, 1.0, 2.0):
-            exact = max(
-                np.clip(a - math.exp(epsilon) * b, 0, None).sum() for a, b in ((p, q), (q, p))
-            )
-            stated = (1 - math.exp(-max(span - epsilon, 0) / 2)) ** 2 / (1 - math.exp(-span))
-            assert exact <= stated + 1e-9
-            reached = max(reached, exact / stated if stated > 1e-3 else 0)
+    for epsilon in (0.0, 0.2, 0.5, 1.0, 2.0):
+        exact = max(np.clip(a - math.exp(epsilon) * b, 0, None).sum() for a, b in ((p, q), (q, p)))
+        claimed = stated(event, epsilon)
+        assert exact <= claimed + 1e-9
+        reached = max(reached, exact / claimed if claimed > 1e-3 else 0)
     assert reached > 0.2
 
 
@@ -145,25 +142,6 @@ def one_target_a_weight(targets):
     """
     features = torch.eye(len(targets) + 1, len(targets), dtype=targets.dtype)
     return features, torch.cat([targets, torch.zeros(1, dtype=targets.dtype)])
-
-
-@pytest.mark.chance(LEVEL)
-def test_asserted_finite_runs_draw_from_the_chains_exact_law():
-    columns, steps, h = 100, 30, 0.1
-    y = torch.linspace(-2, 2, columns, dtype=torch.float64)
-    lam, m = 1 / 0.8**2, 1 / 0.8**2 + 1 / 0.5**2
-    certificate = ops.FiniteRunLangevin(
-        steps=steps, step_size=h, lipschitz=1e6, strength=lam, smoothness=m
-    )
-    shrink = 1 - h * m
-    # it starts with a draw from the prior
-    variance = sum(2 * h * shrink ** (2 * i) for i in range(steps)) + shrink ** (2 * steps) * 0.8**2
-    mean = (1 - shrink**steps) * y.numpy() / 0.5**2 / m
-    standard = []
-    for _ in range(3):
-        draw = ops.OnePosteriorSample(line, certificate).sample(*one_target_a_weight(y))["w"]
-        standard.append((draw.numpy() - mean) / math.sqrt(variance))
-    assert stats.kstest(np.concatenate(standard), "norm").pvalue > LEVEL
 
 
 @pytest.mark.slow
@@ -193,29 +171,22 @@ def test_a_draw_is_in_the_users_space_and_charged_once():
         sampler.sample(torch.randn(20, dtype=torch.float64))
 
 
-def test_constants_of_pyro_models_are_labelled_and_wanted():
-    text = ops.OnePosteriorSample(line, asserted()).guarantee()
-    assert (
-        "ASSUMED     constants asserted by the caller, not checked" in text
-        and "assumed     nothing" not in text
-    )
-    text = ops.OnePosteriorSample(
-        line, ops.StronglyLogConcave(lipschitz=1.0, strength=2.0)
-    ).guarantee()
-    assert "neither checked nor enforced" in text and "the draw is exact" in text
+CONCAVE = ops.StronglyLogConcave(lipschitz=1.0, strength=1.0, warmup_steps=3)
+
+
+def test_constants_are_asserted_and_said_to_be():
+    for certificate in (asserted(), CONCAVE):
+        text = ops.OnePosteriorSample(line, certificate).guarantee()
+        assert "ASSUMED     constants asserted by the caller" in text
     for certificate in (ops.FiniteRunLangevin(steps=5), ops.StronglyLogConcave()):
-        with pytest.raises(ValueError, match="not a GLM"):
+        with pytest.raises(dpb.errors.CertificateError):
             ops.OnePosteriorSample(line, certificate)
 
 
-@pytest.mark.parametrize(
-    "certificate",
-    [asserted(), ops.StronglyLogConcave(lipschitz=1.0, strength=1.0, warmup_steps=2)],
-    ids=["run", "concave"],
-)
+@pytest.mark.parametrize("certificate", [asserted(), CONCAVE], ids=["run", "concave"])
 def test_constrained_latents_are_refused_where_constants_are_asserted(certificate):
     sampler = ops.OnePosteriorSample(scale, certificate)
-    with pytest.raises(ValueError, match="all of R"):
+    with pytest.raises(dpb.errors.CertificateError):
         sampler.sample(torch.randn(20, dtype=torch.float64))
     assert len(sampler.accountant) == 0
     draw = ops.OnePosteriorSample(line, certificate).sample(torch.randn(9, 2), torch.randn(9))
@@ -254,31 +225,8 @@ def test_no_data_stay_in_the_sampler():
 
 
 def test_no_value_of_a_record_raises_where_constants_are_asserted():
-    concave = ops.StronglyLogConcave(lipschitz=1.0, strength=1.0, warmup_steps=3)
-    for certificate in (asserted(steps=3), concave):
+    for certificate in (asserted(steps=3), CONCAVE):
         x, y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
         y[2:6] = torch.tensor([math.nan, math.inf, -math.inf, 1e300])
         draw = ops.OnePosteriorSample(line, certificate).sample(x, y)["w"]
         assert torch.isfinite(draw).all()
-
-
-@pytest.mark.slow
-def test_draws_in_threads_do_not_meet_in_pyro():
-    x, y = torch.randn(8, 2), torch.randn(8)
-    problems = []
-
-    def draw(certificate):
-        try:
-            ops.OnePosteriorSample(line, certificate).sample(x, y)
-        except Exception as error:
-            problems.append(error)
-
-    threads = [
-        threading.Thread(target=draw, args=(c,))
-        for c in (ops.Bounded(1.0, warmup_steps=20), asserted(steps=3)) * 2
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems

@@ -29,20 +29,6 @@ def finite(steps=20, **options):
     return ops.FiniteRunLangevin(steps=steps, **options)
 
 
-COLUMNS = 200  # independent one-dimensional posteriors: every record touches one column
-
-
-def conjugate():
-    y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
-    precision = 1 / 0.8**2 + 1 / 0.5**2
-    return (
-        ops.GLM("gaussian", prior_std=0.8, noise_std=0.5),
-        y,
-        y.numpy() / 0.5**2 / precision,
-        precision,
-    )
-
-
 class Interrupted(PrivacyAccountant):
     """Another process charges just before this one's charge is recorded."""
 
