@@ -22,11 +22,6 @@ from torch_dpbayes.accounting.ledger.schema import LedgerError
 BUDGET = {"epsilon": 3.0, "delta": DELTA, "neighboring": "replace_one"}
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "budget.db"
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Ledgers of every kind, and what they hold."""

@@ -4,13 +4,10 @@ forgotten when a process dies.
 
 import multiprocessing
 import os
-import random
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import util
@@ -78,16 +75,14 @@ def run_workers(opener, number, steps, noises, method):
     return told
 
 
-@pytest.mark.parametrize(
-    ("number", "steps"),
-    [
-        pytest.param(4, 500, id="4x500"),
-        pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow),
-    ],
+SIZES = pytest.mark.parametrize(
+    ("number", "steps"), [(4, 500), pytest.param(8, 10_000, marks=pytest.mark.slow)]
 )
+
+
+@SIZES
 @pytest.mark.parametrize("how", ["forked", "by path"])
-def test_no_charge_is_lost(tmp_path, number, steps, how):
-    path = tmp_path / "budget.db"
+def test_no_charge_is_lost(path, number, steps, how):
     budget = 4.0 if number == 4 else 25.0
     parent = PrivacyAccountant(budget, DELTA, path=path)
     opener = partial(the_same, parent) if how == "forked" else partial(PrivacyAccountant, path=path)
@@ -103,15 +98,8 @@ def test_no_charge_is_lost(tmp_path, number, steps, how):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("number", "steps"),
-    [
-        pytest.param(4, 500, id="4x500"),
-        pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow),
-    ],
-)
-def test_the_budget_is_never_passed(tmp_path, number, steps):
-    path = tmp_path / "budget.db"
+@SIZES
+def test_the_budget_is_never_passed(path, number, steps):
     parent = PrivacyAccountant(1.2, DELTA, path=path)
     fit = parent.remaining(STEP)
     assert fit < number * steps
@@ -139,8 +127,8 @@ def test_an_accountant_sent_to_a_pool_is_the_same_job(tmp_path, method):
     assert parent.guarantee == "fixed"
 
 
-def test_threads_share_one_accountant(tmp_path):
-    accountant = PrivacyAccountant(3.0, DELTA, path=tmp_path / "budget.db")
+def test_threads_share_one_accountant(path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
     threads = [
         threading.Thread(target=lambda: [accountant.compose(STEP) for _ in range(200)])
         for _ in range(4)
@@ -150,14 +138,13 @@ def test_threads_share_one_accountant(tmp_path):
     for thread in threads:
         thread.join()
     accountant.close()
-    assert counted(accountant.path) == len(accountant) == 800
+    assert counted(path) == len(accountant) == 800
 
 
-def test_a_fork_in_the_middle_of_another_threads_charge(tmp_path):
+def test_a_fork_in_the_middle_of_another_threads_charge(path):
     """SQLite in the child would find locks of the thread that it does not have: it would wait
     for ever, or take the file for damaged.
     """
-    path = tmp_path / "budget.db"
     parent = PrivacyAccountant(30.0, DELTA, path=path)
     stop, charged = threading.Event(), []
 
@@ -205,12 +192,8 @@ def charge_and_fail(accountant):
     sys.exit(3)
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["fork", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("spawn", "forkserver"))],
-)
-def test_a_worker_that_fails_returns_its_blocks(tmp_path, method):
-    path = tmp_path / "budget.db"
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
+def test_a_worker_that_fails_returns_its_blocks(path, method):
     parent = PrivacyAccountant(3.0, DELTA, path=path)
     child = multiprocessing.get_context(method).Process(target=charge_and_fail, args=(parent,))
     child.start()
@@ -219,107 +202,7 @@ def test_a_worker_that_fails_returns_its_blocks(tmp_path, method):
     assert counted(path) == 50 and not open_blocks(look_at(path)[1])
 
 
-# --- dying ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
-    """Children of a warm parent die at random moments; a pipe, written after each charge,
-    says what they released.
-    """
-    path = tmp_path / "budget.db"
-    parent = PrivacyAccountant(60.0, DELTA, path=path)
-    for k in range(50):
-        parent.compose(sampled(1 + k / 100))
-    parent.close()
-    released, before = 50, 50
-    generator, delay = random.Random(), None
-    for _ in range(times):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.close(reader)
-                for k in range(1_000_000):
-                    parent.compose(sampled(1.5 + 0.5 * ((k * 7919) % 100) / 100))
-                    os.write(writer, b"x")
-                    if k % 37 == 0:
-                        parent.close()
-            finally:
-                os._exit(1)
-        os.close(writer)
-        start = time.monotonic()
-        if delay is None or generator.random() < 0.8:  # else while it opens the ledger
-            select.select([reader], [], [], 60)
-            # of the first one: later ones open what the earlier wrote
-            delay = delay or time.monotonic() - start
-        time.sleep(generator.expovariate(1 / delay))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with os.fdopen(reader, "rb") as pipe:
-            released += len(pipe.read())
-        after = counted(path)
-        assert after >= released
-        assert after >= before
-        before = after
-    assert released >= 50 + times / 2, "the children were killed before they did anything"
-    assert len(PrivacyAccountant(path=path)) == before == len(parent)
-    assert len(open_blocks(look_at(path)[1])) <= 2 * times
-
-
-STORM = """
-import random, signal, sys, time
-from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.events import GaussianDpEvent
-accountant = PrivacyAccountant(300.0, 1e-5, path=sys.argv[1] if sys.argv[1] else None)
-generator, released, armed, end = random.Random(), 0, False, time.monotonic() + 10
-
-def interrupt(*_):
-    if armed:
-        raise KeyboardInterrupt
-
-signal.signal(signal.SIGALRM, interrupt)
-while time.monotonic() < end:
-    kind = generator.random()
-    signal.setitimer(signal.ITIMER_REAL, 10 ** generator.uniform(-6, -2))
-    try:
-        try:
-            armed = True
-            if kind < 0.05:
-                accountant.close()
-            elif kind < 0.1:
-                len(accountant)
-            else:
-                count = generator.choice([1, 1, 1, 5])
-                accountant.compose(GaussianDpEvent(1e3 + int(10 * kind)), count)
-                armed = False
-                released += count
-        finally:
-            armed = False
-    except KeyboardInterrupt:
-        pass
-accountant.close()
-assert len(accountant) >= released > 100
-print(released)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["file", "memory"])
-def test_interrupts_at_any_moment(tmp_path, where):
-    path = tmp_path / "budget.db"
-    ran = subprocess.run(
-        [sys.executable, "-c", STORM, str(path) if where == "file" else ""],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert ran.returncode == 0, ran.stderr
-    if where == "file":
-        assert counted(path) >= int(ran.stdout)
-        assert not open_blocks(look_at(path)[1])
-
+# --- ending ---------------------------------------------------------------------------------------
 
 ENDING = """
 import os, sys, threading
@@ -336,22 +219,21 @@ if sys.argv[2] == "daemon":
     started.wait()
 else:
     work(300)
-if sys.argv[2] in ("ValueError", "KeyboardInterrupt"):
-    raise getattr(__builtins__, sys.argv[2])
+if sys.argv[2] == "ValueError":
+    raise ValueError
 if sys.argv[2] == "_exit":
     os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["end", "ValueError", "KeyboardInterrupt", "_exit", "daemon"])
-def test_a_program_that_ends_without_close(tmp_path, how):
-    path = tmp_path / "budget.db"
+@pytest.mark.parametrize("how", ["ValueError", "_exit", "daemon"])
+def test_a_program_that_ends_without_close(path, how):
     ran = subprocess.run(
         [sys.executable, "-c", ENDING, str(path), how], capture_output=True, cwd=ROOT
     )
     released = ran.stdout.count(b"x")
-    if how not in ("_exit", "daemon"):
-        assert how == "end" or how.encode() in ran.stderr
+    if how == "ValueError":
+        assert how.encode() in ran.stderr
         assert counted(path) == released == 300
     else:  # nobody was asked for the rest; a thread may charge while the program ends
         assert counted(path) >= released >= 300
@@ -367,9 +249,8 @@ def finalizer_of(accountant):
 
 
 def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_them(
-    tmp_path, monkeypatch
+    path, monkeypatch
 ):
-    path = tmp_path / "budget.db"
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     covering = Session.covering
@@ -394,9 +275,8 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
     assert counted(path) == 2
 
 
-def test_a_charge_after_blocks_were_given_back_at_the_end_is_written_anew(tmp_path):
+def test_a_charge_after_blocks_were_given_back_at_the_end_is_written_anew(path):
     """As by a thread that outlives the main program."""
-    path = tmp_path / "budget.db"
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     for _ in range(100):
         accountant.compose(STEP)
