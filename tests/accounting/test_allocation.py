@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from scipy import special
 
 from torch_dpbayes.accounting import PrivacyAccountant, privacy_loss, random_allocation, renyi
@@ -16,11 +15,6 @@ from torch_dpbayes.accounting.fft_composition import compose
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent, _average, _replaced
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    random.seed(torch.initial_seed())
-
-
 def fine_epsilons(losses, masses):
     """Between the losses that matter."""
     order = np.argsort(losses)
@@ -28,11 +22,9 @@ def fine_epsilons(losses, masses):
     return np.interp([0.3, 0.6, 0.9, 0.99, 0.9999], share, losses[order])
 
 
-def profile(pair, epsilon, reverse=False, tail=1e-12):
+def profile(pair, epsilon):
     """That of the pair's nodes, without their tails."""
-    losses, masses, _ = privacy_loss.loss_nodes(pair, tail)
-    if reverse:
-        return float(np.sum(masses * np.exp(-losses) * -np.expm1(np.minimum(epsilon + losses, 0))))
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
     return float(np.sum(masses * -np.expm1(np.minimum(epsilon - losses, 0))))
 
 
@@ -55,24 +47,7 @@ def ratios(points, noise, sign=1.0):
     return np.exp(exponent).mean(1)
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_profile_of_an_epoch_is_that_of_the_mixture(steps, reverse):
-    noise = random.uniform(0.7, 3.0)
-    points, weight = quadrature(steps, 8.0 + 1 / noise)
-    w = ratios(points, noise)
-    pair = Allocated("directed", steps, noise)
-    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
-    for epsilon in fine_epsilons(losses, masses):
-        epsilon = -epsilon if reverse else epsilon
-        excess = 1 - w * math.exp(epsilon) if reverse else w - math.exp(epsilon)
-        truth = float(weight @ np.maximum(excess, 0.0))
-        found = profile(pair, epsilon, reverse)
-        margin = margin_of(steps, truth)
-        assert truth - margin <= found <= truth * 1.003 + margin
-
-
-@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_replaced_record_is_covered_whatever_its_gradients(steps):
     """Contributions of any length and direction in each step, the second's chosen after the first
     output.
@@ -124,17 +99,6 @@ def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one():
     assert np.all(deltas >= truths * (1 - 1e-10))
     likely = truths > 1e-3
     assert np.all(deltas[likely] <= truths[likely] * 1.005)
-
-
-def test_the_profile_of_a_replaced_record_is_tight_far_out():
-    """Between the epsilons at which it is computed, too."""
-    noise = random.uniform(0.9, 2.0)
-    losses, masses, _ = privacy_loss.loss_nodes(Allocated("antipodal", 2, noise), 1e-20)
-    for epsilon in np.linspace(0.0, 12.0, 60):
-        truth = exact_divergence(noise, epsilon)
-        if truth > 1e-10:
-            claimed = float(masses @ np.maximum(-np.expm1(epsilon - losses), 0.0))
-            assert truth * (1 - 1e-9) <= claimed <= truth * 1.01
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])

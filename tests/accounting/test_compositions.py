@@ -38,10 +38,12 @@ LAWS = {
 
 
 @pytest.mark.parametrize("draws", [1, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_against_its_definition(kind, draws):
+def test_every_kind_against_its_definition(kind, replace, draws):
+    """What has one relation only is drawn under that one."""
     for seed in (secrets.randbits(60) for _ in range(draws)):
-        row = composition(np.random.default_rng(seed), kind)
+        row = composition(np.random.default_rng(seed), kind, replace)
         assert not row["violated"], (seed, row)
         if row["method"] == "pld" and not row["is_bound"] and "excess" in row:
             assert row["excess"] <= LOOSE, (seed, row)

@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from dp_accounting.dp_event import (
     ComposedDpEvent,
     LaplaceDpEvent,
@@ -29,17 +28,12 @@ ADD, REPLACE = "add_or_remove_one", "replace_one"
 DELTA = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    random.seed(torch.initial_seed())
-
-
 def between(low, high):
     """Even in its logarithm."""
     return math.exp(random.uniform(math.log(low), math.log(high)))
 
 
-@pytest.mark.parametrize(("std", "move"), [(0.5, 4), (0.55, 3), (0.8, 4), (2.0, 4)])
+@pytest.mark.parametrize(("std", "move"), [(0.5, 4), (0.8, 4)])
 def test_discrete_gaussian_noise_that_is_little_against_the_sensitivity(std, move):
     """Where dp-accounting has no finite answer: the sum over all values."""
     x = np.arange(-400, 401)
@@ -87,25 +81,6 @@ def test_events_that_are_others():
     for nothing in (RandomizedResponseDpEvent(1.0, 3), RandomizedResponseDpEvent(0.1, 1)):
         assert list(events.elementary(nothing)) == []
     assert list(events.elementary(MixtureOfGaussiansDpEvent(1.0, [0.0], [1.0]))) == []
-
-
-def test_a_choice_by_permute_and_flip_is_within_its_bound():
-    """Every candidate's probability under two lists of scores, by the noise it is equal to."""
-    epsilon, number = between(0.1, 3), 4
-    x = np.linspace(0, 40 / epsilon + 12, 20_001)
-    step = x[1] - x[0]
-
-    def chances(scores):
-        late = np.maximum(x - scores[:, None], 0.0)
-        below = -np.expm1(-epsilon / 2 * late)
-        density = np.where(late > 0, epsilon / 2 * np.exp(-epsilon / 2 * late), 0.0)
-        others = [np.prod(np.delete(below, i, 0), axis=0) for i in range(number)]
-        return [step * float(d @ o) for d, o in zip(density, others, strict=True)]
-
-    scores = np.array([random.uniform(0, 4) for _ in range(number)])
-    moved = np.maximum(scores + [random.uniform(-1, 1) for _ in range(number)], 0.0)
-    for one, other in zip(chances(scores), chances(moved), strict=True):
-        assert abs(math.log(one / other)) <= epsilon * 1.01 + 1e-2
 
 
 @pytest.mark.parametrize("rate", [1e-6, 0.1, 1.0])

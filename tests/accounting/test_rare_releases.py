@@ -64,8 +64,6 @@ def exact_delta(pair, epsilon):
         (1e-7, 0.412, 3.8e-13),
         (1e-8, 0.3, 1e-15),
         (0.4, 0.3, 0.1),
-        (256 / 60000, 1.0, 1e-5),
-        (0.02, 20.0, 1e-6),
         (0.9, 5.0, 1e-15),
     ],
 )
@@ -124,9 +122,7 @@ def two_releases(q, z, epsilon):
     return math.fsum(pieces)
 
 
-@pytest.mark.parametrize(
-    ("rate", "noise", "delta"), [(1e-7, 0.412, 3.8e-13), (1e-5, 0.5, 1e-12), (1e-3, 0.7, 1e-7)]
-)
+@pytest.mark.parametrize(("rate", "noise", "delta"), [(1e-7, 0.412, 3.8e-13), (1e-3, 0.7, 1e-7)])
 @pytest.mark.filterwarnings("ignore::scipy.integrate.IntegrationWarning")
 def test_two_rare_releases_against_an_integral(rate, noise, delta):
     found = bounds.upper_epsilon({Sampled("directed", rate, noise): 2}, delta)

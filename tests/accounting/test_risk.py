@@ -84,17 +84,6 @@ def test_the_page_shows_what_is_printed():
     assert str(PrivacyAccountant().compose(step, 10_000).risk()) in page.read_text()
 
 
-@pytest.mark.thorough
-def test_the_text_says_what_was_asked():
-    accountant = PrivacyAccountant().compose(STEP, 20)
-    text = str(accountant.risk(prior=0.1, false_positive_rate=0.02))
-    assert all(part in text for part in ("a record is in", "prior of 0.1", "rate of 0.02"))
-    replaced = PrivacyAccountant(neighboring="replace_one").compose(STEP, 20)
-    assert "Which of two records" in str(replaced.risk())
-    lines = accountant.summary().splitlines()
-    assert any(line.startswith("  risk ") for line in lines)
-
-
 def test_the_picture_shows_the_bound():
     from matplotlib import pyplot
 

@@ -5,9 +5,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
+from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import bounds, selection
@@ -38,7 +39,7 @@ def generating(repetitions):
 
 
 @given(mean=means, shape=shapes)
-@settings(max_examples=10)
+@examples(40)
 def test_the_law(mean, shape):
     repetitions = Repetitions(mean, shape)
     gamma, masses = repetitions.gamma, repetitions.probabilities()
@@ -73,7 +74,7 @@ def test_numbers_are_drawn_from_it():
     epsilon=st.floats(0.05, 1.5), count=st.integers(1, 3), mean=means, shape=shapes,
     data=st.data(), log_delta=st.floats(-9.0, -2.0),
 )  # fmt: skip
-@settings(max_examples=20)
+@examples(40)
 def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, log_delta):
     """The best of K by an adversary's order of all outcomes, exactly; both directions."""
     repetitions, delta = Repetitions(mean, shape), 10**log_delta
@@ -93,7 +94,7 @@ def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, lo
 
 @given(mu=st.floats(0.05, 2.0), mean=means, shape=shapes, log_delta=st.floats(-9.0, -2.0),
        up=st.booleans())  # fmt: skip
-@settings(max_examples=25)
+@examples(40)
 def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
     """Scored by the released number, or by its negative, with densities by quadrature."""
     repetitions, delta = Repetitions(mean, shape), 10**log_delta
@@ -110,13 +111,6 @@ def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
     price = selection._by_profile({Gaussian(mu): 1}, repetitions, delta)
     for one, other in ((there, absent), (absent, there)):
         assert np.maximum(one - math.exp(price) * other, 0).sum() <= delta
-
-
-def test_pure_runs_meet_the_known_factor():
-    """As runs become many, 2 + shape times the epsilon of one."""
-    for shape in (1.0, 0.0):
-        found = selection_epsilon([(PureDpEvent(0.5), 1)], Repetitions(1000.0, shape), 1e-9)
-        assert found == pytest.approx((2 + shape) * 0.5, rel=0.01)
 
 
 def test_the_best_line_is_no_worse_than_any_epsilon_of_the_paper():

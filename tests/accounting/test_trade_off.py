@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
+from support.examples import examples
 
 from torch_dpbayes.accounting import bounds
 from torch_dpbayes.accounting.dominating_pairs import (
-    BoundedRange,
     Failure,
     Gaussian,
     NonPrivate,
@@ -37,6 +37,7 @@ def tightly(bound, truth, excess):
 
 
 @given(mu=powers_of_ten, count=st.integers(1, 5))
+@examples(40)
 def test_gaussians(mu, count):
     (curve,) = curves({Gaussian(mu): count})
     mu *= math.sqrt(count)
@@ -68,6 +69,7 @@ def test_one_sampled_release_in_both_directions(rate, noise, prior):
 
 
 @given(epsilon=powers_of_ten)
+@examples(25)
 def test_randomised_response(epsilon):
     (curve,) = curves({Pure(epsilon): 1})
     truth = np.minimum(np.exp(epsilon) * RATES, 1 - np.exp(-epsilon) * (1 - RATES))
@@ -77,39 +79,6 @@ def test_randomised_response(epsilon):
     right = special.expit(epsilon)
     vertices = np.array([(1 - right) ** 2, 1 - right**2])
     tightly(two(vertices), np.array([right**2, 1 - (1 - right) ** 2]), 2e-3)
-
-
-@pytest.mark.thorough
-@given(
-    counts=st.dictionaries(
-        st.one_of(
-            st.builds(Gaussian, powers_of_ten),
-            st.builds(Pure, powers_of_ten),
-            st.builds(BoundedRange, powers_of_ten),
-            st.builds(Failure, st.floats(1e-8, 0.1)),
-            st.builds(
-                Sampled, st.sampled_from(["directed", "antipodal", "symmetric"]),
-                st.floats(0.01, 0.9), powers_of_ten.map(lambda x: x + 0.3),
-            ),
-        ),
-        st.integers(1, 20), min_size=1, max_size=3,
-    )
-)  # fmt: skip
-@settings(max_examples=6)
-def test_curves_are_concave_inverse_to_each_other_and_grow_with_releases(counts):
-    found = curves(counts)
-    more = curves({pair: n + 1 for pair, n in counts.items()})
-    for curve, larger in zip(found, more, strict=True):
-        x, y = curve.vertices
-        assert x[0] == 0 and x[-1] == y[-1] == 1
-        assert np.all(np.diff(x) > 0) and np.all(np.diff(y) >= 0)
-        assert np.all(curve(RATES) >= RATES)
-        middle = (x[:-1] + x[1:]) / 2
-        assert np.all(curve(middle) >= (y[:-1] + y[1:]) / 2 * (1 - 1e-9))
-        assert np.all(larger(RATES) >= curve(RATES) * (1 - 2e-3))
-    x, y = found[0].vertices
-    back = found[-1](1 - y)
-    assert np.max(np.abs(back - (1 - x))[y < 1 - 1e-6]) < 2e-3
 
 
 def test_the_advantage_is_that_of_a_composition_made_for_it():
