@@ -9,20 +9,15 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
 from support.ledgers import (
     DELTA,
     STEP,
     WHERE,
     counted,
-    counts_of,
     forks,
     in_child,
     made,
@@ -190,58 +185,6 @@ def test_a_kill_costs_half_of_what_was_released_or_64_steps(path, turns, most_co
     assert len(commits) <= most_commits
 
 
-@pytest.mark.thorough
-@given(
-    schedule=st.lists(
-        st.tuples(
-            st.sampled_from(["sampled", "gaussian", "both"]),
-            st.floats(0.7, 5.0),
-            st.integers(1, 60),
-            st.booleans(),
-        ),
-        min_size=1,
-        max_size=20,
-    ),
-    relation=st.sampled_from(RELATIONS),
-)
-@examples(5)
-def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
-    with tempfile.TemporaryDirectory() as folder:
-        memory, file = (
-            made(where, f"{folder}/l.db", 1.5, DELTA, neighboring=relation)
-            for where in ("memory", "file")
-        )
-        for kind, noise, count, close in schedule:
-            event = {"sampled": sampled(noise), "gaussian": GaussianDpEvent(20 * noise)}.get(
-                kind, ComposedDpEvent([sampled(noise), GaussianDpEvent(50.0)])
-            )
-            before, outcomes = memory.history, []
-            for accountant in (memory, file):
-                try:
-                    accountant.compose(event, count, label=kind)
-                    outcomes.append(True)
-                except PrivacyBudgetExceeded:
-                    outcomes.append(False)
-            # near the edge the order of sums may decide; the bound decides nothing else
-            if outcomes[0] != outcomes[1]:
-                assert file.remaining(event) <= count
-                break
-            assert outcomes[0] or (memory.history == before and memory.remaining(event) < count + 2)
-            if close:
-                file.close()
-            assert sorted(memory.history, key=str) == sorted(file.history, key=str)
-        file.close()
-        again = PrivacyAccountant(path=f"{folder}/l.db", neighboring=relation)
-        assert (again.epsilon, again.delta) == (1.5, DELTA)
-        assert sorted(again.history, key=str) == sorted(file.history, key=str)
-        assert again.get_epsilon() == pytest.approx(file.get_epsilon(), rel=1e-12)
-        assert counted(f"{folder}/l.db") == len(file)
-        for accountant in (memory, file):
-            if counts := counts_of(accountant):
-                assert bounds.lower_epsilon(counts, DELTA) <= 1.5
-                assert bounds.upper_epsilon(counts, DELTA) <= 1.5 * (1 + 3e-3)
-
-
 @WHERE
 def test_a_refused_charge_changes_nothing(where, path):
     accountant = made(where, path, 1.0, DELTA).compose(STEP, 10, label="kept")
@@ -276,8 +219,8 @@ def test_repetitions_are_counted_like_any_other_charge(where, adaptive, path):
     """
     accountant = made(where, path, 2.5, DELTA)
     other, charged, mixed = sampled(3.0), 0, 0
-    for k in range(800):
-        accountant.compose(STEP, label="a" if k % 400 < 200 else "b", adaptive=adaptive)
+    for k in range(600):
+        accountant.compose(STEP, label="a" if k % 400 < 300 else "b", adaptive=adaptive)
         charged += 1
         if k % 97 == 0:
             accountant.compose(other, 2, adaptive=adaptive)
@@ -290,7 +233,7 @@ def test_repetitions_are_counted_like_any_other_charge(where, adaptive, path):
             accountant.remaining(other)
             accountant.state_dict()
     labels = {charge.label: charge.count for charge in accountant.history if charge.label}
-    assert labels == {"a": 400, "b": 400}
+    assert labels == {"a": 500, "b": 100}
     fit = accountant.remaining(STEP)
     assert charge_until_refused(accountant, adaptive=adaptive) == fit
     assert len(accountant) == charged + fit + mixed

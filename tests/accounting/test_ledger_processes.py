@@ -8,19 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
 
 import pytest
-from support.ledgers import DELTA, STEP, counted, forks, sampled
+from support.ledgers import DELTA, STEP, counted, counts_of, forks, sampled
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
     bounds,
-    dominating_pairs,
 )
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
@@ -30,16 +30,6 @@ from torch_dpbayes.accounting.ledger.session import Session
 pytestmark = forks
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def epsilon_of(path):
-    """What the rows cost, as if all of them had been fixed in advance."""
-    counts = {}
-    for row in look_at(path)[1]:
-        if row.kind in ("charge", "block", "return"):
-            pair = dominating_pairs.dominating_pair(row.event, "add_or_remove_one")
-            counts[pair] = counts.get(pair, 0) + row.count
-    return bounds.upper_epsilon({pair: count for pair, count in counts.items() if count}, DELTA)
 
 
 def charge(opener, steps, noises, answers):
@@ -75,41 +65,29 @@ def run_workers(opener, number, steps, noises, method):
     return told
 
 
-SIZES = pytest.mark.parametrize(
-    ("number", "steps"), [(4, 500), pytest.param(8, 10_000, marks=pytest.mark.slow)]
+@pytest.mark.parametrize(
+    ("number", "steps"), [(4, 400), pytest.param(8, 10_000, marks=pytest.mark.slow)]
 )
-
-
-@SIZES
+@pytest.mark.parametrize("budget", [25.0, pytest.param(1.2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("how", ["forked", "by path"])
-def test_no_charge_is_lost(path, number, steps, how):
-    budget = 4.0 if number == 4 else 25.0
+def test_no_charge_is_lost_and_no_budget_passed(path, number, steps, budget, how):
     parent = PrivacyAccountant(budget, DELTA, path=path)
+    fit = parent.remaining(STEP)
     opener = partial(the_same, parent) if how == "forked" else partial(PrivacyAccountant, path=path)
     told = run_workers(opener, number, steps, [1.0, 1.3, 2.0], "fork")
-    assert sum(told.values()) == number * steps == counted(path) == len(parent)
-    by_worker = {}
-    for label in parent.history:
-        by_worker[label.label] = by_worker.get(label.label, 0) + label.count
-    assert by_worker == {f"worker {pid}": steps for pid in told}
-    assert not open_blocks(look_at(path)[1])
-    assert parent.guarantee == "fixed" if how == "forked" else "filter"
-    assert epsilon_of(path) <= budget
-
-
-@pytest.mark.thorough
-@SIZES
-def test_the_budget_is_never_passed(path, number, steps):
-    parent = PrivacyAccountant(1.2, DELTA, path=path)
-    fit = parent.remaining(STEP)
-    assert fit < number * steps
-    told = run_workers(partial(the_same, parent), number, steps, [1.0], "fork")
     released = sum(told.values())
-    assert released == counted(path) == len(parent) <= fit
-    # A worker may have been refused for what another had reserved and gave back: that is left.
-    assert parent.remaining(STEP) == fit - released
-    assert released > 0.7 * fit
-    assert epsilon_of(path) <= 1.2
+    assert released == counted(path) == len(parent)
+    if budget == 25.0:
+        assert set(told.values()) == {steps}
+        by_worker = Counter()
+        for charge in parent.history:
+            by_worker[charge.label] += charge.count
+        assert by_worker == {f"worker {pid}": steps for pid in told}
+    elif how == "forked":  # of others' open blocks some is refused and given back
+        assert released > 0.7 * fit
+    assert not open_blocks(look_at(path)[1])
+    assert how == "by path" or parent.guarantee == "fixed"
+    assert bounds.upper_epsilon(counts_of(parent), DELTA) <= budget
 
 
 def compose_in_pool(accountant):
@@ -118,10 +96,9 @@ def compose_in_pool(accountant):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_an_accountant_sent_to_a_pool_is_the_same_job(tmp_path, method):
-    parent = PrivacyAccountant(3.0, DELTA, path=tmp_path / "budget.db").compose(STEP, 10)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
+def test_an_accountant_sent_to_a_pool_is_the_same_job(path):
+    parent = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 10)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(compose_in_pool, parent).result() == "fixed"
     assert len(parent) == 11
     assert parent.guarantee == "fixed"
@@ -156,7 +133,7 @@ def test_a_fork_in_the_middle_of_another_threads_charge(path):
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        for _ in range(10):
+        for _ in range(4):
             child = os.fork()
             if child == 0:
                 code = 1
@@ -170,20 +147,7 @@ def test_a_fork_in_the_middle_of_another_threads_charge(path):
     finally:
         stop.set()
         thread.join()
-    assert counted(path) == len(charged) + 10
-
-
-def make(path):
-    return PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).epsilon
-
-
-def test_many_processes_may_make_the_file_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(6, mp_context=context) as pool:
-        for k in range(5):
-            path = tmp_path / f"budget{k}.db"
-            assert set(pool.map(make, [path] * 6)) == {3.0}
-            assert counted(path) >= 6
+    assert counted(path) == len(charged) + 4
 
 
 def charge_and_fail(accountant):
