@@ -153,11 +153,15 @@ def test_what_was_given_back_fits_once():
 def test_only_what_dominates_a_release_stands_for_it():
     held = {Gaussian(0.1): 3, Sampled("directed", 0.02, 1.0): 2, Pure(1.0): 1}
     less = Sampled("directed", 0.01, 1.0)
-    assert uncovered(held, {less: 3, Gaussian(0.2): 1, Pure(0.5): 1, Gaussian(0.05): 2}) == {
-        less: 1,
-        Gaussian(0.2): 1,
-        Pure(0.5): 1,
-    }
+    larger = [
+        Sampled("directed", 0.03, 2.0),
+        Sampled("directed", 0.01, 0.9),
+        Sampled("antipodal", 0.01, 1.0),
+        Gaussian(0.2),
+        Pure(0.5),
+    ]
+    need = {**dict.fromkeys(larger, 1), less: 3, Gaussian(0.05): 2}
+    assert uncovered(held, need) == {**dict.fromkeys(larger, 1), less: 1}
     assert list(held.values()) == [1, 0, 1]
 
 

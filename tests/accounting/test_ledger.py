@@ -173,16 +173,19 @@ def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
             100,
             id="four kinds",
         ),
+        pytest.param([sampled(2 + math.sin(t / 50)) for t in range(600)], 60, id="schedule"),
     ],
 )
-def test_a_kill_costs_half_of_what_was_released_or_64_steps(path, turns, most_commits):
-    """Counted in the file at every step; and a commit is rare all the same."""
-    accountant, commits = PrivacyAccountant(20.0, DELTA, path=path), set()
+def test_a_kill_costs_half_of_what_was_released_or_64_steps(path, turns, most_commits, monkeypatch):
+    """Counted in the file at every step; a commit is rare all the same, and nothing is composed."""
+    accountant, commits, compositions = PrivacyAccountant(20.0, DELTA, path=path), set(), []
+    for module in (bounds, budget):
+        listened(monkeypatch, module, "compose", lambda: compositions.append(1))
     for released in range(1, 601):
         accountant.compose(turns[(released - 1) % len(turns)])
         commits.add(accountant._session.ledger.place[0])
         assert released <= counted(path) <= released + max(64, released / 2)
-    assert len(commits) <= most_commits
+    assert len(commits) <= most_commits and not compositions
 
 
 @WHERE
@@ -196,19 +199,6 @@ def test_a_refused_charge_changes_nothing(where, path):
         assert accountant.state_dict() == before
     accountant.compose(STEP).close()
     assert len(accountant) == 11 and (where == "memory" or counted(path) == 11)
-
-
-def test_a_schedule_costs_few_commits_and_few_compositions(path, monkeypatch):
-    commits, compositions = [], []
-    listened(monkeypatch, file.Ledger, "append", lambda: commits.append(1))
-    for module in (bounds, budget):
-        listened(monkeypatch, module, "compose", lambda: compositions.append(1))
-    accountant = PrivacyAccountant(4.0, DELTA, path=path)
-    for t in range(1500):
-        accountant.compose(sampled(2 + math.sin(t / 50)))
-    assert not compositions and len(commits) < 100
-    accountant.close()
-    assert counted(path) == 1500 == len(PrivacyAccountant(path=path))
 
 
 @WHERE
