@@ -22,9 +22,11 @@ def fine_epsilons(losses, masses):
     return np.interp([0.3, 0.6, 0.9, 0.99, 0.9999], share, losses[order])
 
 
-def profile(pair, epsilon):
+def profile(pair, epsilon, reverse=False):
     """That of the pair's nodes, without their tails."""
     losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
+    if reverse:
+        return float(np.sum(masses * np.exp(-losses) * -np.expm1(np.minimum(epsilon + losses, 0))))
     return float(np.sum(masses * -np.expm1(np.minimum(epsilon - losses, 0))))
 
 
@@ -45,6 +47,23 @@ def ratios(points, noise, sign=1.0):
     """The likelihood ratio of an epoch with a record that moves the sums by ``sign`` to noise."""
     exponent = sign * points / noise - 1 / (2 * noise**2)
     return np.exp(exponent).mean(1)
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_profile_of_an_epoch_is_that_of_the_mixture(steps, reverse):
+    noise = random.uniform(0.7, 3.0)
+    points, weight = quadrature(steps, 8.0 + 1 / noise)
+    w = ratios(points, noise)
+    pair = Allocated("directed", steps, noise)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
+    for epsilon in fine_epsilons(losses, masses):
+        epsilon = -epsilon if reverse else epsilon
+        excess = 1 - w * math.exp(epsilon) if reverse else w - math.exp(epsilon)
+        truth = float(weight @ np.maximum(excess, 0.0))
+        found = profile(pair, epsilon, reverse)
+        margin = margin_of(steps, truth)
+        assert truth - margin <= found <= truth * 1.003 + margin
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.thorough)])
@@ -99,6 +118,17 @@ def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one():
     assert np.all(deltas >= truths * (1 - 1e-10))
     likely = truths > 1e-3
     assert np.all(deltas[likely] <= truths[likely] * 1.005)
+
+
+def test_the_profile_of_a_replaced_record_is_tight_far_out():
+    """Between the epsilons at which it is computed, too."""
+    noise = random.uniform(0.9, 2.0)
+    losses, masses, _ = privacy_loss.loss_nodes(Allocated("antipodal", 2, noise), 1e-20)
+    for epsilon in np.linspace(0.0, 12.0, 60):
+        truth = exact_divergence(noise, epsilon)
+        if truth > 1e-10:
+            claimed = float(masses @ np.maximum(-np.expm1(epsilon - losses), 0.0))
+            assert truth * (1 - 1e-9) <= claimed <= truth * 1.01
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])

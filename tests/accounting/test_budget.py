@@ -87,7 +87,9 @@ def test_what_is_accepted_is_what_a_reference_accepts(settings, epsilon, random)
     assert true_delta(added(counts, {refused: 1}), epsilon * (1 - LOOSE)) > DELTA
 
 
-@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+@pytest.mark.parametrize(
+    "kind", ["directed", pytest.param("antipodal", marks=pytest.mark.thorough)]
+)
 def test_many_different_releases_use_a_budget_up(kind, monkeypatch):
     """More than are composed one by one."""
     composed = []

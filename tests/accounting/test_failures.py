@@ -52,6 +52,15 @@ def test_one_pair_costs_its_epsilon_at_its_delta():
         assert accountant.compose(MuGaussianDpEvent(0.1)).get_epsilon(1e-6) == math.inf
 
 
+def test_a_lower_bound_beside_a_failure_is_one():
+    """Of one pure release, whose delta falls from its epsilon on as that of randomised response."""
+    both = PrivacyAccountant().compose(pair(0.7, 0.05))
+    alone = PrivacyAccountant().compose(PureDpEvent(0.7))
+    truth = alone.get_epsilon((0.1 - 0.05) / (1 - 0.05))
+    lower, upper = both.get_epsilon(0.1, return_bounds=True)
+    assert 0.9 * truth < lower <= truth * (1 + 1e-9) <= upper * (1 + 2e-9)
+
+
 @given(
     failures=st.lists(
         st.tuples(st.floats(1e-300, 1.0, exclude_max=True), st.integers(1, 10**4)),

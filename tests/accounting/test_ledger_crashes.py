@@ -72,6 +72,11 @@ def lose_the_disk():
     raise sqlite3.OperationalError("disk I/O error")
 
 
+# where it strikes a generator that is thrown away, Python says that nobody hears of it
+IN_GENERATORS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@IN_GENERATORS
 @pytest.mark.parametrize("times", [25, pytest.param(800, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strike", [interrupt, lose_the_disk])
 def test_an_interruption_at_any_moment_loses_no_charge(path, strike, times):
@@ -95,6 +100,7 @@ def test_an_interruption_at_any_moment_loses_no_charge(path, strike, times):
     assert len(accountant) == len(PrivacyAccountant(path=path)) == counted(path)
 
 
+@IN_GENERATORS
 @pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.slow)])
 def test_an_interruption_in_memory_loses_no_charge(times):
     accountant, told = PrivacyAccountant(3e3, DELTA), []

@@ -161,11 +161,10 @@ def test_groups_of_close_releases_stand_for_them(monkeypatch):
         monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", groups)
         (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
         found.append((composed.upper_epsilon(DELTA), composed.transform.left_out))
-    composed.round_off -= found[-1][1]
     (exact, least), (far, more) = found
     assert least < 1e-15 < more < 1e-6
     assert exact * (1 - 1e-7) <= far <= exact * 1.02
-    assert composed.upper_epsilon(DELTA) != far
+    assert composed.round_off > more  # which counts
 
 
 @given(

@@ -132,7 +132,7 @@ def test_very_many_different_releases_cost_at_least_what_they_cost_one_by_one(mo
     """Some are close to each other."""
     counts = scattered(60, 3)
     for pair in [*counts]:
-        counts[Sampled("directed", 1.001 * pair.rate, 1.001 * pair.noise)] = 3
+        counts[Sampled("directed", 1.001 * pair.rate, pair.noise)] = 3
     exact = renyi.upper_epsilon(counts, 1e-5)
     monkeypatch.setattr(renyi, "_MOST_EXACT", 99)
     merged = renyi.upper_epsilon(counts, 1e-5)

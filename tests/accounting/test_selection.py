@@ -74,7 +74,7 @@ def test_numbers_are_drawn_from_it():
     epsilon=st.floats(0.05, 1.5), count=st.integers(1, 3), mean=means, shape=shapes,
     data=st.data(), log_delta=st.floats(-9.0, -2.0),
 )  # fmt: skip
-@examples(40)
+@examples(20)
 def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, log_delta):
     """The best of K by an adversary's order of all outcomes, exactly; both directions."""
     repetitions, delta = Repetitions(mean, shape), 10**log_delta
