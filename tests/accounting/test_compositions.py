@@ -42,9 +42,7 @@ LAWS = {
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_against_its_definition(kind, replace, draws):
-    """What has one relation only is drawn under that one. Where an integral does not settle, another
-    draw takes its place.
-    """
+    """What has one relation only is drawn under it, again where an integral does not settle."""
     while draws:
         seed = secrets.randbits(60)
         row = composition(np.random.default_rng(seed), kind, replace)

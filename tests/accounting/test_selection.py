@@ -113,17 +113,15 @@ def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
         assert np.maximum(one - math.exp(price) * other, 0).sum() <= delta
 
 
-def test_the_best_line_is_no_worse_than_any_epsilon_of_the_paper():
-    """Koskela, Redberg, Wang: c = (1 + eta) log(e^e1 + (1 - gamma) / gamma * delta(e1))."""
-    counts = {Gaussian(0.7): 1}
-    repetitions, delta = Repetitions(20.0, 0.5), 1e-6
-    gamma = repetitions.gamma
-    once = bounds.upper_epsilon(counts, delta / 20.0)
-    of_paper = min(
-        1.5 * math.log(math.exp(e) + (1 - gamma) / gamma * bounds.upper_delta(counts, e)) + once
-        for e in np.linspace(0.0, 6.0, 300)
-    )
-    assert once < selection._by_profile(counts, repetitions, delta) <= of_paper * (1 + 1e-9)
+def test_the_price_of_a_gaussian_is_that_of_its_trade_off_curve():
+    """delta(epsilon) <= E[K] delta_M(epsilon - c), with c from T(u) = Phi(Phi^-1(u) + mu)."""
+    mu, repetitions, delta = 0.7, Repetitions(20.0, 0.5), 1e-6
+    gamma, u = repetitions.gamma, np.geomspace(1e-9, 1.0, 10_000)
+    rate = stats.norm.cdf(stats.norm.ppf(u) + mu)
+    c = 1.5 * np.log((gamma + (1 - gamma) * rate) / (gamma + (1 - gamma) * u)).max()
+    truth = c + bounds.upper_epsilon({Gaussian(mu): 1}, delta / 20.0)
+    found = selection._by_profile({Gaussian(mu): 1}, repetitions, delta)
+    assert truth * (1 - 1e-6) <= found <= truth * 1.001
 
 
 def test_what_is_charged():
