@@ -77,7 +77,7 @@ IN_GENERATORS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcep
 
 
 @IN_GENERATORS
-@pytest.mark.parametrize("times", [25, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [60, pytest.param(800, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strike", [interrupt, lose_the_disk])
 def test_an_interruption_at_any_moment_loses_no_charge(path, strike, times):
     """It costs at most the charge that it met, and what it left in doubt is returned."""
@@ -92,12 +92,11 @@ def test_an_interruption_at_any_moment_loses_no_charge(path, strike, times):
         finally:
             sys.setprofile(None)
         assert counted(path) >= sum(told)
-    accountant.compose(STEP)
-    accountant.close()
+        accountant.close()  # nor does the next interruption mend what this one left
+        assert len(accountant) == counted(path) and not open_blocks(look_at(path)[1])
     assert strikes > times / 2
-    assert 0 <= counted(path) - 1 - sum(told) <= MOST * strikes
-    assert not open_blocks(look_at(path)[1])
-    assert len(accountant) == len(PrivacyAccountant(path=path)) == counted(path)
+    assert 0 <= counted(path) - sum(told) <= MOST * strikes
+    assert len(PrivacyAccountant(path=path)) == counted(path)
 
 
 @IN_GENERATORS
