@@ -119,6 +119,7 @@ EXACT = [
     ("pld", "add_or_remove_one", "file", PAIR),
     ("rdp", "replace_one", "memory", PAIR),
     ("pld", "add_or_remove_one", "memory", FailureDpEvent(2e-7)),
+    ("pld", "add_or_remove_one", "memory", ComposedDpEvent([STEP, FailureDpEvent(2e-7)])),
 ]
 
 
@@ -210,10 +211,12 @@ def test_repetitions_are_counted_like_any_other_charge(where, adaptive, path):
     accountant = made(where, path, 2.5, DELTA)
     other, charged, mixed = sampled(3.0), 0, 0
     for k in range(600):
-        accountant.compose(STEP, label="a" if k % 400 < 300 else "b", adaptive=adaptive)
+        label = "a" if k % 400 < 300 else "b"
+        accountant.compose(STEP, label=label, adaptive=adaptive)
         charged += 1
         if k % 97 == 0:
-            accountant.compose(other, 2, adaptive=adaptive)
+            for _ in range(2):
+                accountant.compose(other, label=label, adaptive=adaptive)
             mixed += 2
         if k % 61 == 0:
             assert len(accountant) == charged + mixed
@@ -222,7 +225,11 @@ def test_repetitions_are_counted_like_any_other_charge(where, adaptive, path):
         if k % 500 == 0:
             accountant.remaining(other)
             accountant.state_dict()
-    labels = {charge.label: charge.count for charge in accountant.history if charge.label}
+    by_event = {}
+    for charge in accountant.history:
+        by_event[charge.event] = by_event.get(charge.event, 0) + charge.count
+    assert by_event == {STEP: charged, other: mixed}
+    labels = {charge.label: charge.count for charge in accountant.history if charge.event == STEP}
     assert labels == {"a": 500, "b": 100}
     fit = accountant.remaining(STEP)
     assert charge_until_refused(accountant, adaptive=adaptive) == fit
