@@ -127,6 +127,18 @@ def test_few_large_losses(pair):
     assert counts == {pair: fit}
 
 
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_beside_a_failure_less_of_delta_is_left(method):
+    failure, pair = Failure(0.999 * DELTA), Sampled("directed", 0.02, 1.0)
+    limits, counts = Budget(2.0, DELTA, method), {failure: 1}
+    limits.spend(failure, 1)
+    while limits.fits(counts, {pair: 1}, 50):
+        limits.spend(pair, 50)
+        counts = added(counts, {pair: 50})
+    bound = bounds if method == "pld" else renyi
+    assert bound.upper_epsilon(counts, DELTA) <= 2.0 * (1 + 1e-6)
+
+
 def test_what_was_given_back_fits_again():
     limits, pair = Budget(1.0, DELTA, "pld"), Sampled("directed", 0.01, 1.0)
     fit = limits.max_count({}, {pair: 1})
