@@ -588,11 +588,13 @@ ONLY_RENYI = ("concentrated",)
 FEW = {"allocation": 20, "selection": 2, "failure": 3, "epsilon_delta": 3}
 
 
-def composition(rng: np.random.Generator, wanted: str | None = None) -> dict[str, Any]:
+def composition(
+    rng: np.random.Generator, wanted: str | None = None, replace: bool | None = None
+) -> dict[str, Any]:
     """One random composition, with a release of the kind ``wanted``: what the library says and what
     is true.
     """
-    replace = bool(rng.integers(2))
+    replace = bool(rng.integers(2)) if replace is None else replace
     if wanted in ONE_RELATION[not replace]:
         replace = not replace
     delta = float(10 ** rng.uniform(-12, -2))

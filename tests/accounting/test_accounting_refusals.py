@@ -1,26 +1,35 @@
 """What accounting refuses: each wrong input is an error with its code, and nothing is recorded."""
 
 import math
+from functools import partial
 
 import dp_accounting as dpa
 import pytest
 from dp_accounting import dp_event as upstream
+from support.training import bare, made_private
 
+import torch_dpbayes as dpb
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
     get_noise_multiplier,
+    get_num_steps,
+    noise_multiplier_for,
 )
 from torch_dpbayes.accounting.events import (
+    BoundedRangeDpEvent,
     ComposedDpEvent,
     FailureDpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
+    MuGaussianDpEvent,
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
+    ShuffledEpochDpEvent,
+    UnspecifiedBatchGaussianDpEvent,
     UserLevelDpEvent,
     ZCDpEvent,
 )
@@ -106,8 +115,18 @@ def test_statements_that_say_nothing(statement):
 
 # --- events ---------------------------------------------------------------------------------------
 
+ABSURD = 1e51
 OUT_OF_RANGE = [
-    *map(GaussianDpEvent, (-1.0, math.nan, math.inf)),
+    *map(GaussianDpEvent, (-1.0, math.nan, math.inf, ABSURD, 1e-60)),
+    PoissonSampledDpEvent(0.01, GaussianDpEvent(ABSURD)),
+    SampledWithoutReplacementDpEvent(100, 1, GaussianDpEvent(ABSURD)),
+    UnspecifiedBatchGaussianDpEvent(ABSURD),
+    ShuffledEpochDpEvent(ABSURD),
+    MuGaussianDpEvent(ABSURD),
+    PureDpEvent(ABSURD),
+    BoundedRangeDpEvent(1.7e308),
+    ZCDpEvent(ABSURD, 0.0),
+    ZCDpEvent(0.1, ABSURD),
     PoissonSampledDpEvent(1.5, GaussianDpEvent(1.0)),
     PoissonSampledDpEvent(-0.1, GaussianDpEvent(1.0)),
     PoissonSampledDpEvent(1.1, PureDpEvent(1.0)),
@@ -177,6 +196,36 @@ def test_laws_of_a_selection_out_of_range(mean, shape):
 def test_what_is_not_private_cannot_be_selected(event):
     is_refused(lambda: selection_event([(event, 1)], Repetitions(10.0), 1e-7, ADD))
     is_refused(lambda: selection_epsilon([(PureDpEvent(1.0), 1)], Repetitions(10.0), 1e-26))
+
+
+def test_an_absurd_size_is_refused_wherever_it_comes_in():
+    event, accountant = GaussianDpEvent(ABSURD), PrivacyAccountant(3.0, DELTA)
+    target = {name: PLAN[name] for name in ("target_epsilon", "target_delta")}
+    steps = {"sample_rate": 0.1, **target}
+    plan = partial(dpb.mcmc.plan, dpb.mcmc.DPPenalty, **target)
+    penalty = {"proposal_scale": 0.1, "log_ratio_slope": 1.0, "accountant": accountant}
+    for use in (
+        lambda: accountant.compose(SelfComposedDpEvent(event, 3)),
+        lambda: accountant.remaining(event),
+        lambda: accountant.compose(SelfComposedDpEvent(STEP, 2**40), 2**40),
+        lambda: get_noise_multiplier(**PLAN, history=[(event, 2)]),
+        lambda: noise_multiplier_for(lambda _: event, **target, steps=9),
+        *(
+            partial(call, noise)
+            for noise in (ABSURD, 1e-60)
+            for call in (
+                lambda z: accountant.step(noise_multiplier=z, sample_rate=0.1),
+                lambda z: get_num_steps(**steps, noise_multiplier=z),
+                lambda z: plan(noise_multiplier=z),
+                lambda z: dpb.mcmc.DPPenalty(print, **penalty, noise_multiplier=z),
+                lambda z: made_private(noise_multiplier=z),
+                lambda z: bare(dpb.optim.DPSGLD, noise_multiplier=z),
+                lambda z: dpb.private_clipped_fraction(*made_private(), noise_multiplier=z),
+            )
+        ),
+    ):
+        is_refused(use)
+    assert len(accountant) == 0
 
 
 # --- saved states ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     UnspecifiedBatchGaussianDpEvent,
 )
+from torch_dpbayes.errors import ArgumentError
 
 RELATIONS = ("add_or_remove_one", "replace_one")
 
@@ -52,15 +53,13 @@ def test_history_counts():
     assert noise > fresh
     accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 500)
     assert accountant.get_epsilon() <= 2.0
-    with pytest.raises(ValueError, match="charged before"):
+    with pytest.raises(ArgumentError):
         get_noise_multiplier(**{**plan, "target_epsilon": 0.5}, history=accountant.history)
 
 
 def test_any_event():
     target = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 16}
-    with pytest.raises(
-        ValueError, match=r'neighboring="replace_one".*make_private.*RecordwiseBatchGaussianDpEvent'
-    ):
+    with pytest.raises(ArgumentError):
         noise_multiplier_for(UnspecifiedBatchGaussianDpEvent, **target)
     noise = noise_multiplier_for(
         UnspecifiedBatchGaussianDpEvent, **target, neighboring="replace_one"

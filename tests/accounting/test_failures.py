@@ -3,7 +3,6 @@ against closed forms and dp_accounting.
 """
 
 import math
-import re
 from decimal import Decimal, localcontext
 
 import pytest
@@ -13,18 +12,19 @@ from hypothesis import strategies as st
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
+    noise_multiplier_for,
 )
-from torch_dpbayes.accounting.dominating_pairs import Failure
+from torch_dpbayes.accounting.__main__ import main
+from torch_dpbayes.accounting.bounds import lower_epsilon
+from torch_dpbayes.accounting.dominating_pairs import Failure, Pure
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
     FailureDpEvent,
     GaussianDpEvent,
     MuGaussianDpEvent,
-    NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
-    SelfComposedDpEvent,
 )
 from torch_dpbayes.accounting.privacy_loss import failing
 
@@ -53,6 +53,12 @@ def test_one_pair_costs_its_epsilon_at_its_delta():
         assert accountant.compose(MuGaussianDpEvent(0.1)).get_epsilon(1e-6) == math.inf
 
 
+def test_a_lower_bound_beside_a_failure_is_one():
+    """Of one pure release, whose delta falls from its epsilon on as that of randomised response."""
+    truth = 0.7 + math.log1p(-(0.1 - 0.05) / (1 - 0.05) * (1 + math.exp(-0.7)))
+    assert 0.9 * truth < lower_epsilon({Pure(0.7): 1, Failure(0.05): 1}, 0.1) <= truth
+
+
 @given(
     failures=st.lists(
         st.tuples(st.floats(1e-300, 1.0, exclude_max=True), st.integers(1, 10**4)),
@@ -71,49 +77,10 @@ def test_the_probability_of_a_failure_is_rounded_to_the_safe_side(failures):
     assert upper - lower <= 3e-14 * upper
 
 
-# --- budgets --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "event",
-    [pair(0.02, 2e-7), ComposedDpEvent([STEP, FailureDpEvent(2e-7)]), FailureDpEvent(2e-7)],
-    ids=["pair", "step", "alone"],
-)
-@pytest.mark.parametrize("in_a_file", [False, True])
-def test_budget_is_used_up_and_never_passed(event, method, in_a_file, tmp_path):
-    path = tmp_path / "budget.db" if in_a_file else None
-    accountant = PrivacyAccountant(2.0, 1e-5, method=method, path=path)
-    accountant.compose(
-        ComposedDpEvent(
-            [STEP, PureDpEvent(0.01), GaussianDpEvent(30.0), BoundedRangeDpEvent(0.01)]
-        ),
-        2,
-    )
-    fit = accountant.remaining(event)
-    assert 0 < fit <= 50  # 50 failures use up delta
-    steps = 0
-    with pytest.raises(PrivacyBudgetExceeded, match="Nothing was recorded"):
-        while True:
-            accountant.compose(event)
-            steps += 1
-    assert fit - 1 <= steps <= fit
-    free = PrivacyAccountant(method=method)
-    for charge in accountant.history:
-        free.compose(charge.event, charge.count)
-    assert free.get_epsilon(1e-5) <= 2.0 * (1 + 1e-4) and accountant.get_epsilon() <= 2.0
-    failed = -math.expm1(steps * math.log1p(-2e-7))
-    assert failed <= 1e-5
-    accountant.close()
-
-
 def test_a_budget_with_less_delta_than_the_failure_refuses_it():
     accountant = PrivacyAccountant(5.0, 1e-6)
-    for event in (
-        FailureDpEvent(1.1e-6),
-        pair(0.1, 1e-5),
-        ComposedDpEvent([STEP, FailureDpEvent(1e-6)]),
-    ):
+    step = ComposedDpEvent([STEP, FailureDpEvent(1e-6)])
+    for event in (FailureDpEvent(1.1e-6), pair(0.1, 1e-5), step):
         assert accountant.remaining(event) == 0
         with pytest.raises(PrivacyBudgetExceeded):
             accountant.compose(event)
@@ -126,34 +93,45 @@ def test_a_budget_with_less_delta_than_the_failure_refuses_it():
 
 
 def test_adaptive_charges_refuse_it():
-    for first in (
-        FailureDpEvent(1e-7),
-        pair(0.1, 1e-7),
-        ComposedDpEvent([GaussianDpEvent(50.0), FailureDpEvent(1e-7)]),
-    ):
+    for first in (FailureDpEvent(1e-7), pair(0.1, 1e-7)):
         accountant = PrivacyAccountant(3.0, 1e-5)
-        with pytest.raises(PrivacyBudgetExceeded, match="fits no filter"):
+        with pytest.raises(PrivacyBudgetExceeded):
             accountant.compose(first, adaptive=True)
         assert len(accountant) == 0 and accountant.guarantee == "fixed"
         for begin in (GaussianDpEvent(50.0), STEP):
             accountant = PrivacyAccountant(3.0, 1e-5).compose(begin, adaptive=True)
             assert accountant.remaining(first) == 0
             for adaptive in (True, False):
-                with pytest.raises(PrivacyBudgetExceeded, match="fits no filter"):
+                with pytest.raises(PrivacyBudgetExceeded):
                     accountant.compose(first, adaptive=adaptive)
             assert len(accountant) == 1
 
 
-# --- saying ---------------------------------------------------------------------------------------
+# --- failures that use all of delta ---------------------------------------------------------------
+
+ALL_OF_IT = "2e-05 in all, which leaves nothing of delta = 1e-05"
 
 
-def test_summaries_with_nothing_but_failures_or_beside_others():
-    alone = PrivacyAccountant().compose(FailureDpEvent(1e-7), 2, label="draws")
-    assert re.search("draws +2 releases", alone.summary()) and "epsilon <= 0 at" in alone.summary()
-    assert PrivacyAccountant().compose(FailureDpEvent(0.5)).summary().count("= inf") == 2
-    both = alone.compose(STEP, 10, label="chain")
-    assert re.search("draws +0.0% of the cost, 2 releases", both.summary())
-    assert re.search("chain +100.0% of the cost, 10 releases", both.summary())
-    assert both.compose(NonPrivateDpEvent()).get_epsilon(1e-5) == math.inf
-    event = both.to_dp_event()
-    assert SelfComposedDpEvent(FailureDpEvent(1e-7), 2) in event.events
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_failures_that_use_all_of_delta_say_so(method, path, capsys):
+    failing = PrivacyAccountant(path=path, method=method).compose(FailureDpEvent(2e-5))
+    failing.compose(GaussianDpEvent(9.0)).close()
+    assert failing.get_epsilon(1e-5) == math.inf and math.isfinite(failing.get_epsilon(1e-4))
+    assert main([str(path)]) == 0 and ALL_OF_IT in capsys.readouterr().out
+    assert ALL_OF_IT in failing.summary()
+    with pytest.raises(PrivacyBudgetExceeded, match=ALL_OF_IT):
+        PrivacyAccountant(3.0, 1e-5, method=method).compose(FailureDpEvent(2e-5))
+    for history, make in (
+        ([(FailureDpEvent(2e-5), 1)], GaussianDpEvent),
+        ([], lambda z: ComposedDpEvent([GaussianDpEvent(z), FailureDpEvent(2e-5)])),
+    ):
+        plan = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 1, "history": history}
+        with pytest.raises(ValueError, match=ALL_OF_IT):
+            noise_multiplier_for(make, **plan)
+
+
+def test_failures_that_use_exactly_all_of_delta_leave_bounded_losses_finite():
+    exactly = PrivacyAccountant().compose(FailureDpEvent(1e-5)).compose(PureDpEvent(0.1))
+    assert math.isfinite(exactly.get_epsilon(1e-5)) and "leaves nothing" not in exactly.summary()
+    exactly.compose(GaussianDpEvent(9.0))
+    assert exactly.get_epsilon(1e-5) == math.inf and "leaves nothing" in exactly.summary()

@@ -3,13 +3,11 @@ made, until it can.
 """
 
 import contextlib
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import sqlite3
-import time
 
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
@@ -20,11 +18,6 @@ from torch_dpbayes.accounting.ledger import file
 from torch_dpbayes.accounting.ledger.schema import LedgerError
 
 BUDGET = {"epsilon": 3.0, "delta": DELTA, "neighboring": "replace_one"}
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "budget.db"
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +50,6 @@ def flipped_bits(rng, content):
         content[rng.randrange(len(content) if rng.random() < 0.6 else 200)] ^= 1 << rng.randrange(8)
 
 
-def other_bytes_where_something_stands(rng, content):
-    written = [i for i, byte in enumerate(content) if byte]
-    for _ in range(rng.choice([1, 1, 3])):
-        content[rng.choice(written)] = rng.randrange(256)
-
-
 def a_range_overwritten(rng, content):
     start = rng.randrange(len(content))
     size = min(rng.choice([1, 4, 16, 100, 1000, 4096]), len(content) - start)
@@ -87,7 +74,6 @@ def a_page_in_the_place_of_another(rng, content):
 
 OF_BYTES = [
     flipped_bits,
-    other_bytes_where_something_stands,
     a_range_overwritten,
     another_length,
     a_page_in_the_place_of_another,
@@ -122,7 +108,7 @@ def charged(path):
 WAYS = [read, read_with_its_budget, charged]
 
 
-@pytest.mark.parametrize("times", [150, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [120, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(file, "BUSY_SECONDS", 0.2)
     errors = 0
@@ -237,27 +223,6 @@ def test_a_ledger_whose_making_met_a_full_disk_can_be_made_again(tmp_path):
         outcomes.add((in_child(child), path.exists()))
         assert made(path)
     assert outcomes == {(17, False), (0, True)}
-
-
-def make_many(folder):
-    for k in range(100_000):
-        PrivacyAccountant(path=folder / f"{k}.db", **BUDGET)
-
-
-@forks
-def test_a_ledger_whose_making_was_killed_can_be_made_again(tmp_path):
-    for attempt in range(10):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        process = multiprocessing.get_context("fork").Process(target=make_many, args=(folder,))
-        process.start()
-        while not list(folder.glob("*.db")):
-            time.sleep(0.001)
-        time.sleep(random.uniform(0.0, 0.05))
-        process.kill()
-        process.join()
-        number = len(list(folder.glob("*.db")))
-        assert made(folder / f"{number - 1}.db") and made(folder / f"{number}.db")
 
 
 @pytest.mark.parametrize("content", [0, 4096])

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 
 import pytest
+from support.ledgers import WHERE, made
 
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.__main__ import main
@@ -12,11 +13,6 @@ from torch_dpbayes.accounting.events import GaussianDpEvent, RecordwiseBatchGaus
 EVENT = GaussianDpEvent(10.0)
 FIRST = "DPSGLD: records are independent: by construction"
 SECOND = "DPSGLD: the loss was not seen"
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "budget.db"
 
 
 def statements(accountant):
@@ -33,23 +29,28 @@ def statements(accountant):
     return found
 
 
-@pytest.mark.parametrize("in_file", [False, True])
-def test_each_statement_is_kept_once_in_order(path, in_file):
-    accountant = PrivacyAccountant(path=path if in_file else None)
+@WHERE
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+def test_each_statement_is_kept_once_in_order(path, where, relation):
+    """Also what a charged event states."""
+    accountant = made(where, path, neighboring=relation)
     assert accountant.notes == () and "rests on" not in accountant.summary()
     for statement in (FIRST, SECOND, FIRST, " DPSGLD:  the loss\nwas not seen "):
         accountant.note(statement)
     accountant.compose(EVENT, label="report")
     assert accountant.notes == (FIRST, SECOND)
-    assert statements(accountant) == [FIRST, SECOND]
+    accountant.compose(RecordwiseBatchGaussianDpEvent(20.0), 3)
+    first, second, third = statements(accountant)
+    assert (first, second) == (FIRST, SECOND) and "does not depend on other records" in third
+    assert accountant.notes == (first, second, third)
 
 
-@pytest.mark.parametrize("in_file", [False, True])
-def test_saved_states_carry_them(path, in_file):
+@WHERE
+def test_saved_states_carry_them(path, where):
     accountant = PrivacyAccountant(1.0, 1e-5).compose(EVENT)
     accountant.note(FIRST)
     state = json.loads(json.dumps(accountant.state_dict()))
-    loaded = PrivacyAccountant(1.0, 1e-5, path=path if in_file else None)
+    loaded = made(where, path, 1.0, 1e-5)
     loaded.note(SECOND)
     loaded.load_state_dict(state)
     assert set(loaded.notes) >= {FIRST, SECOND}
@@ -91,21 +92,3 @@ def test_processes_note_at_once(path):
         worker.join()
         assert worker.exitcode == 0
     assert len(accountant.notes) == len(set(accountant.notes)) == 10 + 3 * 10
-
-
-# --- what an event states -------------------------------------------------------------------------
-
-RECORDWISE = "does not depend on other records"
-
-
-@pytest.mark.parametrize("in_file", [False, True])
-@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
-def test_the_summary_shows_what_a_charged_event_states(path, in_file, relation):
-    accountant = PrivacyAccountant(3.0, 1e-5, neighboring=relation, path=path if in_file else None)
-    accountant.note(FIRST)
-    accountant.compose(EVENT)
-    assert statements(accountant) == [FIRST]
-    accountant.compose(RecordwiseBatchGaussianDpEvent(20.0), 3)
-    first, second = statements(accountant)
-    assert first == FIRST and RECORDWISE in second
-    assert accountant.notes == (first, second)

@@ -3,7 +3,6 @@
 import math
 import random
 
-import dp_accounting as dpa
 import numpy as np
 import pytest
 from dp_accounting.rdp import compute_epsilon
@@ -119,28 +118,21 @@ def scattered(number, steps):
     return {Sampled("directed", q, z): steps for q, z in zip(rate, noise, strict=True)}
 
 
-@pytest.mark.parametrize("steps", [1, 20])
-@pytest.mark.parametrize("number", [60, 120])
-def test_many_different_releases_cost_no_more_than_by_dp_accounting(number, steps):
-    """Its orders are among ours, so that the best of all orders is no worse than its best. The
-    order that is found by a search is the best of all.
-    """
-    counts = scattered(number, steps)
-    theirs = dpa.rdp.RdpAccountant(orders=[a for a in renyi.ORDERS if a % 1 == 0])
-    for pair, count in counts.items():
-        gaussian = dpa.GaussianDpEvent(pair.noise)
-        theirs.compose(dpa.PoissonSampledDpEvent(pair.rate, gaussian), count)
+def test_the_order_that_is_searched_for_is_the_best_of_all():
+    counts = scattered(50, random.choice([1, 20]))
     of_orders = sum(n * renyi._curve(pair, renyi.ORDERS) for pair, n in counts.items())
     for delta in (1e-10, 1e-5, 1e-2):
         found = renyi.upper_epsilon(counts, delta)
-        assert found <= theirs.get_epsilon(delta) * (1 + 1e-6)
         assert found == pytest.approx(renyi.epsilon(of_orders, delta), rel=1e-9)
         exact = renyi.delta(of_orders, found)
         assert renyi.upper_delta(counts, found) == pytest.approx(exact, rel=1e-9)
 
 
 def test_very_many_different_releases_cost_at_least_what_they_cost_one_by_one(monkeypatch):
-    counts = scattered(100, 3)
+    """Some are close to each other."""
+    counts = scattered(60, 3)
+    for pair in [*counts]:
+        counts[Sampled("directed", 1.001 * pair.rate, pair.noise)] = 3
     exact = renyi.upper_epsilon(counts, 1e-5)
     monkeypatch.setattr(renyi, "_MOST_EXACT", 99)
     merged = renyi.upper_epsilon(counts, 1e-5)

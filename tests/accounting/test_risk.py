@@ -1,14 +1,21 @@
-"""What an attacker can tell: closed forms, every kind of guarantee, calibration, pictures."""
+"""What an attacker can tell: trade-off curves against closed forms and quadrature, and the risk of
+every kind of guarantee.
+"""
 
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import special, stats
+from support.examples import examples
 from support.ledgers import later_job
 
-from torch_dpbayes import PrivacyAccountant
+from torch_dpbayes.accounting import PrivacyAccountant, bounds
+from torch_dpbayes.accounting.dominating_pairs import Failure, Gaussian, NonPrivate, Pure, Sampled
 from torch_dpbayes.accounting.events import (
     ComposedDpEvent,
     FailureDpEvent,
@@ -17,6 +24,104 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
 )
+from torch_dpbayes.accounting.risk import Profile, TradeOff, profiles, trade_offs
+
+RATES = np.array([1e-12, 1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 0.999])
+powers_of_ten = st.floats(-2.0, 0.7).map(lambda x: 10**x)
+
+
+def curves(counts, method="pld"):
+    return trade_offs(*profiles(frozenset(counts.items()), method))
+
+
+def gaussian(rates, mu):
+    return stats.norm.cdf(stats.norm.ppf(rates) + mu)
+
+
+def tightly(bound, truth, excess):
+    assert np.all(truth * (1 - 1e-9) <= bound), bound / truth - 1
+    assert np.all(bound <= truth * (1 + excess)), bound / truth - 1
+
+
+@given(mu=powers_of_ten, count=st.integers(1, 5))
+@examples(40)
+def test_gaussians(mu, count):
+    (curve,) = curves({Gaussian(mu): count})
+    mu *= math.sqrt(count)
+    tightly(curve(RATES), gaussian(RATES, mu), 1e-3)
+    tightly(curve.advantage, special.erf(mu / math.sqrt(8)), 1e-6)
+    tightly(curve.mu(1e-9), mu - 3e-9, 1e-3)
+
+
+@pytest.mark.thorough
+@given(
+    rate=st.floats(-3.0, -0.05).map(lambda x: 10**x),
+    noise=powers_of_ten.map(lambda x: x + 0.3),
+    prior=st.floats(0.01, 0.99),
+)
+@settings(max_examples=5)
+def test_one_sampled_release_in_both_directions(rate, noise, prior):
+    """The most powerful test is a threshold on the sum."""
+    there, absent = curves({Sampled("directed", rate, noise): 1})
+    at = np.linspace(-8 * noise, 1 + 8 * noise, 4001)
+    out, kept = stats.norm.sf(at / noise), stats.norm.cdf(at / noise)
+    inside = (1 - rate) * out + rate * stats.norm.sf((at - 1) / noise)
+    missed = (1 - rate) * kept + rate * stats.norm.cdf((at - 1) / noise)
+    some = slice(200, -200, 200)
+    tightly(there(out[some]), inside[some], 2e-3)
+    tightly(absent(missed[some]), kept[some], 2e-3)
+    for curve, true, false in ((there, inside, out), (absent, kept, missed)):
+        guess = np.max(prior * true + (1 - prior) * (1 - false))
+        tightly(curve.best_guess(prior), max(guess, prior, 1 - prior), 1e-4)
+
+
+@given(epsilon=powers_of_ten)
+@examples(25)
+def test_randomised_response(epsilon):
+    (curve,) = curves({Pure(epsilon): 1})
+    truth = np.minimum(np.exp(epsilon) * RATES, 1 - np.exp(-epsilon) * (1 - RATES))
+    tightly(curve(RATES), truth, 1e-3)
+    (two,) = curves({Pure(epsilon): 2})
+    # both answers speak for the record, or one of them
+    right = special.expit(epsilon)
+    vertices = np.array([(1 - right) ** 2, 1 - right**2])
+    tightly(two(vertices), np.array([right**2, 1 - (1 - right) ** 2]), 2e-3)
+
+
+def test_the_advantage_is_that_of_a_composition_made_for_it():
+    counts = {Sampled("symmetric", 1e-3, 0.7): 30}
+    (curve,) = curves(counts)
+    tightly(curve.advantage, bounds.upper_delta(counts, 0.0), 2e-5)
+
+
+def test_what_fails_or_reveals_everything():
+    (curve,) = curves({NonPrivate(): 1, Gaussian(1.0): 3})
+    assert curve.advantage == 1 and curve(1e-9) == 1
+    assert curve.mu(0.5) == math.inf
+    (curve,) = curves({Failure(0.01): 1})
+    assert np.all(curve(RATES) >= 0.01 + 0.99 * RATES)
+    assert np.all(curve(RATES) <= (0.01 + RATES) * (1 + 1e-9))
+    assert curve.mu(0.005) == math.inf and curve.mu(0.02) == 0
+    (curve,) = curves({Gaussian(1e9): 1})
+    assert curve(1e-9) == 1
+    (curve,) = curves({Pure(1e6): 3})
+    assert curve(0.5) == 1
+    (curve,) = curves({})
+    tightly(curve(RATES), RATES, 1e-9)
+
+
+def test_lines_that_do_not_form_a_profile_are_bounds_all_the_same():
+    """Of a profile that is nowhere convex the envelope takes the lowest lines."""
+    epsilons = np.array([0.0, 0.5, 1.0, 800.0])
+    profile = Profile(epsilons, np.array([0.3, 0.29, 0.01, 1e-9]))
+    curve = TradeOff.of_profiles(profile, profile)
+    x = np.linspace(0.0, 1.0, 101)
+    lines = [math.exp(e) * x + d for e, d in zip(epsilons[:3], profile.deltas[:3], strict=True)]
+    lines += [1 - math.exp(-e) * (1 - x - d) for e, d in zip(epsilons, profile.deltas, strict=True)]
+    tightly(curve(x), np.minimum(np.min(lines, axis=0), 1.0), 1e-9)
+
+
+# --- the risk of a history ------------------------------------------------------------------------
 
 STEP = PoissonSampledDpEvent(0.05, GaussianDpEvent(1.2))
 
@@ -82,17 +187,6 @@ def test_the_page_shows_what_is_printed():
     page = Path(__file__).parents[2] / "docs/how_to/what_epsilon_means.md"
     step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
     assert str(PrivacyAccountant().compose(step, 10_000).risk()) in page.read_text()
-
-
-@pytest.mark.thorough
-def test_the_text_says_what_was_asked():
-    accountant = PrivacyAccountant().compose(STEP, 20)
-    text = str(accountant.risk(prior=0.1, false_positive_rate=0.02))
-    assert all(part in text for part in ("a record is in", "prior of 0.1", "rate of 0.02"))
-    replaced = PrivacyAccountant(neighboring="replace_one").compose(STEP, 20)
-    assert "Which of two records" in str(replaced.risk())
-    lines = accountant.summary().splitlines()
-    assert any(line.startswith("  risk ") for line in lines)
 
 
 def test_the_picture_shows_the_bound():

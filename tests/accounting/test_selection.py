@@ -5,9 +5,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
+from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import bounds, selection
@@ -38,7 +39,7 @@ def generating(repetitions):
 
 
 @given(mean=means, shape=shapes)
-@settings(max_examples=10)
+@examples(40)
 def test_the_law(mean, shape):
     repetitions = Repetitions(mean, shape)
     gamma, masses = repetitions.gamma, repetitions.probabilities()
@@ -73,7 +74,7 @@ def test_numbers_are_drawn_from_it():
     epsilon=st.floats(0.05, 1.5), count=st.integers(1, 3), mean=means, shape=shapes,
     data=st.data(), log_delta=st.floats(-9.0, -2.0),
 )  # fmt: skip
-@settings(max_examples=20)
+@examples(20)
 def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, log_delta):
     """The best of K by an adversary's order of all outcomes, exactly; both directions."""
     repetitions, delta = Repetitions(mean, shape), 10**log_delta
@@ -93,7 +94,7 @@ def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, lo
 
 @given(mu=st.floats(0.05, 2.0), mean=means, shape=shapes, log_delta=st.floats(-9.0, -2.0),
        up=st.booleans())  # fmt: skip
-@settings(max_examples=25)
+@examples(40)
 def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
     """Scored by the released number, or by its negative, with densities by quadrature."""
     repetitions, delta = Repetitions(mean, shape), 10**log_delta
@@ -112,24 +113,15 @@ def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
         assert np.maximum(one - math.exp(price) * other, 0).sum() <= delta
 
 
-def test_pure_runs_meet_the_known_factor():
-    """As runs become many, 2 + shape times the epsilon of one."""
-    for shape in (1.0, 0.0):
-        found = selection_epsilon([(PureDpEvent(0.5), 1)], Repetitions(1000.0, shape), 1e-9)
-        assert found == pytest.approx((2 + shape) * 0.5, rel=0.01)
-
-
-def test_the_best_line_is_no_worse_than_any_epsilon_of_the_paper():
-    """Koskela, Redberg, Wang: c = (1 + eta) log(e^e1 + (1 - gamma) / gamma * delta(e1))."""
-    counts = {Gaussian(0.7): 1}
-    repetitions, delta = Repetitions(20.0, 0.5), 1e-6
-    gamma = repetitions.gamma
-    once = bounds.upper_epsilon(counts, delta / 20.0)
-    of_paper = min(
-        1.5 * math.log(math.exp(e) + (1 - gamma) / gamma * bounds.upper_delta(counts, e)) + once
-        for e in np.linspace(0.0, 6.0, 300)
-    )
-    assert once < selection._by_profile(counts, repetitions, delta) <= of_paper * (1 + 1e-9)
+def test_the_price_of_a_gaussian_is_that_of_its_trade_off_curve():
+    """delta(epsilon) <= E[K] delta_M(epsilon - c), with c from T(u) = Phi(Phi^-1(u) + mu)."""
+    mu, repetitions, delta = 0.7, Repetitions(20.0, 0.5), 1e-6
+    gamma, u = repetitions.gamma, np.geomspace(1e-9, 1.0, 10_000)
+    rate = stats.norm.cdf(stats.norm.ppf(u) + mu)
+    c = 1.5 * np.log((gamma + (1 - gamma) * rate) / (gamma + (1 - gamma) * u)).max()
+    truth = c + bounds.upper_epsilon({Gaussian(mu): 1}, delta / 20.0)
+    found = selection._by_profile({Gaussian(mu): 1}, repetitions, delta)
+    assert truth * (1 - 1e-6) <= found <= truth * 1.001
 
 
 def test_what_is_charged():

@@ -6,6 +6,7 @@ import sqlite3
 import pytest
 
 from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.ledger import session
 
@@ -17,6 +18,21 @@ def sampled(noise, rate=0.01):
 
 
 STEP = sampled(1.0)
+WHERE = pytest.mark.parametrize("where", ["memory", "file"])
+
+
+def made(where, path, *given, **settings):
+    """An accountant in memory or at a file."""
+    return PrivacyAccountant(*given, **settings, path=path if where == "file" else None)
+
+
+def counts_of(accountant):
+    """How often each pair was charged."""
+    counts = {}
+    for charge in accountant.history:
+        pair = dominating_pair(charge.event, accountant.neighboring)
+        counts[pair] = counts.get(pair, 0) + charge.count
+    return counts
 
 
 def counted(path):

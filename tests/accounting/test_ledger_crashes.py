@@ -1,0 +1,311 @@
+"""Whatever interrupts work at a ledger, no charge is lost and none is returned twice: one harness
+strikes at drawn moments, and what goes wrong at the file is an error and no release.
+"""
+
+import gc
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
+
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.accountant import look_at
+from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.accounting.ledger import file, session
+from torch_dpbayes.accounting.ledger.schema import LedgerError, open_blocks
+
+# --- one harness ----------------------------------------------------------------------------------
+
+EVENTS = [STEP, STEP, GaussianDpEvent(1e3), *(sampled(z) for z in (1.5, 1.9, 2.4, 3.0))]
+MOST = 5  # releases of one charge
+
+
+def arm(strike, moment, of_sqlite):
+    """Calls ``strike`` at the so-manyth moment, from here on, at which Python lets a signal in
+    while accounting works: where a function begins or one of C has returned; or before and after
+    SQLite's statements.
+    """
+
+    def watch(frame, event, function):
+        nonlocal moment
+        if of_sqlite:
+            counts = event != "return" and getattr(function, "__name__", "") == "execute"
+        else:
+            counts = event in ("call", "c_return")
+        if counts and f"accounting{os.sep}" in frame.f_code.co_filename:
+            moment -= 1
+            if moment <= 0:
+                sys.setprofile(None)
+                strike()
+
+    sys.setprofile(watch)
+
+
+def work(accountant, steps, tell):
+    """Random charges, and what comes between them; ``tell`` hears of each release."""
+    for _ in range(steps):
+        kind = random.random()
+        if kind < 0.1:
+            accountant.close()
+        elif kind < 0.15:
+            len(accountant)
+        else:
+            count = random.choice([1, 1, 1, MOST])
+            accountant.compose(random.choice(EVENTS[:2] if kind < 0.6 else EVENTS), count)
+            tell(count)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def lose_the_disk():
+    raise sqlite3.OperationalError("disk I/O error")
+
+
+# where it strikes a generator that is thrown away, Python says that nobody hears of it
+IN_GENERATORS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@IN_GENERATORS
+@pytest.mark.parametrize("times", [60, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strike", [interrupt, lose_the_disk])
+def test_an_interruption_at_any_moment_loses_no_charge(path, strike, times):
+    """It costs at most the charge that it met, and what it left in doubt is returned."""
+    accountant, told, strikes = PrivacyAccountant(3e3, DELTA, path=path), [], 0
+    for _ in range(times):
+        of_sqlite = strike is lose_the_disk
+        arm(strike, int(10 ** random.uniform(0, 1.7 if of_sqlite else 3)), of_sqlite)
+        try:
+            work(accountant, 60, told.append)
+        except (KeyboardInterrupt, LedgerError):
+            strikes += 1
+        finally:
+            sys.setprofile(None)
+        assert counted(path) >= sum(told)
+        accountant.close()  # nor does the next interruption mend what this one left
+        assert len(accountant) == counted(path) and not open_blocks(look_at(path)[1])
+    assert strikes > times / 2
+    assert 0 <= counted(path) - sum(told) <= MOST * strikes
+    assert len(PrivacyAccountant(path=path)) == counted(path)
+
+
+@IN_GENERATORS
+@pytest.mark.parametrize("times", [200, pytest.param(3000, marks=pytest.mark.slow)])
+def test_an_interruption_in_memory_loses_no_charge(times):
+    accountant, told = PrivacyAccountant(3e3, DELTA), []
+    for _ in range(times):
+        arm(interrupt, int(10 ** random.uniform(0, 3)), False)
+        try:
+            work(accountant, 60, told.append)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert len(accountant) >= sum(told)
+
+
+@forks
+@pytest.mark.parametrize("times", [12, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_at_least_what_it_released(path, times):
+    """A pipe, written after each charge, says what a forked child released."""
+    parent, released = PrivacyAccountant(3e3, DELTA, path=path).compose(STEP), 1
+    for _ in range(times):
+        reader, writer = os.pipe()
+        moment, of_sqlite = int(10 ** random.uniform(1, 4)), random.random() < 0.3
+
+        def child(writer=writer, moment=moment, of_sqlite=of_sqlite):
+            arm(lambda: os.kill(os.getpid(), signal.SIGKILL), moment, of_sqlite)
+            work(parent, 10**6, lambda count: os.write(writer, b"x" * count))
+
+        before = counted(path)
+        assert in_child(child) == -signal.SIGKILL
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            new = len(pipe.read())
+        released += new
+        assert counted(path) >= max(released, before + new)
+    assert len(PrivacyAccountant(path=path)) == counted(path) == len(parent)
+    assert len(open_blocks(look_at(path)[1])) <= len(EVENTS) * times + 1
+
+
+# --- handlers, finalizers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "moment", "what"),
+    [
+        (session.Session, "covering", "close"),
+        (session.Session, "covering", "compose"),
+        (file.Ledger, "append", "get_epsilon"),
+        (file.Ledger, "append", "state_dict"),
+    ],
+)
+def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(
+    path, monkeypatch, owner, moment, what
+):
+    """Else ``close`` could give back the block that a charge is about to be taken from, or a
+    read could pass for the check before a commit.
+    """
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    work = {name: getattr(accountant, name) for name in ("close", "get_epsilon", "state_dict")} | {
+        "compose": lambda: accountant.compose(STEP)
+    }
+    original = getattr(owner, moment)
+
+    def interrupted(*arguments, **options):
+        result = original(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return result
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: work[what]())
+    released = 1
+    try:
+        monkeypatch.setattr(owner, moment, interrupted)
+        with pytest.raises(RuntimeError, match="signal handler"):
+            for _ in range(100):
+                accountant.compose(STEP)
+                released += 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        monkeypatch.setattr(owner, moment, original)
+    assert counted(path) >= released
+    accountant.compose(STEP).close()
+    assert released + 1 <= counted(path) <= released + 2
+    assert len(accountant) == counted(path)
+    assert not open_blocks(look_at(path)[1])
+
+
+def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_itself(
+    path, monkeypatch
+):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    lost = [PrivacyAccountant(path=path).compose(STEP).compose(STEP)]
+    lost.append(lost)
+    now = file.now
+    monkeypatch.setattr(file, "now", lambda: (gc.collect(), now())[1])
+    gc.disable()
+    try:
+        del lost
+        start = time.monotonic()
+        accountant.compose(STEP)
+    finally:
+        gc.enable()
+    assert time.monotonic() - start < 20
+    accountant.close()
+    assert counted(path) >= 3  # what the other had reserved stays charged
+
+
+# --- what goes wrong at the file ------------------------------------------------------------------
+
+
+def test_a_busy_file_is_an_error_and_no_release(path, monkeypatch):
+    monkeypatch.setattr(file, "BUSY_SECONDS", 0.2)
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    accountant.close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(LedgerError):
+        accountant.compose(STEP)
+    other.execute("ROLLBACK")
+    other.close()
+    accountant.compose(STEP).close()
+    assert counted(path) == len(accountant) == 2
+
+
+@forks
+def test_a_full_disk_is_an_error_and_no_release(path):
+    accountant = PrivacyAccountant(20.0, DELTA, path=path)
+    accountant.compose(STEP).close()
+
+    def child():
+        room, unlimited = path.stat().st_size + 40_000, resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited))
+        released = 0
+        try:
+            for k in range(100_000):
+                accountant.compose(sampled(1 + k / 1000), label="x" * 200)
+                accountant.close()
+                released += 1
+        except LedgerError:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+            kept = counted(path) >= 1 + released
+            accountant.compose(STEP)  # room was made
+            accountant.close()
+            return 17 if kept and released > 3 and counted(path) >= 2 + released else 1
+
+    assert in_child(child) == 17
+    assert len(PrivacyAccountant(path=path)) == counted(path)
+
+
+@forks
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_read_only_file_is_an_error_and_no_release(what):
+    folder = Path(tempfile.mkdtemp())  # where another user may go, unlike pytest's
+    try:
+        folder.chmod(0o777)
+        path = folder / "budget.db"
+        PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).close()
+        (path if what == "file" else folder).chmod(0o444 if what == "file" else 0o555)
+
+        def child():
+            if os.getuid() == 0:
+                os.setuid(65534)
+            assert look_at(path)[0].get_epsilon() > 0
+            try:
+                PrivacyAccountant(path=path).compose(STEP)
+            except LedgerError:
+                return 17
+
+        assert in_child(child) == 17
+        folder.chmod(0o777)
+        assert counted(path) == 1
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    accountant.close()
+    shutil.copy(path, tmp_path / "backup.db")
+    accountant.compose(STEP, 100).close()
+    shutil.copy(tmp_path / "backup.db", path)
+    with pytest.raises(LedgerError, match="backup"):
+        accountant.compose(STEP)
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="gone"):
+            accountant.compose(STEP)
+    assert not path.exists(), "a charge must not make the file anew"
+    PrivacyAccountant(3.0, DELTA, path=path)
+    with pytest.raises(LedgerError, match="another ledger"):
+        accountant.compose(STEP)
+
+
+def test_what_is_no_ledger_or_of_another_format_is_refused(path, tmp_path):
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE mine (x)")
+    connection.commit()
+    connection.close()
+    content = path.read_bytes()
+    for name in (path, tmp_path, tmp_path / "none" / "budget.db"):
+        with pytest.raises(LedgerError):
+            PrivacyAccountant(3.0, DELTA, path=name)
+    assert path.read_bytes() == content
+    path.unlink()
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 3).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    with pytest.raises(LedgerError):
+        PrivacyAccountant(3.0, DELTA, path=path)
+    assert counted(path) == 3
