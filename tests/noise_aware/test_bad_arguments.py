@@ -72,19 +72,6 @@ def weighted(y):
         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
 
 
-def local(y):
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Normal(ZERO, ONE))
-        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
-
-
-def masked(y):
-    with pyro.poutine.mask(mask=False):
-        m = pyro.sample("m", dist.Normal(ZERO, ONE))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
-
-
 def grouped(g, y):
     a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
@@ -147,26 +134,16 @@ def of_large_layer(kind, module, x, y, **options):
 
 REFUSED = {
     "improper prior": refused(UnfitModel, posterior, mean_of(IMPROPER), Y),
-    "flat prior": refused(UnfitModel, posterior, masked, Y),
     "improper GLM": refused(ArgumentError, posterior, dpb.ops.GLM(prior_std=math.inf), X, Y),
     "no sample": refused(UnfitModel, posterior, mean_of(NORMAL, lambda m: Unsampled(m, 1.0)), Y),
     "factor": refused(UnfitModel, posterior, factor, Y),
     "derived": refused(UnfitModel, posterior, derived, Y),
     "weighted records": refused(UnfitModel, posterior, weighted, Y),
-    "local latent": refused(UnfitModel, posterior, local, Y),
     "no plate": refused(UnfitModel, posterior, without_plate, Y),
-    "other plate": of_logistic(UnfitModel, data_plate="rows"),
     "matrix of categories": refused(UnfitModel, posterior, grouped, torch.randint(3, (N, 2)), Y),
     "whole numbers": refused(UnfitModel, posterior, with_number, torch.randint(9, (N,)), Y),
     "complex": refused(UnfitModel, posterior, with_number, X[:, 0] * 1j, Y),
-    "no arguments": refused(UnfitModel, posterior, logistic),
-    "rows": refused(UnfitModel, posterior, logistic, X, Y[:50]),
-    "columns": refused(UnfitModel, posterior, logistic, X[:, :1], Y),
-    "arrays": refused(ArgumentTypeError, posterior, logistic, X.numpy(), Y.numpy()),
-    "no model": refused(UnfitModel, posterior, 3, X, Y),
     "no records": refused(UnfitModel, posterior, logistic, X[:0], Y[:0]),
-    "GLM rows": refused(ArgumentError, posterior, dpb.ops.GLM(), X, Y[:5]),
-    "GLM alone": refused(ArgumentTypeError, posterior, dpb.ops.GLM(), X),
     "Softmax labels": refused(ArgumentError, posterior, dpb.ops.Softmax(3), X, Y),
     "num_data": of_logistic(ArgumentError, num_data=7),
     "releases": of_logistic(ArgumentError, num_releases=0),

@@ -75,7 +75,7 @@ def scale_of(n, multiplier):
 
 
 def test_scores_are_whitened_by_what_is_known_of_them():
-    """A = (F + (n + z²d)/n² P)^(-1/2), F = 1/s² of each coordinate; n and z for which both count."""
+    """A = (F + (n + z²d)/n² P)^(-1/2), F = 1/s² of each coordinate; both count here."""
     n, z = 10, 5.0
     found = scale_of(n, z)
     wanted = (NOISE_STD**-2 + (n + 2 * z**2) / n**2 * PRIOR_STD**-2).rsqrt()
