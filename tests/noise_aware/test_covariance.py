@@ -42,18 +42,6 @@ def test_the_whitening_is_its_inverse_root():
     )
 
 
-def test_whitened_features_vary_alike():
-    """4,000 records of six positions: the moments are known to a few hundredths."""
-    turn = torch.linalg.qr(torch.randn(5, 5)).Q
-    x = torch.randn(4000, 6, 5) @ (turn * torch.tensor([3.0, 1.0, 1.0, 0.5, 0.3])).T
-    found = dpb.noise_aware.covariance(
-        x, accountant=dpb.PrivacyAccountant(), noise_multiplier=0.1
-    ).whitening(floor=0.0)
-    moments = exact(x @ found, 1e-3)
-    moments *= 5 / moments.trace()
-    torch.testing.assert_close(moments, torch.eye(5, dtype=DOUBLE), rtol=0, atol=0.2)
-
-
 HOSTILE = {
     "infinite": torch.full((3, 4), math.inf, dtype=DOUBLE),
     "not a number": torch.tensor([[math.nan, 1.0, 1.0, 1.0]] * 3, dtype=DOUBLE),

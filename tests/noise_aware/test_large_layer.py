@@ -1,7 +1,6 @@
 """A large last layer: what it charges and releases, the law that it simulates, and its draws."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from torch.nn.functional import one_hot
 
 from torch_dpbayes.errors import ArgumentError
 from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
-from torch_dpbayes.noise_aware.drawing import Draws
 from torch_dpbayes.noise_aware.last_layer import (
     _class_basis,
     _Law,
-    _note_draws,
     _private_sums,
     _rows_with,
 )
@@ -96,15 +93,6 @@ def test_draws_of_few_states_are_not_to_be_relied_on(short_chains):
     assert posterior.effective_sample_size <= 8 and posterior.r_hat > 0
     said = posterior.guarantee()
     assert "NOT SURE" in said and f"R-hat = {posterior.r_hat:.2f}" in said
-
-
-@pytest.mark.parametrize("effective, is_said", [(101.0, False), (99.0, True), (math.nan, True)])
-def test_fewer_draws_than_100_are_said(effective, is_said):
-    draws = Draws(torch.zeros(240, 1), torch.full((240,), 1 / 240), 0.0, effective, 1.0, "", 0)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        lines = _note_draws(draws)
-    assert bool(lines) == bool(told) == is_said
 
 
 @pytest.mark.chance(1e-3)

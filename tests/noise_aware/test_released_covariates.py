@@ -17,7 +17,7 @@ from torch_dpbayes.noise_aware.covariates import (
     noisy_moments,
 )
 from torch_dpbayes.noise_aware.likelihood import law_differences
-from torch_dpbayes.noise_aware.noisy_gram import gram_draws
+from torch_dpbayes.noise_aware.noisy_gram import _hyperparameters, gram_draws
 from torch_dpbayes.noise_aware.records import ModelRecords
 
 DOUBLE = torch.float64
@@ -109,6 +109,26 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
         assert float(own.std()) == pytest.approx(std, rel=0.30)
 
 
+def test_the_level_and_the_spread_of_a_matrix_have_their_conditional_law():
+    """p(s) of 2,000 draws against sums over a grid; the level is N(tr L/d, s²/d)."""
+    size, numbers = 3, 6
+    matrix = torch.diag(torch.tensor([0.3, -0.5, 1.0], dtype=DOUBLE))
+    draws = [_hyperparameters(matrix) for _ in range(2000)]
+    level, square = torch.stack([torch.stack(draw) for draw in draws]).T
+    trace = matrix.trace() / size
+    total = (matrix - trace * torch.eye(size, dtype=DOUBLE)).square().sum()
+    s = torch.logspace(-3, 3, 5000, dtype=DOUBLE)
+    log_p = (1 - numbers) * s.log() - total / (2 * s**2) - size * s**2 / (4 * math.log(10.0) ** 2)
+    weights = (log_p + s.log()).softmax(0)  # of log s
+    mean = float(weights @ s.log())
+    std = math.sqrt(float(weights @ (s.log() - mean).square()))
+    found = square.log() / 2
+    assert float(found.mean()) == pytest.approx(mean, abs=5 * std / math.sqrt(2000))
+    assert float(found.std()) == pytest.approx(std, rel=0.15)
+    white = (level - trace) / (square / size).sqrt()
+    assert float(white.std()) == pytest.approx(1.0, rel=0.1)
+
+
 def test_laws_differ_as_the_noise_of_their_release():
     """Deviations of 400 draws have an error of 3.5 %."""
     n, mean_std, matrix_std = 1000, 30.0, 7.0
@@ -144,7 +164,7 @@ def test_categories_are_as_frequent_as_their_histogram_tells():
         return torch.bincount(drawn, minlength=3) / 20_000
 
     assert shares([700.0, 200.0, 100.0], 1.0).tolist() == pytest.approx([0.7, 0.2, 0.1], abs=0.02)
-    hidden = shares([120.0, 20.0, 70.0], 700.0)
+    hidden = shares([150.0, 20.0, 40.0], 100.0)
     assert float(hidden.max() - hidden.min()) < 0.05
     others = torch.stack([shares([700.0, 200.0, 100.0], 50.0, seed) for seed in range(12)])
     # a deviation of 12 draws is off by half with probability 1e-3, all of three by far less

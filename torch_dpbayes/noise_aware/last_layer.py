@@ -60,7 +60,7 @@ from .drawing import Draws, is_reliable, mixing
 from .likelihood import Release, ridged
 from .noisy_gram import quick_gram_draws
 from .result import NoiseAwarePosterior
-from .run import Transcript
+from .run import QUANTILES, Transcript, largest_bound
 
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
@@ -74,8 +74,6 @@ _WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
 _LEAPFROG_STEPS = 20
 _ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
-_QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
-_SPARED = 0.10  # of variance, that a larger clip bound may cost
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
 _MATCHES = 5  # of the moments of shortened rows with those wanted
 _ROWS = 4096  # private rows at a time
@@ -314,13 +312,13 @@ class _Law:
         norms = residual.norm(dim=0) * self._lengths
         residual = _class_basis(p[None]).T @ residual
         levels = {}
-        for bound in torch.quantile(norms, torch.tensor(_QUANTILES)).tolist():
+        for bound in torch.quantile(norms, torch.tensor(QUANTILES)).tolist():
             scale = 1 / norms.clamp_min(bound)
             variance = (residual * scale).square() @ self._squares / self._count
             slope = (residual.square() * scale) @ self._both / self._count
             told = (self._n * slope) ** 2 / (self._n * variance + total**2)
             levels[bound] = -float((self._precision + told).log().mean())
-        return max(c for c, v in levels.items() if v <= min(levels.values()) + math.log1p(_SPARED))
+        return largest_bound(levels)
 
     def settle(self, points: Tensor) -> None:
         """nS + V averaged over points ``[C, K, d]``, and the posterior's scales by it."""
