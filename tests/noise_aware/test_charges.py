@@ -7,6 +7,7 @@ accountant and of the budget.
 
 import math
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -19,24 +20,36 @@ from torch_dpbayes.noise_aware import (
     beta_bernoulli,
     dirichlet_categorical,
     gamma_poisson,
+    inference,
+    last_layer,
     posterior,
     posterior_for_module,
     sufficient_statistics,
 )
+from torch_dpbayes.noise_aware.covariates import feature_shape
+from torch_dpbayes.noise_aware.records import ModelRecords
+from torch_dpbayes.noise_aware.run import Mechanism
 
 DOUBLE = torch.float64
-pytestmark = pytest.mark.usefixtures("few_draws")
+pytestmark = [
+    pytest.mark.usefixtures("few_draws"),
+    pytest.mark.filterwarnings("ignore:the draws are not to be relied on"),
+]
 RELATIONS = ("add_or_remove_one", "replace_one")
 EPSILON, DELTA, N = 1.0, 1e-5, 400
 
 
 @pytest.fixture
-def ones(monkeypatch):
-    monkeypatch.setattr(
-        GaussianNoise,
-        "standard_normal",
-        lambda self, size, *, dtype, device, hides=(): torch.ones(size, dtype=dtype, device=device),
-    )
+def drawn(monkeypatch):
+    """How many numbers of noise each release takes; all of them are 1."""
+    sizes = []
+
+    def ones(self, size, *, dtype, device, hides=()):
+        sizes.append(size)
+        return torch.ones(size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(GaussianNoise, "standard_normal", ones)
+    return sizes
 
 
 def accountant(relation):
@@ -45,15 +58,12 @@ def accountant(relation):
 
 def squared_mu_of(history, relation):
     """Σ (sensitivity / z)² of Gaussian events; the accountant's sensitivity is 1, or 2."""
-    total = 0.0
-    for charge in history:
-        for event in getattr(charge.event, "events", [charge.event]):
-            total += (
-                charge.count
-                * (1 if relation == "add_or_remove_one" else 4)
-                / (event.noise_multiplier**2)
-            )
-    return total
+    unit = 1 if relation == "add_or_remove_one" else 4
+    return sum(
+        charge.count * unit / event.noise_multiplier**2
+        for charge in history
+        for event in getattr(charge.event, "events", [charge.event])
+    )
 
 
 def squared_mu_of_budget(relation):
@@ -64,49 +74,102 @@ def squared_mu_of_budget(relation):
 def squared_mu_of_run(transcript, relation):
     """By the sensitivities of the documentation."""
     is_swap = relation == "replace_one"
-    found = sum((2.0 if is_swap else 1.0) ** 2 / r.noise_std**2 for r in transcript.scores)
+    found = sum((4 if is_swap else 1) / r.noise_std**2 for r in transcript.scores)
     found += 1.0 / transcript.clipped[1] ** 2
-    if transcript.moments is not None:
-        found += (4 if is_swap else 1) / transcript.moments.total_std**2
-        found += (2 if is_swap else 1) / transcript.moments.products_std**2
-    for _, std in transcript.histograms.values():
-        found += len(transcript.histograms) * (2 if is_swap else 1) / std**2
-    return found
+    found += (4 if is_swap else 1) / transcript.moments.total_std**2
+    found += (2 if is_swap else 1) / transcript.moments.products_std**2
+    return found + sum((2 if is_swap else 1) / std**2 for _, std in transcript.histograms.values())
 
 
-def classes():
-    x = torch.randn(N, 3, dtype=DOUBLE) / 2
-    return x, torch.randint(3, (N,))
+def is_noise_of(release, exact, std, atol=1e-2):
+    """Rows are shortened by what rounding may add."""
+    apart = release - exact
+    torch.testing.assert_close(apart, torch.full_like(apart, std), rtol=0, atol=atol)
 
 
-def runs(relation):
-    """Posteriors by the doors that release scores."""
-    x, y = classes()
-    given = {"num_data": N, "num_simulated": 500}
-    yield posterior, dpb.ops.Softmax(3), x, y, given
-    yield posterior, dpb.ops.GLM(), x, (y > 0).double(), given | {"num_releases": 3}
-    net = torch.nn.Linear(3, 3).double()
-    options = {"likelihood": "categorical", "prior_std": 1.0} | given
-    yield posterior_for_module, net, x, y, options
-    model = LinearRegression(dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0))
-    yield posterior, model, x, y.double(), given
+def check_moments(moments, x, bound=1.0):
+    short = x / x.norm(dim=1, keepdim=True).clamp_min(bound)
+    is_noise_of(moments.total, short.sum(0), moments.total_std)
+    is_noise_of(
+        (moments.products - short.T @ short).diagonal(),
+        torch.zeros(x.shape[1], dtype=DOUBLE),
+        moments.products_std,
+    )
+
+
+def model(x, g, h, y):
+    a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        logits = a[g] + x @ w + torch.tensor([0.0, 1.0], dtype=DOUBLE)[h]
+        pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("which", range(4))
-def test_runs_charge_the_noise_of_their_releases(relation, which, ones):
-    door, model, x, y, options = list(runs(relation))[which]
+def test_a_run_charges_the_noise_of_all_of_its_releases(relation, drawn):
+    x, g, h = torch.randn(N, 2, dtype=DOUBLE), torch.randint(3, (N,)), torch.randint(2, (N,))
+    y = torch.randint(2, (N,)).double()
+    spent = accountant(relation)
+    found = posterior(model, x, g, h, y, accountant=spent, num_data=N, num_simulated=500).transcript
+    check_moments(found.moments, x)
+    for number, values in ((1, g), (2, h)):
+        counts, std = found.histograms[number]
+        is_noise_of(counts, torch.bincount(values).double(), std, 1e-9)
+    # a release of scores, by a mechanism of its own, of rows that are shortened by hand
+    rows = x / x.norm(dim=1, keepdim=True).clamp_min(1.0), g, h, y
+    records = ModelRecords(
+        model, rows, data_plate="data", count_is_public=True, public=(), chunk=500
+    )
+    own = Mechanism(records, feature_shape(records, 1.0, {}), {})
+    for release in found.scores:
+        is_noise_of(
+            release.value, own.clipped_sum(release.theta, release.whitening), release.noise_std
+        )
+    count = own.clipped_count(found.scores[-1], 0.0)
+    assert found.clipped[0] - found.clipped[1] == pytest.approx(count, abs=1.01)
+    assert sorted(drawn) == sorted([3, 2, 2, 4, 1, 1] + 7 * [5])
+    expected = pytest.approx(squared_mu_of_budget(relation), rel=1e-6)
+    assert squared_mu_of_run(found, relation) == expected
+    assert squared_mu_of(spent.history, relation) == expected
+
+
+def linear_layer():
+    return torch.nn.Linear(3, 3).double()
+
+
+MODULE = {"likelihood": "categorical", "prior_std": 1.0, "num_simulated": 500}
+LINEAR = LinearRegression(dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0), 1.0, 0.5)
+# the door, what it takes before features, and the bound of these
+DOORS = {
+    "Softmax": (posterior, dpb.ops.Softmax(3), {"num_simulated": 500, "num_releases": 3}, 1.0),
+    "module": (posterior_for_module, linear_layer(), MODULE | {"num_releases": 2}, 1.0),
+    "large module": (posterior_for_module, linear_layer(), MODULE | {"num_releases": 5}, 1.0),
+    "linear regression": (sufficient_statistics, LINEAR, {}, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_doors_charge_the_noise_of_their_releases(name, drawn, monkeypatch):
+    door, model, options, bound = DOORS[name]
+    is_large, relation = name == "large module", "replace_one"
+    if is_large:
+        monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
+        monkeypatch.setattr(last_layer, "_USUAL", (2, 4, 4))
+    monkeypatch.setattr(inference, "_SIMULATED", 500)
+    x, y = torch.randn(N, 3, dtype=DOUBLE) / 2, torch.randint(3, (N,))
+    y = y.double() if name == "linear regression" else y
     spent = accountant(relation)
     found = door(model, x, y, accountant=spent, **options).transcript
-    short = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
-    apart = found.moments.total - short.sum(0)
-    torch.testing.assert_close(
-        apart, torch.full_like(apart, found.moments.total_std), rtol=0, atol=1e-2
-    )
-    apart = (found.moments.products - short.T @ short).diagonal()
-    torch.testing.assert_close(
-        apart, torch.full_like(apart, found.moments.products_std), rtol=0, atol=1e-2
-    )
+    short = x / (x.norm(dim=1, keepdim=True) / bound).clamp_min(1.0)
+    check_moments(found.moments, short / bound)
+    assert len(found.scores) == options.get("num_releases", 7)
+    if is_large:
+        # at W = 0 the scores of a class are those of frequencies, and add up to 0
+        gap = found.scores[0].value - found.scores[0].noise_std
+        torch.testing.assert_close(gap.sum(0), torch.zeros_like(gap[0]), rtol=0, atol=1e-8)
+        count = found.clipped[0] - found.clipped[1]
+        assert count == pytest.approx(round(count), abs=1e-6)
+        assert len(drawn) == 2 + 5 + 1
     expected = pytest.approx(squared_mu_of_budget(relation), rel=1e-6)
     assert squared_mu_of_run(found, relation) == expected
     assert squared_mu_of(spent.history, relation) == expected
@@ -129,27 +192,54 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_sufficient_statistics_charge_their_noise(name, relation, ones):
+def test_sufficient_statistics_charge_their_noise(name, drawn):
     family, x, statistics, bound = FAMILIES[name]
-    spent = accountant(relation)
-    released = sufficient_statistics(family, x, accountant=spent, num_data=3).transcript
-    noise = released - statistics(x).double().sum(0) / bound
-    std = float(noise[0])
-    assert noise.tolist() == pytest.approx([std] * len(noise), rel=1e-6)
-    mu = (1.0 if relation == "add_or_remove_one" else 2.0) / std
-    assert mu**2 == pytest.approx(squared_mu_of(spent.history, relation), rel=1e-6)
-    assert mu**2 == pytest.approx(squared_mu_of_budget(relation), rel=1e-6)
+    for relation in RELATIONS:
+        spent = accountant(relation)
+        released = sufficient_statistics(family, x, accountant=spent, num_data=3).transcript
+        noise = released - statistics(x).double().sum(0) / bound
+        std = float(noise[0])
+        assert noise.tolist() == pytest.approx([std] * len(noise), rel=1e-6)
+        mu = (1.0 if relation == "add_or_remove_one" else 2.0) / std
+        assert mu**2 == pytest.approx(squared_mu_of(spent.history, relation), rel=1e-6)
+        assert mu**2 == pytest.approx(squared_mu_of_budget(relation), rel=1e-6)
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_a_covariance_charges_its_noise(relation, ones):
+def test_a_covariance_charges_its_noise(relation, drawn):
     """A replaced record moves a sum of positive semi-definite matrices by √2 of the bound."""
     x, spent = torch.randn(30, 4, dtype=DOUBLE), accountant(relation)
     found = dpb.noise_aware.covariance(x, accountant=spent, noise_multiplier=20.0)
     short = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
-    noise = found.matrix - short.T @ short
-    torch.testing.assert_close(noise, torch.full_like(noise, 20.0), rtol=1e-6, atol=1e-5)
+    is_noise_of(found.matrix, short.T @ short, 20.0, 1e-5)
     mu = (1.0 if relation == "add_or_remove_one" else math.sqrt(2)) / 20.0
     assert squared_mu_of(spent.history, relation) == pytest.approx(mu**2, rel=1e-9)
+
+
+DOORS_OF_ANY_KIND = {
+    "posterior": lambda x, y, own: posterior(dpb.ops.GLM(), x, y, accountant=own),
+    "large module": lambda x, y, own: posterior_for_module(
+        linear_layer(), x, y.long(), accountant=own, likelihood="categorical", prior_std=1.0
+    ),
+    "sufficient_statistics": lambda x, y, own: sufficient_statistics(
+        beta_bernoulli(), y, accountant=own
+    ),
+    "covariance": lambda x, y, own: dpb.noise_aware.covariance(x, accountant=own),
+}
+
+
+@pytest.mark.parametrize("name", DOORS_OF_ANY_KIND)
+def test_nothing_is_drawn_where_the_charge_is_refused(name, drawn, monkeypatch):
+    """Another thread may have spent the budget since it was looked at."""
+    monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0 if name == "large module" else 500)
+    own = accountant("replace_one")
+
+    def refuse(*args, **kwargs):
+        raise dpb.PrivacyBudgetExceeded("no")
+
+    monkeypatch.setattr(own, "compose", refuse)
+    x, y = torch.randn(N, 3, dtype=DOUBLE) / 2, torch.randint(2, (N,)).double()
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        DOORS_OF_ANY_KIND[name](x, y, own)
+    assert not drawn

@@ -11,10 +11,11 @@ import torch
 from scipy import stats
 
 import torch_dpbayes as dpb
+from torch_dpbayes.accounting.calibration import total_multiplier
 from torch_dpbayes.density import Prior
+from torch_dpbayes.errors import ArgumentError
 from torch_dpbayes.noise_aware import (
     ExponentialFamily,
-    LinearRegression,
     beta_bernoulli,
     dirichlet_categorical,
     drawing,
@@ -22,6 +23,7 @@ from torch_dpbayes.noise_aware import (
     sufficient_statistics,
 )
 from torch_dpbayes.noise_aware.latents import Latents, NonCentred
+from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -60,6 +62,33 @@ class OneObservation:
 
     def __call__(self, theta):
         return OneObservation.gaussian(self, theta), 0
+
+
+def test_what_no_record_reads_has_its_prior():
+    def model():
+        pyro.sample("a", dist.Normal(0 * ONE, ONE))
+        pyro.sample("b", dist.Normal(5 * ONE, 2 * ONE))
+
+    latents = Latents(Prior(model), torch.arange(1))
+    likelihood = OneObservation(latents, torch.ones(1, dtype=torch.float64), 0.5)
+    found = drawing.draw_posterior(latents, likelihood, 300)
+    b = found.theta[:, 1]
+    assert float(found.weights @ b) == pytest.approx(5.0, abs=0.7)
+    assert float(b.std()) == pytest.approx(2.0, rel=0.25)
+
+
+def test_draws_are_relied_on_where_weights_have_no_heavy_tail():
+    equal = torch.full((400,), 1 / 400).double()
+    uneven = torch.cat([torch.full((40,), 0.02), torch.full((360,), 0.2 / 360)]).double()
+    for weights, k, worth, is_reliable in (
+        (equal, 0.0, 400.0, True),
+        (equal, 2.0, 400.0, True),  # a tail without weight
+        (uneven, 0.5, 200.0, True),
+        (uneven, 0.8, 200.0, False),
+        (equal, 0.0, 99.0, False),
+    ):
+        draws = drawing.Draws(torch.zeros(400, 1), weights, k, worth, 1.0, "", 0)
+        assert drawing.is_reliable(draws) == is_reliable
 
 
 def test_a_hierarchical_prior_is_sampled():
@@ -108,8 +137,8 @@ def test_non_centred_coordinates_have_the_law_of_the_prior():
     assert [name for name in own.transforms if "decentered" in name] == [
         *("effect_decentered", "heavy_decentered", "mean_decentered", "rate_base_decentered"),
     ]
-    theta, _ = frame(own.samples(400))
-    for k, moved in enumerate(latents.sample(400).T):
+    theta, _ = frame(own.samples(250))
+    for k, moved in enumerate(latents.draws.T):
         assert stats.ks_2samp(moved, theta[:, k]).pvalue > 1e-3 / 6
     xi = torch.zeros(2, own.dimension, dtype=torch.float64)
     xi[1, 0] = 1.5  # of an effect
@@ -170,8 +199,6 @@ def test_bernoulli_posterior_is_that_of_all_counts():
     n, epsilon = 60, 1.0
     x = (torch.rand(n) < 0.2).double()
     found = sufficient_statistics(beta_bernoulli(2.0, 3.0), x, epsilon=epsilon, delta=1e-5)
-    from torch_dpbayes.accounting.calibration import total_multiplier
-
     z = total_multiplier(
         dpb.PrivacyAccountant(epsilon, 1e-5, neighboring="replace_one"), None, None
     )
@@ -188,45 +215,99 @@ def test_bernoulli_posterior_is_that_of_all_counts():
     assert float(found.stddev["probability"]) == pytest.approx(std, rel=0.1)
 
 
-def test_clamped_counts_are_known_to_be_clamped():
-    """A third of the counts are beyond the bound, and the mean is found all the same."""
-    x = torch.poisson(torch.full((20_000,), 4.0))
-    found = sufficient_statistics(gamma_poisson(2.0, 0.5, 4.0), x, epsilon=20.0, delta=1e-5)
-    assert abs(float(found.mean["rate"]) - 4.0) < 5 * float(found.stddev["rate"])
-    assert float(found.stddev["rate"]) < 0.05
+EXPONENTIAL = ExponentialFamily(
+    lambda: pyro.sample("rate", dist.LogNormal(0 * ONE, ONE)),
+    lambda x: x[None],
+    lambda values: -values["rate"][None],
+    lambda eta: -(-eta).log().sum(),
+    20.0,
+)
+# a family, its data, the truth, and the largest deviation; a third of the counts are clamped
+FAMILIES = {
+    "categorical": lambda: (
+        dirichlet_categorical([1.0, 1.0, 1.0]),
+        torch.multinomial(torch.tensor([0.2, 0.3, 0.5]), 20_000, replacement=True),
+        ("probabilities", torch.tensor([0.2, 0.3, 0.5]), 0.01),
+    ),
+    "clamped counts": lambda: (
+        gamma_poisson(2.0, 0.5, 4.0),
+        torch.poisson(torch.full((20_000,), 4.0)),
+        ("rate", torch.tensor(4.0), 0.05),
+    ),
+    "own": lambda: (
+        EXPONENTIAL,
+        torch.distributions.Exponential(2 * ONE).sample((20_000,)),
+        ("rate", torch.tensor(2.0), 0.05),
+    ),
+}
 
 
-def test_families_find_their_parameters():
-    labels = torch.multinomial(torch.tensor([0.2, 0.3, 0.5]), 20_000, replacement=True)
-    found = sufficient_statistics(
-        dirichlet_categorical([1.0, 1.0, 1.0]), labels, epsilon=5.0, delta=1e-5
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_find_their_parameters(name):
+    family, x, (site, truth, largest) = FAMILIES[name]()
+    found = sufficient_statistics(family, x, epsilon=10.0, delta=1e-5)
+    mean, stddev = found.mean[site], found.stddev[site]
+    assert bool(((mean - truth).abs() < 5 * stddev).all()) and float(stddev.max()) < largest
+
+
+# -- what a posterior gives ------------------------------------------------------------------------
+
+
+def test_a_density_is_that_of_the_sites_own_values():
+    """LogNormal(0, 1) of a site, N(log s; 1, 1/2) of its logarithm told."""
+    latents = Latents(
+        Prior(lambda: pyro.sample("s", dist.LogNormal(0 * ONE, ONE))), torch.arange(1)
     )
-    apart = (found.mean["probabilities"] - torch.tensor([0.2, 0.3, 0.5])).abs()
-    assert bool((apart < 5 * found.stddev["probabilities"]).all())
-    exponential = ExponentialFamily(
-        lambda: pyro.sample("rate", dist.LogNormal(0 * ONE, ONE)),
-        lambda x: x[None],
-        lambda values: -values["rate"][None],
-        lambda eta: -(-eta).log().sum(),
-        20.0,
+    likelihood = OneObservation(latents, torch.ones(1, dtype=torch.float64), 0.5)
+    found = NoiseAwarePosterior(
+        latents, drawing.draw_posterior(latents, likelihood, 200), likelihood, [], None
     )
-    x = torch.distributions.Exponential(2 * ONE).sample((20_000,))
-    found = sufficient_statistics(exponential, x, epsilon=5.0, delta=1e-5)
-    assert abs(float(found.mean["rate"]) - 2.0) < 5 * float(found.stddev["rate"])
+
+    def expected(s):
+        log_s = torch.tensor(s).log().double()
+        prior = torch.distributions.LogNormal(0 * ONE, ONE).log_prob(torch.tensor(s).double())
+        return float(prior - 0.5 * ((log_s - 1) / 0.5) ** 2)
+
+    own = [found.log_density({"s": s}) for s in (0.5, 4.0)]
+    assert own[1] - own[0] == pytest.approx(expected(4.0) - expected(0.5), abs=1e-4)
+    with pytest.raises(ArgumentError):
+        found.log_density({"s": torch.zeros(2)})
 
 
-def test_linear_regression_runs_by_simulation():
-    x = torch.randn(3000, 3, dtype=torch.float64) / 2
-    x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
-    w = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
-    y = x @ w + 0.5 * torch.randn(3000, dtype=torch.float64)
-    found = sufficient_statistics(
-        LinearRegression(dist.LogNormal(0 * ONE, ONE)), x, y, epsilon=2.0, delta=1e-5
-    )
-    assert bool(((found.mean["weights"] - w).abs() < 5 * found.stddev["weights"]).all())
-    assert abs(float(found.mean["noise_std"]) - 0.5) < 5 * float(found.stddev["noise_std"])
-    draws = found.sample(100)
-    assert draws["weights"].shape == (100, 3) and math.isfinite(found.log_density(found.mean))
-    with pytest.raises(ValueError, match="one value of every site"):
-        found.log_density({"weights": w})
-    assert "epsilon" in found.guarantee()
+def test_samples_and_moments_are_those_of_weighted_draws():
+    latents = Latents(Prior(lambda: pyro.sample("m", dist.Normal(0 * ONE, ONE))), torch.arange(1))
+    theta, weights = torch.tensor([[0.0], [10.0]]).double(), torch.tensor([0.9, 0.1]).double()
+    draws = drawing.Draws(theta, weights, 0.0, 2.0, 1.0, "", 0)
+    likelihood = OneObservation(latents, torch.zeros(1).double(), 0.5)
+    found = NoiseAwarePosterior(latents, draws, likelihood, [], None)
+    assert float(found.mean["m"]) == pytest.approx(1.0)
+    for stddev in (found.stddev["m"], found.unconstrained_stddev):
+        assert float(stddev) == pytest.approx(3.0)
+    # 2,000 draws: five standard errors
+    assert float(found.sample(2000)["m"].mean()) == pytest.approx(1.0, abs=0.34)
+
+
+# -- mixing ----------------------------------------------------------------------------------------
+
+
+def test_mixing_is_that_of_the_worst_number():
+    states = torch.randn(4, 200, 5)
+    worth, r_hat = drawing.mixing(states)
+    assert 300 < worth <= 800 and r_hat < 1.1
+    states[0, :, 3] += 3  # one chain is elsewhere
+    worth, r_hat = drawing.mixing(states)
+    assert worth < 20 and r_hat > 1.3
+
+
+def test_states_that_alternate_are_worth_no_less_than_independent_ones():
+    signs = torch.tensor([1.0, -1.0]).repeat(15)
+    states = signs[:, None] + 0.1 * torch.randn(4, 30, 3)
+    assert drawing.mixing(states)[0] == 120.0
+
+
+def test_a_chain_that_never_moves_is_worth_nothing():
+    for states in (torch.full((4, 30, 2), 0.1), torch.randn(4, 1, 2).expand(4, 30, 2)):
+        assert drawing.mixing(states) == (0.0, math.inf)
+    states = torch.randn(4, 30, 2)
+    states[2] = 0.1
+    assert drawing.mixing(states) == (0.0, math.inf)

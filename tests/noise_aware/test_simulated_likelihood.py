@@ -15,6 +15,7 @@ from torch_dpbayes.noise_aware import posterior
 from torch_dpbayes.noise_aware.covariates import PublicRows, Released
 from torch_dpbayes.noise_aware.latents import Latents
 from torch_dpbayes.noise_aware.likelihood import (
+    LawDifferences,
     Release,
     Simulator,
     SyntheticLikelihood,
@@ -39,8 +40,29 @@ def records_of(model, *data, **options):
     return ModelRecords(model, data, **(settings | options))
 
 
-def simulator_of(records, count=20_000, n=N, seed=3):
+def simulator_of(records, count=20_000, seed=3, n=N):
     return Simulator(records, Released(records, 0), n, count, seed)
+
+
+def release_at(place, bound, value=0.0, noise=1.0):
+    """Of scores that are clipped at ``bound``."""
+    theta, whitening = torch.tensor([place]).double(), torch.eye(1).double() / bound
+    return Release(theta, whitening, torch.tensor([value]).double(), noise)
+
+
+def gaussian_records():
+    return records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+
+
+def likelihood_of(releases, count=20_000, few=4000, most_batches=1, n=N):
+    """With the fit that it is made of."""
+    records = gaussian_records()
+    simulator = simulator_of(records, count, n=n)
+    latents = Latents(records.density.prior, records.read)
+    fit = find_mode(simulator, releases, latents, torch.zeros(1, dtype=torch.float64), 20)
+    laws = law_differences(fit, [simulator], releases)
+    made = SyntheticLikelihood(simulator, releases, fit, laws, few=few, most_batches=most_batches)
+    return made, fit
 
 
 def exact_posterior(releases, bound):
@@ -74,16 +96,48 @@ def test_posterior_of_a_gaussian_mean_is_exact(epsilon):
     assert float(found.stddev["mean"]) == pytest.approx(std, rel=0.1)
 
 
+@pytest.mark.parametrize("noises", [(0.5, 0.7), (3.0, 200.0), (2000.0, 3000.0)])
+def test_the_mode_and_its_width_are_those_of_the_closed_form(noises):
+    """Scores that are not clipped, and two releases of which one may tell more; the prior counts
+    where noise is large.
+    """
+    bound = 4.0
+    places, truth = (0.2, -0.5), 1.0
+    releases = [
+        release_at(place, bound, N * (truth - place) / NOISE_STD**2 / bound, noise)
+        for place, noise in zip(places, noises, strict=True)
+    ]
+    made, fit = likelihood_of(releases)
+    mean, std = exact_posterior(releases, bound)
+    assert float(fit.centre + fit.step) == pytest.approx(mean, abs=0.1 * std)
+    assert float(fit.precision) ** -0.5 == pytest.approx(std, rel=0.05)
+    assert float(made.precisions) ** -0.5 == pytest.approx(std, rel=0.05)
+    assert float(made.modes) == pytest.approx(mean, abs=0.1 * std)
+
+
+def test_the_error_of_the_simulation_is_counted():
+    """nS + V + n²S_res/M, and the likelihood's width by it: most of what is clipped is left by the
+    control variate, and M is n/8.
+    """
+    release = release_at(0.4, 0.2, 20.0, 10.0)
+    made, fit = likelihood_of([release], count=500)
+    found, n, prior = fit.moments, N, PRIOR_STD**-2
+    wanted = n * found.covariance + n**2 / 500 * found.residual + 10.0**2
+    assert float(n**2 / 500 * found.residual) > 0.3 * float(wanted)
+    torch.testing.assert_close(fit.covariance, wanted)
+    precision = float((n * found.jacobian) ** 2 / wanted) + prior
+    assert float(fit.precision) == pytest.approx(precision, rel=1e-6)
+    assert float(made.precisions) == pytest.approx(precision, rel=1e-6)
+    assert made.simulation_error > 0.1
+    # with more batches M is larger, and the mean has the control variate's error alone
+    more, _ = likelihood_of([release], count=500, most_batches=40)
+    assert more.num_simulated == 20_000 and more.simulation_error < made.simulation_error / 4
+
+
 def test_moments_of_clipped_scores_are_those_of_quadrature():
-    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
-    simulator = simulator_of(records, count=40_000)
+    simulator = simulator_of(gaussian_records(), count=40_000)
     place, centre, bound = 0.4, 0.1, 0.5  # in units of the scores: a third are clipped
-    release = Release(
-        torch.tensor([place], dtype=torch.float64),
-        torch.eye(1, dtype=torch.float64) / bound,
-        torch.zeros(1, dtype=torch.float64),
-        1.0,
-    )
+    release = release_at(place, bound)
     simulated = simulator.at(torch.tensor([centre], dtype=torch.float64))
     found = moments(simulator.statistics(simulated, [release]), simulated.scores, False)
 
@@ -108,13 +162,7 @@ def test_moments_of_clipped_scores_are_those_of_quadrature():
 
 
 def test_control_variate_removes_most_of_the_error():
-    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
-    release = Release(
-        torch.tensor([0.1], dtype=torch.float64),
-        torch.eye(1, dtype=torch.float64) / 2.0,
-        torch.zeros(1, dtype=torch.float64),
-        1.0,
-    )
+    records, release = gaussian_records(), release_at(0.1, 2.0)
     means = {True: [], False: []}
     for seed in range(30):
         simulator = simulator_of(records, count=2000, seed=seed)
@@ -126,74 +174,83 @@ def test_control_variate_removes_most_of_the_error():
     assert with_it < without / 5  # nearly nothing is clipped: exactly linear but for the tails
 
 
-def test_away_from_the_centre_moments_are_reweighted():
-    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
-    simulator = simulator_of(records, count=40_000)
-    latents = Latents(records.density.prior, records.read)
-    whitening = torch.eye(1, dtype=torch.float64) / 0.5
-    noise = 30.0
-    release = Release(
-        torch.zeros(1, dtype=torch.float64),
-        whitening,
-        torch.tensor([100.0], dtype=torch.float64),
-        noise,
-    )
-    fit = find_mode(simulator, [release], latents, torch.zeros(1, dtype=torch.float64), 10)
-    laws = law_differences(fit, [simulator], [release])
-    likelihood = SyntheticLikelihood(simulator, [release], fit, laws, few=4000, most_batches=2)
-    points = fit.centre + torch.linspace(-0.6, 0.6, 5, dtype=torch.float64)[:, None]
+def clipped_moment(theta, bound, power):
+    """E of a clipped score's power, of scores at 0 and records at θ."""
+    return integrate.quad(
+        lambda x: (
+            max(-1.0, min(1.0, x / NOISE_STD**2 / bound)) ** power
+            * stats.norm.pdf(x, theta, NOISE_STD)
+        ),
+        theta - 12,
+        theta + 12,
+        limit=400,
+    )[0]
+
+
+def exact_log_likelihood(theta, release, bound, n):
+    mean = clipped_moment(theta, bound, 1)
+    variance = n * (clipped_moment(theta, bound, 2) - mean**2) + release.noise_std**2
+    return -((float(release.value) - n * mean) ** 2) / variance / 2 - math.log(variance) / 2
+
+
+@pytest.mark.parametrize("n, noise, reach", [(N, 30.0, 0.6), (30, 0.5, 1.5)])
+def test_away_from_the_centre_moments_are_reweighted(n, noise, reach):
+    """4000 records tell m to 1 %: of a log likelihood that falls by hundreds. Of 30 records it
+    falls by a few, and half a unit of them is the variance's.
+    """
+    release = release_at(0.0, 0.5, n / 40, noise)
+    likelihood, fit = likelihood_of([release], 40_000, most_batches=2, n=n)
+    points = fit.centre + torch.linspace(-reach, reach, 5, dtype=torch.float64)[:, None]
     found, far = likelihood(points)
-
-    def exact(theta):
-        def expected(power):
-            return integrate.quad(
-                lambda x: (
-                    max(-1.0, min(1.0, x / NOISE_STD**2 / 0.5)) ** power
-                    * stats.norm.pdf(x, theta, NOISE_STD)
-                ),
-                theta - 12,
-                theta + 12,
-                limit=400,
-            )[0]
-
-        mean = expected(1)
-        variance = N * (expected(2) - mean**2) + noise**2
-        return -((100.0 - N * mean) ** 2) / variance / 2 - math.log(variance) / 2
-
-    wanted = torch.tensor([exact(float(t)) for t in points])
+    wanted = torch.tensor([exact_log_likelihood(float(t), release, 0.5, n) for t in points])
     assert far == 0
-    # 4000 records tell m to 1 %: of a log likelihood that falls by hundreds
     fall = float(wanted.max() - wanted.min())
-    assert float(((found - found[2]) - (wanted - wanted[2])).abs().max()) < 0.05 * fall
+    apart = (found - found[2]) - (wanted - wanted[2])
+    assert float(apart.abs().max()) < (0.05 * fall if n == N else 0.15)
 
 
 def test_a_far_point_gets_records_of_its_own():
-    records = records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
-    simulator = simulator_of(records)
-    latents = Latents(records.density.prior, records.read)
-    release = Release(
-        torch.zeros(1, dtype=torch.float64),
-        torch.eye(1, dtype=torch.float64),
-        torch.zeros(1, dtype=torch.float64),
-        2000.0,
-    )
-    fit = find_mode(simulator, [release], latents, torch.zeros(1, dtype=torch.float64), 10)
-    laws = law_differences(fit, [simulator], [release])
-    likelihood = SyntheticLikelihood(simulator, [release], fit, laws, few=2000, most_batches=1)
-    point = torch.tensor([[6.0]], dtype=torch.float64)  # 4 deviations of a record
-    found, far = likelihood(point)
-    mean = (
-        N
-        * integrate.quad(
-            lambda x: max(-1.0, min(1.0, x / NOISE_STD**2)) * stats.norm.pdf(x, 6.0, NOISE_STD),
-            -6,
-            18,
-        )[0]
-    )
-    at_zero = float(likelihood(fit.centre[None])[0])
-    wanted = -(mean**2) / 2000.0**2 / 2
+    """Four deviations of a record away, where the best of records at the mode are not."""
+    release = release_at(0.0, 6.0, 0.0, 500.0)
+    likelihood, fit = likelihood_of([release], few=2000)
+    found, far = likelihood(torch.tensor([[6.0]], dtype=torch.float64))
+    wanted = exact_log_likelihood(6.0, release, 6.0, N) - exact_log_likelihood(0.0, release, 6.0, N)
     assert far == 0
-    assert float(found) - at_zero == pytest.approx(wanted, abs=0.15)
+    at_zero = float(likelihood(torch.zeros(1, 1, dtype=torch.float64))[0])
+    assert float(found) - at_zero == pytest.approx(wanted, abs=0.3)
+
+
+def test_a_law_of_the_covariates_moves_the_mean_and_its_slope():
+    """Of a mixture over two laws: that of the likelihoods with means moved by them, by hand."""
+    release = release_at(0.0, 4.0, 300.0, 30.0)
+    alone, fit = likelihood_of([release])
+    shifts = torch.tensor([[0.01], [-0.02]], dtype=torch.float64)
+    tilts = torch.tensor([[[0.02]], [[-0.03]]], dtype=torch.float64)
+    laws = LawDifferences(shifts, tilts)
+    records = gaussian_records()
+    made = SyntheticLikelihood(
+        simulator_of(records), [release], fit, laws, few=4000, most_batches=1
+    )
+    found = fit.moments
+    std = float(fit.covariance) ** 0.5
+    points = fit.centre + torch.linspace(-0.2, 0.2, 5, dtype=torch.float64)[:, None]
+
+    def expected(theta):
+        each = []
+        for shift, tilt in zip(shifts.flatten(), tilts.flatten(), strict=True):
+            moved = float(theta - fit.centre)
+            slope = float(found.jacobian + tilt)
+            start = float(found.mean + shift)
+            log_p = stats.norm.logpdf(300.0, N * (start + slope * moved), std)
+            # Z_l, of the Gaussian prior and a mean that is linear
+            middle = N * (start - slope * float(fit.centre))
+            log_z = stats.norm.logpdf(300.0, middle, math.hypot(std, N * slope * PRIOR_STD))
+            each.append(log_p - log_z)
+        return float(torch.tensor(each).logsumexp(0))
+
+    wanted = torch.tensor([expected(theta) for theta in points])
+    for own in (made.gaussian(points), made(points)[0]):
+        torch.testing.assert_close(own - own[2], (wanted - wanted[2]).double(), rtol=0.02, atol=0.1)
 
 
 def test_pairs_give_moments_given_the_covariates():

@@ -75,11 +75,11 @@ def release_p_values(
         own = torch.linalg.solve_triangular(root, weighted[:, block].T, upper=False)
         square, *shifts = own.square().sum(0).tolist()
         lengths = torch.tensor(shifts, dtype=torch.float64)
-        result.append(_tail_probability(square, lengths, len(release.value)))
+        result.append(tail_probability(square, lengths, len(release.value)))
     return result
 
 
-def _tail_probability(square: float, lengths: Tensor, size: int) -> float:
+def tail_probability(square: float, lengths: Tensor, size: int) -> float:
     """P(X ≥ ``square``) for X | l ~ noncentral χ² of ``size`` degrees of freedom and λ_l, by the
     cumulants of the mixture over l.
     """
@@ -122,25 +122,27 @@ def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) 
     return (1 + int((others >= own).sum())) / (1 + len(others))
 
 
-def note(p_values: Sequence[float], prior: float) -> list[str]:
-    """Lines of a statement, with a warning where a check fails."""
-    lines = []
+def note_releases(p_values: Sequence[float]) -> list[str]:
+    """Lines of a statement, with a warning where the releases fit each other badly."""
     least = min(min(p_values) * len(p_values), 1.0)
-    lines.append(
-        f"  checked     each release given the others: least p value {least:.2g}, corrected for"
-        f" their number; the prior: {prior:.2g}"
-    )
-    if least < FALSE_ALARMS:
+    lines = [f"  checked     the releases against each other: p = {least:.2g}"]
+    if not least >= FALSE_ALARMS:
         lines.append("  NOT A FIT   the releases contradict each other under this model")
         warn(
             f"the releases contradict each other under this model (p = {least:.1g}; false alarms:"
             " 1 %): records are not as the model says, and intervals may miss."
         )
-    if prior < FALSE_ALARMS:
+    return lines
+
+
+def note_prior(p_value: float) -> list[str]:
+    """Likewise where they fit the prior badly."""
+    lines = [f"  checked     the releases against the prior: p = {p_value:.2g}"]
+    if not p_value >= FALSE_ALARMS:
         lines.append("  NOT LIKELY  the releases contradict the prior")
         warn(
-            f"the releases contradict the prior (p = {prior:.1g}; false alarms: 1 %): it draws the"
-            " mean to itself. Widen it; features divided by k need a prior k times as wide."
+            f"the releases contradict the prior (p = {p_value:.1g}; false alarms: 1 %): it draws"
+            " the mean to itself. Widen it; features divided by k need a prior k times as wide."
         )
     return lines
 

@@ -236,13 +236,25 @@ class _Chains:
                 kept.append(self._xi)
             self._drawn = torch.cat(kept)
             theta = self._frame(self._drawn)[0]
-            chains = theta.reshape(len(kept), _CHAINS, -1)
-            worth = float(effective_sample_size(chains, chain_dim=1, sample_dim=0).min())
+            worth, r_hat = mixing(theta.reshape(len(kept), _CHAINS, -1).transpose(0, 1))
             if worth >= 4 * LEAST_EFFECTIVE or apart == _MOST_APART[self._is_exact]:
                 break
             kept, apart = kept[1::2], 2 * apart
-        r_hat = split_gelman_rubin(chains, chain_dim=1, sample_dim=0).max()
-        return theta, worth, float(r_hat)
+        return theta, worth, r_hat
+
+
+def mixing(states: Tensor) -> tuple[float, float]:
+    """The least effective number and the largest split R-hat of numbers ``[C, kept, m]``; 0 and
+    infinity where a chain never moves.
+    """
+    states = states.double()
+    if bool((states == states[:, :1]).flatten(1).all(1).any()):
+        return 0.0, math.inf
+    most = states.shape[0] * states.shape[1]
+    worth, r_hat = effective_sample_size(states), split_gelman_rubin(states)
+    # states that alternate about their mean have a correlation time of 0 or less: worth all of them
+    worth = torch.where(worth <= 0, most, worth).nan_to_num(0.0, most).clamp_max(most)
+    return float(worth.min()), float(r_hat.nan_to_num(math.inf).max())
 
 
 def _worth(weights: Tensor) -> float:

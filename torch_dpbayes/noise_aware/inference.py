@@ -28,7 +28,14 @@ from .budget import (
     public_num_data,
     statement_of_charge,
 )
-from .checks import note, note_clipped, note_draws, prior_p_value, release_p_values
+from .checks import (
+    note_clipped,
+    note_draws,
+    note_prior,
+    note_releases,
+    prior_p_value,
+    release_p_values,
+)
 from .covariates import (
     Covariates,
     FeatureShape,
@@ -361,10 +368,8 @@ class Setup:
 
     def infer(self, max_grad_norm: float | None) -> NoiseAwarePosterior:
         """Charges, releases, and draws from the posterior."""
-        plan, start = (
-            self.plan,
-            self.latents.median,
-        )  # before the charge: a prior that fails costs nothing
+        plan, start = self.plan, self.latents.median
+        # before the charge: a prior that fails costs nothing
         if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
             raise ArgumentError(
                 "the model cannot be evaluated at the median of its prior, where the run starts:"
@@ -398,7 +403,8 @@ class Setup:
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
             *statement_of_charge(self.accountant, self._released(transcript)),
-            *note(*checks),
+            *note_releases(checks[0]),
+            *note_prior(checks[1]),
             *note_clipped(transcript.clipped, self.num_data),
             *note_draws(found, self.latents),
         ]

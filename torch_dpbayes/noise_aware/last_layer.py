@@ -43,7 +43,6 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -54,14 +53,14 @@ from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
 from .budget import MOST_RELEASES, budget_of, plan_run, public_num_data, statement_of_charge
-from .checks import note_clipped, warn
+from .checks import note_clipped, note_releases, tail_probability, warn
 from .covariance import normal_numbers
 from .covariates import FeatureShape, noisy_moments
-from .drawing import Draws, is_reliable
+from .drawing import Draws, is_reliable, mixing
 from .likelihood import Release, ridged
 from .noisy_gram import quick_gram_draws
 from .result import NoiseAwarePosterior
-from .run import Transcript
+from .run import QUANTILES, Transcript, largest_bound
 
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
@@ -75,15 +74,9 @@ _WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
 _LEAPFROG_STEPS = 20
 _ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
-_QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
-_SPARED = 0.10  # of variance, that a larger clip bound may cost
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
 _MATCHES = 5  # of the moments of shortened rows with those wanted
 _ROWS = 4096  # private rows at a time
-# of what is expected: V is good to about that, for right runs had .96 to 1.02 (MNIST, not quite the
-# model, 1.10, clusters of features 10); and in standard deviations of a mean square, which chance
-# passes in 1 of 100
-_LARGEST_MISFIT, _OF_CHANCE = 1.05, 2.33
 _JUDGED = 200  # weights in the basis, whose least effective number and largest R-hat count
 
 
@@ -189,15 +182,19 @@ def posterior_of_large_layer(
     simulated = _with_constant(simulated, has_bias)
     gram = (simulated.T @ simulated / count).double()
     values, basis = torch.linalg.eigh(gram)
-    unknown = torch.zeros_like(gram)
-    for own_mean, own_covariance in drawn:
-        apart = _second_moments(bound * own_mean, bound**2 * own_covariance, has_bias) - gram
-        # of so many draws from their own mean, which is as uncertain as one of them in so many
-        unknown += (basis.T @ apart @ basis).square() * (1 + 1 / _LAWS) / (_LAWS - 1)
+    # the mean of so many draws is as uncertain as one of them in so many
+    unsure = math.sqrt((1 + 1 / _LAWS) * _LAWS / (_LAWS - 1))
+    apart = torch.stack(
+        [
+            _second_moments(bound * own_mean, bound**2 * own_covariance, has_bias) - gram
+            for own_mean, own_covariance in drawn
+        ]
+    )
+    apart = unsure * (basis.T @ apart @ basis)
     ridge = (n + total**2 * classes * len(values)) / (n * prior_std) ** 2
     white = (values.clamp_min(0.0) / classes + ridge).rsqrt()
     private = _with_constant(rows, has_bias) @ basis, targets.detach().cpu().long()
-    law = _Law(simulated @ basis.float(), white, unknown, n, classes, prior_std)
+    law = _Law(simulated @ basis.float(), white, apart, n, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
     together = sum(z**-2 for z in plan.scores) ** -0.5
     bounds, clipped = list[float](), 0
@@ -211,7 +208,7 @@ def posterior_of_large_layer(
             point = law.mode(point, _MODE_STEPS)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
     states, accepted = _chains(law, point, number, warm_up, kept)
-    misfit, (effective, r_hat) = law.misfit(states[:, -1]), _mixing(law.standard(states))
+    p_value, (effective, r_hat) = law.p_value(states[:, -1]), mixing(law.standard(states))
     weights = states.flatten(0, 1).double() @ basis.T
     parts = (weights[..., :width], weights[..., -1])
     named = {name: part.to(layer.weight.dtype) for name, part in zip(names, parts, strict=False)}
@@ -227,7 +224,7 @@ def posterior_of_large_layer(
     statement = [
         f"Noise-aware posterior of a last layer from {num_releases} releases of clipped scores",
         *statement_of_charge(held, released),
-        *_note_misfit(misfit, num_releases * classes * len(values)),
+        *note_releases([p_value]),
         f"  told        weights vary by {float(weights.std(0).mean()) / prior_std:.3f} of their"
         " prior deviation, on average",
         *note_clipped(count_of_clipped, n),
@@ -239,36 +236,6 @@ def posterior_of_large_layer(
     ]
     transcript = Transcript(moments, {}, tuple(law.releases), tuple(bounds), count_of_clipped)
     return LayerPosterior(named, draws, statement, transcript)
-
-
-def _mixing(states: Tensor) -> tuple[float, float]:
-    """The least effective number and the largest split R-hat of numbers ``[C, kept, m]``; 0 and
-    infinity where a chain never moves.
-    """
-    states = states.double()
-    if bool((states == states[:, :1]).flatten(1).all(1).any()):
-        return 0.0, math.inf
-    most = states.shape[0] * states.shape[1]
-    worth, r_hat = effective_sample_size(states), split_gelman_rubin(states)
-    # states that alternate about their mean have a correlation time of 0 or less: worth all of them
-    worth = torch.where(worth <= 0, most, worth).nan_to_num(0.0, most).clamp_max(most)
-    return float(worth.min()), float(r_hat.nan_to_num(math.inf).max())
-
-
-def _note_misfit(misfit: float, count: int) -> list[str]:
-    """Lines of a statement, with a warning where ``count`` numbers are not as the model says."""
-    largest = max(_LARGEST_MISFIT, 1 + _OF_CHANCE * math.sqrt(2 / count))
-    lines = [
-        f"  fits        squared residuals of releases are {misfit:.3f} of what the model expects"
-    ]
-    if not misfit <= largest:
-        lines.append("  NOT A FIT   the releases contradict each other under this model")
-        warn(
-            "the releases contradict each other under this model (squared residuals are"
-            f" {misfit:.2f} of what it expects; {largest:.2f} is the most): records differ"
-            " from it, or features are far from Gaussian, and intervals may miss."
-        )
-    return lines
 
 
 def _note_draws(draws: Draws) -> list[str]:
@@ -301,19 +268,21 @@ def _private_sums(
 class _Law:
     """A posterior density, by rows ``[M, d]`` of features drawn from one law, in the eigenvectors.
 
-    Features run along the last dimension of everything that is kept.
+    Features run along the last dimension of everything that is kept. ``apart`` is what draws of
+    their second moments given the release have more than the rows, ``[L, d, d]``.
     """
 
     def __init__(
         self,
         rows: Tensor,
         white: Tensor,
-        unknown: Tensor,
+        apart: Tensor,
         num_data: int,
         classes: int,
         prior_std: float,
     ) -> None:
-        self._unknown = (unknown * white.square()).float()  # of second moments of x and Ax
+        self._apart = (apart * white).float()  # of second moments of x and Ax
+        self._unknown = self._apart.square().mean(0)
         self._x = rows.T.contiguous()
         self._white = self._x * white.float()[:, None]
         self._squares, self._both = self._white.square().T, (self._white * self._x).T
@@ -343,13 +312,13 @@ class _Law:
         norms = residual.norm(dim=0) * self._lengths
         residual = _class_basis(p[None]).T @ residual
         levels = {}
-        for bound in torch.quantile(norms, torch.tensor(_QUANTILES)).tolist():
+        for bound in torch.quantile(norms, torch.tensor(QUANTILES)).tolist():
             scale = 1 / norms.clamp_min(bound)
             variance = (residual * scale).square() @ self._squares / self._count
             slope = (residual.square() * scale) @ self._both / self._count
             told = (self._n * slope) ** 2 / (self._n * variance + total**2)
             levels[bound] = -float((self._precision + told).log().mean())
-        return max(c for c, v in levels.items() if v <= min(levels.values()) + math.log1p(_SPARED))
+        return largest_bound(levels)
 
     def settle(self, points: Tensor) -> None:
         """nS + V averaged over points ``[C, K, d]``, and the posterior's scales by it."""
@@ -358,6 +327,7 @@ class _Law:
         self._basis = _class_basis(each)
         shape = (*points.shape[1:], number)
         covariance, slopes = torch.zeros(*shape, number), torch.zeros(shape)
+        by_law, linears = torch.zeros_like(covariance), torch.zeros(number, *points.shape[1:])
         for p in each:
             given = self._drawn(p)
             chosen = (self._left * given).sum(1, keepdim=True)
@@ -368,18 +338,22 @@ class _Law:
             linear = linear.T.float()
             rest = (flat - linear @ self._x).reshape(means.shape)
             linear = linear.reshape(*means.shape[:2], -1)
+            linears += linear / len(each)
             own, apart = self._basis.T @ (given - p), drawn - means + rest
             for j in range(number):
                 slopes[..., j] += (drawn[j] * own) @ self._both
                 for k in range(j + 1):
                     product = n * apart[j] * apart[k] + n**2 / self._count * rest[j] * rest[k]
                     covariance[..., j, k] += product @ self._squares
-                    by_law = linear[j] * linear[k] @ self._unknown
-                    covariance[..., j, k] += self._count * n**2 * by_law
+                    by_law[..., j, k] += n**2 / len(each) * (linear[j] * linear[k] @ self._unknown)
                     covariance[..., k, j] = covariance[..., j, k]
+                    by_law[..., k, j] = by_law[..., j, k]
         scale = 1 / (self._count * len(each))
         noise = torch.tensor([r.noise_std**2 for r in self.releases], dtype=torch.float64)
-        root = torch.linalg.cholesky(scale * covariance.double() + torch.diag(noise))
+        without = scale * covariance.double() + torch.diag(noise)
+        self._without = torch.linalg.inv(without).float()
+        self._shifts = n * (linears @ self._apart[:, None]).permute(0, 2, 3, 1)  # [L, K, d, J]
+        root = torch.linalg.cholesky(without + by_law.double())
         self._inverse, slopes = torch.cholesky_inverse(root).float(), n * scale * slopes
         told = torch.einsum("kdj,kdji,kdi->kd", slopes, self._inverse, slopes)
         self._deviations = (self._precision + told.clamp_min(0.0)).rsqrt()
@@ -405,10 +379,16 @@ class _Law:
         """A step in such units as one of W."""
         return self._basis @ (self._deviations * step)
 
-    def misfit(self, points: Tensor) -> float:
-        """Rᵀ(nS + V)⁻¹R for each number that was released; 1 is expected."""
-        residual, weighted = self._residual(self._probabilities(points))
-        return float((residual * weighted).mean(dtype=torch.float64))
+    def p_value(self, points: Tensor) -> float:
+        """Of residuals at states of the posterior, which are as the truth's (Meng 1994, "Posterior
+        predictive p-values": where they are averaged, at most twice as many are below α).
+        """
+        residual = self._residual(self._probabilities(points))[0]
+        squares, *lengths = (
+            torch.einsum("ckdj,kdji,ckdi->c", each, self._without, each).double()
+            for each in (residual, *self._shifts[:, None])
+        )
+        return tail_probability(float(squares.mean()), torch.cat(lengths), residual[0].numel())
 
     def mode(self, point: Tensor, steps: int) -> Tensor:
         """Downhill by scaled steps, halved where they go up."""

@@ -85,7 +85,7 @@ class _LinearModel:
     def __call__(self, features: Tensor, targets: Tensor) -> None:
         scale = self._prior_std.to(features)
         prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
-        output = features @ pyro.sample("weights", prior).T
+        output = features @ pyro.sample("weights", prior).movedim(-1, 0)
         with pyro.plate("data", len(targets)):
             pyro.sample("targets", law_of(self._family, output, self._noise_std), obs=targets)
 

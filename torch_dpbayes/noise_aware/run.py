@@ -28,7 +28,7 @@ from .latents import Latents
 from .likelihood import Release, Simulator, find_mode, moments, posterior_precision
 from .records import ModelRecords, clipped, scores
 
-_QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
+QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
 # a price of a twentieth of the width, 1.05² in variance, for a larger clip bound: clipped scores of
 # a model that is not quite right are zero elsewhere
 _SPARED = 0.10
@@ -168,17 +168,21 @@ def choose_scale(
     if max_grad_norm is not None:
         candidates = [float(max_grad_norm)]
     elif len(positive):
-        found = torch.quantile(positive, torch.tensor(_QUANTILES, dtype=torch.float64))
-        candidates = sorted({float(c) for c in found})
+        found = torch.quantile(positive, torch.tensor(QUANTILES, dtype=torch.float64))
+        candidates = found.tolist()
     else:
         candidates = [1.0]
-    expected = [
-        _expected(simulator, own, root / c, prior_precision, multiplier) for c in candidates
-    ]
-    levels = [float(variances.log().mean()) for variances in expected]
-    best = min(levels) + math.log1p(_SPARED)
-    chosen = max(k for k, level in enumerate(levels) if level <= best)
-    return Scale(root / candidates[chosen], candidates[chosen], expected[chosen])
+    expected = {
+        c: _expected(simulator, own, root / c, prior_precision, multiplier) for c in candidates
+    }
+    chosen = largest_bound({c: float(found.log().mean()) for c, found in expected.items()})
+    return Scale(root / chosen, chosen, expected[chosen])
+
+
+def largest_bound(levels: Mapping[float, float]) -> float:
+    """Of clip bounds with their mean log variance, the largest that costs little."""
+    most = min(levels.values()) + math.log1p(_SPARED)
+    return max(bound for bound, level in levels.items() if level <= most)
 
 
 def _expected(
