@@ -27,6 +27,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
+# where a pass is left, torch closes the pipes of its workers while threads of its own still write
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader_options):
     if dataset is None:
