@@ -3,11 +3,13 @@ hold.
 """
 
 import copy
+import gc
 import itertools
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,15 @@ from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
 # where a pass is left, torch closes the pipes of its workers while threads of its own still write
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_a_left_pass_end_in_the_test_that_left_it():
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(10)
 
 
 def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader_options):
