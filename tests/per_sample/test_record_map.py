@@ -165,6 +165,11 @@ def keep_global(net, h):
     KEPT.append(h)
 
 
+def keep_what_is_filled(net, h):
+    net.kept = torch.empty_like(h)
+    net.kept[:] = h
+
+
 def keep_in_a_cycle(net, h):
     net.__dict__["cycle"] = box = [h]
     box.append(box)
@@ -172,7 +177,10 @@ def keep_in_a_cycle(net, h):
 
 @pytest.mark.parametrize(
     ("keep", "mode"),
-    [(keep_attribute, "vmap"), (keep_global, "bookkeeping"), (keep_in_a_cycle, "bookkeeping")],
+    [
+        *((keep_attribute, "vmap"), (keep_global, "bookkeeping")),
+        *((keep_in_a_cycle, "bookkeeping"), (keep_what_is_filled, "bookkeeping")),
+    ],
 )
 def test_a_tensor_that_outlives_the_pass_is_refused(keep, mode):
     def function(net, x):

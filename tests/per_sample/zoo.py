@@ -48,6 +48,15 @@ def twice(layer):
     return lambda: Of(lambda net, x: net.layer(net.layer(x).tanh()), layer=copy.deepcopy(layer))
 
 
+def in_place(layer, function):
+    """The layer three times; what comes out is changed in place, as a view or not."""
+
+    def run(net, x):
+        return net.layer(function(net.layer(function(net.layer(x)))))
+
+    return lambda: Of(run, layer=copy.deepcopy(layer))
+
+
 def tied():
     """The table is the head's weight, as in GPT-2."""
     table, last = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
@@ -82,6 +91,9 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "rms norm": (of(nn.Linear(6, 6), nn.RMSNorm(6)), SEQUENCE),
     "group norm": (of(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)), (6, 5)),
     "instance norm 2d": (of(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True)), (2, 6, 6)),
+    "in place": (in_place(nn.Linear(6, 6), torch.sigmoid_), FLAT),
+    "in place, sequence": (in_place(nn.Linear(6, 6), F.selu_), SEQUENCE),
+    "in place, instance norm": (in_place(nn.InstanceNorm1d(4, affine=True), torch.tanh_), (4, 5)),
     "a linear layer twice": (twice(nn.Linear(6, 6)), FLAT),
     "a convolution twice": (twice(nn.Conv2d(2, 2, 3, padding=1)), (2, 5, 5)),
     "tied embedding": (tied, TOKENS),

@@ -313,10 +313,18 @@ class _Layer(ReplacedForward):
         values = self.module._parameters
         weight, bias = (None if p is None else p.detach() for p in map(values.get, _NAMES))
         out: Tensor = self.kind.run(self.module, given, weight, bias)
+        # an operation in place on a view would leave the view's own hook behind
+        base, shape = out if out._base is None else out._base, out.shape
+
+        def receive_viewed(backprops: Tensor) -> None:
+            receive(backprops.reshape(shape))
+
+        receives = receive if base is out else receive_viewed
         if out.requires_grad:
-            out.register_hook(receive)
+            base.register_hook(receives)
             return out
-        return _Start.apply(out.clone() if out._base is not None else out, self.anchor, receive)
+        start: Tensor = _Start.apply(base, self.anchor, receives)
+        return start if base is out else start.view(shape)
 
     def _receiver(self, given: Tensor, rows: int) -> Callable[[Tensor], None]:
         """What takes the gradient of what came out of one call, of so many rows a record."""

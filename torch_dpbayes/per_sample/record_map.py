@@ -403,7 +403,9 @@ class _OfOneRecord(TorchFunctionMode):
             t = args[0]
             return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
         if func in _EMPTY:
-            return self._map.own(func(*args, **kwargs))
+            own = self._map.own(func(*args, **kwargs))
+            self._map.track(own)
+            return own
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         return NotImplemented
