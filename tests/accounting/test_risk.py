@@ -102,6 +102,8 @@ def test_what_fails_or_reveals_everything():
     assert np.all(curve(RATES) >= 0.01 + 0.99 * RATES)
     assert np.all(curve(RATES) <= (0.01 + RATES) * (1 + 1e-9))
     assert curve.mu(0.005) == math.inf and curve.mu(0.02) == 0
+    (curve,) = curves({Failure(0.01): 1, Gaussian(1.0): 1})
+    tightly(curve.advantage, 0.01 + 0.99 * special.erf(1 / math.sqrt(8)), 1e-6)
     (curve,) = curves({Gaussian(1e9): 1})
     assert curve(1e-9) == 1
     (curve,) = curves({Pure(1e6): 3})
