@@ -57,6 +57,26 @@ def test_history_counts():
         get_noise_multiplier(**{**plan, "target_epsilon": 0.5}, history=accountant.history)
 
 
+def test_steps_after_a_history():
+    history = [(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2)), 200)]
+    plan = {"noise_multiplier": 1.0, "sample_rate": 0.01, "history": history}
+    steps = get_num_steps(**plan, target_epsilon=2.0, target_delta=1e-5)
+
+    def spent(more):
+        accountant = PrivacyAccountant().compose(*history[0])
+        step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+        return accountant.compose(step, steps + more).get_epsilon(1e-5)
+
+    assert spent(0) <= 2.0 < spent(1)
+
+
+def test_the_method_is_the_accountant_s():
+    target = {"target_epsilon": 2.0, "target_delta": 1e-5, "steps": 9}
+    noise = noise_multiplier_for(GaussianDpEvent, **target, method="rdp")
+    accountant = PrivacyAccountant(method="rdp").compose(GaussianDpEvent(noise), 9)
+    assert 0.998 * 2.0 <= accountant.get_epsilon(1e-5) <= 2.0
+
+
 def test_any_event():
     target = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 16}
     with pytest.raises(ArgumentError):

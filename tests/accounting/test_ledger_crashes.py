@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
-from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.accounting.ledger import file, session
-from torch_dpbayes.accounting.ledger.schema import LedgerError, open_blocks
+from torch_dpbayes.accounting.ledger.schema import LedgerError, Row, open_blocks
 
 # --- one harness ----------------------------------------------------------------------------------
 
@@ -309,3 +309,20 @@ def test_what_is_no_ledger_or_of_another_format_is_refused(path, tmp_path):
     with pytest.raises(LedgerError):
         PrivacyAccountant(3.0, DELTA, path=path)
     assert counted(path) == 3
+
+
+def test_a_block_is_decided_anew_where_another_process_charged_in_between(path, monkeypatch):
+    accountant = PrivacyAccountant(1.0, DELTA, path=path)
+    fit, commit = accountant.remaining(STEP), session.Session._commit
+
+    def late(own, *arguments):
+        monkeypatch.setattr(session.Session, "_commit", commit)
+        rows = [Row("charge", None, STEP, fit, "fixed")]
+        file.Ledger(path, {}).append(rows, job=own.job, writer="another", if_unchanged=False)
+        return commit(own, *arguments)
+
+    monkeypatch.setattr(session.Session, "_commit", late)
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(STEP)
+    accountant.close()
+    assert counted(path) == fit

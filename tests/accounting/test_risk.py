@@ -102,6 +102,8 @@ def test_what_fails_or_reveals_everything():
     assert np.all(curve(RATES) >= 0.01 + 0.99 * RATES)
     assert np.all(curve(RATES) <= (0.01 + RATES) * (1 + 1e-9))
     assert curve.mu(0.005) == math.inf and curve.mu(0.02) == 0
+    (curve,) = curves({Failure(0.01): 1, Gaussian(1.0): 1})
+    tightly(curve.advantage, 0.01 + 0.99 * special.erf(1 / math.sqrt(8)), 1e-6)
     (curve,) = curves({Gaussian(1e9): 1})
     assert curve(1e-9) == 1
     (curve,) = curves({Pure(1e6): 3})
@@ -145,6 +147,23 @@ def test_a_gaussian_release(neighboring, mu):
     # an exact mu passes, and nothing below what delta hides of it
     assert risk.gdp_mu == pytest.approx(mu, rel=1e-3)
     assert risk.epsilon == accountant.get_epsilon(1e-5)
+
+
+def test_the_numbers_are_those_of_the_stronger_attack():
+    """Against thresholds on one sampled release."""
+    q, z, prior = 0.3, 0.5, 0.2
+    event = PoissonSampledDpEvent(q, GaussianDpEvent(z))
+    risk = PrivacyAccountant().compose(event).risk(prior=prior)
+    at = np.linspace(-3.0, 4.0, 4001)
+    out, kept = stats.norm.sf(at / z), stats.norm.cdf(at / z)
+    inside = (1 - q) * out + q * stats.norm.sf((at - 1) / z)
+    missed = (1 - q) * kept + q * stats.norm.cdf((at - 1) / z)
+    guesses = []
+    for true, false in ((inside, out), (kept, missed)):
+        assert np.all(true <= gaussian(false, risk.gdp_mu) + risk.delta)
+        guesses.append(np.max(prior * true + (1 - prior) * (1 - false)))
+    assert guesses[0] != pytest.approx(guesses[1], rel=1e-2)
+    tightly(risk.best_guess, max(guesses), 1e-3)
 
 
 def test_each_guarantee_has_its_own_risk(tmp_path):

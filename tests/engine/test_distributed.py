@@ -376,7 +376,7 @@ def test_ranks_that_differ_are_told_so_before_anything_is_charged(run, seed):
         assert anonymous == "ArgumentError"
 
 
-def departs(kind, engine, net, optimizer, batches):
+def departs(kind, engine, net, optimizer, loader, batches):
     """What rank 1 does before a step."""
     if kind == "lr":
         optimizer.param_groups[0]["lr"] = 0.7
@@ -388,12 +388,14 @@ def departs(kind, engine, net, optimizer, batches):
         net[2].bias.requires_grad_(False)
     elif kind == "skipped":
         next(batches)
+    elif kind == "draw":
+        torch.rand(1, generator=loader.sampler_of_draws.generator)
     elif kind == "charge":
         engine.accountant.step(noise_multiplier=9.0, sample_rate=0.1)
 
 
 # and what the step says on rank 1; on rank 0 it is an error of the ranks
-DEPARTURES = dict.fromkeys(["lr", "parameters", "frozen", "charge"], "RankError") | {
+DEPARTURES = dict.fromkeys(["lr", "parameters", "frozen", "draw", "charge"], "RankError") | {
     "not finite": "DivergedError",
     "skipped": "StateError",
     "closure": "MemoryError",
@@ -409,8 +411,11 @@ def departures(rank, seed):
     """What each step says, and that all ranks go on when they are in line again."""
     told = {}
     for kind in DEPARTURES:
-        engine, net, optimizer, loader = make(seed)
-        list(loader) if rank == 1 else None  # looking is no departure
+        # half of all records: two draws are the same with probability 2**-41
+        own = {"draws": seed, "batch_size": 20} if kind == "draw" else {}
+        engine, net, optimizer, loader = make(seed, **own)
+        if rank == 1 and kind != "draw":
+            list(loader)  # looking is no departure
         batches = iter(loader)
         one(net, optimizer, next(batches))
         charged, before = len(engine.accountant), net.state_dict()
@@ -418,7 +423,7 @@ def departures(rank, seed):
         if kind == "charge":  # compared where a pass begins
             batches = iter(loader)
         if rank == 1:
-            departs(kind, engine, net, optimizer, batches)
+            departs(kind, engine, net, optimizer, loader, batches)
         x, y = next(batches)
         loss = no_memory if (kind, rank) == ("closure", 1) else nn.functional.cross_entropy
 
@@ -433,6 +438,8 @@ def departures(rank, seed):
         if kind == "charge":
             continue
         assert len(engine.accountant) == charged
+        if kind == "draw":  # the ranks have no draw in common any more
+            continue
         if rank == 0 or kind not in ("parameters", "not finite"):
             assert all(torch.equal(before[name], p) for name, p in net.state_dict().items())
         optimizer.param_groups[0]["lr"] = 0.3
