@@ -230,3 +230,10 @@ def test_no_value_of_a_record_raises_where_constants_are_asserted():
         y[2:6] = torch.tensor([math.nan, math.inf, -math.inf, 1e300])
         draw = ops.OnePosteriorSample(line, certificate).sample(x, y)["w"]
         assert torch.isfinite(draw).all()
+
+
+def test_asserted_runs_clip_gradients_at_the_asserted_norm():
+    """One step of 0.1 moves by 0.1 at most, besides a draw from the prior and noise; not by 1e5."""
+    x, y = torch.ones(1, 1, dtype=torch.float64), torch.full((1,), 1e6, dtype=torch.float64)
+    run = ops.FiniteRunLangevin(1, step_size=0.1, lipschitz=1.0, strength=1.0, smoothness=9.0)
+    assert float(ops.OnePosteriorSample(line, run).sample(x, y)["w"].abs()) < 100
