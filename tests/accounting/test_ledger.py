@@ -57,6 +57,18 @@ def listened(monkeypatch, owner, name, note):
     monkeypatch.setattr(owner, name, lambda *a, **k: (note(), original(*a, **k))[1])
 
 
+def test_blocks_of_ones_own_that_are_not_used_up_take_their_part_of_a_budget(tmp_path):
+    """What comes after them is decided by what they may still cover, or they are given back."""
+    accountant = PrivacyAccountant(epsilon=3.0, delta=DELTA, path=tmp_path / "budget.db")
+    other = sampled(1.1)
+    accountant.compose(STEP, count=2)  # a block stays open
+    accountant.compose(other, count=accountant.remaining(other))
+    assert charge_until_refused(accountant) == 0
+    assert accountant.get_epsilon() <= 3.0
+    accountant.close()
+    assert PrivacyAccountant(path=tmp_path / "budget.db").get_epsilon() <= 3.0
+
+
 # --- the history ----------------------------------------------------------------------------------
 
 

@@ -152,3 +152,10 @@ def test_predictions_clip_features_as_fitting_does():
     assert torch.allclose(
         ops.GLM("poisson", max_count=1.0).predict(draw, x).double(), predictor.exp(), atol=1e-5
     )
+
+
+def test_constants_of_priors_that_differ_by_column():
+    """The weakest pull bounds how fast a chain forgets, the strongest how far it may step."""
+    constants = ops.GLM(prior_std=[1.0, 3.0]).derived_constants()
+    assert constants.strength == pytest.approx(1 / 9)
+    assert constants.prior_smoothness == pytest.approx(1.0)

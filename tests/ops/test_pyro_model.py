@@ -162,6 +162,26 @@ def test_draws_by_nuts_follow_the_tempered_posterior_of_a_pyro_model():
     assert stats.kstest(standard, "norm").pvalue > LEVEL
 
 
+@pytest.mark.chance(LEVEL)
+def test_asserted_finite_runs_draw_from_the_chains_exact_law():
+    """What is drawn is the run that was charged: its steps, their size, its start."""
+    columns, steps, h = 100, 30, 0.1
+    y = torch.linspace(-2, 2, columns, dtype=torch.float64)
+    lam, m = 1 / 0.8**2, 1 / 0.8**2 + 1 / 0.5**2
+    certificate = ops.FiniteRunLangevin(
+        steps=steps, step_size=h, lipschitz=1e6, strength=lam, smoothness=m
+    )
+    shrink = 1 - h * m
+    # it starts with a draw from the prior
+    variance = sum(2 * h * shrink ** (2 * i) for i in range(steps)) + shrink ** (2 * steps) * 0.8**2
+    mean = (1 - shrink**steps) * y.numpy() / 0.5**2 / m
+    standard = []
+    for _ in range(3):
+        draw = ops.OnePosteriorSample(line, certificate).sample(*one_target_a_weight(y))["w"]
+        standard.append((draw.numpy() - mean) / math.sqrt(variance))
+    assert stats.kstest(np.concatenate(standard), "norm").pvalue > LEVEL
+
+
 def test_a_draw_is_in_the_users_space_and_charged_once():
     sampler = ops.OnePosteriorSample(scale, ops.Bounded(3.0, warmup_steps=3), 1.0, 1e-5)
     draw = sampler.sample(torch.randn(20, dtype=torch.float64))

@@ -266,6 +266,7 @@ def catching(h):
         return -h
 
 
+TRAINED = torch.ones(1, 6, requires_grad=True)
 REFUSED = {
     "vmap rule": Own.apply,
     "generated vmap rule": Generated.apply,
@@ -287,6 +288,7 @@ REFUSED = {
     "allclose": lambda h: h if h.allclose(h.round()) else -h,
     "in": lambda h: -h if 0.0 in h else h,
     "numpy": lambda h: h - h.mean(0) if (h.detach().numpy() > 1e6).any() else h,
+    "a trained tensor in a list": lambda h: torch.stack([h, TRAINED]).sum(0),
     "one_hot without num_classes": lambda h: h + F.one_hot(h.argmax(-1)).sum(),
 }
 
@@ -299,7 +301,8 @@ def test_what_sees_more_than_one_record_is_refused(name, mode):
     """By make_private, or in the first pass where the model cannot run on synthetic records."""
     net = nn.Sequential(nn.Linear(6, 6), Of(lambda _, h: REFUSED[name](h)), head())
     x, y = torch.randn(7, 6), torch.randint(3, (7,))
-    refused(lambda: private(net, x, y, grad_sample_mode=mode)[0](*delivered(x)), "model-map")
+    codes = "model-map", "loss-outside"
+    refused(lambda: private(net, x, y, grad_sample_mode=mode)[0](*delivered(x)), *codes)
 
 
 @SOURCES
