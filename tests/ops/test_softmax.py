@@ -90,8 +90,10 @@ def test_a_draw_and_what_it_predicts():
     model, run = dpb.ops.Softmax(4), FiniteRunLangevin(50, max_grad_norm=1.5)
     draw = dpb.ops.OnePosteriorSample(model, run, epsilon=1, delta=1e-5).sample(x, y)
     assert draw["weights"].shape == (4, 3)
-    found = model.predict(draw, 50 * x)  # of rows as short as those that were fitted
-    expected = torch.softmax(F.normalize(x) @ draw["weights"].T, 1)
+    rows = 50 * x
+    found = model.predict(draw, rows)  # of rows as short as those that were fitted
+    short = rows / rows.norm(dim=1, keepdim=True).clamp(min=1.0)
+    expected = torch.softmax(short @ draw["weights"].T, 1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
