@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes import noise
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
+from torch_dpbayes.errors import CheckpointError
 
 # where a pass is left, torch closes the pipes of its workers while threads of its own still write
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -325,3 +328,27 @@ def test_a_step_in_a_child_is_none_on_its_parent_s_draw():
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+# -- going back ------------------------------------------------------------------------------------
+
+
+def test_going_back_behind_the_accountant_does_not_draw_again():
+    def made(accountant):
+        noise._used_positions.clear()  # as in a fresh process
+        return private(accountant=accountant, generator=torch.Generator().manual_seed(5))
+
+    accountant = dpb.PrivacyAccountant()
+    net, optimizer, loader = made(accountant)
+    for batch in loader:
+        one(net, optimizer, batch)
+    saved, charged = copy.deepcopy(optimizer.state_dict()), accountant.state_dict()
+    for batch in loader:
+        one(net, optimizer, batch)
+    later = accountant.state_dict()
+    for history in (later, charged):
+        accountant = dpb.PrivacyAccountant()
+        accountant.load_state_dict(history)
+        _, optimizer, _ = made(accountant)
+        with pytest.raises(CheckpointError) if history is later else nullcontext():
+            optimizer.load_state_dict(saved)
