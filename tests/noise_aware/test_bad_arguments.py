@@ -311,7 +311,7 @@ def test_a_budget_that_is_too_small_gives_the_prior_and_says_so():
     for _ in range(3):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = posterior(logistic, X, Y, epsilon=1e-6, delta=1e-5, **SHORT)
+            found = posterior(logistic, X, Y, epsilon=1e-6, delta=1e-5, num_simulated=500)
         # of 2000 draws
         assert found.stddev["w"].tolist() == pytest.approx([1.0, 1.0], abs=0.12)
         assert found.mean["w"].tolist() == pytest.approx([0.0, 0.0], abs=0.15)
