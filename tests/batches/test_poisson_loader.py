@@ -33,7 +33,10 @@ from torch_dpbayes.batches.poisson_loader import PoissonLoader
 from torch_dpbayes.errors import CheckpointError
 
 # where a pass is left, torch closes the pipes of its workers while threads of its own still write
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +45,12 @@ def _threads_of_a_left_pass_end_in_the_test_that_left_it():
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
-            thread.join(10)
+            thread.join(2)
 
 
 def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader_options):
     if dataset is None:
         dataset = TensorDataset(torch.arange(float(rows))[:, None] / rows, torch.zeros(rows, 1))
-    if loader_options.get("num_workers"):
-        loader_options["multiprocessing_context"] = "fork"
     return dpb.PrivacyEngine(accountant).make_private(
         module=nn.Linear(1, 1),
         optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
@@ -119,7 +120,7 @@ def test_step_k_is_taken_on_draw_k_whatever_is_looked_at(plan):
 
 
 def test_batches_of_workers_that_nobody_saw_come_again():
-    net, optimizer, loader = private(num_workers=2)
+    net, optimizer, loader = private(num_workers=2, multiprocessing_context="fork")
     drawn, used = watched(loader), []
     for _ in range(3):
         for batch in itertools.islice(loader, 2):
@@ -142,7 +143,8 @@ def test_a_loop_that_waits_for_another_batch_is_told_and_may_step_then():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_passes_at_a_time_are_refused(workers):
-    net, optimizer, loader = private(num_workers=workers)
+    context = {"multiprocessing_context": "fork"} if workers else {}
+    net, optimizer, loader = private(num_workers=workers, **context)
     outer = iter(loader)
     one(net, optimizer, next(outer))
     seen = records(next(iter(loader)))
