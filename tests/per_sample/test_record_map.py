@@ -508,3 +508,15 @@ def test_a_model_that_resets_the_compiler_is_refused():
     with pytest.raises(CannotBeMapped, match="resets"):
         RecordMap(3)(function, [torch.ones(3, 1, 2)])
     assert not torch.compiler.is_compiling()
+
+
+def test_an_operator_of_transformers_is_not_run_but_what_it_stands_for(monkeypatch):
+    """An operator of the caller's by that name could mix records by a rule of its own."""
+    import transformers.integrations.moe  # noqa: F401 - defines it
+
+    run = []
+    monkeypatch.setattr(F, "grouped_mm", lambda *given, **more: run.append(given) or given[0])
+    x = torch.randn(5, 4)
+    operator = torch.ops.transformers.grouped_mm_fallback
+    (found,) = RecordMap(5)(lambda rows: [operator(*rows, torch.ones(1, 4, 4), None)], [x])
+    assert len(run) == 1 and torch.equal(found, x)

@@ -57,16 +57,16 @@ def linear(
     module: nn.Module, calls: Sequence[Call], *, is_transposed: bool = False
 ) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
-    pieces = []
+    sides = []
     for (inputs,), g in calls:
         g = g.flatten(1, -2) if g.dim() > 3 else g
         a = in_type(inputs, g.dtype)
-        pieces.append((a if a.dim() == g.dim() else a.reshape(*g.shape[:-1], a.shape[-1]), g))
-    a, g = pieces[0]
-    if len(pieces) > 1:
+        sides.append((a if a.dim() == g.dim() else a.reshape(*g.shape[:-1], a.shape[-1]), g))
+    a, g = sides[0]
+    if len(sides) > 1:
         a, g = (
             torch.cat([t if t.dim() == 3 else t[:, None] for t in side], dim=1)
-            for side in zip(*pieces, strict=True)
+            for side in zip(*sides, strict=True)
         )
     if g.dim() == 3 and g.shape[1] == 1:
         a, g = a[:, 0], g[:, 0]

@@ -312,7 +312,6 @@ _OF_PYTHON = frozenset(
     (BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType)
 ) | {MethodWrapperType}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_GROUPED = "transformers.grouped_mm_fallback"
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 
 
@@ -333,6 +332,8 @@ class _OfOneRecord(TorchFunctionMode):
         outside = _outside(func, (*args, *kwargs.values()))
         _require_public(outside)
         if type(func) not in _OF_PYTHON or func in _SPECIAL or "generator" in kwargs:
+            if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
+                func = F.grouped_mm  # for which it stands while torch traces
             self._require_nothing_hidden(func, args, kwargs)
             found = self._special(func, args, kwargs)
             if found is not NotImplemented:
@@ -367,12 +368,11 @@ class _OfOneRecord(TorchFunctionMode):
                 f"{func.__name__} at an index that a record holds would write into other records:"
                 " write torch.where(torch.arange(n) == index, value, x)"
             )
-        if isinstance(func, _OPERATORS) and str(func) != _GROUPED:
-            if str(func).partition(".")[0] not in _TORCHS_OPERATORS:
-                raise CannotBeMapped(
-                    f"operator {func} is not torch's own: what it does to whole batches, or keeps"
-                    " of one record for the next, is not seen"
-                )
+        if isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _TORCHS_OPERATORS:
+            raise CannotBeMapped(
+                f"operator {func} is not torch's own: what it does to whole batches, or keeps of"
+                " one record for the next, is not seen"
+            )
         if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
             raise CannotBeMapped(
                 f"it reads a number of the records ({func.__name__}): compute with tensors"
@@ -383,8 +383,6 @@ class _OfOneRecord(TorchFunctionMode):
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result where it is not what vmap would give; NotImplemented where it is."""
-        if isinstance(func, _OPERATORS) and str(func) == _GROUPED:
-            func = F.grouped_mm  # for which it stands while torch traces
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _REPLACED_FUNCTIONS:
