@@ -4,7 +4,8 @@
 
 A small BERT is trained on public sentences of one question, without privacy, and then on private
 sentences of another. Sentences are made up here. A model of your own is loaded by
-``AutoModelForSequenceClassification.from_pretrained``; ``--train lora`` needs the package ``peft``.
+``AutoModelForSequenceClassification.from_pretrained``. The example needs the package
+``transformers``, and ``--train lora`` needs ``peft``.
 """
 
 from __future__ import annotations

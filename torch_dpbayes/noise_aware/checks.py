@@ -130,7 +130,7 @@ def note_releases(p_values: Sequence[float]) -> list[str]:
         lines.append("  NOT A FIT   the releases contradict each other under this model")
         warn(
             f"the releases contradict each other under this model (p = {least:.1g}; false alarms:"
-            " 1 %): records are not as the model says, and intervals may miss."
+            " up to 2 %): records are not as the model says, and intervals may miss."
         )
     return lines
 

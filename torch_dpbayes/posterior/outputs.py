@@ -109,10 +109,13 @@ def transformed(outputs: Iterable[Tensor], transform: Transform | None) -> Itera
 
 
 def average(points: Iterable[Tensor]) -> Tensor:
-    """The average over samples, of which one is held at a time beside a sum in double precision."""
+    """The average over samples, of which one is held at a time beside a sum in double precision,
+    or single where a device (Apple's) has no other.
+    """
     found = iter(points)
     first = next(found)
-    total = first.to(torch.promote_types(first.dtype, torch.float64))
+    wide = torch.float32 if first.device.type == "mps" else torch.float64
+    total = first.to(torch.promote_types(first.dtype, wide))
     count = 1
     for point in found:
         total = total + point
