@@ -80,8 +80,8 @@ def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, 
     if 1e-9 < truth < 1:
         found = bounds.upper_epsilon(counted(epsilons), truth)
         assert optimal_delta(epsilons, found) <= truth * (1 + 1e-12)
-        # by the discretisation: of epsilon, near 0 of the range of losses that the grid covers (seen
-        # there: 1.4e-5 of it); more where delta hardly falls
+        # by the discretisation: of epsilon, near 0 of the range of losses that the grid covers, of
+        # which 1.4e-5 were seen; more where delta hardly falls
         most = epsilon + max(1e-3 * epsilon, 1e-4 * math.fsum(epsilons))
         assert found <= most or optimal_delta(epsilons, found) >= truth * (1 - 1e-5)
 
