@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether the tests find faults: each mutant of tests/mutants.txt has to fail the tests beside it.
+"""Whether the tests find faults: each mutant of tests/mutants/ has to fail the tests beside it.
 
     scripts/mutants.py [TEXT ...]
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LIST = ROOT / "tests" / "mutants.txt"
+LISTS = ROOT / "tests" / "mutants"  # one of each room
 MOST_SECONDS = 600  # of a mutant's tests; one that never ends is found, too
 
 
@@ -45,14 +45,15 @@ class Mutant(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-def mutants(path: Path = LIST) -> list[Mutant]:
-    """All mutants of the list."""
+def mutants() -> list[Mutant]:
+    """All mutants of the lists."""
     found = []
-    for block in path.read_text().strip().split("\n\n"):
-        head, *lines = [line for line in block.splitlines() if not line.startswith("#")]
-        file, tests = head.split(": ")
-        old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-        found.append(Mutant(file, [f"tests/{name}" for name in tests.split()], old, new))
+    for path in sorted(LISTS.glob("*.txt")):
+        for block in path.read_text().strip().split("\n\n"):
+            head, *lines = block.splitlines()
+            file, tests = head.split(": ")
+            old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+            found.append(Mutant(file, [f"tests/{name}" for name in tests.split()], old, new))
     return found
 
 

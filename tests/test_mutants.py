@@ -1,4 +1,4 @@
-"""The list of faults that the tests have to find fits the code as it is."""
+"""The lists of faults that the tests have to find fit the code as it is."""
 
 import ast
 

@@ -305,9 +305,7 @@ def test_a_network_takes_no_records():
 
 
 def test_a_budget_that_is_too_small_gives_the_prior_and_says_so():
-    """Draws tell the width to 2 %, so that one run in ten or twenty does not say it: of three
-    runs one has to.
-    """
+    """One run in a hundred does not say it: of three runs one has to."""
     for _ in range(3):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -23,14 +23,17 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from scipy.stats import chi2
+from scipy.stats import chi2, norm
 from torch import Tensor
 
 from .drawing import Draws, is_reliable
-from .latents import Latents
+from .latents import Latents, half_distance
 from .likelihood import Fit, LawDifferences, Release
 
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
+_BELOW = float(norm.cdf(-1.0))
+# of a Gaussian's deviation as half_distance tells it from one draw
+_QUANTILE_ERROR = math.sqrt(_BELOW * (1 - 2 * _BELOW) / 2) / float(norm.pdf(1.0))
 _LEVEL = 5  # warn, note, infer, posterior, the caller
 
 
@@ -167,11 +170,14 @@ def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
 def note_draws(draws: Draws, latents: Latents) -> list[str]:
     """Where the prior decides, and where draws are not to be relied on, with a warning."""
     lines, read = [], latents.read
-    mean = draws.weights @ draws.theta[:, read]
-    spread = (draws.weights @ (draws.theta[:, read] - mean).square()).sqrt()
-    # a standard deviation of m draws has the relative error 1/√(2m): two of these are no difference
-    least = 1 - 2 / math.sqrt(2 * max(draws.effective, 1.0))
-    as_wide = int((spread > least * latents.stddev[read]).sum())
+    count = len(draws.theta)
+    chosen = torch.multinomial(draws.weights, count, replacement=True)
+    spread = half_distance(draws.theta[chosen][:, read])
+    of_prior = half_distance(latents.sample(count)[:, read])
+    # of their ratio if nothing is told: of draws, of choosing among them, of the prior's
+    error = _QUANTILE_ERROR * math.sqrt(1 / max(draws.effective, 1.0) + 2 / count)
+    least = 1 - float(norm.isf(FALSE_ALARMS / len(read))) * error
+    as_wide = int((spread > least * of_prior).sum())
     if as_wide:
         lines.append(
             f"  prior       of {len(read)} coordinates that records read the posterior is as wide"

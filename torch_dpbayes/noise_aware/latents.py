@@ -40,7 +40,7 @@ class Latents:
 
     Attributes:
         draws: of θ, ``[500, D]``.
-        median, stddev: of them; half the distance of quantiles that are two deviations apart.
+        median, stddev: of them, by :func:`half_distance`.
 
     **Privacy.** A function of the prior alone.
     """
@@ -49,10 +49,8 @@ class Latents:
         self.prior, self.read = prior, read
         self.is_hierarchical = is_hierarchical(prior)
         self.draws = self.sample(_DRAWS)
-        low, middle, high = torch.quantile(
-            self.draws, torch.tensor([0.1587, 0.5, 0.8413], dtype=torch.float64), dim=0
-        )
-        self.median, self.stddev = middle, ((high - low) / 2).clamp_min(1e-9)
+        self.median = self.draws.quantile(0.5, 0)
+        self.stddev = half_distance(self.draws).clamp_min(1e-9)
 
     @property
     def dimension(self) -> int:
@@ -120,6 +118,12 @@ class Latents:
             moved[name] = transform(value)
             total += float(transform.log_abs_det_jacobian(value, moved[name]).sum())
         return self.prior.flatten(moved).to("cpu", torch.float64), total
+
+
+def half_distance(draws: Tensor) -> Tensor:
+    """Half the distance of the quantiles of each column that are two deviations apart, ``[D]``."""
+    low, high = torch.quantile(draws, draws.new_tensor([0.1587, 0.8413]), dim=0)
+    return (high - low) / 2
 
 
 def is_hierarchical(prior: Prior) -> bool:
