@@ -35,7 +35,7 @@ def train_a_network(ledger: Path) -> None:
         target_delta=1e-5,
         epochs=3,
     )
-    samples = dpb.PosteriorSamples()
+    samples = dpb.PosteriorSamples("categorical")
     for _ in range(3):
         for inputs, labels in loader:
             opt.zero_grad()

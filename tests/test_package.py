@@ -4,6 +4,7 @@ contributors that works.
 
 import ast
 import math
+import os
 import re
 import subprocess
 import sys
@@ -62,6 +63,14 @@ def test_the_archives_hold_the_package_its_pages_and_no_tests(tmp_path):
     links = re.findall(r"\]\((?!#)([^)\s]+)\)", text)
     assert len(links) > 3 and not [link for link in links if not link.startswith("http")]
     assert any(name.endswith("LICENSE") for name in built.namelist())
+
+
+@pytest.mark.thorough
+def test_what_tries_an_installed_release_runs_here():
+    command = [sys.executable, "-W", "ignore", ROOT / "scripts/smoke.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0 and "it works" in ran.stdout, ran.stderr
 
 
 def test_public_names_and_arguments_are_those_of_the_snapshot():
