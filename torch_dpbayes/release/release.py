@@ -256,12 +256,10 @@ class Release:
         if noise_multiplier == 0.0:
             return events.NonPrivateDpEvent()
         gaussian = events.GaussianDpEvent(self._cost(noise_multiplier, sampling))
-        if draws is not None and draws.scheme == "users":  # of several records each, also of all
+        if draws is not None:
             return draws.event(gaussian)
         if self.sample_rate == 1:
             return gaussian
-        if draws is not None and draws.scheme != "poisson":
-            return draws.event(gaussian)
         if sampling == "poisson":
             return events.PoissonSampledDpEvent(self.sample_rate, gaussian)
         if sampling == "recordwise":
