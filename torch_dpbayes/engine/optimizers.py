@@ -160,10 +160,10 @@ def build_calibrated(
 
     floor = enough_noise(plain)
     built = build(settings, loader, accountant, floor)
-    needed = enough_noise(lambda z: event_of(built, loader, z))
-    if needed > floor:  # it releases more than the gradient
-        built = build(settings, loader, accountant, needed)
-    return built, needed
+    if event_of(built, loader, floor) != plain(floor):  # it releases more than the gradient
+        floor = enough_noise(lambda z: event_of(built, loader, z))
+        built = build(settings, loader, accountant, floor)
+    return built, floor
 
 
 def event_of(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ..accounting.accountant import PrivacyAccountant
@@ -32,13 +34,18 @@ class Plan:
     num_data: int
     sample_rate: float
     steps: int
-    epsilon: float
     delta: float
     target_epsilon: float | None
     calibration_noise_multiplier: float | None
     lr: float
     free_lr: float
     unused_noise: str
+    epsilon_at_end: Callable[[], float] = field(repr=False, compare=False)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε of everything on the accountant at the end, worked out where it is asked for."""
+        return self.epsilon_at_end()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook
@@ -65,8 +72,12 @@ class Plan:
                 f"privacy               ({self.epsilon:.4g}, {self.delta:.3g}) at the end, what was"
                 " spent before included"
             ),
-            *self._calibration,
         ]
+        if self.calibration_noise_multiplier is not None:
+            lines.append(
+                "calibration           reserved: noise multiplier"
+                f" {self.calibration_noise_multiplier:.4g}, charged by samples.calibrate"
+            )
         if not self.derives_clip_norm:
             lines.append(f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})")
         return "\n".join([*lines, *self.unused_target, *self.too_much_noise, *self.large_delta])
@@ -79,15 +90,6 @@ class Plan:
         return [
             f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a program"
             " that publishes one of them would keep that. Set it well below"
-        ]
-
-    @property
-    def _calibration(self) -> list[str]:
-        if self.calibration_noise_multiplier is None:
-            return []
-        return [
-            "calibration           reserved: noise multiplier"
-            f" {self.calibration_noise_multiplier:.4g}, charged by samples.calibrate"
         ]
 
     @property
@@ -134,18 +136,26 @@ def plan_of(
 ) -> Plan:
     """What the passes will cost and sample, on top of the accountant's history."""
     epochs, delta = settings.passes, settings.delta(accountant)
-    steps = epochs * len(loader)
-    z = optimizer.effective_noise_multiplier
-    after = PrivacyAccountant(
-        method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
-    )
-    for charge in accountant.history:
-        after.compose(charge.event, charge.count)
+    z, reserved = optimizer.effective_noise_multiplier, loader.sampler_of_draws.reserved
+    # as of now: the accountant may be charged before epsilon is asked for
+    released = [(charge.event, charge.count) for charge in accountant.history]
     if math.isfinite(z):
         # a built optimizer hears of it from make_private only
-        after.compose(event_of(optimizer, loader, z), loader.num_charges(epochs))
-    if (reserved := loader.sampler_of_draws.reserved) is not None:
-        after.compose(event_of_calibration(reserved))
+        released.append((event_of(optimizer, loader, z), loader.num_charges(epochs)))
+    if reserved is not None:
+        released.append((event_of_calibration(reserved), 1))
+    limit = _limit(accountant, delta) if is_held(accountant) else None
+
+    def epsilon_at_end() -> float:
+        if limit is not None:
+            return limit
+        after = PrivacyAccountant(
+            method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
+        )
+        for event, count in released:
+            after.compose(event, count)
+        return after.get_epsilon(delta)
+
     return Plan(
         langevin_noise_multiplier=optimizer.langevin_noise_multiplier,
         noise_multiplier=optimizer.noise_multiplier,
@@ -158,13 +168,13 @@ def plan_of(
         num_data=optimizer.num_data,
         unused_noise=optimizer.unused_noise,
         sample_rate=loader.sample_rate,
-        steps=steps,
-        epsilon=_limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
+        steps=epochs * len(loader),
         delta=delta,
         target_epsilon=target_epsilon,
         calibration_noise_multiplier=reserved,
         lr=max(float(group["lr"]) for group in optimizer.param_groups),
         free_lr=optimizer.free_lr,
+        epsilon_at_end=epsilon_at_end,
     )
 
 
