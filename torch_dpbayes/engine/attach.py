@@ -65,16 +65,7 @@ def made_private(
     is_alone: bool,
 ) -> tuple[PrivateOptimizer, PoissonLoader]:
     """Build loader and optimizer, check the model and tie them to it, and say in the log what may
-    surprise.
-
-    Args:
-        settings: the user's choices.
-        found: the engine's accountant, if it has one.
-        ranks: those that train together; None: there is one.
-        is_alone: the other ranks of a process group have nothing to do with it.
-
-    Raises:
-        ModelError: the model cannot be run for one record at a time.
+    surprise. ``is_alone``: other ranks of a process group have nothing to do with it.
     """
     module = settings.module
     refuse_wrapped(module)
@@ -199,11 +190,8 @@ def _check_consistent(
     batches.
     """
     module: nn.Module = settings.module
-    accountant, sampler, noise = (
-        optimizer.accountant,
-        loader.sampler_of_draws,
-        optimizer.release.noise.generator,
-    )
+    accountant, sampler = optimizer.accountant, loader.sampler_of_draws
+    noise = optimizer.release.noise.generator
     saved = accountant.state_dict()
     # in memory each rank's accountant is a job of its own, with the same history
     history = [repr(charge) for charge in accountant.history]
@@ -217,9 +205,7 @@ def _check_consistent(
     ranks.compare(
         {
             "the versions of torch_dpbayes, torch and opacus": (
-                __version__,
-                torch.__version__,
-                opacus.__version__,
+                f"{__version__}, {torch.__version__}, {opacus.__version__}"
             ),
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,

@@ -43,19 +43,13 @@ Settings = Callable[[], Mapping[str, Any]]
 
 
 class Release:
-    """Everything that a private step needs between the batch and the noisy sum.
-
-    Args:
-        query: the sum over records that every step asks for.
-        num_data, sampling, accountant, generator, assume_independent: as for
-            :class:`~torch_dpbayes.optim.DPSGLD`.
-        label: by which the accountant's summary names the releases.
+    """Everything that a private step needs between the batch and the noisy sum. Arguments are as
+    for :class:`~torch_dpbayes.optim.DPSGLD`; the accountant's summary names releases by ``label``.
 
     Attributes:
         source: gives the batch's clipped sum.
         draws: the draws that batches are; None where batches are the caller's.
         ranks: those that release together; None where this process is alone.
-        noise: where the Gaussian comes from.
         lock: held from before :meth:`take` until its result was used. Between these the layout of a
             second thread's step would hold a sum without noise.
         watch: is told of every release, with the layout that holds it.
@@ -159,15 +153,10 @@ class Release:
     # -- the step ----------------------------------------------------------------------------------
 
     def take(self, layout: Layout, settings: Settings, norm: float) -> bool:
-        """Collect the batch, charge, and leave S/B in ``layout``.
-
-        Args:
-            layout: with the noise multiplier of every group.
-            settings: gives those on which the law of the release depends.
-            norm: that of the parameters, on which ranks must agree.
-
-        Returns:
-            False while parts of the draw are outstanding; nothing is released then.
+        """Collect the batch, charge, and leave S/B in ``layout``, which has the noise multiplier of
+        every group. False while parts of the draw are outstanding; nothing is released then.
+        ``settings`` gives those on which the law of the release depends, and ranks must agree on
+        ``norm``, that of the parameters.
         """
         if self.ranks is None and not self._is_alone and is_available() and is_initialized():
             require_single_process()
