@@ -16,10 +16,9 @@ texts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -294,15 +293,3 @@ class Ranks:
                 " No step was taken; what was charged stays charged. Save state_dict(), and start"
                 " all ranks again from a checkpoint."
             ) from error
-
-
-def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
-    """A hash of tensors and texts."""
-    found = hashlib.blake2b(digest_size=size)
-    for value in values:
-        if isinstance(value, str):
-            found.update(value.encode())
-        else:
-            own = value.detach().cpu().contiguous().reshape(-1)
-            found.update(own.view(torch.uint8).numpy().data)
-    return found.digest()

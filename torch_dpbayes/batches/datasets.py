@@ -24,9 +24,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ..distributed import digest
 from ..errors import ArgumentError
-from ..noise import seeded
+from ..noise import digest, seeded
 from ..per_sample.nested import tensors_in
 
 _Positions = range | NDArray[np.int64]

@@ -20,9 +20,9 @@ from ..accounting.events import GaussianDpEvent
 from ..batches.collate import users_collate
 from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader
-from ..distributed import MAKE_PRIVATE, Ranks, digest, refuse_wrapped
+from ..distributed import MAKE_PRIVATE, Ranks, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
-from ..noise import stream_position
+from ..noise import digest, stream_position
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from ..per_sample.derived import FixedTensors
@@ -118,8 +118,7 @@ def made_private(
         )
     if target is not None:
         plan = plan_of(settings, optimizer, loader, accountant, target)
-        warnings += [*little_left(accountant, plan), *plan.unused_target]
-        warnings += [*plan.too_much_noise, *plan.large_delta]
+        warnings += [*little_left(accountant, plan), *plan.warnings]
     elif settings.noise_multiplier is not None:
         warnings += optimizer.unused_floor
     if ranks is None or ranks.rank == 0:

@@ -84,9 +84,7 @@ def private_clipped_fraction(
             )
         return norms
 
-    share = optimizer.release.share_of(
-        noise_multiplier, bound, norms_of, label="private_clipped_fraction"
-    )
+    share = optimizer.release.share_of(noise_multiplier, bound, norms_of)
     draw.sampler_of_draws.mark_used()
     return share
 

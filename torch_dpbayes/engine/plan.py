@@ -80,51 +80,51 @@ class Plan:
             )
         if not self.derives_clip_norm:
             lines.append(f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})")
-        return "\n".join([*lines, *self.unused_target, *self.too_much_noise, *self.large_delta])
+        return "\n".join([*lines, *self.warnings])
 
     @property
-    def large_delta(self) -> list[str]:
-        """A line where δ allows that whole records leave."""
-        if self.delta * self.num_data < 1:
-            return []
-        return [
-            f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a program"
-            " that publishes one of them would keep that. Set it well below"
-        ]
+    def warnings(self) -> list[str]:
+        """Lines on what the user may want to change."""
+        lines = [self._unused_target, self._too_much_noise]
+        if self.delta * self.num_data >= 1:
+            lines.append(
+                f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a"
+                " program that publishes one of them would keep that. Set it well below"
+            )
+        return [line for line in lines if line]
 
     @property
-    def unused_target(self) -> list[str]:
-        """A line on what of the target will not be used, and how it could be; none where all is."""
+    def _unused_target(self) -> str:
+        """What of the target will not be used, and how it could be."""
         if self.target_epsilon is None or not self.unused_noise:
-            return []
+            return ""
         if self.epsilon > self.target_epsilon * _ALL:
-            return []  # a filter guarantees the whole budget, however much of it is used
-        return [
+            return ""  # a filter guarantees the whole budget, however much of it is used
+        return (
             f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature"
             f" {self.temperature:.4g} the sampler's own noise decides: {self.epsilon:.2g} at the"
             f" end. The rest would be used with {self.unused_noise}."
-        ]
+        )
 
     @property
-    def too_much_noise(self) -> list[str]:
-        """A line where the noise leaves little to learn."""
+    def _too_much_noise(self) -> str:
         hot = self.effective_temperature
         # All gradients of a run, clipped and in one direction, move the parameters by lr·C·steps;
         # the noise moves them by about lr·zC·√(parameters·steps)/B.
         walk = self.effective_noise_multiplier * math.sqrt(self.num_parameters)
         if math.inf > walk > self.sample_rate * self.num_data * math.sqrt(self.steps):
-            return [
+            return (
                 "the noise of all steps is larger than all clipped gradients together: this budget"
                 " cannot train the model. More records, larger batches, fewer trained parameters or"
                 " a larger epsilon can"
-            ]
+            )
         if self.temperature is None and hot > 1:
-            return [
+            return (
                 f"the noise samples temperature {hot:.4g}, hotter than the posterior."
                 f" max_grad_norm = {self.max_grad_norm / math.sqrt(hot):.4g} would sample 1 (leave"
                 " it out), as would a smaller lr or larger batches"
-            ]
-        return []
+            )
+        return ""
 
 
 def plan_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..accounting.events import neighboring_relation
 from ..errors import ArgumentError, StateError
-from ..noise import add_gaussian
+from ..noise import add_gaussian, digest
 from ..per_sample.gradient_source import GradientSource
 from ..release.query import ClippedSum, Layout
 
@@ -37,9 +36,7 @@ class FisherSum(ClippedSum):
     def set_scale(self, scale: Tensor | None) -> None:
         """Exchange F."""
         self.scale = scale
-        self.scale_digest = (
-            "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
-        )
+        self.scale_digest = "" if scale is None else digest([scale], 64).hex()
 
     def extra_size(self, num_parameters: int, device: torch.device) -> int:
         if not self.is_full:

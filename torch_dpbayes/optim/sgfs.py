@@ -16,7 +16,7 @@ from ..noise import in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
 from .fisher_sum import FisherSum
-from .settings import Options
+from .settings import Options, read_only
 
 
 class DPSGFS(PrivateOptimizer):
@@ -153,15 +153,10 @@ class DPSGFS(PrivateOptimizer):
             "sensitivity_scale": self._query.scale_digest,
         }
 
-    @property
-    def fisher(self) -> Literal["full", "diagonal"]:
-        """``"full"`` or ``"diagonal"``."""
-        return self._fisher
-
-    @property
-    def fisher_share(self) -> float:
-        """ϕ: (zC²/σ_F)², the weight of the Fisher release."""
-        return self._fisher_share
+    fisher: Literal["full", "diagonal"] = read_only("_fisher", '"full" or "diagonal".')
+    fisher_share: float = read_only(
+        "_fisher_share", "ϕ: (zC²/σ_F)², the weight of the Fisher release."
+    )
 
     @property
     def sensitivity_scale(self) -> Tensor | None:

@@ -28,15 +28,16 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.sampler import PoissonSampler
 from ..batches.sampling_schemes import RandomAllocationSampler
-from ..distributed import STEP, Ranks, digest, require_single_process
+from ..distributed import STEP, Ranks, require_single_process
 from ..errors import ArgumentError, CheckpointError, StateError, StepError
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, digest
 from ..per_sample.derived import FixedTensors, holds_records
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
 from .query import ClippedSum, Layout, options_of, trainable_members
 
+_COUNT = "private_clipped_fraction"  # by which the accountant's summary names it
 _log = logging.getLogger("torch_dpbayes")
 
 Settings = Callable[[], Mapping[str, Any]]
@@ -343,7 +344,7 @@ class Release:
     # -- a count beside the steps ------------------------------------------------------------------
 
     def share_of(
-        self, noise_multiplier: float, bound: float, norms_of: Callable[[], Tensor], label: str
+        self, noise_multiplier: float, bound: float, norms_of: Callable[[], Tensor]
     ) -> float:
         """The noisy share of records whose norm exceeds ``bound``, on a draw of its own.
 
@@ -361,10 +362,10 @@ class Release:
         event: events.DpEvent = events.GaussianDpEvent(float(noise_multiplier))
         if self.sample_rate < 1:
             event = events.PoissonSampledDpEvent(self.sample_rate, event)
-        self.accountant.compose(event, label=label)
-        self.accountant.note(f"{label}: records are kept apart {self.independence}")
+        self.accountant.compose(event, label=_COUNT)
+        self.accountant.note(f"{_COUNT}: records are kept apart {self.independence}")
         total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
-        hides: Iterable[Tensor | str] = (repr((bound, noise_multiplier)), norms)
+        hides = (repr((bound, noise_multiplier)), norms)
         noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
         batch = self.query.expected_batch_size
         share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / batch
