@@ -5,8 +5,6 @@ Each is an error of Python's as well, so that ``except ValueError`` goes on to w
 
 from __future__ import annotations
 
-from functools import partial
-
 PAGE = "docs/troubleshooting.md"
 
 
@@ -30,7 +28,7 @@ class DPBayesError(Exception):
         self.add_note(f"why: {PAGE}#{self.code}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), code=self.code), (str(self),)
+        return _made_again, (type(self), str(self), self.code)
 
 
 class ArgumentError(DPBayesError, ValueError):
@@ -109,3 +107,7 @@ class LossError(DPBayesError, RuntimeError):
 
 class StepError(DPBayesError, RuntimeError):
     """The gradients of a step are not those of the batch that the loader delivered."""
+
+
+def _made_again(kind: type[DPBayesError], message: str, code: str) -> DPBayesError:
+    return kind(message, code=code)
