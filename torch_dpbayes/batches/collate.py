@@ -78,11 +78,12 @@ class RecordwiseCollate:
             code="loader-collate",
         )
 
-    def require_same_alone(self, dataset: Any) -> str:
-        """Raise if synthetic records give something else alone than as a batch. A function that
-        fails on them is not tested; of a random one, only the shapes are compared. Returns what the
-        user should know, or an empty text.
+    def require_same_alone(self, dataset: Any, *, is_vouched: bool = False) -> str:
+        """Raise if synthetic records give something else alone than as a batch, unless the user
+        vouches for it. A function that fails on them is not tested; of a random one, only the
+        shapes are compared. Returns what the user should know, or an empty text.
         """
+        self.is_vouched |= is_vouched
         if self.is_vouched or len(dataset) == 0:
             return "" if self.wrapped_collator_fn is default_collate else _VOUCHED
         streams = [torch.Generator().manual_seed(k) for k in range(_RECORDS)]

@@ -122,11 +122,6 @@ class PoissonLoader(DPDataLoader):
     # the sampler, which knows what was drawn and delivered
     sampler_of_draws: PoissonSampler = property(attrgetter("batch_sampler"))  # type: ignore[assignment]
 
-    def check_collate(self, *, is_vouched: bool) -> str:
-        """As :meth:`.RecordwiseCollate.require_same_alone`, unless the user vouches for it."""
-        self.recordwise.is_vouched |= is_vouched
-        return self.recordwise.require_same_alone(self.dataset)
-
     def aside(self) -> PoissonLoader:
         """A loader with draws of its own, always the same: one that got no release comes again."""
         if self._aside is None:

@@ -85,7 +85,8 @@ def made_private(
                 code="optimizer-settings",
             )
     require_own_streams(optimizer, loader)
-    of_collate = loader.check_collate(is_vouched=settings.assume_independent_records)
+    is_vouched = settings.assume_independent_records
+    of_collate = loader.recordwise.require_same_alone(loader.dataset, is_vouched=is_vouched)
     source = _source_for(settings, loader)
     try:
         if ranks is not None:

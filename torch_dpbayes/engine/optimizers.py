@@ -143,13 +143,10 @@ def build_calibrated(
         after.append(event_of_calibration(draws.reserved))
 
     def enough_noise(event: Callable[[float], DpEvent]) -> float:
-        if ranks is None:
-            return _calibrated(event, charges, accountant, epsilon, delta, after)
+        found = partial(_calibrated, event, charges, accountant, epsilon, delta, after)
         # a ledger may be charged by others meanwhile, and floats may round differently on another
         # machine
-        return ranks.from_rank_0(
-            CALIBRATION, lambda: _calibrated(event, charges, accountant, epsilon, delta, after)
-        )
+        return found() if ranks is None else ranks.from_rank_0(CALIBRATION, found)
 
     if isinstance(optimizer, PrivateOptimizer):
         built = build(settings, loader, accountant, None)
