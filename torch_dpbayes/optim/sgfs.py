@@ -67,9 +67,9 @@ class DPSGFS(PrivateOptimizer):
         fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and, beyond ½, the
             step dearer. On full batches under replace-one, values up to ½ cost nothing.
         sensitivity_scale: F, a public positive vector of length d, over all trainable parameters
-            one after another. Gradients are clipped by ‖g/F‖ ≤ C and the noise is zC·F∘ξ: less
-            where gradients are known to be small. May be set between steps, from public data or
-            from what was released before.
+            one after another, from public data or from what was released before. Gradients are
+            clipped by ‖g/F‖ ≤ C and the noise is zC·F∘ξ: less where gradients are known to be
+            small.
         options: as for :class:`DPSGLD`; the temperature is positive (where it follows from the
             noise, of several groups the highest), and there is no ``log_prior``,
             whose curvature is needed.
