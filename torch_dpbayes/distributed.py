@@ -16,10 +16,9 @@ texts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -93,15 +92,8 @@ class _Message(NamedTuple):
 
 
 class Ranks:
-    """The ranks that train one model together.
-
-    Args:
-        group: an initialised process group that this process is in.
-        shares_errors: whether ranks tell each other the texts of their errors.
-
-    Attributes:
-        rank, size: this process' number, and how many there are.
-        is_broken: whether another rank was lost.
+    """The ranks of a process group that train one model together, and tell each other the texts of
+    their errors if ``shares_errors``. ``is_broken``: another rank was lost.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, shares_errors: bool = True) -> None:
@@ -150,17 +142,10 @@ class Ranks:
         norm: float = 0.0,
         shows_values: bool = False,
     ) -> list[Any]:
-        """Raise on every rank if one failed, is at another place, or differs.
-
-        Args:
-            place: where this rank is.
-            facts: what must be equal, with the names that an error uses: numbers and texts.
-            beside: what may differ.
-            norm: that of the parameters, which must agree up to rounding.
-            shows_values: an error shows them; not of what depends on the records.
-
-        Returns:
-            Every rank's ``beside``.
+        """Raise on every rank if one failed, is at another place, or differs in ``facts``, numbers
+        and texts by the names that an error uses, or in the parameters' ``norm`` by more than
+        rounding. An error ``shows_values`` only where they do not depend on the records. Returns
+        every rank's ``beside``, which may differ.
         """
         own = _Message(place, dict(facts or {}), beside, norm)
         rows = self._exchange(own)
@@ -176,11 +161,8 @@ class Ranks:
                     )
                 )
         for rank, row in enumerate(rows):
-            names = [
-                name
-                for name in {**first.facts, **row.facts}
-                if row.facts.get(name) != first.facts.get(name)
-            ]
+            known = {**first.facts, **row.facts}
+            names = [name for name in known if row.facts.get(name) != first.facts.get(name)]
             if not math.isclose(row.norm, first.norm, rel_tol=1e-5):
                 names.append("the parameters of the model")
             if names:
@@ -228,8 +210,8 @@ class Ranks:
         try:
             found = [json.loads(t[:n]) for t, n in zip(texts, lengths, strict=True)]
             return [
-                _Message(str(place), {str(k): v for k, v in facts.items()}, *rest)
-                for place, facts, *rest in ((p, f, b, float(n), str(e)) for p, f, b, n, e in found)
+                _Message(str(place), {str(k): v for k, v in facts.items()}, b, float(norm), str(e))
+                for place, facts, b, norm, e in found
             ]
         # of a text that is not ours
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
@@ -311,15 +293,3 @@ class Ranks:
                 " No step was taken; what was charged stays charged. Save state_dict(), and start"
                 " all ranks again from a checkpoint."
             ) from error
-
-
-def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
-    """A hash of tensors and texts."""
-    found = hashlib.blake2b(digest_size=size)
-    for value in values:
-        if isinstance(value, str):
-            found.update(value.encode())
-        else:
-            own = value.detach().cpu().contiguous().reshape(-1)
-            found.update(own.view(torch.uint8).numpy().data)
-    return found.digest()

@@ -49,7 +49,7 @@ def stream_position(generator: torch.Generator) -> bytes:
     state = generator.get_state()
     if state.numel() == _CPU_STATE_BYTES:
         state = state[_CPU_PLACE]
-    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+    return digest([state])
 
 
 def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
@@ -231,17 +231,22 @@ def stream_of_key(
     """
     use_position(what, generator)
     key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device)
-    digest = hashlib.shake_256(key.cpu().numpy().tobytes())
+    found = hashlib.shake_256(key.cpu().numpy().tobytes())
     for part in parts:
-        if isinstance(part, str):
-            digest.update(hashlib.blake2b(part.encode()).digest())
+        found.update(digest([part], 64))
+    return _generator_from(found.digest(_ENTROPY_BYTES), device)
+
+
+def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
+    """A hash of tensors and texts."""
+    found = hashlib.blake2b(digest_size=size)
+    for value in values:
+        if isinstance(value, str):
+            found.update(value.encode())
         else:
-            digest.update(
-                hashlib.blake2b(
-                    part.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-                ).digest()
-            )
-    return _generator_from(digest.digest(_ENTROPY_BYTES), device)
+            own = value.detach().cpu().contiguous().reshape(-1)
+            found.update(own.view(torch.uint8).numpy().data)
+    return found.digest()
 
 
 def use_position(what: str, generator: torch.Generator) -> None:

@@ -212,11 +212,6 @@ def test_an_accountant_of_another_kind(accountant):
         dpb.PrivacyEngine(accountant)
 
 
-def test_a_bare_optimizer_is_vouched_for_by_true_alone():
-    with refused("argument-type"):
-        dpb.optim.DPSGLD(NET.parameters(), 0.1, **GIVEN, assume_independent_records="no")
-
-
 def test_a_factory_may_have_the_engines_accountant():
     budget = dpb.PrivacyAccountant(0.5, 1e-5)
     dpb.PrivacyEngine(budget).make_private(

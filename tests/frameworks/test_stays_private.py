@@ -1,7 +1,5 @@
 """What a callback looks at before the first batch, and what it shows; no framework is needed."""
 
-from functools import partial
-
 import pytest
 import torch
 from support.frameworks import DELTA, made
@@ -9,19 +7,16 @@ from support.refusals import refused
 from torch.utils.data import DataLoader
 
 import torch_dpbayes as dpb
-from torch_dpbayes.frameworks.stays_private import checked_engine, numbers, require_private
+from torch_dpbayes.frameworks.stays_private import StaysPrivate
+
+
+class Callback(StaysPrivate):
+    framework, pass_loader = "Framework", "pass the loader"
+    pass_optimizer = "pass the optimizer"
 
 
 def run(engine, optimizers, loader, delta=DELTA):
-    require_private(
-        engine,
-        "Framework",
-        delta=delta,
-        loader=loader,
-        pass_loader="pass the loader",
-        optimizers=optimizers,
-        pass_optimizer="pass the optimizer",
-    )
+    Callback(engine, delta).require_private(loader, optimizers)
 
 
 def test_what_is_replaced_is_refused_and_the_rest_is_not():
@@ -43,17 +38,17 @@ def test_what_is_replaced_is_refused_and_the_rest_is_not():
     with refused("budget-delta"):
         run(engine, [optimizer], loader, delta=None)
     with refused("argument-type"):
-        checked_engine(engine.accountant)
+        Callback(engine.accountant)
 
 
 def test_what_is_shown_is_epsilon_and_the_numbers_of_the_optimizer():
     engine = dpb.PrivacyEngine(dpb.PrivacyAccountant(9.0, DELTA))
     _, net, optimizer, _ = made(engine)
     engine.accountant.step(noise_multiplier=2.0, sample_rate=0.1)
-    shown = partial(numbers, engine)
     epsilon = engine.get_epsilon(DELTA)
-    assert shown(torch.optim.SGD(net.parameters(), 0.1), DELTA) == {"epsilon": epsilon}
-    assert shown(optimizer, None) == {
+    plain = torch.optim.SGD(net.parameters(), 0.1)
+    assert Callback(engine, DELTA).numbers(plain) == {"epsilon": epsilon}
+    assert Callback(engine).numbers(optimizer) == {
         "epsilon": epsilon,
         "clip_norm": 1.0,
         "temperature": pytest.approx(optimizer.effective_temperature),

@@ -113,11 +113,11 @@ def test_a_run_uses_all_of_its_target_at_temperature_one():
 
 def test_noise_that_leaves_nothing_to_learn_is_said_before_it_is_spent(caplog):
     hot = dpb.PrivacyEngine().plan(**arguments(max_grad_norm=1.0, lr=50.0))
-    assert hot.effective_temperature > 1 and hot.too_much_noise
+    assert hot.effective_temperature > 1 and hot.warnings
     assert f"max_grad_norm = {hot.max_grad_norm / math.sqrt(hot.effective_temperature):.4g}" in str(
         hot
     )
-    assert dpb.PrivacyEngine().plan(**arguments()).too_much_noise == []
+    assert dpb.PrivacyEngine().plan(**arguments()).warnings == []
     net = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 3))
     with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
         dpb.PrivacyEngine().make_private_with_epsilon(**arguments(target_epsilon=0.01, module=net))

@@ -5,7 +5,8 @@ which data sets are private, and whether ranks have the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -23,10 +24,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ..distributed import digest
 from ..errors import ArgumentError
-from ..noise import seeded
+from ..noise import digest, seeded
 from ..per_sample.nested import tensors_in
+
+_Positions = range | NDArray[np.int64]
 
 _LOOKED_AT = 64  # records of a data set, from its first to its last
 # Data sets are known as long as they live, lists (which take no weak references) as long as a
@@ -36,11 +38,8 @@ _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 
 class BatchedDataset(Dataset[Any]):
-    """Reads a batch at once, for a loader that collates by :func:`unchanged`.
-
-    Args:
-        dataset: records for which :meth:`fits`.
-        collate_fn: makes the batch without records.
+    """Reads a batch of records for which :meth:`fits` at once, for a loader that collates by
+    :func:`unchanged`; ``collate_fn`` makes the batch without records.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -82,42 +81,43 @@ def require_no_repeats(dataset: Any) -> None:
     """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set. Copies made in
     another way, such as repeated rows of a tensor, are not recognised.
     """
-    leaves = _leaves(dataset)
-    if len(set(leaves)) == len(leaves):  # without a number for each of 10⁹ records
-        return
-    origins = _origins(dataset)
-    origins = origins[np.lexsort(origins.T)]
-    if (origins[1:] == origins[:-1]).all(1).any():
-        raise ArgumentError(
-            "the data set holds some records several times, by a Subset or a ConcatDataset: epsilon"
-            " would be that of one copy. Keep each once, or pass user_ids=, the id of each record's"
-            " user.",
-            code="loader-repeats",
-        )
+    found = defaultdict[int, list[_Positions]](list)
+    for leaf, positions in _leaves(dataset, None):
+        found[leaf].append(positions)
+    for parts in found.values():
+        if len(parts) == 1 and type(parts[0]) is range:  # not a number for each of 10⁹ records
+            continue
+        together = np.concatenate([np.asarray(part) for part in parts])
+        if len(np.unique(together)) < together.size:
+            raise ArgumentError(
+                "the data set holds some records several times, by a Subset or a ConcatDataset:"
+                " epsilon would be that of one copy. Keep each once, or pass user_ids=, the id of"
+                " each record's user.",
+                code="loader-repeats",
+            )
 
 
-def _leaves(dataset: Any) -> list[int]:
-    """Identities of the data sets that hold the records, twice below a subset that may repeat."""
+def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[int, _Positions]]:
+    """Identities of the data sets that hold these records (None: all), and their places there."""
     if type(dataset) is ConcatDataset:
-        return [leaf for part in dataset.datasets for leaf in _leaves(part)]
-    if type(dataset) is not Subset:
-        return [id(dataset)]
-    chosen: Any = dataset.indices
-    if type(chosen) is range and chosen.start >= 0 <= chosen.stop:
-        return _leaves(dataset.dataset)
-    chosen = np.asarray(chosen, dtype=np.int64)
-    repeats = (chosen < 0).any() or len(np.unique(chosen)) < chosen.size
-    return _leaves(dataset.dataset) * (2 if repeats else 1)
-
-
-def _origins(dataset: Any) -> NDArray[np.int64]:
-    """For each record, the identity of the data set that holds it, and its position there."""
-    if type(dataset) is ConcatDataset:
-        return np.concatenate([_origins(part) for part in dataset.datasets])
-    if type(dataset) is Subset:
-        return _origins(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64).reshape(-1)]
-    size = len(dataset)
-    return np.stack([np.full(size, id(dataset)), np.arange(size)], axis=1)
+        start = 0
+        for part in dataset.datasets:
+            size: int = len(part)  # type: ignore[arg-type]
+            end, inside = start + size, None
+            if chosen is not None:
+                places = np.asarray(chosen)
+                inside = places[(start <= places) & (places < end)] - start
+            yield from _leaves(part, inside)
+            start = end
+    elif type(dataset) is Subset:
+        below: Any = dataset.indices
+        whole: Any = dataset.dataset
+        if chosen is not None or type(below) is not range or min(below.start, below.stop) < 0:
+            below = np.asarray(below, dtype=np.int64).reshape(-1) % max(len(whole), 1)
+            below = below if chosen is None else below[np.asarray(chosen)]
+        yield from _leaves(whole, below)
+    else:
+        yield id(dataset), range(len(dataset)) if chosen is None else chosen
 
 
 def register_private(loader: DataLoader[Any]) -> None:

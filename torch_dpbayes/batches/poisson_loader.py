@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
@@ -48,13 +49,8 @@ class PoissonLoader(DPDataLoader):
         data_loader: the user's loader. Its data set, collate function and worker settings are taken
             over; a collate function other than torch's own is called for each record alone.
         sample_rate: q in (0, 1].
-        ranks: the ranks that share the draws, each of which sees all of the data set and delivers
-            its part; None: there is one.
-        draws: ``(num_data, sample_rate, generator, num_workers, ranks) ->`` the sampler.
-
-    Raises:
-        RuntimeError: while batches are taken: the number of records changed, two passes at a time,
-            or a forked process whose parent's generator was the caller's.
+        ranks: the ranks that share the draws; None: there is one.
+        draws: the sampler, called with its arguments.
 
     **Privacy.** The batches are data; nothing is released. Draws use the generator of
     ``data_loader`` if it has one (its seed is then a secret like the noise's), else fresh entropy
@@ -123,23 +119,11 @@ class PoissonLoader(DPDataLoader):
         lambda self: self.sample_rate * self.sampler_of_draws.num_samples
     )
 
-    @property
-    def sampler_of_draws(self) -> PoissonSampler:
-        """The sampler, which knows what was drawn and delivered."""
-        assert isinstance(self.batch_sampler, PoissonSampler)
-        return self.batch_sampler
-
-    def check_collate(self, *, is_vouched: bool) -> str:
-        """Raise if the collate function makes something else of a record alone, unless the user
-        vouches for it; returns what the user should know of it.
-        """
-        self.recordwise.is_vouched |= is_vouched
-        return self.recordwise.require_same_alone(self.dataset)
+    # the sampler, which knows what was drawn and delivered
+    sampler_of_draws: PoissonSampler = property(attrgetter("batch_sampler"))  # type: ignore[assignment]
 
     def aside(self) -> PoissonLoader:
-        """A loader of the same data and rate, always the same, with Poisson draws of its own: a
-        draw that got no release comes again.
-        """
+        """A loader with draws of its own, always the same: one that got no release comes again."""
         if self._aside is None:
             self._aside = PoissonLoader(self, self.sample_rate)
         return self._aside

@@ -93,9 +93,8 @@ class ExactInversion:
     The digits of the uniform number are drawn a word at a time. Where they differ from the first
     digits of a real number, they decide; where they are equal, another word is drawn.
 
-    Args:
-        digits: b -> ⌊2ᵇx⌋ for every real number x, rising; of infinitely many, those up to the
-            first whose b digits are all ones.
+    ``digits``: b -> ⌊2ᵇx⌋ for every real number x, rising; of infinitely many, those up to the
+    first whose b digits are all ones.
     """
 
     def __init__(self, digits: Callable[[int], list[int]]) -> None:
@@ -146,12 +145,7 @@ def poisson_digits(bits: int) -> list[int]:
 
 
 class SparseSubset:
-    """Each position joins independently with probability exactly q, in O(qN).
-
-    Args:
-        num_data: N > 0.
-        rate: q ≤ 1/2.
-    """
+    """Each position joins independently with probability exactly q ≤ 1/2, in O(qN)."""
 
     def __init__(self, num_data: int, rate: float) -> None:
         self._num_data, q = num_data, Fraction(rate)
@@ -173,10 +167,6 @@ class DenseSubset:
 
     The rate in force is at most 2⁻⁷⁷ below q, and never above. float32 numbers tell 2²⁴ cells of
     the unit interval apart; only records in the cell that q divides need their place in it.
-
-    Args:
-        num_data: N.
-        rate: q ≤ 1.
     """
 
     def __init__(self, num_data: int, rate: float) -> None:

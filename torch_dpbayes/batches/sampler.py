@@ -69,12 +69,13 @@ class PoissonSampler(UniformWithReplacementSampler):
     For q < 1/16 a draw costs O(qN), and the rate in force is q itself (:mod:`.poisson_sampling`).
     At larger rates it costs O(N), and the rate in force is at most 2⁻⁷⁷ below q, never above.
 
+    Each draw takes 256 bits of a generator of the caller's, and is seeded by their hash, so that
+    draws of overlapping streams are independent; equal bits are refused in one process.
+
     Args:
         num_data: number of records N of all ranks, at most 2⁵³.
         sample_rate: q in [2⁻⁶³, 1].
-        generator: the caller's source of randomness on the CPU; None: the operating system's
-            entropy. Each draw takes 256 bits of it, and is seeded by their hash, so that draws of
-            overlapping streams are independent; equal bits are refused in one process.
+        generator: the caller's, on the CPU; None: the operating system's entropy.
         num_workers, ranks: those of the loader.
 
     **Privacy.** Nothing is released; draws are data. Rate, number of records and generator are
@@ -309,12 +310,12 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         """The event of ``steps_per_charge`` Gaussian sums over draws, of this noise multiplier."""
-        return PoissonSampledDpEvent(self.sample_rate, gaussian)
+        return (
+            gaussian if self.sample_rate == 1 else PoissonSampledDpEvent(self.sample_rate, gaussian)
+        )
 
     def position(self) -> dict[str, Any]:
-        """Where the draws are: ``states`` of the caller's generator before each draw that waits for
-        a step, then where it stands. Others may have drawn from it in between.
-        """
+        """Where the caller's generator stood before each draw that waits for a step, and stands."""
         states = torch.stack([*self._waiting_states(), self._stream.get_state()])
         event = repr(self.event(GaussianDpEvent(1.0)))
         return {"states": states, "of": [self.num_samples, event]}

@@ -28,11 +28,8 @@ from .sampler import PoissonSampler, _Draw
 
 
 class TruncatedPoissonSampler(PoissonSampler):
-    """Poisson draws; those of more than ``max_batch_size`` records are cut to so many at random.
-
-    Args:
-        settings: those of :class:`PoissonSampler`.
-        max_batch_size: the most records of a batch, those of all ranks together.
+    """Poisson draws; those of more than ``max_batch_size`` records are cut to so many at random, on
+    all ranks together.
     """
 
     scheme, batches = "truncated_poisson", "truncated Poisson batches"
@@ -77,10 +74,7 @@ class RandomAllocationSampler(PoissonSampler):
     A pass is charged at its first release, at that step's noise. Later steps of it may have more
     noise, not less. A pass that was interrupted goes on in the next one, which ends with it. A step
     that fails after its charge is charged again, with a whole pass. A pass is drawn at once, in
-    O(N).
-
-    Args:
-        settings: those of :class:`PoissonSampler`; ``sample_rate`` is 1/t.
+    O(N). ``sample_rate`` is 1/t.
     """
 
     scheme, batches = "random_allocation", "batches by random allocation"
@@ -170,16 +164,8 @@ _USER_IDS = (
 
 
 class Users:
-    """Whose each record is. Read-only, as steps are charged for it.
-
-    Args:
-        user_ids: for each record, in the order of the data set, the id of its user: whole numbers
-            or strings, in a tensor, an array, a column or a list.
-        num_data: number of records.
-        records_per_user: k, the most records of a user that join a batch.
-
-    Raises:
-        ValueError, TypeError: ids are of another number or kind.
+    """Whose each record is, and how many of a user's may join a batch. Read-only, as steps are
+    charged for it. Ids are whole numbers or strings, in a tensor, an array, a column or a list.
     """
 
     def __init__(self, user_ids: Iterable[Any], num_data: int, records_per_user: int) -> None:
@@ -232,12 +218,7 @@ def _numbered(ids: Iterable[Any], num_data: int) -> NDArray[np.int64]:
 
 class UserSampler(PoissonSampler):
     r"""Each user joins a batch independently with probability q, with at most k of their records,
-    drawn anew for each batch.
-
-    Args:
-        settings: those of :class:`PoissonSampler`; ``num_data`` is ``users.counted_records``, of
-            which a batch holds the share q on average.
-        users: whose each record is, and k.
+    drawn anew for each batch, which holds the share q of ``users.counted_records`` on average.
 
     **Privacy.** One step releases :math:`\sum_i \mathrm{clip}(g_i) + zC\xi` over the batch. Each
     user's inclusion and records are drawn independently, so the others' sum r has the same

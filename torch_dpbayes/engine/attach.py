@@ -20,9 +20,9 @@ from ..accounting.events import GaussianDpEvent
 from ..batches.collate import users_collate
 from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader
-from ..distributed import MAKE_PRIVATE, Ranks, digest, refuse_wrapped
+from ..distributed import MAKE_PRIVATE, Ranks, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
-from ..noise import stream_position
+from ..noise import digest, stream_position
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from ..per_sample.derived import FixedTensors
@@ -65,16 +65,7 @@ def made_private(
     is_alone: bool,
 ) -> tuple[PrivateOptimizer, PoissonLoader]:
     """Build loader and optimizer, check the model and tie them to it, and say in the log what may
-    surprise.
-
-    Args:
-        settings: the user's choices.
-        found: the engine's accountant, if it has one.
-        ranks: those that train together; None: there is one.
-        is_alone: the other ranks of a process group have nothing to do with it.
-
-    Raises:
-        ModelError: the model cannot be run for one record at a time.
+    surprise. ``is_alone``: other ranks of a process group have nothing to do with it.
     """
     module = settings.module
     refuse_wrapped(module)
@@ -94,7 +85,8 @@ def made_private(
                 code="optimizer-settings",
             )
     require_own_streams(optimizer, loader)
-    of_collate = loader.check_collate(is_vouched=settings.assume_independent_records)
+    is_vouched = settings.assume_independent_records
+    of_collate = loader.recordwise.require_same_alone(loader.dataset, is_vouched=is_vouched)
     source = _source_for(settings, loader)
     try:
         if ranks is not None:
@@ -127,8 +119,7 @@ def made_private(
         )
     if target is not None:
         plan = plan_of(settings, optimizer, loader, accountant, target)
-        warnings += [*little_left(accountant, plan), *plan.unused_target]
-        warnings += [*plan.too_much_noise, *plan.large_delta]
+        warnings += [*little_left(accountant, plan), *plan.warnings]
     elif settings.noise_multiplier is not None:
         warnings += optimizer.unused_floor
     if ranks is None or ranks.rank == 0:
@@ -199,11 +190,8 @@ def _check_consistent(
     batches.
     """
     module: nn.Module = settings.module
-    accountant, sampler, noise = (
-        optimizer.accountant,
-        loader.sampler_of_draws,
-        optimizer.release.noise.generator,
-    )
+    accountant, sampler = optimizer.accountant, loader.sampler_of_draws
+    noise = optimizer.release.noise.generator
     saved = accountant.state_dict()
     # in memory each rank's accountant is a job of its own, with the same history
     history = [repr(charge) for charge in accountant.history]
@@ -217,9 +205,7 @@ def _check_consistent(
     ranks.compare(
         {
             "the versions of torch_dpbayes, torch and opacus": (
-                __version__,
-                torch.__version__,
-                opacus.__version__,
+                f"{__version__}, {torch.__version__}, {opacus.__version__}"
             ),
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,

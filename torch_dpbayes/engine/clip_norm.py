@@ -72,22 +72,18 @@ def private_clipped_fraction(
     if not 0 < bound < float("inf"):
         raise ArgumentError(f"max_grad_norm must be positive and finite, got {bound}")
     # a draw of its own: the caller's pass over the data goes on undisturbed
-    draw = data_loader.aside()
-
-    def norms_of() -> Tensor:
-        norms = _norms(module, source, next(iter(draw)), criterion)
-        if len(norms) != draw.sampler_of_draws.size:
-            raise ArgumentError(
-                "a record of the draw appears not exactly once in the gradients: pass each batch"
-                " whole through the model once",
-                code="step-records",
-            )
-        return norms
-
-    share = optimizer.release.share_of(
-        noise_multiplier, bound, norms_of, label="private_clipped_fraction"
-    )
-    draw.sampler_of_draws.mark_used()
+    loader = data_loader.aside()
+    draws = loader.sampler_of_draws
+    draws.before_delivery = data_loader.sampler_of_draws.before_delivery
+    norms = _norms(module, source, next(iter(loader)), criterion)
+    if len(norms) != draws.size:
+        raise ArgumentError(
+            "a record of the draw appears not exactly once in the gradients: pass each batch"
+            " whole through the model once",
+            code="step-records",
+        )
+    share = optimizer.release.share_of(noise_multiplier, bound, norms)
+    draws.mark_used()
     return share
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,23 +17,12 @@ from torch.utils.data import (
 
 from ..batches.datasets import require_no_repeats
 from ..batches.poisson_loader import PoissonLoader
-from ..batches.sampler import PoissonSampler
-from ..batches.sampling_schemes import (
-    FixedSizeSampler,
-    RandomAllocationSampler,
-    TruncatedPoissonSampler,
-    Users,
-    UserSampler,
-)
+from ..batches.sampling_schemes import TruncatedPoissonSampler, Users, UserSampler
 from ..distributed import Ranks
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from .settings import SCHEMES, Settings
-
-_SAMPLERS: dict[str, Callable[..., PoissonSampler]] = dict(
-    zip(SCHEMES, (PoissonSampler, RandomAllocationSampler, FixedSizeSampler), strict=True)
-)
 
 
 def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoader:
@@ -115,7 +103,7 @@ def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) ->
         batch_size = round(batch_size)
     elif scheme == "random_allocation":
         batch_size = size / math.ceil(size / batch_size - 1e-9)
-    draws = _SAMPLERS[scheme]
+    draws = SCHEMES[scheme]
     if most is not None and batch_size < size:
         draws = partial(TruncatedPoissonSampler, max_batch_size=most)
     return PoissonLoader(data_loader, batch_size / size, ranks, draws)

@@ -143,13 +143,10 @@ def build_calibrated(
         after.append(event_of_calibration(draws.reserved))
 
     def enough_noise(event: Callable[[float], DpEvent]) -> float:
-        if ranks is None:
-            return _calibrated(event, charges, accountant, epsilon, delta, after)
+        found = partial(_calibrated, event, charges, accountant, epsilon, delta, after)
         # a ledger may be charged by others meanwhile, and floats may round differently on another
         # machine
-        return ranks.from_rank_0(
-            CALIBRATION, lambda: _calibrated(event, charges, accountant, epsilon, delta, after)
-        )
+        return found() if ranks is None else ranks.from_rank_0(CALIBRATION, found)
 
     if isinstance(optimizer, PrivateOptimizer):
         built = build(settings, loader, accountant, None)
@@ -160,10 +157,10 @@ def build_calibrated(
 
     floor = enough_noise(plain)
     built = build(settings, loader, accountant, floor)
-    needed = enough_noise(lambda z: event_of(built, loader, z))
-    if needed > floor:  # it releases more than the gradient
-        built = build(settings, loader, accountant, needed)
-    return built, needed
+    if event_of(built, loader, floor) != plain(floor):  # it releases more than the gradient
+        floor = enough_noise(lambda z: event_of(built, loader, z))
+        built = build(settings, loader, accountant, floor)
+    return built, floor
 
 
 def event_of(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ..accounting.accountant import PrivacyAccountant
@@ -32,13 +34,18 @@ class Plan:
     num_data: int
     sample_rate: float
     steps: int
-    epsilon: float
     delta: float
     target_epsilon: float | None
     calibration_noise_multiplier: float | None
     lr: float
     free_lr: float
     unused_noise: str
+    epsilon_at_end: Callable[[], float] = field(repr=False, compare=False)
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε of everything on the accountant at the end, worked out where it is asked for."""
+        return self.epsilon_at_end()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook
@@ -65,64 +72,59 @@ class Plan:
                 f"privacy               ({self.epsilon:.4g}, {self.delta:.3g}) at the end, what was"
                 " spent before included"
             ),
-            *self._calibration,
         ]
+        if self.calibration_noise_multiplier is not None:
+            lines.append(
+                "calibration           reserved: noise multiplier"
+                f" {self.calibration_noise_multiplier:.4g}, charged by samples.calibrate"
+            )
         if not self.derives_clip_norm:
             lines.append(f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})")
-        return "\n".join([*lines, *self.unused_target, *self.too_much_noise, *self.large_delta])
+        return "\n".join([*lines, *self.warnings])
 
     @property
-    def large_delta(self) -> list[str]:
-        """A line where δ allows that whole records leave."""
-        if self.delta * self.num_data < 1:
-            return []
-        return [
-            f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a program"
-            " that publishes one of them would keep that. Set it well below"
-        ]
+    def warnings(self) -> list[str]:
+        """Lines on what the user may want to change."""
+        lines = [self._unused_target, self._too_much_noise]
+        if self.delta * self.num_data >= 1:
+            lines.append(
+                f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a"
+                " program that publishes one of them would keep that. Set it well below"
+            )
+        return [line for line in lines if line]
 
     @property
-    def _calibration(self) -> list[str]:
-        if self.calibration_noise_multiplier is None:
-            return []
-        return [
-            "calibration           reserved: noise multiplier"
-            f" {self.calibration_noise_multiplier:.4g}, charged by samples.calibrate"
-        ]
-
-    @property
-    def unused_target(self) -> list[str]:
-        """A line on what of the target will not be used, and how it could be; none where all is."""
+    def _unused_target(self) -> str:
+        """What of the target will not be used, and how it could be."""
         if self.target_epsilon is None or not self.unused_noise:
-            return []
+            return ""
         if self.epsilon > self.target_epsilon * _ALL:
-            return []  # a filter guarantees the whole budget, however much of it is used
-        return [
+            return ""  # a filter guarantees the whole budget, however much of it is used
+        return (
             f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature"
             f" {self.temperature:.4g} the sampler's own noise decides: {self.epsilon:.2g} at the"
             f" end. The rest would be used with {self.unused_noise}."
-        ]
+        )
 
     @property
-    def too_much_noise(self) -> list[str]:
-        """A line where the noise leaves little to learn."""
+    def _too_much_noise(self) -> str:
         hot = self.effective_temperature
         # All gradients of a run, clipped and in one direction, move the parameters by lr·C·steps;
         # the noise moves them by about lr·zC·√(parameters·steps)/B.
         walk = self.effective_noise_multiplier * math.sqrt(self.num_parameters)
         if math.inf > walk > self.sample_rate * self.num_data * math.sqrt(self.steps):
-            return [
+            return (
                 "the noise of all steps is larger than all clipped gradients together: this budget"
                 " cannot train the model. More records, larger batches, fewer trained parameters or"
                 " a larger epsilon can"
-            ]
+            )
         if self.temperature is None and hot > 1:
-            return [
+            return (
                 f"the noise samples temperature {hot:.4g}, hotter than the posterior."
                 f" max_grad_norm = {self.max_grad_norm / math.sqrt(hot):.4g} would sample 1 (leave"
                 " it out), as would a smaller lr or larger batches"
-            ]
-        return []
+            )
+        return ""
 
 
 def plan_of(
@@ -134,18 +136,26 @@ def plan_of(
 ) -> Plan:
     """What the passes will cost and sample, on top of the accountant's history."""
     epochs, delta = settings.passes, settings.delta(accountant)
-    steps = epochs * len(loader)
-    z = optimizer.effective_noise_multiplier
-    after = PrivacyAccountant(
-        method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
-    )
-    for charge in accountant.history:
-        after.compose(charge.event, charge.count)
+    z, reserved = optimizer.effective_noise_multiplier, loader.sampler_of_draws.reserved
+    # as of now: the accountant may be charged before epsilon is asked for
+    released = [(charge.event, charge.count) for charge in accountant.history]
     if math.isfinite(z):
         # a built optimizer hears of it from make_private only
-        after.compose(event_of(optimizer, loader, z), loader.num_charges(epochs))
-    if (reserved := loader.sampler_of_draws.reserved) is not None:
-        after.compose(event_of_calibration(reserved))
+        released.append((event_of(optimizer, loader, z), loader.num_charges(epochs)))
+    if reserved is not None:
+        released.append((event_of_calibration(reserved), 1))
+    limit = _limit(accountant, delta) if is_held(accountant) else None
+
+    def epsilon_at_end() -> float:
+        if limit is not None:
+            return limit
+        after = PrivacyAccountant(
+            method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
+        )
+        for event, count in released:
+            after.compose(event, count)
+        return after.get_epsilon(delta)
+
     return Plan(
         langevin_noise_multiplier=optimizer.langevin_noise_multiplier,
         noise_multiplier=optimizer.noise_multiplier,
@@ -158,13 +168,13 @@ def plan_of(
         num_data=optimizer.num_data,
         unused_noise=optimizer.unused_noise,
         sample_rate=loader.sample_rate,
-        steps=steps,
-        epsilon=_limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
+        steps=epochs * len(loader),
         delta=delta,
         target_epsilon=target_epsilon,
         calibration_noise_multiplier=reserved,
         lr=max(float(group["lr"]) for group in optimizer.param_groups),
         free_lr=optimizer.free_lr,
+        epsilon_at_end=epsilon_at_end,
     )
 
 

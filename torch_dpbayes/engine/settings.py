@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import Unit, check_epsilon, positive_count
+from ..batches.sampler import PoissonSampler
+from ..batches.sampling_schemes import FixedSizeSampler, RandomAllocationSampler
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
@@ -20,7 +22,12 @@ OptimizerFactory = Callable[..., PrivateOptimizer]
 Examples = tuple[Any, ...] | Mapping[str, Any]
 
 _REQUIRED = ("module", "optimizer", "data_loader")
-SCHEMES = ("poisson", "random_allocation", "fixed_size")
+# ways in which batches can be drawn
+SCHEMES: dict[str, Callable[..., PoissonSampler]] = {
+    "poisson": PoissonSampler,
+    "random_allocation": RandomAllocationSampler,
+    "fixed_size": FixedSizeSampler,
+}
 
 
 class Options(TypedDict, Generic[ModuleT], total=False):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from ..engine.privacy_engine import PrivacyEngine
 from ..errors import StateError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.gradient_source import GradientSource
-from .stays_private import checked_engine, numbers, require_private
+from .stays_private import StaysPrivate
 
 
-class PrivacyCallback(Callback):
+class PrivacyCallback(StaysPrivate, Callback):
     """Logs ``epsilon``, ``clip_norm``, ``temperature`` and ``noise_multiplier`` after every epoch,
     in the progress bar too, and refuses a run that is not private.
 
@@ -32,8 +31,9 @@ class PrivacyCallback(Callback):
     made of the records, without noise.
     """
 
-    def __init__(self, engine: PrivacyEngine, delta: float | None = None) -> None:
-        self._engine, self._delta = checked_engine(engine), delta
+    framework = "Lightning"
+    pass_loader = "pass the loader of make_private to trainer.fit, on one device"
+    pass_optimizer = "return the optimizer of make_private from configure_optimizers"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise unless loader and optimizer are the private ones."""
@@ -43,19 +43,10 @@ class PrivacyCallback(Callback):
                 " trains: pass the network inside it, as make_private(module=self.net, ...)",
                 code="framework-module",
             )
-        require_private(
-            self._engine,
-            "Lightning",
-            delta=self._delta,
-            loader=trainer.train_dataloader,
-            pass_loader="pass the loader of make_private to trainer.fit, on one device",
-            optimizers=list(trainer.optimizers),
-            pass_optimizer="return the optimizer of make_private from configure_optimizers",
-        )
+        self.require_private(trainer.train_dataloader, list(trainer.optimizers))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log ε of everything that was charged, and the numbers of the last step."""
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, PrivateOptimizer):
-                shown = numbers(self._engine, optimizer, self._delta)
-                pl_module.log_dict(shown, prog_bar=True)
+                pl_module.log_dict(self.numbers(optimizer), prog_bar=True)

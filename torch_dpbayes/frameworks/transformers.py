@@ -8,12 +8,11 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..engine.privacy_engine import PrivacyEngine
 from ..errors import StateError
-from .stays_private import checked_engine, numbers, require_private
+from .stays_private import StaysPrivate
 
 
-class PrivacyCallback(TrainerCallback):
+class PrivacyCallback(StaysPrivate, TrainerCallback):
     """Adds ``epsilon``, ``clip_norm``, ``temperature`` and ``noise_multiplier`` to what ``Trainer``
     logs, and refuses a run that is not private.
 
@@ -33,8 +32,9 @@ class PrivacyCallback(TrainerCallback):
     the records, without noise.
     """
 
-    def __init__(self, engine: PrivacyEngine, delta: float | None = None) -> None:
-        self._engine, self._delta = checked_engine(engine), delta
+    framework = "Trainer"
+    pass_loader = "return the loader of make_private from get_train_dataloader of a subclass"
+    pass_optimizer = "write Trainer(..., optimizers=(optimizer, None)) with make_private's"
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -47,15 +47,8 @@ class PrivacyCallback(TrainerCallback):
                 code="framework-replaced",
             )
         optimizer = kwargs.get("optimizer")
-        require_private(
-            self._engine,
-            "Trainer",
-            delta=self._delta,
-            loader=kwargs.get("train_dataloader"),
-            pass_loader="return the loader of make_private from get_train_dataloader of a subclass",
-            optimizers=[getattr(optimizer, "optimizer", optimizer)],  # in accelerate's wrapper
-            pass_optimizer="write Trainer(..., optimizers=(optimizer, None)) with make_private's",
-        )
+        inside = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
+        self.require_private(kwargs.get("train_dataloader"), [inside])
 
     def on_log(
         self,
@@ -67,7 +60,7 @@ class PrivacyCallback(TrainerCallback):
     ) -> None:
         """Add ε of everything that was charged, and the numbers of the last step."""
         optimizer = kwargs.get("optimizer")
-        shown = numbers(self._engine, getattr(optimizer, "optimizer", optimizer), self._delta)
+        shown = self.numbers(getattr(optimizer, "optimizer", optimizer))
         for log in (logs, *state.log_history[-1:]):  # the latter is a copy that was made before
             if log is not None:
                 log.update(shown)

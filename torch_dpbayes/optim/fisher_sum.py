@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 
@@ -11,22 +10,15 @@ from torch import Tensor
 
 from ..accounting.events import neighboring_relation
 from ..errors import ArgumentError, StateError
-from ..noise import add_gaussian
+from ..noise import add_gaussian, digest
 from ..per_sample.gradient_source import GradientSource
 from ..release.query import ClippedSum, Layout
 
 
 class FisherSum(ClippedSum):
-    """(Σ g_i, Σ g_i g_iᵀ) of clipped gradients, or Σ g_i∘g_i for the diagonal.
-
-    Args:
-        max_grad_norm: C.
-        expected_batch_size: B.
-        is_full: all d² second moments, or the d on the diagonal.
-        share: ϕ = (zC²/σ_F)², the weight of the second moment.
-
-    Attributes:
-        scale: F, by which gradients are divided before they are clipped; None for 1.
+    """(Σ g_i, Σ g_i g_iᵀ) of clipped gradients, or Σ g_i∘g_i for the diagonal. ``share`` is ϕ =
+    (zC²/σ_F)², the weight of the second moment; ``scale`` is F, by which gradients are divided
+    before they are clipped, None for 1.
 
     **Privacy.** Adding or removing a record moves the sum by at most C and the second moment by at
     most C² in Frobenius norm: √(1+ϕ)/z standard deviations together. Replacing one moves them by
@@ -44,9 +36,7 @@ class FisherSum(ClippedSum):
     def set_scale(self, scale: Tensor | None) -> None:
         """Exchange F."""
         self.scale = scale
-        self.scale_digest = (
-            "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
-        )
+        self.scale_digest = "" if scale is None else digest([scale], 64).hex()
 
     def extra_size(self, num_parameters: int, device: torch.device) -> int:
         if not self.is_full:
@@ -74,8 +64,8 @@ class FisherSum(ClippedSum):
         if self.scale is not None:
             if len(self.scale) != len(layout.gradient):
                 raise StateError(
-                    "other parameters are trainable than when sensitivity_scale was set: set it"
-                    " again"
+                    "other parameters are trainable than when sensitivity_scale was given: build"
+                    " the optimizer again"
                 )
             self.scale = self.scale.to(layout.gradient)
         return source.add_clipped_sum(
@@ -112,13 +102,6 @@ class FisherSum(ClippedSum):
             if is_swap
             else noise_multiplier / math.sqrt(1 + share)
         )
-
-
-def in_units(scale: Tensor | None, moment: Tensor) -> Tensor:
-    """F·M·F; a vector stands for a diagonal M."""
-    if scale is None:
-        return moment
-    return moment * (scale.square() if moment.dim() == 1 else scale.outer(scale))
 
 
 def _available_memory(device: torch.device) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
+from operator import attrgetter
 from typing import Any, ClassVar, Required, Self, TypedDict
 
 import torch
@@ -95,6 +96,11 @@ class Settings:
 
 _NAMES = tuple(Settings.__dataclass_fields__)
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *_NAMES))
+
+
+def read_only(name: str, doc: str) -> Any:
+    """A property that shows an attribute and cannot be set, as steps are charged for it."""
+    return property(attrgetter(name), doc=doc)
 
 
 class DeclaredOptimizer(Optimizer):
@@ -353,49 +359,31 @@ class DeclaredOptimizer(Optimizer):
 
     # -- public constants and reports --------------------------------------------------------------
 
-    @property
-    def accountant(self) -> PrivacyAccountant:
-        """Where every step is charged."""
-        return self.release.accountant
-
-    @property
-    def num_data(self) -> int:
-        """N, the public number of records."""
-        return self._constants.num_data
-
-    @property
-    def expected_batch_size(self) -> float:
-        """B, the public expected batch size."""
-        return self._constants.expected_batch_size
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C, the clip norm of one record's gradient, given or derived."""
-        return self._constants.max_grad_norm
-
-    @property
-    def derives_clip_norm(self) -> bool:
-        """Whether C was left out, so that it follows from lr, temperature and noise."""
-        return self._derives_bound
-
-    @property
-    def noise_multiplier(self) -> float:
-        """z_min, the floor under the noise multiplier."""
-        return self._constants.noise_multiplier
-
-    @property
-    def temperature(self) -> float | None:
-        """T of the target ∝ exp(−U/T); None where it follows from lr, clip norm and noise, as
-        :attr:`effective_temperature`.
-        """
-        return self._constants.temperature
-
-    @property
-    def sampling(self) -> str | None:
-        """``"poisson"`` or another way in which ``make_private`` draws batches, ``"recordwise"``,
-        or None for batches of which nothing is stated.
-        """
-        return self.release.sampling
+    accountant: PrivacyAccountant = read_only("release.accountant", "Where every step is charged.")
+    num_data: int = read_only("_constants.num_data", "N, the public number of records.")
+    expected_batch_size: float = read_only(
+        "_constants.expected_batch_size", "B, the public expected batch size."
+    )
+    max_grad_norm: float = read_only(
+        "_constants.max_grad_norm", "C, the clip norm of one record's gradient, given or derived."
+    )
+    derives_clip_norm: bool = read_only(
+        "_derives_bound", "Whether C was left out: it follows from lr, temperature and noise."
+    )
+    noise_multiplier: float = read_only(
+        "_constants.noise_multiplier", "z_min, the floor under the noise multiplier."
+    )
+    temperature: float | None = read_only(
+        "_constants.temperature",
+        "T of the target ∝ exp(−U/T); None where lr, clip norm and noise decide it.",
+    )
+    sampling: str | None = read_only(
+        "release.sampling",
+        'How batches are drawn, as "poisson"; "recordwise"; None where nothing is stated.',
+    )
+    independence: str = read_only(
+        "release.independence", 'How records are kept apart: "by construction" or "vouched for".'
+    )
 
     @property
     def langevin_noise_multiplier(self) -> float:
@@ -456,11 +444,6 @@ class DeclaredOptimizer(Optimizer):
             f" {self.langevin_noise_multiplier:.4g}, which is added and charged. The floor would"
             f" be used with {instead}."
         ]
-
-    @property
-    def independence(self) -> str:
-        """How records are kept apart: ``"by construction, …"`` or ``"vouched for …"``."""
-        return self.release.independence
 
     @property
     def _numbers(self) -> dict[str, Any]:

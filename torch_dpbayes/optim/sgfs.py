@@ -15,8 +15,8 @@ from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .fisher_sum import FisherSum, in_units
-from .settings import Options
+from .fisher_sum import FisherSum
+from .settings import Options, read_only
 
 
 class DPSGFS(PrivateOptimizer):
@@ -67,9 +67,9 @@ class DPSGFS(PrivateOptimizer):
         fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and, beyond ½, the
             step dearer. On full batches under replace-one, values up to ½ cost nothing.
         sensitivity_scale: F, a public positive vector of length d, over all trainable parameters
-            one after another. Gradients are clipped by ‖g/F‖ ≤ C and the noise is zC·F∘ξ: less
-            where gradients are known to be small. May be set between steps, from public data or
-            from what was released before.
+            one after another, from public data or from what was released before. Gradients are
+            clipped by ‖g/F‖ ≤ C and the noise is zC·F∘ξ: less where gradients are known to be
+            small.
         options: as for :class:`DPSGLD`; the temperature is positive (where it follows from the
             noise, of several groups the highest), and there is no ``log_prior``,
             whose curvature is needed.
@@ -122,12 +122,22 @@ class DPSGFS(PrivateOptimizer):
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if trainable:
             self._query.extra_size(sum(p.numel() for p in trainable), trainable[0].device)
-        self.sensitivity_scale = sensitivity_scale
+        if sensitivity_scale is not None:
+            like = self._current_layout().gradient
+            scale = torch.as_tensor(sensitivity_scale).detach().clone().to(like)
+            if scale.shape != like.shape or not bool((scale > 0).all() & (scale < math.inf).all()):
+                raise ArgumentError(
+                    "sensitivity_scale must be a vector of positive finite numbers, one for each of"
+                    f" {len(like)} trainable parameters, got shape {tuple(scale.shape)}"
+                )
+            self._query.set_scale(scale)
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:
-        is_full = self._fisher == "full"
         return FisherSum(
-            max_grad_norm, expected_batch_size, is_full=is_full, share=self._fisher_share
+            max_grad_norm,
+            expected_batch_size,
+            is_full=self._fisher == "full",
+            share=self._fisher_share,
         )
 
     @property
@@ -143,40 +153,15 @@ class DPSGFS(PrivateOptimizer):
             "sensitivity_scale": self._query.scale_digest,
         }
 
-    @property
-    def fisher(self) -> Literal["full", "diagonal"]:
-        """``"full"`` or ``"diagonal"``."""
-        return self._fisher
-
-    @property
-    def fisher_share(self) -> float:
-        """ϕ: (zC²/σ_F)², the weight of the Fisher release."""
-        return self._fisher_share
+    fisher: Literal["full", "diagonal"] = read_only("_fisher", '"full" or "diagonal".')
+    fisher_share: float = read_only(
+        "_fisher_share", "ϕ: (zC²/σ_F)², the weight of the Fisher release."
+    )
 
     @property
     def sensitivity_scale(self) -> Tensor | None:
         """F."""
         return None if self._query.scale is None else self._query.scale.clone()
-
-    @sensitivity_scale.setter
-    def sensitivity_scale(self, scale: Tensor | None) -> None:
-        if scale is not None:
-            like = self._current_layout().gradient
-            scale = torch.as_tensor(scale).detach().clone().to(like)
-            if scale.shape != like.shape or not bool((scale > 0).all() & (scale < math.inf).all()):
-                raise ArgumentError(
-                    "sensitivity_scale must be a vector of positive finite numbers, one for each of"
-                    f" {len(like)} trainable parameters, got shape {tuple(scale.shape)}"
-                )
-        for state in self.state.values():  # the estimate is kept in units of F
-            if "fisher" in state:
-                lengths = {len(f) for f in (scale, self._query.scale) if f is not None}
-                if lengths <= {len(state["fisher"])}:
-                    moment = in_units(self._query.scale, state["fisher"])
-                    state["fisher"] = moment if scale is None else in_units(1 / scale, moment)
-                else:  # of other parameters than those that are trainable now
-                    del state["fisher"]
-        self._query.set_scale(scale)
 
     def state_dict(self) -> dict[str, Any]:
         """As of every private optimizer, with F, in whose units the Fisher estimate is."""
@@ -277,8 +262,8 @@ class DPSGFS(PrivateOptimizer):
         noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())
         matrix.diagonal().add_(noise)
         # out of the units of F
-        scale = self._query.scale
-        matrix = in_units(None if scale is None else scale.to(torch.float64), matrix)
+        if (scale := self._query.scale) is not None:
+            matrix = matrix * scale.double().outer(scale.double())
         prior = [
             _spread(part, [temperature / std**2 for std in part.prior_stds], matrix.dtype)
             for part in parts

@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options
+from .settings import Options, read_only
 
 # Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
 # α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
@@ -89,15 +89,10 @@ class DPSGNHT(PrivateOptimizer):
         self._momentum, self._thermostat_gain = float(momentum), float(thermostat_gain)
         super().__init__(params, lr, **options)
 
-    @property
-    def momentum(self) -> float:
-        """1 − a, the friction that z_L is made for."""
-        return self._momentum
-
-    @property
-    def thermostat_gain(self) -> float:
-        """How fast the friction follows the kinetic energy."""
-        return self._thermostat_gain
+    momentum: float = read_only("_momentum", "1 − a, the friction that z_L is made for.")
+    thermostat_gain: float = read_only(
+        "_thermostat_gain", "How fast the friction follows the kinetic energy."
+    )
 
     @property
     def friction(self) -> float | None:

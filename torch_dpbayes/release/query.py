@@ -58,18 +58,10 @@ class GroupGradient:
 class Layout:
     """The flat buffer of one release, which holds Σ clip(g), then S, then S/B.
 
-    For several ranks it has one number more, 0 unless a rank failed after all of them had agreed to
-    take the step. Norms, sums and noise are in float64 where a parameter is or where very many
-    records are added.
-
-    Args:
-        members: the parameter groups that have trainable parameters.
-        extra_size: how many numbers are released beside the gradient.
-        records: expected number of records in a sum, which decides its precision.
-        is_shared: whether several ranks add up their buffers.
-
-    Attributes:
-        is_plain: whether all parameters have the type of the sum.
+    Behind the gradient stand ``extra_size`` numbers that are released beside it and, for several
+    ranks, one more: 0 unless a rank failed after all of them had agreed to take the step. Norms,
+    sums and noise are in float64 where a parameter is or where very many records are added.
+    ``is_plain``: all parameters have the type of the sum.
     """
 
     def __init__(
@@ -103,14 +95,8 @@ class ClippedSum:
 
     A query that releases more is a subclass: it says how many numbers more, fills
     ``layout.extra``, adds their noise, and states the noise multiplier that a release of the
-    clipped sum alone would have at the same cost.
-
-    Args:
-        max_grad_norm: clip norm C of one record's gradient.
-        expected_batch_size: B, by which sums are divided.
-
-    Attributes:
-        independence: how records are kept apart; empty where the source of gradients says it.
+    clipped sum alone would have at the same cost. ``independence`` says how records are kept apart,
+    and is empty where the source of gradients says it.
 
     **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C.
     """

@@ -28,34 +28,29 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.sampler import PoissonSampler
 from ..batches.sampling_schemes import RandomAllocationSampler
-from ..distributed import STEP, Ranks, digest, require_single_process
+from ..distributed import STEP, Ranks, require_single_process
 from ..errors import ArgumentError, CheckpointError, StateError, StepError
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, digest
 from ..per_sample.derived import FixedTensors, holds_records
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
 from .query import ClippedSum, Layout, options_of, trainable_members
 
+_COUNT = "private_clipped_fraction"  # by which the accountant's summary names it
 _log = logging.getLogger("torch_dpbayes")
 
 Settings = Callable[[], Mapping[str, Any]]
 
 
 class Release:
-    """Everything that a private step needs between the batch and the noisy sum.
-
-    Args:
-        query: the sum over records that every step asks for.
-        num_data, sampling, accountant, generator, assume_independent: as for
-            :class:`~torch_dpbayes.optim.DPSGLD`.
-        label: by which the accountant's summary names the releases.
+    """Everything that a private step needs between the batch and the noisy sum. Arguments are as
+    for :class:`~torch_dpbayes.optim.DPSGLD`; the accountant's summary names releases by ``label``.
 
     Attributes:
         source: gives the batch's clipped sum.
         draws: the draws that batches are; None where batches are the caller's.
         ranks: those that release together; None where this process is alone.
-        noise: where the Gaussian comes from.
         lock: held from before :meth:`take` until its result was used. Between these the layout of a
             second thread's step would hold a sum without noise.
         watch: is told of every release, with the layout that holds it.
@@ -159,15 +154,10 @@ class Release:
     # -- the step ----------------------------------------------------------------------------------
 
     def take(self, layout: Layout, settings: Settings, norm: float) -> bool:
-        """Collect the batch, charge, and leave S/B in ``layout``.
-
-        Args:
-            layout: with the noise multiplier of every group.
-            settings: gives those on which the law of the release depends.
-            norm: that of the parameters, on which ranks must agree.
-
-        Returns:
-            False while parts of the draw are outstanding; nothing is released then.
+        """Collect the batch, charge, and leave S/B in ``layout``, which has the noise multiplier of
+        every group. False while parts of the draw are outstanding; nothing is released then.
+        ``settings`` gives those on which the law of the release depends, and ranks must agree on
+        ``norm``, that of the parameters.
         """
         if self.ranks is None and not self._is_alone and is_available() and is_initialized():
             require_single_process()
@@ -256,12 +246,10 @@ class Release:
         if noise_multiplier == 0.0:
             return events.NonPrivateDpEvent()
         gaussian = events.GaussianDpEvent(self._cost(noise_multiplier, sampling))
-        if draws is not None and draws.scheme == "users":  # of several records each, also of all
+        if draws is not None:
             return draws.event(gaussian)
         if self.sample_rate == 1:
             return gaussian
-        if draws is not None and draws.scheme != "poisson":
-            return draws.event(gaussian)
         if sampling == "poisson":
             return events.PoissonSampledDpEvent(self.sample_rate, gaussian)
         if sampling == "recordwise":
@@ -355,9 +343,7 @@ class Release:
 
     # -- a count beside the steps ------------------------------------------------------------------
 
-    def share_of(
-        self, noise_multiplier: float, bound: float, norms_of: Callable[[], Tensor], label: str
-    ) -> float:
+    def share_of(self, noise_multiplier: float, bound: float, norms: Tensor) -> float:
         """The noisy share of records whose norm exceeds ``bound``, on a draw of its own.
 
         ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B``, clamped to [0, 1].
@@ -366,18 +352,15 @@ class Release:
         one by at most 1 = 2·½, which is the event of a clipped sum at the same z.
         """
         if self._fixed is not None:
-            self._fixed.begin()
-        norms = norms_of()
-        if self._fixed is not None:
             self._fixed.require_unchanged()
         self.noise.require_usable(norms.device)
         event: events.DpEvent = events.GaussianDpEvent(float(noise_multiplier))
         if self.sample_rate < 1:
             event = events.PoissonSampledDpEvent(self.sample_rate, event)
-        self.accountant.compose(event, label=label)
-        self.accountant.note(f"{label}: records are kept apart {self.independence}")
+        self.accountant.compose(event, label=_COUNT)
+        self.accountant.note(f"{_COUNT}: records are kept apart {self.independence}")
         total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
-        hides: Iterable[Tensor | str] = (repr((bound, noise_multiplier)), norms)
+        hides = (repr((bound, noise_multiplier)), norms)
         noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
         batch = self.query.expected_batch_size
         share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / batch
