@@ -80,7 +80,6 @@ def main() -> None:
     home = Path(dpb.__file__).resolve().parent
     print(f"torch_dpbayes {dpb.__version__} in {home}")
     assert (home / "py.typed").is_file()
-    subprocess.run([sys.executable, "-m", "torch_dpbayes"], check=True, stdout=subprocess.DEVNULL)
     with tempfile.TemporaryDirectory() as folder:
         train_a_network(Path(folder) / "budget.db")
     run_a_chain()
