@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "metrics": set(),
     "distributed": {"accounting", "noise"},
     "words": {"accounting"},
-    "per_sample": set(),
+    "per_sample": {"noise"},
     "batches": {"accounting", "noise", "per_sample", "distributed"},
     "release": {"accounting", "noise", "distributed", "per_sample", "batches"},
     "optim": {"accounting", "noise", "release", "words"},

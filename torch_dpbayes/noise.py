@@ -16,6 +16,7 @@ import hashlib
 import math
 import os
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
@@ -85,6 +86,84 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+class PrivateRandomness:
+    """Torch's global random numbers come from a stream of their own while a block runs.
+
+    A mask of dropout is drawn for a place in the batch, and one record more moves the others to
+    other places. What the masks are must therefore be as unknown as noise, though the seed of
+    torch is 0 or 42 in many programs. The stream of the program goes on afterwards as if nothing
+    had been drawn.
+
+    Args:
+        generator: the caller's, from whose position the stream follows, for runs that can be
+            repeated; nothing is taken of it. None: fresh entropy from the operating system.
+        rank: of this process, as ranks with equal generators draw masks of their own.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None, rank: int = 0) -> None:
+        self._generator, self._rank = generator, rank
+        self._streams: dict[torch.device, Tensor] = {}
+        self._made_at: tuple[int, bytes] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy draws its own numbers."""
+        return PrivateRandomness, ()
+
+    @contextmanager
+    def __call__(self, device: torch.device) -> Iterator[None]:
+        """Of the processor and of the device."""
+        with _GLOBAL_STREAM:
+            if _private_now:  # one pass inside another
+                yield
+                return
+            made_at = os.getpid(), stream_position(self._generator) if self._generator else b""
+            if made_at != self._made_at:
+                self._streams.clear()
+                self._made_at = made_at
+            kinds = {torch.device("cpu"), device}
+            before = {kind: _global_state(kind) for kind in kinds}
+            _private_now.append(self)
+            try:
+                for kind in kinds:
+                    if kind not in self._streams:
+                        self._streams[kind] = self._new_stream(kind).get_state()
+                    _set_global_state(kind, self._streams[kind])
+                yield
+            finally:
+                _private_now.pop()
+                for kind, state in before.items():
+                    self._streams[kind] = _global_state(kind)
+                    _set_global_state(kind, state)
+
+    def _new_stream(self, device: torch.device) -> torch.Generator:
+        if self._generator is None:
+            return fresh_generator(device)
+        assert self._made_at is not None
+        key = hashlib.shake_256(f"model {self._rank}".encode() + self._made_at[1])
+        return _generator_from(key.digest(_ENTROPY_BYTES), device)
+
+
+# Torch's global streams are one for all threads.
+_GLOBAL_STREAM = threading.RLock()
+_private_now: list[PrivateRandomness] = []
+
+
+def _global_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
+    of = () if device.type == "mps" else (device,)
+    state: Tensor = torch.get_device_module(device).get_rng_state(*of)
+    return state
+
+
+def _set_global_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+    else:
+        of = () if device.type == "mps" else (device,)
+        torch.get_device_module(device).set_rng_state(state, *of)
 
 
 class GaussianNoise:

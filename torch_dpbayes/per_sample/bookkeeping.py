@@ -195,17 +195,19 @@ class BookkeepingGradientSource(GradientSource):
         self._versions = [(p, p._version) for p in self._parameters]
         anchors = [layer.anchor for layer in self._layers]
         try:
-            if self._is_one_layer(rows):
-                require_no_modes()
-                self.record_map = _WholeBatch()
-                with as_traced():
-                    return of_one(rows, ()), anchors
-            copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
-            self._copies = list(zip(direct, copies, strict=True))
-            self.record_map = record_map = RecordMap(n)
-            found = record_map(
-                lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]), [*rows, *copies]
-            )
+            with self.randomness(rows[0].device):
+                if self._is_one_layer(rows):
+                    require_no_modes()
+                    self.record_map = _WholeBatch()
+                    with as_traced():
+                        return of_one(rows, ()), anchors
+                copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
+                self._copies = list(zip(direct, copies, strict=True))
+                self.record_map = record_map = RecordMap(n)
+                found = record_map(
+                    lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]),
+                    [*rows, *copies],
+                )
         finally:
             self.record_map = None
         if kept := record_map.kept():

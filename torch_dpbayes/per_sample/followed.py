@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
+from ..noise import PrivateRandomness
 from .derived import Derived, as_plain, derived, holds_records
 
 INSTEAD = (
@@ -67,6 +68,7 @@ class Batch:
     Args:
         shown: the number of records that followed tensors show, a public constant.
         run: runs a torch function on followed tensors of this batch while it is open.
+        randomness: what functions on followed tensors draw.
         is_empty: no record was drawn; one synthetic record stands in, and counts as none.
 
     Attributes:
@@ -75,10 +77,20 @@ class Batch:
         leaves: the tensors that may receive a gradient, by the model's last pass.
     """
 
-    __slots__ = ("is_empty", "is_open", "leaves", "loss_reduction", "refusal", "run", "shown")
+    __slots__ = (
+        *("is_empty", "is_open", "leaves", "loss_reduction", "randomness", "refusal", "run"),
+        "shown",
+    )
 
-    def __init__(self, shown: int, run: Callable[..., Any], *, is_empty: bool = False) -> None:
-        self.shown, self.run, self.is_empty = shown, run, is_empty
+    def __init__(
+        self,
+        shown: int,
+        run: Callable[..., Any],
+        randomness: PrivateRandomness,
+        *,
+        is_empty: bool = False,
+    ) -> None:
+        self.shown, self.run, self.randomness, self.is_empty = shown, run, randomness, is_empty
         self.is_open = True
         self.refusal: str | None = None
         self.loss_reduction: str | None = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError, LossError, StepError
+from ..noise import PrivateRandomness
 from .arithmetic import full_precision, joined
 from .contributions import Contribution, PerRecord, Product, merged, set_norms
 from .followed import Followed
@@ -55,6 +56,7 @@ class GradientSource(ABC):
         follows: whether the model takes and returns followed tensors.
         passes: how often the model ran forward for this step, while gradients are recorded.
         is_empty: no record was drawn; a synthetic one stands in, and counts as none.
+        randomness: what the model draws while it is mapped over records.
         is_copy: it came with a copy of its model, and is only good for :meth:`remove`.
     """
 
@@ -71,6 +73,7 @@ class GradientSource(ABC):
         self.independence = VOUCHED if assume_independent else BY_CONSTRUCTION
         self.is_copy = self._is_removed = False
         self._module = module
+        self.randomness = PrivateRandomness()
         self._handles: list[Any] = []
         if module is not None:
             if (before := GradientSource.attached_to(module)) is not None:

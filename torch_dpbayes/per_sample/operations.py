@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DPBayesError, LossError
+from ..noise import PrivateRandomness
 from . import function_kinds as kinds
 from .derived import as_plain, derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
@@ -41,10 +42,14 @@ class Delivery:
 
     Args:
         expected_batch_size: what followed tensors show as the number of their records.
+        randomness: what the loss draws.
     """
 
-    def __init__(self, expected_batch_size: float) -> None:
+    def __init__(
+        self, expected_batch_size: float, randomness: PrivateRandomness | None = None
+    ) -> None:
         self._shown = max(2, round(expected_batch_size))
+        self._randomness = randomness or PrivateRandomness()
         self._last: Batch | None = None
 
     def __call__(self, delivered: Any, records: int) -> Any:
@@ -56,7 +61,7 @@ class Delivery:
         """
         if self._last is not None:
             self._last.close()
-        self._last = batch = Batch(self._shown, _run, is_empty=records == 0)
+        self._last = batch = Batch(self._shown, _run, self._randomness, is_empty=records == 0)
 
         def followed(t: Tensor) -> Tensor:
             if t.dim() == 0 or len(t) != records:
@@ -81,7 +86,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name in ("backward", *kinds.METADATA):
             return operation.run()
-        with as_traced():
+        with as_traced(), operation.batch.randomness(operation.followed[0].device):
             return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")

@@ -30,7 +30,7 @@ from ..batches.sampler import PoissonSampler
 from ..batches.sampling_schemes import RandomAllocationSampler
 from ..distributed import STEP, Ranks, require_single_process
 from ..errors import ArgumentError, CheckpointError, StateError, StepError
-from ..noise import GaussianNoise, digest
+from ..noise import GaussianNoise, PrivateRandomness, digest
 from ..per_sample.derived import FixedTensors, holds_records
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
@@ -122,7 +122,11 @@ class Release:
             fixed.begin()
 
         draws.before_delivery = before_delivery
-        draws.delivery = Delivery(self.query.expected_batch_size) if source.follows else None
+        rank = 0 if self.ranks is None else self.ranks.rank
+        source.randomness = PrivateRandomness(self.noise.generator, rank)
+        draws.delivery = None
+        if source.follows:
+            draws.delivery = Delivery(self.query.expected_batch_size, source.randomness)
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
         """One that charges the same accountant and draws its own noise."""
