@@ -42,11 +42,9 @@ from .gdp import (
 )
 from .privacy_loss import (
     apart,
-    beside_failures,
+    delta_of_all,
+    epsilon_of_all,
     failing,
-    least_delta,
-    least_epsilon,
-    with_failures,
 )
 from .rare_losses import can_be_cut, epsilon_by_cut
 from .tilted_window import ACCURACY
@@ -104,11 +102,7 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     """
     if _has_no_guarantee(counts):
         return math.inf
-    return beside_failures(
-        counts,
-        delta,
-        lambda others, left: least_epsilon(others, lambda c: _upper_epsilon(c, left)),
-    )
+    return epsilon_of_all(counts, delta, _upper_epsilon)
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
@@ -134,7 +128,7 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     """An upper bound on delta at ``epsilon``."""
     if _has_no_guarantee(counts):
         return 1.0
-    return with_failures(counts, lambda others: least_delta(others, epsilon, _upper_delta))
+    return delta_of_all(counts, epsilon, _upper_delta)
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:

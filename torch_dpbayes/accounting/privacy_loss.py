@@ -394,39 +394,6 @@ def largest_sum(counts: Mapping[Pair, int]) -> float:
     return sum_as_written(terms)
 
 
-def _split(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Releases whose loss is bounded, and the others."""
-    bounded = {pair: count for pair, count in counts.items() if largest_loss(pair) < math.inf}
-    return bounded, {pair: count for pair, count in counts.items() if pair not in bounded}
-
-
-def least_epsilon(
-    counts: Mapping[Pair, int], bound: Callable[[Mapping[Pair, int]], float]
-) -> float:
-    """The smaller of two bounds on epsilon: that of all together, or the largest loss of what is
-    bounded and the bound of the rest, which has all of delta.
-    """
-    found = bound(counts)
-    bounded, rest = _split(counts)
-    if not bounded or (largest := largest_sum(bounded)) >= found:
-        return found
-    return min(found, math.nextafter(largest + bound(rest), math.inf)) if rest else largest
-
-
-def least_delta(
-    counts: Mapping[Pair, int], epsilon: float, bound: Callable[[Mapping[Pair, int], float], float]
-) -> float:
-    """The smaller of the same two bounds on delta at ``epsilon``."""
-    bounded, rest = _split(counts)
-    largest = largest_sum(bounded)
-    if not rest and largest <= epsilon:
-        return 0.0
-    found = bound(counts, epsilon)
-    if bounded and rest and largest < epsilon:
-        found = min(found, bound(rest, math.nextafter(epsilon - largest, 0.0)))
-    return found
-
-
 # --- releases that fail outright with some probability --------------------------------------------
 
 
@@ -457,32 +424,48 @@ def left_of(delta: float, failed: float) -> float:
     return (delta - failed) / (1 - failed) * (1 - 1e-15)
 
 
-def beside_failures(
-    counts: Mapping[Pair, int], delta: float, bound: Callable[[dict[Pair, int], float], float]
+def _split(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], dict[Pair, int]]:
+    """Releases whose loss is bounded, and the others."""
+    bounded = {pair: count for pair, count in counts.items() if largest_loss(pair) < math.inf}
+    return bounded, {pair: count for pair, count in counts.items() if pair not in bounded}
+
+
+def epsilon_of_all(
+    counts: Mapping[Pair, int], delta: float, bound: Callable[[Mapping[Pair, int], float], float]
 ) -> float:
     """An upper bound on epsilon at ``delta``, where ``bound(others, left)`` is one for releases
-    that do not fail outright.
+    that do not fail outright: for all of these together, or for those whose loss is not bounded,
+    which then have all of delta, plus the largest loss of the others.
     """
     failures, others = apart(counts)
-    failed = failing(failures)
-    if not failed:
-        return bound(others, delta)
-    if failed > delta:
+    if (failed := failing(failures)) > delta:
         return math.inf
     if not others:
         return 0.0
-    left = left_of(delta, failed)
-    return bound(others, left) if left >= SMALLEST_DELTA else largest_sum(others)
+    left = left_of(delta, failed) if failed else delta
+    if failed and left < SMALLEST_DELTA:
+        return largest_sum(others)
+    found = bound(others, left)
+    bounded, rest = _split(others)
+    if not bounded or (largest := largest_sum(bounded)) >= found:
+        return found
+    return min(found, math.nextafter(largest + bound(rest, left), math.inf)) if rest else largest
 
 
-def with_failures(counts: Mapping[Pair, int], bound: Callable[[dict[Pair, int]], float]) -> float:
-    """An upper bound on delta, where ``bound(others)`` is one for releases that do not fail."""
+def delta_of_all(
+    counts: Mapping[Pair, int], epsilon: float, bound: Callable[[Mapping[Pair, int], float], float]
+) -> float:
+    """An upper bound on delta at ``epsilon``, likewise."""
     failures, others = apart(counts)
+    bounded, rest = _split(others)
+    largest, beside = largest_sum(bounded), 0.0
+    if rest or largest > epsilon:
+        beside = bound(others, epsilon)
+        if bounded and rest and largest < epsilon:
+            beside = min(beside, bound(rest, math.nextafter(epsilon - largest, 0.0)))
     failed = failing(failures)
-    if not failed:
-        return bound(others)
-    if not (beside := bound(others) if others else 0.0):
-        return failed
+    if not failed or not beside:
+        return failed or beside
     return min((failed + (1 - failed) * beside) * (1 + 1e-15), 1.0)
 
 
