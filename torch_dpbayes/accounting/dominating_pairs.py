@@ -327,26 +327,17 @@ def _(event: LaplaceDpEvent, replace: bool) -> Pair:
     return Laplace(1.0, event.noise_multiplier / (1 + replace))
 
 
-@pair_of.register
-def _(
-    event: MuGaussianDpEvent
-    | PureDpEvent
-    | BoundedRangeDpEvent
-    | ZCDpEvent
-    | FailureDpEvent
-    | NonPrivateDpEvent,
-    replace: bool,
-) -> Pair:
-    # guarantees under the accountant's relation, whichever it is
-    kinds: dict[type[DpEvent], Callable[..., Pair]] = {
-        MuGaussianDpEvent: Gaussian,
-        PureDpEvent: Pure,
-        BoundedRangeDpEvent: BoundedRange,
-        ZCDpEvent: Concentrated,
-        FailureDpEvent: Failure,
-        NonPrivateDpEvent: NonPrivate,
-    }
-    return kinds[type(event)](*attr.astuple(event))
+# guarantees under the accountant's relation, whichever it is
+_GUARANTEES: dict[type[Any], Callable[..., Pair]] = {
+    MuGaussianDpEvent: Gaussian,
+    PureDpEvent: Pure,
+    BoundedRangeDpEvent: BoundedRange,
+    ZCDpEvent: Concentrated,
+    FailureDpEvent: Failure,
+    NonPrivateDpEvent: NonPrivate,
+}
+for _kind, _pair in _GUARANTEES.items():
+    pair_of.register(_kind, lambda event, replace, _pair=_pair: _pair(*attr.astuple(event)))
 
 
 @pair_of.register
@@ -368,18 +359,7 @@ def as_removed(event: Any) -> Pair:
 
 # of each kind of event that is accounted for under "zero_out" its pair; mechanisms add theirs
 WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = dict.fromkeys(
-    (
-        GaussianDpEvent,
-        PoissonSampledDpEvent,
-        LaplaceDpEvent,
-        MuGaussianDpEvent,
-        PureDpEvent,
-        BoundedRangeDpEvent,
-        ZCDpEvent,
-        FailureDpEvent,
-        NonPrivateDpEvent,
-    ),
-    as_removed,
+    (GaussianDpEvent, PoissonSampledDpEvent, LaplaceDpEvent, *_GUARANTEES), as_removed
 )
 
 
@@ -548,13 +528,10 @@ def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]],
 
 
 def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:
-    """Sampled releases, if they are many, brought to a grid of this ratio of rates and noises.
-
-    Args:
-        levels: how often each pair occurs.
-        ratio: at least; it grows until there are at most a thousand.
-        upper: at a cell's least private member, and its noise on the grid, so that a curve of it
-            serves other histories; or at its most private one.
+    """Sampled releases, if they are many, brought to a grid of at least this ratio of rates and
+    noises, which grows until there are at most a thousand: to a cell's least private member, and
+    its noise on the grid, so that a curve of it serves other histories (``upper``); or to its most
+    private one.
     """
     sampled, groups = scattered_of(levels)
     if not sampled:

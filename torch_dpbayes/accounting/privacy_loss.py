@@ -71,18 +71,27 @@ def _grid(low: float, high: float, interval: float) -> Array:
     return interval * np.arange(first, last + 1, dtype=np.float64)
 
 
+def amplified_loss(losses: Array, q: float) -> Array:
+    """log(1 - q + q exp(loss)), accurate where it is small and where the exponential overflows."""
+    if q == 1:
+        return losses
+    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
+    far = high + math.log(q) + np.log1p((1 - q) / q * np.exp(-high))
+    return np.where(losses < 30.0, np.log1p(q * np.expm1(low)), far)
+
+
+def unsampled_loss(losses: Array, q: float) -> Array:
+    """The inverse of :func:`amplified_loss`; far below 0 at log(1 - q) and beneath."""
+    if q == 1:
+        return losses
+    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
+    far = high - math.log(q) + np.log1p((q - 1) * np.exp(-high))
+    return np.where(losses < 30, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), far)
+
+
 def log_mixture(x: Array, rate: float, noise: float) -> Array:
-    """log(1 - q + q exp((2x - 1) / (2 z^2))), accurate where it is small and where the
-    exponential overflows.
-    """
-    exponent = (2 * x - 1) / (2 * noise**2)
-    low = np.minimum(exponent, 30.0)
-    high = np.maximum(exponent, 30.0)
-    return np.where(
-        exponent < 30.0,
-        np.log1p(rate * np.expm1(low)),
-        high + math.log(rate) + np.log1p((1 - rate) / rate * np.exp(-high)),
-    )
+    """log(1 - q + q exp((2x - 1) / (2 z^2)))."""
+    return amplified_loss((2 * x - 1) / (2 * noise**2), rate)
 
 
 def _log_asinh_product(log_scale: float, loss: Array) -> Array:
@@ -104,11 +113,7 @@ def sampled_point(pair: Sampled, loss: Array) -> Array:
     if pair.kind == "antipodal":
         log_scale = math.log((1 - q) / q) + 1 / (2 * z**2)
         return z**2 * (loss / 2 + _log_asinh_product(log_scale, loss))
-    low = np.minimum(loss, 30.0)
-    ratio = np.where(
-        loss < 30.0, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), loss - math.log(q)
-    )
-    return 0.5 + z**2 * ratio
+    return 0.5 + z**2 * unsampled_loss(loss, q)
 
 
 class Nodes(NamedTuple):
@@ -161,23 +166,6 @@ def _(pair: DiscreteGaussian, tail: float, interval: float | None = None) -> Nod
 def _(pair: Amplified, tail: float, interval: float | None = None) -> Nodes:
     q, (losses, masses, _) = pair.rate, loss_nodes(pair.pair, tail)
     return Nodes(amplified_loss(losses, q), masses * (q + (1 - q) * np.exp(-losses)))
-
-
-def amplified_loss(losses: Array, q: float) -> Array:
-    """log(1 - q + q exp(loss))."""
-    if q == 1:
-        return losses
-    small = np.log1p(q * np.expm1(np.minimum(losses, 30.0)))
-    return np.where(losses < 30, small, np.logaddexp(math.log1p(-q), math.log(q) + losses))
-
-
-def _unsampled_loss(losses: Array, q: float) -> Array:
-    """The inverse of :func:`amplified_loss`, above log(1 - q)."""
-    if q == 1:
-        return losses
-    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
-    far = high - math.log(q) + np.log1p((q - 1) * np.exp(-high))
-    return np.where(losses < 30, np.log1p(np.expm1(low) / q), far)
 
 
 @loss_nodes.register
@@ -270,7 +258,7 @@ def _(pair: Laplace, tail: float, interval: float | None = None) -> Nodes:
     if interval is not None:
         grid = _grid(low, high, interval)
         grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip((shift + _unsampled_loss(grid, q)) / 2, 0.0, shift))
+        edges = np.union1d(edges, np.clip((shift + unsampled_loss(grid, q)) / 2, 0.0, shift))
     u, weight = pieces(edges, 5)
     loss = loss_at(u)
     left = (1 - q) / 2 + q * math.exp(-shift) / 2
@@ -336,12 +324,8 @@ class Masses(NamedTuple):
 
 
 def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masses]:
-    """``pair`` and its reverse on the grid ``interval * Z``.
-
-    Args:
-        pair: a pair that has a loss distribution.
-        interval: the discretisation interval.
-        tail: mass of each end that may be moved upwards: to infinity, or to the lowest grid points.
+    """``pair`` and its reverse on the grid ``interval * Z``; mass ``tail`` of each end may be moved
+    upwards: to infinity, or to the lowest grid points.
     """
     nodes = loss_nodes(pair, tail, interval)
     cell = np.floor(nodes.losses / interval)
@@ -438,7 +422,8 @@ def epsilon_of_all(
     which then have all of delta, plus the largest loss of the others.
     """
     failures, others = apart(counts)
-    if (failed := failing(failures)) > delta:
+    failed = failing(failures)
+    if failed > delta:
         return math.inf
     if not others:
         return 0.0
