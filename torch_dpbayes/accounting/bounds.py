@@ -178,6 +178,9 @@ def _worse(
 ) -> float:
     """The answer in the worse direction, which a rough bound on the other one often shows."""
     worst, is_cut = math.nan, False
+    # sampled releases are cut, beside a Gaussian that is not
+    cuts = delta is not None and len(levels) <= _MOST_CUT
+    cuts = cuts and all(isinstance(pair, Sampled | Gaussian) for pair in levels)
     for reverse in directions(levels):
         if not math.isnan(worst):
             most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
@@ -197,7 +200,6 @@ def _worse(
             )
             if ask(rough) <= worst:
                 continue
-        cuts = delta is not None and len(levels) <= _MOST_CUT and can_be_cut(levels)
         (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=cuts)
         found, is_cut = ask(fine), False
         if delta is not None and cuts and _lacks_digits(fine, found):
@@ -235,11 +237,6 @@ def _(pair: Capped, tail: float, interval: float | None = None) -> Nodes:
     else:
         return sampled_nodes(sampled, tail, interval, most=most)
     return Nodes(np.append(losses, -most), np.append(masses, below / _BELOW))
-
-
-def can_be_cut(levels: Mapping[Pair, int]) -> bool:
-    """Whether the releases are sampled ones, and perhaps a Gaussian, which is not cut."""
-    return all(isinstance(pair, Sampled | Gaussian) for pair in levels)
 
 
 def epsilon_by_cut(

@@ -56,15 +56,21 @@ _LEAST_RATE = 1e-30  # smaller ones are rounded up to it, for their inverses to 
 # --- kinds of pairs -------------------------------------------------------------------------------
 
 
+class Pair:
+    """Two distributions; what is registered for its type is all that is known of them."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Gaussian:
+class Gaussian(Pair):
     """(N(mu, 1), N(0, 1))."""
 
     mu: float
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Pair):
     """A Gaussian sum of sensitivity 1 and standard deviation z = ``noise``, taken with probability
     q = ``rate``.
 
@@ -80,7 +86,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Capped:
+class Capped(Pair):
     """The losses of ``pair``, or of its reverse, up to ``most``; of an antipodal pair, and of a
     reverse, those below ``-most`` count as that.
     """
@@ -91,7 +97,7 @@ class Capped:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocated:
+class Allocated(Pair):
     """A Gaussian sum of sensitivity 1 and standard deviation ``noise`` in one of ``steps`` steps.
 
     kind "directed": (the average of N(e_i, z^2 1) over the unit vectors, N(0, z^2 1)) for a removed
@@ -105,14 +111,14 @@ class Allocated:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class Mixed(Pair):
     """One of several releases, drawn with these weights; which one is announced."""
 
     parts: tuple[tuple[float, Sampled], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Laplace:
+class Laplace(Pair):
     """((1-q) Lap(0, b) + q Lap(1, b), Lap(0, b)) for a removed record, the reverse for an added
     one; q = ``rate``, b = ``scale``.
     """
@@ -122,7 +128,7 @@ class Laplace:
 
 
 @dataclass(frozen=True, slots=True)
-class FewLosses:
+class FewLosses(Pair):
     """Privacy losses with their probabilities, all of them; its own reverse unless ``directed``."""
 
     losses: tuple[float, ...]
@@ -131,7 +137,7 @@ class FewLosses:
 
 
 @dataclass(frozen=True, slots=True)
-class DiscreteGaussian:
+class DiscreteGaussian(Pair):
     """Discrete Gaussians of parameter ``std`` around ``move`` and around 0; its own reverse."""
 
     std: float
@@ -139,7 +145,7 @@ class DiscreteGaussian:
 
 
 @dataclass(frozen=True, slots=True)
-class Amplified:
+class Amplified(Pair):
     """((1-q) Q + q P, Q) of a pair (P, Q) of discrete losses, q = ``rate``, for a removed record,
     the reverse for an added one (Zhu, Dong, Wang 2022, Theorem 11).
     """
@@ -149,7 +155,7 @@ class Amplified:
 
 
 @dataclass(frozen=True, slots=True)
-class GaussianMixture:
+class GaussianMixture(Pair):
     """(the mixture of N(moves_i, 1), chances_i and of N(0, 1) for the rest, N(0, 1))."""
 
     moves: tuple[float, ...]
@@ -157,14 +163,14 @@ class GaussianMixture:
 
 
 @dataclass(frozen=True, slots=True)
-class Pure:
+class Pure(Pair):
     """Randomised response with parameter ``epsilon``: dominates every pure release."""
 
     epsilon: float
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedRange:
+class BoundedRange(Pair):
     """The profile (1 - e^(-(b-g)/2))^2 / (1 - e^(-b)), -b <= g <= b (Dong, Durfee, Rogers 2020),
     b = ``epsilon``.
     """
@@ -173,7 +179,7 @@ class BoundedRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Concentrated:
+class Concentrated(Pair):
     """(xi, rho)-zCDP, on a Poisson sample of this rate. Known by its Renyi curve only."""
 
     rho: float
@@ -182,34 +188,15 @@ class Concentrated:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Pair):
     """Loss +infinity with probability ``delta``, else 0; its own reverse."""
 
     delta: float
 
 
 @dataclass(frozen=True, slots=True)
-class NonPrivate:
+class NonPrivate(Pair):
     """No guarantee at all."""
-
-
-Pair = (
-    Gaussian
-    | Sampled
-    | Capped
-    | Allocated
-    | Mixed
-    | Laplace
-    | FewLosses
-    | DiscreteGaussian
-    | Amplified
-    | GaussianMixture
-    | Pure
-    | BoundedRange
-    | Concentrated
-    | Failure
-    | NonPrivate
-)
 
 
 def sampled_pair(kind: SampledKind, rate: float, noise: float) -> Pair:

@@ -196,10 +196,6 @@ def _(pair: Gaussian, tail: float, interval: float | None = None) -> Nodes:
 
 
 @loss_nodes.register
-def _(pair: Sampled, tail: float, interval: float | None = None) -> Nodes:
-    return sampled_nodes(pair, tail, interval)
-
-
 def sampled_nodes(
     pair: Sampled,
     tail: float,
