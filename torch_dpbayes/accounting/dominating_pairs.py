@@ -119,11 +119,8 @@ class Mixed(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Laplace(Pair):
-    """((1-q) Lap(0, b) + q Lap(1, b), Lap(0, b)) for a removed record, the reverse for an added
-    one; q = ``rate``, b = ``scale``.
-    """
+    """(Lap(1, b), Lap(0, b)), b = ``scale``; its own reverse."""
 
-    rate: float
     scale: float
 
 
@@ -146,12 +143,12 @@ class DiscreteGaussian(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Amplified(Pair):
-    """((1-q) Q + q P, Q) of a pair (P, Q) of discrete losses, q = ``rate``, for a removed record,
-    the reverse for an added one (Zhu, Dong, Wang 2022, Theorem 11).
+    """((1-q) Q + q P, Q) of a pair (P, Q), q = ``rate`` < 1, for a removed record, the reverse for
+    an added one (Zhu, Dong, Wang 2022, Theorem 11).
     """
 
     rate: float
-    pair: FewLosses | DiscreteGaussian
+    pair: Laplace | FewLosses | DiscreteGaussian
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +257,7 @@ def _(event: PoissonSampledDpEvent, replace: bool) -> Pair:
             f"Poisson batches amplify {type(event.event).__name__} under add_or_remove_one only:"
             " use that relation, or charge the release itself, without amplification."
         )
-    if isinstance(pair, Laplace):
-        return Laplace(q, pair.scale)
-    if isinstance(pair, FewLosses | DiscreteGaussian):
+    if isinstance(pair, Laplace | FewLosses | DiscreteGaussian):
         return Amplified(q, pair)
     if isinstance(pair, Concentrated):
         return Concentrated(pair.rho, pair.xi, q)
@@ -311,7 +306,7 @@ def _(event: UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent, replace: bo
 def _(event: LaplaceDpEvent, replace: bool) -> Pair:
     # Several coordinates that move cost no more than one that moves by their sum: for noise with a
     # log-concave density the latter's trade-off curve is theirs, one after the other.
-    return Laplace(1.0, event.noise_multiplier / (1 + replace))
+    return Laplace(event.noise_multiplier / (1 + replace))
 
 
 # guarantees under the accountant's relation, whichever it is
@@ -357,8 +352,6 @@ def has_two_directions(pair: Pair) -> bool:
     """Whether a removed and an added record differ; every other pair is its own reverse."""
     if isinstance(pair, Mixed):
         return any(has_two_directions(part) for _, part in pair.parts)
-    if isinstance(pair, Laplace):
-        return pair.rate < 1
     if isinstance(pair, FewLosses):
         return pair.directed
     if isinstance(pair, GaussianMixture | Amplified):
@@ -378,14 +371,9 @@ def largest_loss(pair: Pair) -> float:
     """What the privacy loss of one release never passes."""
     if isinstance(pair, Pure | BoundedRange):
         return pair.epsilon
-    return max(map(abs, pair.losses)) if isinstance(pair, FewLosses) else math.inf
-
-
-@largest_loss.register
-def _(pair: Laplace) -> float:
-    if pair.rate == 1:
+    if isinstance(pair, Laplace):
         return 1 / pair.scale
-    return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + 1 / pair.scale))
+    return max(map(abs, pair.losses)) if isinstance(pair, FewLosses) else math.inf
 
 
 @largest_loss.register
@@ -398,7 +386,7 @@ def largest_added_loss(pair: Pair) -> float:
     """:func:`largest_loss` where a record was added: with probability 1 - q the release is as
     without the record.
     """
-    if isinstance(pair, Sampled | Laplace | Amplified) and has_two_directions(pair):
+    if isinstance(pair, Sampled | Amplified) and has_two_directions(pair):
         return -math.log1p(-pair.rate)
     return largest_loss(pair)
 

@@ -377,7 +377,7 @@ class Composition:
             solution -= math.log1p((rest - found[cell]) / (mass[cell] - rest))
             solution = max(solution, float(self.losses[cell - 1]))
         solution = max(solution, 0.0)
-        margin = 1e-10 * solution + 1e-6 * self.interval
+        margin = 1e-14 * solution + 1e-10 * self.interval
         while self.upper_delta(solution) > delta:
             solution, margin = solution + margin, 2 * margin
         return solution

@@ -45,6 +45,7 @@ from .events import SMALLEST_DELTA
 BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 
 _LARGEST_LOSS = 1e4  # that nodes a twentieth apart lead up to
+_LARGEST_EXPONENT = 700.0
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
 
@@ -71,10 +72,14 @@ def _grid(low: float, high: float, interval: float) -> Array:
     return interval * np.arange(first, last + 1, dtype=np.float64)
 
 
+def _between(low: float, high: float, interval: float | Array) -> Array:
+    """The multiples of ``interval``, or those of its losses, that lie between two losses."""
+    grid = _grid(low, high, interval) if isinstance(interval, float) else interval
+    return np.asarray(grid[(grid > low) & (grid < high)])
+
+
 def amplified_loss(losses: Array, q: float) -> Array:
     """log(1 - q + q exp(loss)), accurate where it is small and where the exponential overflows."""
-    if q == 1:
-        return losses
     low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
     far = high + math.log(q) + np.log1p((1 - q) / q * np.exp(-high))
     return np.where(losses < 30.0, np.log1p(q * np.expm1(low)), far)
@@ -82,8 +87,6 @@ def amplified_loss(losses: Array, q: float) -> Array:
 
 def unsampled_loss(losses: Array, q: float) -> Array:
     """The inverse of :func:`amplified_loss`; far below 0 at log(1 - q) and beneath."""
-    if q == 1:
-        return losses
     low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
     far = high - math.log(q) + np.log1p((q - 1) * np.exp(-high))
     return np.where(losses < 30, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), far)
@@ -164,7 +167,12 @@ def _(pair: DiscreteGaussian, tail: float, interval: float | None = None) -> Nod
 
 @loss_nodes.register
 def _(pair: Amplified, tail: float, interval: float | None = None) -> Nodes:
-    q, (losses, masses, _) = pair.rate, loss_nodes(pair.pair, tail)
+    q, cuts = pair.rate, None
+    if interval is not None and isinstance(pair.pair, Laplace):
+        cuts = unsampled_loss(_between(math.log1p(-q), largest_loss(pair), interval), q)
+    losses, masses, _ = loss_nodes(pair.pair, tail, cuts)
+    if losses.min() < -_LARGEST_EXPONENT:
+        raise OverflowError(BEYOND)
     return Nodes(amplified_loss(losses, q), masses * (q + (1 - q) * np.exp(-losses)))
 
 
@@ -217,9 +225,8 @@ def sampled_nodes(
     edges = np.linspace(start, stop, 2 + int((stop - start) / (0.1 * z * min(1.0, 2 * z))))
     if interval is not None:
         low, high = _sampled_loss(pair, np.array([start, stop])).tolist()
-        grid = _grid(low, high, interval) if isinstance(interval, float) else interval
-        grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip(sampled_point(pair, grid), start, stop))
+        cuts = sampled_point(pair, _between(low, high, interval))
+        edges = np.union1d(edges, np.clip(cuts, start, stop))
     x, weight = pieces(edges, _degree(width))
     log_ratio = log_mixture(x, q, z)
     mass = weight * np.exp(log_ratio - x**2 / (2 * z**2)) / (z * math.sqrt(2 * math.pi))
@@ -237,31 +244,22 @@ def _sampled_loss(pair: Sampled, x: Array) -> Array:
 
 
 @loss_nodes.register
-def _(pair: Laplace, tail: float, interval: float | None = None) -> Nodes:
-    q, shift = pair.rate, 1 / pair.scale
+def _(pair: Laplace, tail: float, interval: float | Array | None = None) -> Nodes:
+    shift = 1 / pair.scale
     if shift > _LARGEST_LOSS:
         raise OverflowError(BEYOND)
-
-    def loss_at(u: Array) -> Array:  # u in units of the noise's scale, from no shift to the shift
-        return amplified_loss(2 * u - shift, q)
-
     # towards the ends, which Renyi divergences of high order single out
     fine = shift * np.geomspace(1e-9, 0.5, 150)
     edges = np.union1d(
         np.linspace(0.0, shift, 2 + int(20 * shift)), np.concatenate([fine, shift - fine])
     )
-    low, high = loss_at(np.array([0.0, shift]))
     if interval is not None:
-        grid = _grid(low, high, interval)
-        grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip((shift + unsampled_loss(grid, q)) / 2, 0.0, shift))
-    u, weight = pieces(edges, 5)
-    loss = loss_at(u)
-    left = (1 - q) / 2 + q * math.exp(-shift) / 2
-    right = (1 - q) * math.exp(-shift) / 2 + q / 2
+        edges = np.union1d(edges, (shift + _between(-shift, shift, interval)) / 2)
+    u, weight = pieces(edges, 5)  # in units of the noise's scale, from no shift to the shift
+    loss = 2 * u - shift
     return Nodes(
-        np.concatenate([[low], loss, [high]]),
-        np.concatenate([[left], weight * np.exp(loss - u) / 2, [right]]),
+        np.concatenate([[-shift], loss, [shift]]),
+        np.concatenate([[math.exp(-shift) / 2], weight * np.exp(loss - u) / 2, [0.5]]),
     )
 
 
@@ -340,7 +338,7 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     if not has_two_directions(pair):
         masses[1] += tail
         return (Masses(first, masses, tail),) * 2
-    if -interval * first > 700:
+    if -interval * first > _LARGEST_EXPONENT:
         raise OverflowError(BEYOND)
     # The nodes cover the bulk of both distributions, so their masses under the other one are all
     # there is but ``tail``.

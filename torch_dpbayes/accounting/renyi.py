@@ -151,7 +151,7 @@ def _(pair: DiscreteGaussian, alpha: Array) -> Array:
 
 @divergences.register
 def _(pair: Amplified, alpha: Array) -> Array:
-    if isinstance(pair.pair, FewLosses):
+    if not isinstance(pair.pair, DiscreteGaussian):
         return _of_bounded_loss(_log_moments(pair, alpha) + 1e-12, largest_loss(pair), alpha)
     q, std, move = pair.rate, pair.pair.std, pair.pair.move
     found = np.full(len(alpha), math.inf)
