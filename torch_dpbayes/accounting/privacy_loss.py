@@ -130,14 +130,15 @@ class Nodes(NamedTuple):
 
 
 @singledispatch
-def loss_nodes(pair: Pair, tail: float, interval: float | None = None) -> Nodes:
+def loss_nodes(pair: Pair, tail: float, interval: float | Array | None = None) -> Nodes:
     """Quadrature nodes of the privacy loss of ``pair``, all but P-mass (and Q-mass) ``tail`` at
     either end. A new kind of pair that has a privacy loss distribution registers its own.
 
     Args:
         pair: a pair that has a loss distribution.
         tail: mass that may be left out at the upper end, and as much at the lower end.
-        interval: if given, no piece of the quadrature crosses a multiple of it.
+        interval: no piece of the quadrature crosses a multiple of it, or one of these losses;
+            an array is for sampled Gaussian and Laplace releases only.
     """
     raise TypeError(f"{pair!r} has no privacy loss distribution.")
 
