@@ -11,6 +11,7 @@ import pytest
 from scipy import integrate, optimize
 
 from torch_dpbayes.accounting import PrivacyAccountant, bounds
+from torch_dpbayes.accounting.bounds import epsilon_by_cut
 from torch_dpbayes.accounting.dominating_pairs import (
     Gaussian,
     Pure,
@@ -20,7 +21,6 @@ from torch_dpbayes.accounting.dominating_pairs import (
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.fft_composition import compose
 from torch_dpbayes.accounting.gdp import advantage_sum, sampled_delta, sampled_epsilon
-from torch_dpbayes.accounting.rare_losses import epsilon_by_cut
 
 mpmath.mp.dps = 50
 

@@ -10,6 +10,7 @@ from scipy import integrate, stats
 
 from torch_dpbayes.accounting import renyi
 from torch_dpbayes.accounting.dominating_pairs import (
+    Amplified,
     BoundedRange,
     Concentrated,
     Gaussian,
@@ -69,7 +70,7 @@ def test_a_sampled_laplace_release_costs_what_its_worse_direction_does(order):
         return math.log(value) / (order - 1)
 
     removed, added = divergence(with_it, without), divergence(without, with_it)
-    ours = renyi.curve({Laplace(rate, scale): 1}, [order])[0]
+    ours = renyi.curve({Amplified(rate, Laplace(scale)): 1}, [order])[0]
     assert removed > 1.2 * added and ours == pytest.approx(removed, rel=1e-7)
 
 

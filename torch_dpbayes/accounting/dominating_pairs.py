@@ -56,15 +56,21 @@ _LEAST_RATE = 1e-30  # smaller ones are rounded up to it, for their inverses to 
 # --- kinds of pairs -------------------------------------------------------------------------------
 
 
+class Pair:
+    """Two distributions; what is registered for its type is all that is known of them."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Gaussian:
+class Gaussian(Pair):
     """(N(mu, 1), N(0, 1))."""
 
     mu: float
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Pair):
     """A Gaussian sum of sensitivity 1 and standard deviation z = ``noise``, taken with probability
     q = ``rate``.
 
@@ -80,7 +86,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Capped:
+class Capped(Pair):
     """The losses of ``pair``, or of its reverse, up to ``most``; of an antipodal pair, and of a
     reverse, those below ``-most`` count as that.
     """
@@ -91,7 +97,7 @@ class Capped:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocated:
+class Allocated(Pair):
     """A Gaussian sum of sensitivity 1 and standard deviation ``noise`` in one of ``steps`` steps.
 
     kind "directed": (the average of N(e_i, z^2 1) over the unit vectors, N(0, z^2 1)) for a removed
@@ -105,24 +111,21 @@ class Allocated:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
+class Mixed(Pair):
     """One of several releases, drawn with these weights; which one is announced."""
 
     parts: tuple[tuple[float, Sampled], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Laplace:
-    """((1-q) Lap(0, b) + q Lap(1, b), Lap(0, b)) for a removed record, the reverse for an added
-    one; q = ``rate``, b = ``scale``.
-    """
+class Laplace(Pair):
+    """(Lap(1, b), Lap(0, b)), b = ``scale``; its own reverse."""
 
-    rate: float
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
-class FewLosses:
+class FewLosses(Pair):
     """Privacy losses with their probabilities, all of them; its own reverse unless ``directed``."""
 
     losses: tuple[float, ...]
@@ -131,7 +134,7 @@ class FewLosses:
 
 
 @dataclass(frozen=True, slots=True)
-class DiscreteGaussian:
+class DiscreteGaussian(Pair):
     """Discrete Gaussians of parameter ``std`` around ``move`` and around 0; its own reverse."""
 
     std: float
@@ -139,17 +142,17 @@ class DiscreteGaussian:
 
 
 @dataclass(frozen=True, slots=True)
-class Amplified:
-    """((1-q) Q + q P, Q) of a pair (P, Q) of discrete losses, q = ``rate``, for a removed record,
-    the reverse for an added one (Zhu, Dong, Wang 2022, Theorem 11).
+class Amplified(Pair):
+    """((1-q) Q + q P, Q) of a pair (P, Q), q = ``rate`` < 1, for a removed record, the reverse for
+    an added one (Zhu, Dong, Wang 2022, Theorem 11).
     """
 
     rate: float
-    pair: FewLosses | DiscreteGaussian
+    pair: Laplace | FewLosses | DiscreteGaussian
 
 
 @dataclass(frozen=True, slots=True)
-class GaussianMixture:
+class GaussianMixture(Pair):
     """(the mixture of N(moves_i, 1), chances_i and of N(0, 1) for the rest, N(0, 1))."""
 
     moves: tuple[float, ...]
@@ -157,14 +160,14 @@ class GaussianMixture:
 
 
 @dataclass(frozen=True, slots=True)
-class Pure:
+class Pure(Pair):
     """Randomised response with parameter ``epsilon``: dominates every pure release."""
 
     epsilon: float
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedRange:
+class BoundedRange(Pair):
     """The profile (1 - e^(-(b-g)/2))^2 / (1 - e^(-b)), -b <= g <= b (Dong, Durfee, Rogers 2020),
     b = ``epsilon``.
     """
@@ -173,7 +176,7 @@ class BoundedRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Concentrated:
+class Concentrated(Pair):
     """(xi, rho)-zCDP, on a Poisson sample of this rate. Known by its Renyi curve only."""
 
     rho: float
@@ -182,34 +185,15 @@ class Concentrated:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Pair):
     """Loss +infinity with probability ``delta``, else 0; its own reverse."""
 
     delta: float
 
 
 @dataclass(frozen=True, slots=True)
-class NonPrivate:
+class NonPrivate(Pair):
     """No guarantee at all."""
-
-
-Pair = (
-    Gaussian
-    | Sampled
-    | Capped
-    | Allocated
-    | Mixed
-    | Laplace
-    | FewLosses
-    | DiscreteGaussian
-    | Amplified
-    | GaussianMixture
-    | Pure
-    | BoundedRange
-    | Concentrated
-    | Failure
-    | NonPrivate
-)
 
 
 def sampled_pair(kind: SampledKind, rate: float, noise: float) -> Pair:
@@ -273,9 +257,7 @@ def _(event: PoissonSampledDpEvent, replace: bool) -> Pair:
             f"Poisson batches amplify {type(event.event).__name__} under add_or_remove_one only:"
             " use that relation, or charge the release itself, without amplification."
         )
-    if isinstance(pair, Laplace):
-        return Laplace(q, pair.scale)
-    if isinstance(pair, FewLosses | DiscreteGaussian):
+    if isinstance(pair, Laplace | FewLosses | DiscreteGaussian):
         return Amplified(q, pair)
     if isinstance(pair, Concentrated):
         return Concentrated(pair.rho, pair.xi, q)
@@ -324,29 +306,20 @@ def _(event: UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent, replace: bo
 def _(event: LaplaceDpEvent, replace: bool) -> Pair:
     # Several coordinates that move cost no more than one that moves by their sum: for noise with a
     # log-concave density the latter's trade-off curve is theirs, one after the other.
-    return Laplace(1.0, event.noise_multiplier / (1 + replace))
+    return Laplace(event.noise_multiplier / (1 + replace))
 
 
-@pair_of.register
-def _(
-    event: MuGaussianDpEvent
-    | PureDpEvent
-    | BoundedRangeDpEvent
-    | ZCDpEvent
-    | FailureDpEvent
-    | NonPrivateDpEvent,
-    replace: bool,
-) -> Pair:
-    # guarantees under the accountant's relation, whichever it is
-    kinds: dict[type[DpEvent], Callable[..., Pair]] = {
-        MuGaussianDpEvent: Gaussian,
-        PureDpEvent: Pure,
-        BoundedRangeDpEvent: BoundedRange,
-        ZCDpEvent: Concentrated,
-        FailureDpEvent: Failure,
-        NonPrivateDpEvent: NonPrivate,
-    }
-    return kinds[type(event)](*attr.astuple(event))
+# guarantees under the accountant's relation, whichever it is
+_GUARANTEES: dict[type[Any], Callable[..., Pair]] = {
+    MuGaussianDpEvent: Gaussian,
+    PureDpEvent: Pure,
+    BoundedRangeDpEvent: BoundedRange,
+    ZCDpEvent: Concentrated,
+    FailureDpEvent: Failure,
+    NonPrivateDpEvent: NonPrivate,
+}
+for _kind, _pair in _GUARANTEES.items():
+    pair_of.register(_kind, lambda event, replace, _pair=_pair: _pair(*attr.astuple(event)))
 
 
 @pair_of.register
@@ -368,18 +341,7 @@ def as_removed(event: Any) -> Pair:
 
 # of each kind of event that is accounted for under "zero_out" its pair; mechanisms add theirs
 WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = dict.fromkeys(
-    (
-        GaussianDpEvent,
-        PoissonSampledDpEvent,
-        LaplaceDpEvent,
-        MuGaussianDpEvent,
-        PureDpEvent,
-        BoundedRangeDpEvent,
-        ZCDpEvent,
-        FailureDpEvent,
-        NonPrivateDpEvent,
-    ),
-    as_removed,
+    (GaussianDpEvent, PoissonSampledDpEvent, LaplaceDpEvent, *_GUARANTEES), as_removed
 )
 
 
@@ -390,8 +352,6 @@ def has_two_directions(pair: Pair) -> bool:
     """Whether a removed and an added record differ; every other pair is its own reverse."""
     if isinstance(pair, Mixed):
         return any(has_two_directions(part) for _, part in pair.parts)
-    if isinstance(pair, Laplace):
-        return pair.rate < 1
     if isinstance(pair, FewLosses):
         return pair.directed
     if isinstance(pair, GaussianMixture | Amplified):
@@ -411,14 +371,9 @@ def largest_loss(pair: Pair) -> float:
     """What the privacy loss of one release never passes."""
     if isinstance(pair, Pure | BoundedRange):
         return pair.epsilon
-    return max(map(abs, pair.losses)) if isinstance(pair, FewLosses) else math.inf
-
-
-@largest_loss.register
-def _(pair: Laplace) -> float:
-    if pair.rate == 1:
+    if isinstance(pair, Laplace):
         return 1 / pair.scale
-    return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + 1 / pair.scale))
+    return max(map(abs, pair.losses)) if isinstance(pair, FewLosses) else math.inf
 
 
 @largest_loss.register
@@ -431,7 +386,7 @@ def largest_added_loss(pair: Pair) -> float:
     """:func:`largest_loss` where a record was added: with probability 1 - q the release is as
     without the record.
     """
-    if isinstance(pair, Sampled | Laplace | Amplified) and has_two_directions(pair):
+    if isinstance(pair, Sampled | Amplified) and has_two_directions(pair):
         return -math.log1p(-pair.rate)
     return largest_loss(pair)
 
@@ -548,13 +503,10 @@ def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]],
 
 
 def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:
-    """Sampled releases, if they are many, brought to a grid of this ratio of rates and noises.
-
-    Args:
-        levels: how often each pair occurs.
-        ratio: at least; it grows until there are at most a thousand.
-        upper: at a cell's least private member, and its noise on the grid, so that a curve of it
-            serves other histories; or at its most private one.
+    """Sampled releases, if they are many, brought to a grid of at least this ratio of rates and
+    noises, which grows until there are at most a thousand: to a cell's least private member, and
+    its noise on the grid, so that a curve of it serves other histories (``upper``); or to its most
+    private one.
     """
     sampled, groups = scattered_of(levels)
     if not sampled:

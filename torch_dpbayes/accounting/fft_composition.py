@@ -27,7 +27,7 @@ from scipy import fft, signal
 
 from .dominating_pairs import Array, Gaussian, Pair, directions, largest_loss, scattered_of
 from .mixture_bounds import Mixtures, Near, mixtures
-from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
+from .privacy_loss import BEYOND, grid_masses, loss_nodes
 from .tilted_window import (
     ACCURACY,
     LARGEST_WINDOW,
@@ -94,10 +94,7 @@ class Transform:
 
 def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: float) -> Transform:
     """One release."""
-    return _spectrum(grid_masses(pair, window.interval, tail)[reverse], window, size)
-
-
-def _spectrum(level: Masses, window: Window, size: int) -> Transform:
+    level = grid_masses(pair, window.interval, tail)[reverse]
     grid = window.interval * (level.first + np.arange(len(level.masses)))
     log_masses = log_of(level.masses)
     log_moments = np.zeros(3)
@@ -129,19 +126,17 @@ def _transform(
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
     sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
-    excess, fewest = window.excess, window.fewest
+    excess, fewest, found = window.excess, window.fewest, None
     near = Near(window.tilt, window.log_delta, reverse)
-    while sampled:
+    while sampled and found is None:
         groups = mixtures(sampled, excess, fewest, near)
         if groups is None:
             others = dict(levels)
             break
         found = _transform_of_mixtures(groups, window, size, reverse, tail)
-        if found is not None:
-            total = found
-            break
         # fewer corners, of which more frequencies fit into memory
         excess, fewest = 4 * excess, max(2, fewest // 2)
+    total = total if found is None else found
     for pair, count in others.items():
         total = total.followed_by(_transform_of(pair, window, size, reverse, tail), count)
     return total
@@ -228,7 +223,7 @@ class Composition:
         levels: how often each pair occurs; or what was made of that on the same grid.
         reverse: whether a record was added.
         tail: mass of each release that may be moved upwards.
-        mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
+        mixed: as :func:`compose` has it.
     """
 
     def __init__(
@@ -239,7 +234,6 @@ class Composition:
         tail: float,
         mixed: bool = True,
     ) -> None:
-        self._mixed = mixed
         self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
         self._first = math.floor(window.lower / window.interval) - 2
         last = math.ceil(window.upper / window.interval) + 2
@@ -260,7 +254,7 @@ class Composition:
 
     def of_others(self, transform: Transform) -> Composition:
         """Other releases on the same grid."""
-        return Composition(self.window, transform, self.reverse, self.tail, self._mixed)
+        return Composition(self.window, transform, self.reverse, self.tail)
 
     def _finish(self) -> None:
         """One inverse FFT, and the bounds on everything that it does not see."""
@@ -331,12 +325,15 @@ class Composition:
         delta = signal.lfilter([0.0, share], [1.0, -math.exp(-self.interval)], mass)
         return mass[::-1], delta[::-1]
 
-    def upper_delta(self, epsilon: float) -> float:
-        tilted = np.maximum(self.tilted, 0.0) + self.round_off
+    def _share_above(self, tilted: Array, epsilon: float) -> float:
+        """E (1 - e^(epsilon - L))_+ of tilted masses."""
         above = self.losses > epsilon
         losses = self.losses[above]
         scale = np.minimum(self.log_scale - self.window.tilt * losses, 600.0)
-        total = float(np.sum(tilted[above] * np.exp(scale) * -np.expm1(epsilon - losses)))
+        return float(np.sum(tilted[above] * np.exp(scale) * -np.expm1(epsilon - losses)))
+
+    def upper_delta(self, epsilon: float) -> float:
+        total = self._share_above(np.maximum(self.tilted, 0.0) + self.round_off, epsilon)
         return min(total * (1 + self.relative_error) + self.transform.infinity + self.above, 1.0)
 
     def profile(self) -> Callable[[Array], Array]:
@@ -380,22 +377,23 @@ class Composition:
             solution -= math.log1p((rest - found[cell]) / (mass[cell] - rest))
             solution = max(solution, float(self.losses[cell - 1]))
         solution = max(solution, 0.0)
-        margin = 1e-10 * solution + 1e-6 * self.interval
+        margin = 1e-14 * solution + 1e-10 * self.interval
         while self.upper_delta(solution) > delta:
             solution, margin = solution + margin, 2 * margin
         return solution
 
     def share_of_round_off(self, epsilon: float) -> float:
         """Of delta at ``epsilon``."""
-        losses = self.losses[self.losses > epsilon]
-        scale = np.minimum(self.log_scale - self.window.tilt * losses, 600.0)
-        found = self.round_off * float(np.sum(np.exp(scale) * -np.expm1(epsilon - losses)))
-        return found / max(self.upper_delta(epsilon), 1e-300)
+        error = np.full(self._size, self.round_off)
+        return self._share_above(error, epsilon) / max(self.upper_delta(epsilon), 1e-300)
 
     def lower_epsilon(self, delta: float) -> float:
+        count = self.transform.count
         # probability with which the discretisation may have moved the loss further than ``shift``
         slip = delta / 50
-        shift = self._shift(slip)
+        ratio = self.interval / -math.expm1(-self.interval)
+        mean = ratio - 1 - math.log(ratio)
+        shift = count * mean + self.interval * math.sqrt(count * -math.log(slip) / 2)
         _, found = self._profile(
             np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error)
         )
@@ -404,16 +402,9 @@ class Composition:
             * self.wrapped
         )
         enough = np.flatnonzero(
-            found * (1 - 1e-8) - foreign >= delta + slip + 2 * self.tail * self.transform.count
+            found * (1 - 1e-8) - foreign >= delta + slip + 2 * self.tail * count
         )
         return max(float(self.losses[enough[-1]]) - shift, 0.0) if len(enough) else 0.0
-
-    def _shift(self, slip: float) -> float:
-        ratio = self.interval / -math.expm1(-self.interval)
-        mean = ratio - 1 - math.log(ratio)
-        return self.transform.count * mean + self.interval * math.sqrt(
-            self.transform.count * -math.log(slip) / 2
-        )
 
 
 def _require_near(levels: Mapping[Pair, int]) -> None:
@@ -445,9 +436,8 @@ def compose(
 
     Args:
         levels: how often each pair occurs. Gaussians are cheapest as one pair.
-        delta: the delta near which the result will be asked for epsilon.
-        epsilon: the epsilon near which it will be asked for delta. With both, more such releases
-            are to join.
+        delta, epsilon: near which the result will be asked; with both, more such releases are to
+            join.
         accuracy: relative excess of epsilon that the discretisation aims at.
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import optimize, special
 
 from .dominating_pairs import BoundedRange, Gaussian, Pair, Pure, Sampled
-from .privacy_loss import sampled_point
+from .privacy_loss import sampled_point, unsampled_loss
 
 # from here on the second term of delta, which lowers epsilon by 1 in mu**2/2, is below round-off
 # and left out
@@ -85,20 +85,13 @@ def sampled_delta(pair: Sampled, epsilon: float) -> float:
         grown = math.exp(epsilon)
         found = q * (near - grown * far) - (1 - q) * math.expm1(epsilon) * middle
         return max(found, 0.0) + _MARGIN * (q * near + math.expm1(epsilon) * middle)
-    found = q * _profile(mu, _log_ratio(epsilon, q))
+    found = q * _profile(mu, float(unsampled_loss(np.array([epsilon]), q)[0]))
     if pair.kind == "directed":
         rise = math.expm1(epsilon)
         left = q - (1 - q) * rise + 1e-15 * (q + rise)
         if left > 0:
             found = max(found, left * _profile(mu, max(epsilon + math.log(q / left), 0.0)))
     return found
-
-
-def _log_ratio(epsilon: float, q: float) -> float:
-    """log(1 + (exp(epsilon) - 1) / q)."""
-    if epsilon > 30:
-        return epsilon - math.log(q) + math.log1p((q - 1) * math.exp(-epsilon))
-    return math.log1p(math.expm1(epsilon) / q)
 
 
 def _profile(mu: float, epsilon: float) -> float:

@@ -10,7 +10,6 @@ by up to 2C. Which of the two it is may be announced, and so may the batch witho
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import attr
 import numpy as np
@@ -113,13 +112,9 @@ def _(event: EpsilonDeltaDpEvent, count: int) -> Parts:
 
 
 @parts_of.register
-def _(event: ExponentialMechanismDpEvent, count: int) -> Parts:
-    yield from parts_of(BoundedRangeDpEvent(event.epsilon), count)
-
-
-@parts_of.register
-def _(event: PermuteAndFlipDpEvent, count: int) -> Parts:
-    yield from parts_of(PureDpEvent(event.epsilon), count)
+def _(event: ExponentialMechanismDpEvent | PermuteAndFlipDpEvent, count: int) -> Parts:
+    is_flip = isinstance(event, PermuteAndFlipDpEvent)
+    yield from parts_of((PureDpEvent if is_flip else BoundedRangeDpEvent)(event.epsilon), count)
 
 
 @parts_of.register
@@ -193,22 +188,18 @@ def _(event: TruncatedSubsampledGaussianDpEvent, count: int) -> Parts:
         yield part, count
 
 
-def _read_upstream(kind: Any) -> None:
-    """dp_accounting's class of the same name and numbers, in the versions that have it."""
-    upstream = getattr(dp_event, kind.__name__, None)
-    if upstream is not None:
-        parts_of.register(
-            upstream, lambda event, count: parts_of(kind(*attr.astuple(event)), count)
-        )
-
-
 for _kind in (
     EpsilonDeltaDpEvent,
     ExponentialMechanismDpEvent,
     PermuteAndFlipDpEvent,
     DiscreteGaussianDpEvent,
 ):
-    _read_upstream(_kind)
+    # dp_accounting's class of the same name and numbers, in the versions that have it
+    if hasattr(dp_event, _kind.__name__):
+        parts_of.register(
+            getattr(dp_event, _kind.__name__),
+            lambda event, count, kind=_kind: parts_of(kind(*attr.astuple(event)), count),
+        )
 events.AMPLIFIED.extend([DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent])
 for _kind in (DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent, MixtureOfGaussiansDpEvent):
     WHERE_ZEROED[_kind] = as_removed

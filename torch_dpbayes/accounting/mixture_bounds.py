@@ -89,13 +89,8 @@ class Near(NamedTuple):
 def mixtures(
     sampled: list[tuple[Sampled, int]], excess: float, fewest: int, near: Near
 ) -> Mixtures | None:
-    """The mixtures, or ``None`` if there are hardly fewer corners than different releases.
-
-    Args:
-        sampled: releases and how often each occurs.
-        excess: of log(delta) that the choice of corners aims at.
-        fewest: rates, and noises, of the grid at least.
-        near: where.
+    """The mixtures, or ``None`` if there are hardly fewer corners than different releases; on a
+    grid of at least ``fewest`` rates and noises that aims at this ``excess`` of log(delta).
     """
     found = []
     for kind in sorted({pair.kind for pair, _ in sampled}):
@@ -131,7 +126,7 @@ def _placed(
     )
     rates, shifts = rate[column], shift[row]
     rates[-1], shifts[-1] = rate.max(), shift.max()  # of numbers with equal logarithms
-    column, of_rate = _chord(rates, rate, lambda low, high: high - low)
+    column, of_rate = _chord(rates, rate, _difference)
     row, of_shift = _chord(shifts, shift, _probability_between)
     step = len(shifts)
     corners = [
@@ -205,23 +200,14 @@ def _bends(
             (_,), (up,) = _chord(shifts[[0, 2]], shifts[1:2], _probability_between)
             bends[1, i, j] = (1 - up) * around[0] + up * around[1] - here
     bends = np.maximum(bends, 1e-12 * np.max(bends, axis=(1, 2), keepdims=True) + 1e-300)
-    row, u = _between(xs, place[0])
-    column, v = _between(ys, place[1])
+    row, u = _chord(xs, place[0], _difference)
+    column, v = _chord(ys, place[1], _difference)
     below, right = np.minimum(row + 1, len(xs) - 1), np.minimum(column + 1, len(ys) - 1)
     found = []
     for logs in np.log(bends / _STEP**2):
         at = (1 - u) * ((1 - v) * logs[row, column] + v * logs[row, right])
         found.append(np.exp(at + u * ((1 - v) * logs[below, column] + v * logs[below, right])))
     return found[0], found[1]
-
-
-def _between(nodes: Array, values: Array) -> tuple[Indices, Array]:
-    """The interval of increasing ``nodes`` that holds each value, and the place within it."""
-    if len(nodes) == 1:
-        return np.zeros(len(values), dtype=np.int64), np.zeros(len(values))
-    lower = np.clip(np.searchsorted(nodes, values, "right") - 1, 0, len(nodes) - 2)
-    share = (values - nodes[lower]) / (nodes[lower + 1] - nodes[lower])
-    return lower, np.clip(share, 0.0, 1.0)
 
 
 def _nodes(x: Array, bend: Array, excess: float, fewest: int) -> Indices:
@@ -261,6 +247,10 @@ def _chord(nodes: Array, values: Array, between: Any) -> tuple[Indices, Array]:
     with np.errstate(divide="ignore", invalid="ignore"):
         weight = np.where(whole > 0, between(low, values) / whole, 1.0)
     return lower, np.clip(weight * (1 + _UP) + _UP, 0.0, 1.0)
+
+
+def _difference(low: Array, high: Array) -> Array:
+    return high - low
 
 
 def _probability_between(low: Array, high: Array) -> Array:

@@ -45,6 +45,7 @@ from .events import SMALLEST_DELTA
 BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 
 _LARGEST_LOSS = 1e4  # that nodes a twentieth apart lead up to
+_LARGEST_EXPONENT = 700.0
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
 
@@ -71,18 +72,29 @@ def _grid(low: float, high: float, interval: float) -> Array:
     return interval * np.arange(first, last + 1, dtype=np.float64)
 
 
+def _between(low: float, high: float, interval: float | Array) -> Array:
+    """The multiples of ``interval``, or those of its losses, that lie between two losses."""
+    grid = _grid(low, high, interval) if isinstance(interval, float) else interval
+    return np.asarray(grid[(grid > low) & (grid < high)])
+
+
+def amplified_loss(losses: Array, q: float) -> Array:
+    """log(1 - q + q exp(loss)), accurate where it is small and where the exponential overflows."""
+    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
+    far = high + math.log(q) + np.log1p((1 - q) / q * np.exp(-high))
+    return np.where(losses < 30.0, np.log1p(q * np.expm1(low)), far)
+
+
+def unsampled_loss(losses: Array, q: float) -> Array:
+    """The inverse of :func:`amplified_loss`; far below 0 at log(1 - q) and beneath."""
+    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
+    far = high - math.log(q) + np.log1p((q - 1) * np.exp(-high))
+    return np.where(losses < 30, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), far)
+
+
 def log_mixture(x: Array, rate: float, noise: float) -> Array:
-    """log(1 - q + q exp((2x - 1) / (2 z^2))), accurate where it is small and where the
-    exponential overflows.
-    """
-    exponent = (2 * x - 1) / (2 * noise**2)
-    low = np.minimum(exponent, 30.0)
-    high = np.maximum(exponent, 30.0)
-    return np.where(
-        exponent < 30.0,
-        np.log1p(rate * np.expm1(low)),
-        high + math.log(rate) + np.log1p((1 - rate) / rate * np.exp(-high)),
-    )
+    """log(1 - q + q exp((2x - 1) / (2 z^2)))."""
+    return amplified_loss((2 * x - 1) / (2 * noise**2), rate)
 
 
 def _log_asinh_product(log_scale: float, loss: Array) -> Array:
@@ -104,11 +116,7 @@ def sampled_point(pair: Sampled, loss: Array) -> Array:
     if pair.kind == "antipodal":
         log_scale = math.log((1 - q) / q) + 1 / (2 * z**2)
         return z**2 * (loss / 2 + _log_asinh_product(log_scale, loss))
-    low = np.minimum(loss, 30.0)
-    ratio = np.where(
-        loss < 30.0, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), loss - math.log(q)
-    )
-    return 0.5 + z**2 * ratio
+    return 0.5 + z**2 * unsampled_loss(loss, q)
 
 
 class Nodes(NamedTuple):
@@ -122,14 +130,15 @@ class Nodes(NamedTuple):
 
 
 @singledispatch
-def loss_nodes(pair: Pair, tail: float, interval: float | None = None) -> Nodes:
+def loss_nodes(pair: Pair, tail: float, interval: float | Array | None = None) -> Nodes:
     """Quadrature nodes of the privacy loss of ``pair``, all but P-mass (and Q-mass) ``tail`` at
     either end. A new kind of pair that has a privacy loss distribution registers its own.
 
     Args:
         pair: a pair that has a loss distribution.
         tail: mass that may be left out at the upper end, and as much at the lower end.
-        interval: if given, no piece of the quadrature crosses a multiple of it.
+        interval: no piece of the quadrature crosses a multiple of it, or one of these losses;
+            an array is for sampled Gaussian and Laplace releases only.
     """
     raise TypeError(f"{pair!r} has no privacy loss distribution.")
 
@@ -159,25 +168,13 @@ def _(pair: DiscreteGaussian, tail: float, interval: float | None = None) -> Nod
 
 @loss_nodes.register
 def _(pair: Amplified, tail: float, interval: float | None = None) -> Nodes:
-    q, (losses, masses, _) = pair.rate, loss_nodes(pair.pair, tail)
+    q, cuts = pair.rate, None
+    if interval is not None and isinstance(pair.pair, Laplace):
+        cuts = unsampled_loss(_between(math.log1p(-q), largest_loss(pair), interval), q)
+    losses, masses, _ = loss_nodes(pair.pair, tail, cuts)
+    if losses.min() < -_LARGEST_EXPONENT:
+        raise OverflowError(BEYOND)
     return Nodes(amplified_loss(losses, q), masses * (q + (1 - q) * np.exp(-losses)))
-
-
-def amplified_loss(losses: Array, q: float) -> Array:
-    """log(1 - q + q exp(loss))."""
-    if q == 1:
-        return losses
-    small = np.log1p(q * np.expm1(np.minimum(losses, 30.0)))
-    return np.where(losses < 30, small, np.logaddexp(math.log1p(-q), math.log(q) + losses))
-
-
-def _unsampled_loss(losses: Array, q: float) -> Array:
-    """The inverse of :func:`amplified_loss`, above log(1 - q)."""
-    if q == 1:
-        return losses
-    low, high = np.minimum(losses, 30.0), np.maximum(losses, 30.0)
-    far = high - math.log(q) + np.log1p((q - 1) * np.exp(-high))
-    return np.where(losses < 30, np.log1p(np.expm1(low) / q), far)
 
 
 @loss_nodes.register
@@ -208,10 +205,6 @@ def _(pair: Gaussian, tail: float, interval: float | None = None) -> Nodes:
 
 
 @loss_nodes.register
-def _(pair: Sampled, tail: float, interval: float | None = None) -> Nodes:
-    return sampled_nodes(pair, tail, interval)
-
-
 def sampled_nodes(
     pair: Sampled,
     tail: float,
@@ -233,9 +226,8 @@ def sampled_nodes(
     edges = np.linspace(start, stop, 2 + int((stop - start) / (0.1 * z * min(1.0, 2 * z))))
     if interval is not None:
         low, high = _sampled_loss(pair, np.array([start, stop])).tolist()
-        grid = _grid(low, high, interval) if isinstance(interval, float) else interval
-        grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip(sampled_point(pair, grid), start, stop))
+        cuts = sampled_point(pair, _between(low, high, interval))
+        edges = np.union1d(edges, np.clip(cuts, start, stop))
     x, weight = pieces(edges, _degree(width))
     log_ratio = log_mixture(x, q, z)
     mass = weight * np.exp(log_ratio - x**2 / (2 * z**2)) / (z * math.sqrt(2 * math.pi))
@@ -253,31 +245,22 @@ def _sampled_loss(pair: Sampled, x: Array) -> Array:
 
 
 @loss_nodes.register
-def _(pair: Laplace, tail: float, interval: float | None = None) -> Nodes:
-    q, shift = pair.rate, 1 / pair.scale
+def _(pair: Laplace, tail: float, interval: float | Array | None = None) -> Nodes:
+    shift = 1 / pair.scale
     if shift > _LARGEST_LOSS:
         raise OverflowError(BEYOND)
-
-    def loss_at(u: Array) -> Array:  # u in units of the noise's scale, from no shift to the shift
-        return amplified_loss(2 * u - shift, q)
-
     # towards the ends, which Renyi divergences of high order single out
     fine = shift * np.geomspace(1e-9, 0.5, 150)
     edges = np.union1d(
         np.linspace(0.0, shift, 2 + int(20 * shift)), np.concatenate([fine, shift - fine])
     )
-    low, high = loss_at(np.array([0.0, shift]))
     if interval is not None:
-        grid = _grid(low, high, interval)
-        grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip((shift + _unsampled_loss(grid, q)) / 2, 0.0, shift))
-    u, weight = pieces(edges, 5)
-    loss = loss_at(u)
-    left = (1 - q) / 2 + q * math.exp(-shift) / 2
-    right = (1 - q) * math.exp(-shift) / 2 + q / 2
+        edges = np.union1d(edges, (shift + _between(-shift, shift, interval)) / 2)
+    u, weight = pieces(edges, 5)  # in units of the noise's scale, from no shift to the shift
+    loss = 2 * u - shift
     return Nodes(
-        np.concatenate([[low], loss, [high]]),
-        np.concatenate([[left], weight * np.exp(loss - u) / 2, [right]]),
+        np.concatenate([[-shift], loss, [shift]]),
+        np.concatenate([[math.exp(-shift) / 2], weight * np.exp(loss - u) / 2, [0.5]]),
     )
 
 
@@ -336,12 +319,8 @@ class Masses(NamedTuple):
 
 
 def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masses]:
-    """``pair`` and its reverse on the grid ``interval * Z``.
-
-    Args:
-        pair: a pair that has a loss distribution.
-        interval: the discretisation interval.
-        tail: mass of each end that may be moved upwards: to infinity, or to the lowest grid points.
+    """``pair`` and its reverse on the grid ``interval * Z``; mass ``tail`` of each end may be moved
+    upwards: to infinity, or to the lowest grid points.
     """
     nodes = loss_nodes(pair, tail, interval)
     cell = np.floor(nodes.losses / interval)
@@ -360,7 +339,7 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     if not has_two_directions(pair):
         masses[1] += tail
         return (Masses(first, masses, tail),) * 2
-    if -interval * first > 700:
+    if -interval * first > _LARGEST_EXPONENT:
         raise OverflowError(BEYOND)
     # The nodes cover the bulk of both distributions, so their masses under the other one are all
     # there is but ``tail``.
@@ -394,39 +373,6 @@ def largest_sum(counts: Mapping[Pair, int]) -> float:
     return sum_as_written(terms)
 
 
-def _split(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Releases whose loss is bounded, and the others."""
-    bounded = {pair: count for pair, count in counts.items() if largest_loss(pair) < math.inf}
-    return bounded, {pair: count for pair, count in counts.items() if pair not in bounded}
-
-
-def least_epsilon(
-    counts: Mapping[Pair, int], bound: Callable[[Mapping[Pair, int]], float]
-) -> float:
-    """The smaller of two bounds on epsilon: that of all together, or the largest loss of what is
-    bounded and the bound of the rest, which has all of delta.
-    """
-    found = bound(counts)
-    bounded, rest = _split(counts)
-    if not bounded or (largest := largest_sum(bounded)) >= found:
-        return found
-    return min(found, math.nextafter(largest + bound(rest), math.inf)) if rest else largest
-
-
-def least_delta(
-    counts: Mapping[Pair, int], epsilon: float, bound: Callable[[Mapping[Pair, int], float], float]
-) -> float:
-    """The smaller of the same two bounds on delta at ``epsilon``."""
-    bounded, rest = _split(counts)
-    largest = largest_sum(bounded)
-    if not rest and largest <= epsilon:
-        return 0.0
-    found = bound(counts, epsilon)
-    if bounded and rest and largest < epsilon:
-        found = min(found, bound(rest, math.nextafter(epsilon - largest, 0.0)))
-    return found
-
-
 # --- releases that fail outright with some probability --------------------------------------------
 
 
@@ -457,32 +403,49 @@ def left_of(delta: float, failed: float) -> float:
     return (delta - failed) / (1 - failed) * (1 - 1e-15)
 
 
-def beside_failures(
-    counts: Mapping[Pair, int], delta: float, bound: Callable[[dict[Pair, int], float], float]
+def _split(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], dict[Pair, int]]:
+    """Releases whose loss is bounded, and the others."""
+    bounded = {pair: count for pair, count in counts.items() if largest_loss(pair) < math.inf}
+    return bounded, {pair: count for pair, count in counts.items() if pair not in bounded}
+
+
+def epsilon_of_all(
+    counts: Mapping[Pair, int], delta: float, bound: Callable[[Mapping[Pair, int], float], float]
 ) -> float:
     """An upper bound on epsilon at ``delta``, where ``bound(others, left)`` is one for releases
-    that do not fail outright.
+    that do not fail outright: for all of these together, or for those whose loss is not bounded,
+    which then have all of delta, plus the largest loss of the others.
     """
     failures, others = apart(counts)
     failed = failing(failures)
-    if not failed:
-        return bound(others, delta)
     if failed > delta:
         return math.inf
     if not others:
         return 0.0
-    left = left_of(delta, failed)
-    return bound(others, left) if left >= SMALLEST_DELTA else largest_sum(others)
+    left = left_of(delta, failed) if failed else delta
+    if failed and left < SMALLEST_DELTA:
+        return largest_sum(others)
+    found = bound(others, left)
+    bounded, rest = _split(others)
+    if not bounded or (largest := largest_sum(bounded)) >= found:
+        return found
+    return min(found, math.nextafter(largest + bound(rest, left), math.inf)) if rest else largest
 
 
-def with_failures(counts: Mapping[Pair, int], bound: Callable[[dict[Pair, int]], float]) -> float:
-    """An upper bound on delta, where ``bound(others)`` is one for releases that do not fail."""
+def delta_of_all(
+    counts: Mapping[Pair, int], epsilon: float, bound: Callable[[Mapping[Pair, int], float], float]
+) -> float:
+    """An upper bound on delta at ``epsilon``, likewise."""
     failures, others = apart(counts)
+    bounded, rest = _split(others)
+    largest, beside = largest_sum(bounded), 0.0
+    if rest or largest > epsilon:
+        beside = bound(others, epsilon)
+        if bounded and rest and largest < epsilon:
+            beside = min(beside, bound(rest, math.nextafter(epsilon - largest, 0.0)))
     failed = failing(failures)
-    if not failed:
-        return bound(others)
-    if not (beside := bound(others) if others else 0.0):
-        return failed
+    if not failed or not beside:
+        return failed or beside
     return min((failed + (1 - failed) * beside) * (1 + 1e-15), 1.0)
 
 

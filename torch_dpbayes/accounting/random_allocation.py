@@ -282,7 +282,10 @@ def _replaced(steps: int, noise: float) -> tuple[Array, Array]:
     shares = np.cumsum(rough.masses[order][::-1])[::-1]
     largest = float(rough.losses[order][int(np.searchsorted(-shares, -_LEAST_REPLACED))])
     few = np.linspace(0.0, min(max(largest, 1e-9), _LARGEST_EXPONENT), _FEW_EPSILONS)
-    found = [_least_of_replaced(steps, noise, epsilon) for epsilon in few.tolist()]
+    found = [
+        min((_of_replaced(steps, noise, epsilon, share), share) for share in _SHARES)
+        for epsilon in few.tolist()
+    ]
     bounds, share = (np.array(column) for column in zip(*found, strict=True))
     # a chord's excess is about (step * (1/2 - slope of log delta))^2 / 8 of delta: the points are
     # even in the function whose slope that is
@@ -296,11 +299,6 @@ def _replaced(steps: int, noise: float) -> tuple[Array, Array]:
         for epsilon, i in zip(epsilons.tolist(), near.tolist(), strict=True)
     ]
     return epsilons, np.array(deltas)
-
-
-def _least_of_replaced(steps: int, noise: float, epsilon: float) -> tuple[float, float]:
-    """The least bound, and the share at which it is attained."""
-    return min((_of_replaced(steps, noise, epsilon, share), share) for share in _SHARES)
 
 
 def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> float:

@@ -36,13 +36,11 @@ from .dominating_pairs import (
     merge,
 )
 from .privacy_loss import (
-    beside_failures,
-    least_delta,
-    least_epsilon,
+    delta_of_all,
+    epsilon_of_all,
     log_mixture,
     loss_nodes,
     pieces,
-    with_failures,
 )
 
 ORDERS: tuple[float, ...] = (
@@ -153,7 +151,7 @@ def _(pair: DiscreteGaussian, alpha: Array) -> Array:
 
 @divergences.register
 def _(pair: Amplified, alpha: Array) -> Array:
-    if isinstance(pair.pair, FewLosses):
+    if not isinstance(pair.pair, DiscreteGaussian):
         return _of_bounded_loss(_log_moments(pair, alpha) + 1e-12, largest_loss(pair), alpha)
     q, std, move = pair.rate, pair.pair.std, pair.pair.move
     found = np.full(len(alpha), math.inf)
@@ -375,9 +373,7 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     def bound(others: Mapping[Pair, int], left: float) -> float:
         return max(0.0, _least(others, lambda found, at: _epsilons(found, left, at)))
 
-    return beside_failures(
-        counts, delta, lambda others, left: least_epsilon(others, lambda c: bound(c, left))
-    )
+    return epsilon_of_all(counts, delta, bound)
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
@@ -386,4 +382,4 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     def bound(others: Mapping[Pair, int], largest: float) -> float:
         return math.exp(min(0.0, _least(others, lambda r, at: _log_deltas(r, largest, at))))
 
-    return with_failures(counts, lambda others: least_delta(others, epsilon, bound))
+    return delta_of_all(counts, epsilon, bound)

@@ -30,7 +30,7 @@ _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 _PILOT_EXCESS = 0.5  # of log(delta)
 _CELL = 2e-4  # the largest interval, in epsilon
-_GROWTH = 4.0  # times a composition for which the window of a growing one is chosen
+_GROWTH = 4  # times a composition for which the window of a growing one is chosen
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
 _MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
 
@@ -40,7 +40,6 @@ class _Losses:
 
     def __init__(self, levels: Mapping[Pair, int], reverse: bool, tail: float) -> None:
         self._reverse, self._tail = reverse, tail
-        self.times = 1.0  # how often the composition is made
         self.widest = 0.0
         self._nodes = [(*self._of(pair), count) for pair, count in levels.items()]
         self._mixed: Mixtures | None = None
@@ -77,7 +76,6 @@ class _Losses:
             spread = (share * (variance + (mean - center[:, None]) ** 2)).sum(axis=1)
             found = np.stack([peak + np.log(norm), center, spread])
             total += np.tensordot(found, self._mixed.counts, (1, 0))
-        total *= self.times
         return total[0], total[1], total[2]
 
     def totals(self) -> tuple[float, float, float]:
@@ -92,7 +90,7 @@ class _Losses:
             shares = (self._mixed.shares * total).tolist()
             parts += [(*corner, share) for corner, share in zip(self._corners, shares, strict=True)]
         size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in parts)
-        return self.times * least, self.times * largest, self.times * size
+        return least, largest, size
 
 
 class Window(NamedTuple):
@@ -127,7 +125,9 @@ def choose_window(
     for some times as many such releases.
     """
     asked, asked_log_delta = epsilon, log_delta
-    total: float = sum(levels.values())
+    if grows:
+        levels = {pair: _GROWTH * count for pair, count in levels.items()}
+    total = sum(levels.values())
     sampled, others = scattered_of(levels)
     losses = _Losses(others if sampled else levels, reverse, tail)
     near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
@@ -139,19 +139,16 @@ def choose_window(
             else:
                 losses.set_mixtures(mixed)
         cumulant, mean, variance = losses.cumulants(tilts)
-        if grows and asked is not None and asked_log_delta is not None:
-            losses.times = _GROWTH
-            cumulant, mean, variance = losses.cumulants(tilts)
-            tilt, epsilon, _ = _tangent(tilts, cumulant, mean, asked, None)
+        tilt, epsilon, log_delta = _tangent(
+            tilts, cumulant, mean, asked, None if grows else asked_log_delta
+        )
+        if grows and asked_log_delta is not None:
             log_delta = asked_log_delta
-        else:
-            tilt, epsilon, log_delta = _tangent(tilts, cumulant, mean, asked, asked_log_delta)
         tilt = min(tilt, largest_tilt)
         near = Near(tilt, log_delta, reverse)
         excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
         fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
     assert epsilon is not None and log_delta is not None
-    total *= losses.times
     if sampled:
         accuracy *= _MIXED_ACCURACY
     least, largest, size = losses.totals()
