@@ -142,18 +142,23 @@ class Prior:
         }
 
     def read_by(self, function: Callable[[dict[str, Tensor]], Any]) -> Tensor:
-        """Whether a function of the values by site depends on a coordinate of θ, ``[dimension]``:
-        True for all of a site's, or False. All True where it cannot be recorded.
+        """As :meth:`read_in`, of a function of the values by site; all True where it cannot be
+        recorded.
         """
-        parts = [True] * len(self._sizes)
+        theta = torch.zeros(self.dimension, dtype=self.dtype, device=self.device)
         try:
             with without_value_checks(), torch.no_grad():
-                theta = torch.zeros(self.dimension, dtype=self.dtype, device=self.device)
                 graph = recorded(lambda theta: function(self.constrain(theta)), theta)
-            parts = parts_read(graph, self._sizes)
         except Exception:  # it computes with numbers
-            pass
-        return torch.tensor(parts).repeat_interleave(torch.tensor(self._sizes))
+            return torch.ones(self.dimension, dtype=torch.bool)
+        return self.read_in(graph)
+
+    def read_in(self, graph: GraphModule) -> Tensor:
+        """Whether what ``graph`` gives depends on a coordinate of its first input, θ,
+        ``[dimension]``: True for all of a site's, or False.
+        """
+        parts = torch.tensor(parts_read(graph, self._sizes))
+        return parts.repeat_interleave(torch.tensor(self._sizes))
 
     # -- density -----------------------------------------------------------------------------------
 

@@ -254,7 +254,7 @@ class DPSVI:
         count = public_num_data(self._stated_num_data, density.num_records, self._accountant)
         self._require_batch_of(count)
         with frozen_ones_kept(self.model):  # the guide runs the model
-            self._gaussian.set_up(density.made_up_call(), density.prior)
+            self._gaussian.set_up(density.call(density.made_up.few()), density.prior)
         _require_that_it_steps(self.optim, self._gaussian.parameters)
         self._iterate = {n: p.detach().clone() for n, p in self._gaussian.parameters.items()}
         self._average = {name: value.clone() for name, value in self._iterate.items()}
