@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Arguments, Call
+from .arguments import Arguments
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import FEW_ROWS, Program, Recorder
@@ -37,13 +37,14 @@ class RecordDensity:
             constant.
         data_plate: the plate's name.
         gradients: also record the gradients.
-        expected_batch_size: how many records :meth:`of` picks at a time, about. None: all of them
+        rows_at_once: how many records :meth:`of` picks at most, nearly always. None: all of them
             are used together.
         count_is_public: whether errors may depend on the number of records. False, as under
             add-or-remove-one: every tensor but single numbers is data, one row a record along its
             first dimension, and the model is checked on another number of rows.
 
     Attributes:
+        arguments: of the model; those that are data are private.
         prior: θ's coordinates and log prior, a :class:`Prior`.
         observed: names of the observed sites.
 
@@ -68,7 +69,7 @@ class RecordDensity:
         *,
         data_plate: str = "data",
         gradients: bool = True,
-        expected_batch_size: float | None = None,
+        rows_at_once: int | None = None,
         count_is_public: bool = True,
     ) -> None:
         self.arguments = Arguments(args, kwargs)
@@ -85,9 +86,7 @@ class RecordDensity:
         self.row_dims = self.arguments.row_dims
         self._dims = list(self.row_dims.values())
         self._left_out = self._none_of(self.num_records)  # records at which computations fail
-        together = self.num_records
-        if expected_batch_size is not None:  # most Poisson batches fit into one chunk
-            together = math.ceil(expected_batch_size + 2 * math.sqrt(expected_batch_size))
+        together = self.num_records if rows_at_once is None else rows_at_once
         recorder = Recorder(self.made_up, self._dims, max(1, together))
         self._terms = recorder.terms()
         self._few_rows = self.made_up.rows(FEW_ROWS)
@@ -109,14 +108,6 @@ class RecordDensity:
         site is a parent of others alone.
         """
         return self.prior.read_in(self._terms.graph)
-
-    def call(self, rows: Sequence[Tensor]) -> Call:
-        """The model's arguments with these rows in place of the data."""
-        return self.arguments.with_rows(rows)
-
-    def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
-        """Rows of the shapes and types of the data's that take no value from them."""
-        return self.arguments.made_up_rows(count, flavour)
 
     def rows(self) -> list[Tensor]:
         """The data arguments. Private data."""

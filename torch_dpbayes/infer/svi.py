@@ -37,6 +37,7 @@ _log = logging.getLogger("torch_dpbayes")
 _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
 _DRAWS = 100  # of the guide, for one at which the model can be evaluated
+_INDEPENDENCE = "by torch.func.vmap over a graph recorded on synthetic records"
 _RECENT = 3  # iterate t counts about t³ times in the average
 
 
@@ -248,22 +249,19 @@ class DPSVI:
                 args,
                 kwargs,
                 data_plate=self._plate,
-                expected_batch_size=self._batch_size,
+                # most Poisson batches fit into one chunk
+                rows_at_once=math.ceil(self._batch_size + 2 * math.sqrt(self._batch_size)),
                 count_is_public=self._accountant.neighboring == "replace_one",
             )
         count = public_num_data(self._stated_num_data, density.num_records, self._accountant)
         self._require_batch_of(count)
         with frozen_ones_kept(self.model):  # the guide runs the model
-            self._gaussian.set_up(density.call(density.made_up.few()), density.prior)
+            self._gaussian.set_up(density.arguments.with_rows(density.made_up.few()), density.prior)
         _require_that_it_steps(self.optim, self._gaussian.parameters)
         self._iterate = {n: p.detach().clone() for n, p in self._gaussian.parameters.items()}
         self._average = {name: value.clone() for name, value in self._iterate.items()}
         if self._saved is not None:
             self._resume(self._saved)
-        self._accountant.note(
-            "DPSVI: records are kept apart by torch.func.vmap over a graph recorded on synthetic"
-            " records"
-        )
         leaves, _ = tree_flatten((args, kwargs))
         self._leaves, self._versions = leaves, [*map(_version, leaves)]
         self._num_data, self._density = count, density
@@ -361,6 +359,8 @@ class DPSVI:
         assert self._density is not None
         require_single_process()
         self._accountant.compose(self._event, label="DPSVI")
+        if not self._num_steps:
+            self._accountant.note(f"DPSVI: records are kept apart {_INDEPENDENCE}")
         # a new sampler for every step: no draw is ever used twice
         records = next(iter(PoissonSampler(self._density.num_records, self._rate, None, 0)))
         drawn = self._density.of(torch.tensor(records, dtype=torch.long))

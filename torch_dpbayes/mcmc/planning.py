@@ -241,24 +241,19 @@ def plan(
     if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
         raise ArgumentError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
 
-    def start(noises: dict[str, float]) -> events.DpEvent:
-        kept = list(noises.values())[1:] if reuse_gradients else []
-        return events.ComposedDpEvent(
-            [events.SelfComposedDpEvent(events.GaussianDpEvent(z), chains) for z in kept]
-        )
+    of_each, of_start = (steps, chains) if reuse_gradients else (steps + 1, 0)
 
-    def each(noises: dict[str, float]) -> events.DpEvent:
-        ratio, *gradient = (events.GaussianDpEvent(value) for value in noises.values())
-        count = steps if reuse_gradients else steps + 1
-        return events.ComposedDpEvent(
-            [ratio, *(events.SelfComposedDpEvent(event, count) for event in gradient)]
-        )
+    def event_of(noises: dict[str, float], iterations: int, starts: int) -> events.DpEvent:
+        ratio, *gradient = map(events.GaussianDpEvent, noises.values())
+        counts = [(ratio, iterations)]
+        counts += [(event, of_each * iterations + of_start * starts) for event in gradient]
+        return events.ComposedDpEvent([events.SelfComposedDpEvent(e, n) for e, n in counts if n])
 
     if num_iterations is None:
-        limited = _accountant(history, epsilon, delta, neighboring)
+        limited, start = _accountant(history, epsilon, delta, neighboring), event_of(noises, 0, 1)
         iterations = 0
-        if limited.remaining(start(noises)) >= 1:
-            iterations = int(limited.compose(start(noises)).remaining(each(noises)))
+        if limited.remaining(start) >= 1:
+            iterations = int(limited.compose(start).remaining(event_of(noises, 1, 0)))
     else:
         iterations = events.positive_count(num_iterations, "num_iterations")
         split = 1.0
@@ -273,13 +268,8 @@ def plan(
         def scaled(z: float) -> dict[str, float]:
             return dict(zip(given, (z, z * split), strict=False))
 
-        def run(z: float) -> events.DpEvent:
-            return events.ComposedDpEvent(
-                [start(scaled(z)), events.SelfComposedDpEvent(each(scaled(z)), iterations)]
-            )
-
         noise = noise_multiplier_for(
-            run,
+            lambda z: event_of(scaled(z), iterations, 1),
             target_epsilon=epsilon,
             target_delta=delta,
             steps=1,
@@ -289,7 +279,7 @@ def plan(
         noises = scaled(noise)
     accountant = _accountant(history, None, delta, neighboring)
     if iterations:
-        accountant.compose(start(noises)).compose(each(noises), iterations)
+        accountant.compose(event_of(noises, iterations, 1))
     scatter = checked_jitter(jitter) if is_hmc else 0.0
     return Plan(noises, iterations, accountant.get_epsilon(), delta, steps, slope, norm, scatter)
 
