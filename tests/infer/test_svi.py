@@ -129,15 +129,18 @@ def test_the_draw_and_the_noise_are_those_that_are_charged(batch, multiplier, mo
     gaussian = GaussianDpEvent(multiplier)
     event = gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
     assert [(e, count) for e, count, *_ in svi.accountant.history] == [(event, steps)]
-    total = 0.0
-    for theta, value in svi.released:
+    total = of_noise = 0.0
+    for (theta, value), rows_drawn in zip(svi.released, drawn, strict=True):
         gradients = theta - x  # of −log p, none of them clipped
+        noise = (rate * value - gradients[rows_drawn].sum(0)) / (multiplier * bound)
+        of_noise += float(noise.square().sum())
         apart = value - gradients.sum(0)
         sampling = (1 - rate) / rate * gradients.T @ gradients
         covariance = (multiplier * bound / rate) ** 2 * torch.eye(2, dtype=DOUBLE) + sampling
         total += float(apart @ torch.linalg.solve(covariance, apart))
     degrees = 2 * steps
-    assert chi2.ppf(CHANCE / 2, degrees) < total < chi2.isf(CHANCE / 2, degrees)
+    for found in (total, of_noise):
+        assert chi2.ppf(CHANCE / 4, degrees) < found < chi2.isf(CHANCE / 4, degrees)
 
 
 def first_release(x, **how):
