@@ -22,16 +22,7 @@ MAY_IMPORT = {
     "density": {"noise"},
     "mcmc": {"accounting", "noise", "density", "distributed", "words"},
     "noise_aware": {"accounting", "noise", "density", "ops", "posterior"},
-    "infer": {
-        "accounting",
-        "noise",
-        "batches",
-        "density",
-        "per_sample",
-        "noise_aware",
-        "optim",
-        "release",
-    },
+    "infer": {"accounting", "noise", "distributed", "batches", "density", "noise_aware"},
     "posterior": {"accounting", "noise", "distributed", "per_sample", "batches", "words"},
     "frameworks": {"batches", "engine", "optim", "per_sample"},
     "engine": {

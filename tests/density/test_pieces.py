@@ -7,7 +7,7 @@ import torch
 from support.pyro_models import gaussian
 from torch.func import grad, vmap
 
-from torch_dpbayes.density import RecordDensity
+from torch_dpbayes.density import RecordDensity, program
 
 pytestmark = pytest.mark.usefixtures("double")
 COUNT, GROUPS = 300, 7
@@ -70,9 +70,10 @@ def expected(term, theta, data, bound):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sums_are_those_of_whole_vectors(name):
+def test_sums_are_those_of_whole_vectors(name, monkeypatch):
+    monkeypatch.setattr(program, "_CHUNK_BYTES", 2**14)  # more than one chunk
     model, data, term, used = made(name)
-    density = RecordDensity(model, data, chunk_bytes=2**14)  # more than one chunk
+    density = RecordDensity(model, data)
     theta = torch.randn(density.prior.dimension)
     for bound in (0.5, 1e9):
         total = expected(term, theta, data, bound)
@@ -81,8 +82,8 @@ def test_sums_are_those_of_whole_vectors(name):
     some = expected(term, theta, [values[chosen] for values in data], 1e9)
     torch.testing.assert_close(density.gradient_sum(theta, chosen), some)
     # where a record picks one entry its zeros are left out
-    program = density._gradients
-    pieces = program(theta, density.made_up.rows(program.rows))
+    gradients = density._gradients
+    pieces = gradients(theta, density.made_up.rows(gradients.rows), gradients.rows)
     assert used is None or any(piece.column is not None for piece in pieces) == used
 
 

@@ -21,7 +21,7 @@ from support.pyro_models import (
 )
 from torch import nn
 
-from torch_dpbayes.density import InvalidPoint, RecordDensity, clipped_ratio_sum
+from torch_dpbayes.density import InvalidPoint, RecordDensity, clipped_ratio_sum, program
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -202,7 +202,9 @@ def test_terms_and_gradients_are_those_of_pyro(name):
 def test_chunks_of_rows_change_nothing(monkeypatch):
     monkeypatch.setitem(globals(), "COUNT", 203)
     model, args, _ = made("logistic")
-    whole, chunked = RecordDensity(model, args), RecordDensity(model, args, chunk_bytes=5_000)
+    whole = RecordDensity(model, args)
+    monkeypatch.setattr(program, "_CHUNK_BYTES", 5_000)
+    chunked = RecordDensity(model, args)
     theta = torch.randn(whole.prior.dimension)
     assert chunked._gradients.rows < 100
     torch.testing.assert_close(chunked.log_likelihoods(theta), whole.log_likelihoods(theta))
@@ -232,14 +234,15 @@ SPOILT = [
 
 @pytest.mark.parametrize("model, make, value, chunk_bytes", SPOILT)
 def test_a_record_that_is_not_a_number_or_fails_contributes_nothing(
-    model, make, value, chunk_bytes
+    model, make, value, chunk_bytes, monkeypatch
 ):
     args = make()
     kept = torch.ones(400, dtype=torch.bool)
     for i in (3, 399):
         args[0][i], kept[i] = value, False
     rest = RecordDensity(model, tuple(arg[kept] for arg in args))
-    density = RecordDensity(model, args, chunk_bytes=chunk_bytes)
+    monkeypatch.setattr(program, "_CHUNK_BYTES", chunk_bytes)
+    density = RecordDensity(model, args)
     theta, other = torch.randn(2, density.prior.dimension)
     for bound in [0.1, 100.0]:
         sums = [each.clipped_gradient_sum(theta, bound) for each in (density, rest)]

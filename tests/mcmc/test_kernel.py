@@ -24,7 +24,6 @@ from support.pyro_models import singular_where_made_up, with_and_without_a_recor
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
 from torch_dpbayes.mcmc.kernel import Candidate
-from torch_dpbayes.mcmc.owners import SoleOwner
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -166,8 +165,8 @@ def test_under_add_or_remove_next_to_no_records_are_like_any_number(name):
 # -- at the ends of floats -------------------------------------------------------------------------
 
 
-class Several(SoleOwner):
-    are_several = True
+class Several:
+    total_multiplier = 1.0
 
     def together(self, *numbers):
         self.sent = numbers

@@ -24,7 +24,7 @@ from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.density import clipped_ratio_sum
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, MultiOwnerHMC, MultiOwnerPenalty
 from torch_dpbayes.mcmc import kernel as kernel_module
-from torch_dpbayes.mcmc.owners import SharedRandomness, SoleOwner
+from torch_dpbayes.mcmc.owners import SharedRandomness
 
 DIMENSION = 3
 
@@ -169,19 +169,16 @@ class Silent:
         return torch.zeros(size, dtype=dtype)
 
 
-class Alone(SoleOwner):
-    """One owner of all records, with the public numbers that several would share."""
-
-    def public_numbers(self, own, iteration, stage):
-        return SharedRandomness(20261121, iteration, stage)
-
-
 def public_values(rank, kind, counts, iterations):
     options = {} if kind == "penalty" else {"mass_matrix": torch.linspace(0.8, 1.2, DIMENSION)}
     is_alone = len(counts) == 1
     kernel = make(kind, 0.6 / len(counts) ** 0.5, alone=is_alone, **options)
-    if is_alone:
-        kernel._owners = Alone()
+    if is_alone:  # with the public numbers that several would share
+
+        def share(stage):
+            kernel._public = SharedRandomness(20261121, kernel._iteration, stage)
+
+        kernel._share_public_numbers = share
     kernel.setup(5, POOLED.split(counts)[rank])
     kernel._noise = Silent()
     if not is_alone:

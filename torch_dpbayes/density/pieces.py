@@ -25,21 +25,16 @@ _SAME = {
 }
 _ZEROS = {_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default}
 _WHOLE_NUMBERS = {torch.int64, torch.int32}
+Layout = list[tuple[int, int, bool]]  # of each piece start, width, and whether it has a column
 
 
 class Piece(NamedTuple):
-    """Some columns of the vectors of records; columns that no piece has are 0.
-
-    Attributes:
-        start, width: which columns.
-        values: (records, width), or with ``column`` (records,).
-        column: (records,), which one of them alone is not 0. None: they are all in ``values``.
-    """
+    """Some columns of the vectors of records; columns that no piece has are 0."""
 
     start: int
     width: int
-    values: Tensor
-    column: Tensor | None
+    values: Tensor  # (records, width), or with a column (records,)
+    column: Tensor | None  # (records,), which one of them alone is not 0. None: all are in values
 
     @property
     def columns(self) -> slice:
@@ -74,26 +69,21 @@ class Piece(NamedTuple):
         return zeros.index_add_(0, self.column, factors * self.values)
 
 
-class Pieces:
-    """What a rewritten graph gives: its outputs are values, then columns, of each piece."""
+def pieces_of(outputs: Sequence[Tensor], layout: Layout) -> list[Piece]:
+    """What a rewritten graph gives: values, and of some the columns, of each piece.
 
-    def __init__(self, layout: Sequence[tuple[int, int, bool]], dimension: int) -> None:
-        self._layout, self.dimension = list(layout), dimension
-
-    def of(self, outputs: Sequence[Tensor]) -> list[Piece]:
-        """
-        Raises:
-            IndexError: a record picks an entry that there is not.
-        """
-        left, found = list(outputs), []
-        for start, width, is_picked in self._layout:
-            values, column = left.pop(0), None
-            if is_picked:
-                column = left.pop(0)
-                if len(column) and not 0 <= int(column.min()) <= int(column.max()) < width:
-                    raise IndexError("index out of range")
-            found.append(Piece(start, width, values, column))
-        return found
+    Raises:
+        IndexError: a record picks an entry that there is not.
+    """
+    left, found = iter(outputs), []
+    for start, width, is_picked in layout:
+        piece = Piece(start, width, next(left), next(left) if is_picked else None)
+        column = piece.column
+        if column is not None and len(column):
+            if not 0 <= int(column.min()) <= int(column.max()) < width:
+                raise IndexError("index out of range")
+        found.append(piece)
+    return found
 
 
 def dense(pieces: Sequence[Piece], dimension: int) -> Tensor:
@@ -113,17 +103,20 @@ def norms_of(pieces: Sequence[Piece]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([first, *others]), dim=0) if others else first
 
 
-def in_pieces(graph: GraphModule) -> tuple[GraphModule, Pieces] | None:
-    """A graph for the same rows, (records, dimension), in pieces; None if that saves nothing."""
+def in_pieces(graph: GraphModule) -> tuple[GraphModule, Layout | None]:
+    """A graph for the same rows, (records, dimension), in pieces; as it is if that saves
+    nothing.
+    """
     copied = Graph()
     result = _source(copied.graph_copy(graph.graph, val_map={}))
     if result is None or len(_shape(result)) != 2:
-        return None
+        return graph, None
     output = copied.output(result)
     is_joined = result.target is _aten.cat.default and result.args[1:] in ((1,), (-1,))
     joined: Any = result.args[0] if is_joined else [result]
     outputs: list[Node] = []
-    layout, start = [], 0
+    layout: Layout = []
+    start = 0
     for node in map(_source, joined):
         width = _shape(node)[1]
         with copied.inserting_before(output):
@@ -133,11 +126,11 @@ def in_pieces(graph: GraphModule) -> tuple[GraphModule, Pieces] | None:
             layout.append((start, width, picked is not None))
         start += width
     if not any(is_picked for _, _, is_picked in layout):
-        return None
+        return graph, None
     output.args = (tuple(outputs),)
     copied.eliminate_dead_code()
     copied.lint()
-    return GraphModule(graph, copied), Pieces(layout, start)
+    return GraphModule(graph, copied), layout
 
 
 def _picked(node: Node) -> list[Node] | None:

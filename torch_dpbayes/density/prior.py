@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -98,7 +98,6 @@ class Prior:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         self.device = samples[0].device
         self._sizes = [shape.numel() for shape in self._shapes.values()]
-        self._programs: dict[str, GraphModule] = {}
 
     # -- coordinates -------------------------------------------------------------------------------
 
@@ -142,57 +141,61 @@ class Prior:
         }
 
     def read_by(self, function: Callable[[dict[str, Tensor]], Any]) -> Tensor:
-        """Whether a function of the values by site depends on a coordinate of θ, ``[dimension]``:
-        True for all of a site's, or False. All True where it cannot be recorded.
+        """As :meth:`read_in`, of a function of the values by site; all True where it cannot be
+        recorded.
         """
-        parts = [True] * len(self._sizes)
         try:
             with without_value_checks(), torch.no_grad():
-                theta = torch.zeros(self.dimension, dtype=self.dtype, device=self.device)
-                graph = recorded(lambda theta: function(self.constrain(theta)), theta)
-            parts = parts_read(graph, self._sizes)
+                graph = recorded(lambda theta: function(self.constrain(theta)), self._zeros())
         except Exception:  # it computes with numbers
-            pass
-        return torch.tensor(parts).repeat_interleave(torch.tensor(self._sizes))
+            return torch.ones(self.dimension, dtype=torch.bool)
+        return self.read_in(graph)
+
+    def read_in(self, graph: GraphModule) -> Tensor:
+        """Whether what ``graph`` gives depends on a coordinate of its first input, θ,
+        ``[dimension]``: True for all of a site's, or False.
+        """
+        parts = torch.tensor(parts_read(graph, self._sizes))
+        return parts.repeat_interleave(torch.tensor(self._sizes))
 
     # -- density -----------------------------------------------------------------------------------
 
     def log_density(self, theta: Tensor) -> float:
         """log p(θ) with the Jacobian terms."""
         with torch.no_grad():
-            return float(self._program(self._log_density, theta)(theta))
+            return float(self._density_program(theta))
 
     def log_densities(self, thetas: Tensor) -> Tensor:
         """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
         with torch.no_grad(), public_randomness():
-            values: Tensor = of_rows(self._program(self._log_density, thetas[0]), thetas)
+            values: Tensor = of_rows(self._density_program, thetas)
         return values
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""
         with torch.no_grad():
-            gradient, value = self._program(self._gradient, theta)(theta)
+            gradient, value = self._gradient_program(theta)
         return float(value), gradient
 
     def log_densities_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """The same for every row of ``thetas``, (rows,) and (rows, d)."""
         with torch.no_grad(), public_randomness():
-            gradients, values = of_rows(self._program(self._gradient, thetas[0]), thetas)
+            gradients, values = of_rows(self._gradient_program, thetas)
         return values, gradients
 
     def _log_density(self, theta: Tensor) -> Tensor:
         return self.log_density_with(theta, self._args, self._kwargs)
 
-    def _gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = grad_and_value(self._log_density)(theta)
-        return found
+    @cached_property
+    def _density_program(self) -> GraphModule:
+        return self._recorded(self._log_density, self._zeros())
 
-    def _program(self, function: Callable[[Tensor], Any], theta: Tensor) -> GraphModule:
-        """One of the two functions above, recorded when it is used first."""
-        name = function.__name__
-        if name not in self._programs:
-            self._programs[name] = self._recorded(function, theta)
-        return self._programs[name]
+    @cached_property
+    def _gradient_program(self) -> GraphModule:
+        return self._recorded(grad_and_value(self._log_density), self._zeros())
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.dimension, dtype=self.dtype, device=self.device)
 
     def log_density_with(
         self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]

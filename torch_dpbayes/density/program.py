@@ -17,29 +17,24 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from .locality import MadeUpRecords
-from .pieces import Piece, dense, in_pieces
+from .pieces import Piece, dense, in_pieces, pieces_of
 from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
-from .recording import most_bytes, parts_read, recorded
+from .recording import most_bytes, recorded
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
 FEW_ROWS = 16  # on which a program's need of memory is measured
+_CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 
 
 class Program:
-    """Tensor operations recorded for a fixed number of rows, and for a few.
-
-    Args:
-        graph: those for ``rows`` rows.
-        rows: how many.
-        few: the same for :data:`FEW_ROWS` rows.
-    """
+    """Tensor operations recorded for a fixed number of rows, and for a few of them."""
 
     def __init__(self, graph: GraphModule, rows: int, few: GraphModule) -> None:
-        self._graph, self.rows, self._few = graph, rows, few
+        self.graph, self.rows, self._few = graph, rows, few
 
-    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Any:
-        """One number for each of ``self.rows`` rows."""
-        return self._graph(theta, *rows)
+    def __call__(self, theta: Tensor, rows: Sequence[Tensor], count: int) -> Any:
+        """One number for each of the first ``count`` of ``self.rows`` rows."""
+        return self.graph(theta, *rows)[:count]
 
     def of_few(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
         """One result for each of :data:`FEW_ROWS` made-up rows, None where it fails at θ."""
@@ -51,46 +46,30 @@ class Program:
             return None
         return result
 
-    def parts_read(self, sizes: Sequence[int]) -> list[bool]:
-        """Which of the parts of θ, of these sizes, the results depend on, or may depend on."""
-        return parts_read(self._graph, sizes)
-
 
 class Gradients(Program):
-    """The gradients of records.
-
-    Args:
-        graph, rows, few: as of a :class:`Program`, with results ``(rows, dimension)``.
-    """
+    """The gradients of records: a program with results (rows, dimension)."""
 
     def __init__(self, graph: GraphModule, rows: int, few: GraphModule) -> None:
-        rewritten = in_pieces(graph)
-        self._pieces = None if rewritten is None else rewritten[1]
-        super().__init__(graph if rewritten is None else rewritten[0], rows, few)
+        graph, self._layout = in_pieces(graph)
+        super().__init__(graph, rows, few)
 
-    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> list[Piece]:
-        """Those of ``self.rows`` rows, in pieces of their columns."""
-        outputs = self._graph(theta, *rows)
-        if self._pieces is None:
-            return [Piece(0, outputs.shape[1], outputs, None)]
-        return self._pieces.of(outputs)
+    def __call__(self, theta: Tensor, rows: Sequence[Tensor], count: int) -> list[Piece]:
+        """Those of the first ``count`` of ``self.rows`` rows, in pieces of their columns."""
+        outputs = self.graph(theta, *rows)
+        if self._layout is None:
+            return [Piece(0, outputs.shape[1], outputs[:count], None)]
+        return [piece.of(slice(count)) for piece in pieces_of(outputs, self._layout)]
 
 
 class Recorder:
-    """Makes programs for chunks of records.
-
-    Args:
-        made_up: rows to record on, and what a record's term is.
-        row_dims: dimension of the records of each data argument.
-        num_records: how many records the programs will be run on.
-        chunk_bytes: bound on the intermediate results of one chunk.
+    """Makes programs for chunks of ``num_records`` records, by running the model on made-up ones;
+    ``row_dims``: dimension of the records of each data argument.
     """
 
-    def __init__(
-        self, made_up: MadeUpRecords, row_dims: Sequence[int], num_records: int, chunk_bytes: int
-    ) -> None:
+    def __init__(self, made_up: MadeUpRecords, row_dims: Sequence[int], num_records: int) -> None:
         self._made_up, self._in_dims = made_up, (None, *row_dims)
-        self._num_records, self._chunk_bytes = num_records, chunk_bytes
+        self._num_records = num_records
         self._row_terms = (made_up.terms.of_row, self._of_row_with_own_tensors)
 
     def terms(self) -> Program:
@@ -149,7 +128,7 @@ class Recorder:
                     weights = torch.linspace(
                         0.5, 1.5, program.rows, dtype=theta.dtype, device=theta.device
                     )
-                    if is_right(program(other, rows), weights, other, rows):
+                    if is_right(program(other, rows, program.rows), weights, other, rows):
                         return program
                 problems.append("it computes with numpy, or with .item()?")
             except Exception as error:
@@ -167,7 +146,7 @@ class Recorder:
         few = made_up.rows(FEW_ROWS)
         of_few = recorded(way, made_up.theta, *few)
         each = most_bytes(of_few, made_up.theta, *few) / FEW_ROWS
-        limit = max(1, int(self._chunk_bytes / max(each, 1)))
+        limit = max(1, int(_CHUNK_BYTES / max(each, 1)))
         chunks = math.ceil(self._num_records / limit)
         count = max(1, math.ceil(self._num_records / chunks))
         return kind(recorded(way, made_up.theta, *made_up.rows(count)), count, of_few)

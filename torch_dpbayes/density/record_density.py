@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Arguments, Call
+from .arguments import Arguments
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import FEW_ROWS, Program, Recorder
@@ -22,8 +22,7 @@ from .pyro_runs import (
 )
 from .structure import find_structure
 
-_CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
-_NUMBERS_IN_FLOAT64 = 2**17  # likewise
+_NUMBERS_IN_FLOAT64 = 2**17  # more fall out of the processor's caches
 _ROWS_IN_FLOAT64 = 2**13  # a sum of more loses digits, one number after the other
 
 
@@ -38,14 +37,14 @@ class RecordDensity:
             constant.
         data_plate: the plate's name.
         gradients: also record the gradients.
-        chunk_bytes: bound on the intermediate results of one chunk of rows.
-        expected_batch_size: how many records :meth:`of` picks at a time, about. None: all of them
+        rows_at_once: how many records :meth:`of` picks at most, nearly always. None: all of them
             are used together.
         count_is_public: whether errors may depend on the number of records. False, as under
             add-or-remove-one: every tensor but single numbers is data, one row a record along its
             first dimension, and the model is checked on another number of rows.
 
     Attributes:
+        arguments: of the model; those that are data are private.
         prior: θ's coordinates and log prior, a :class:`Prior`.
         observed: names of the observed sites.
 
@@ -70,27 +69,25 @@ class RecordDensity:
         *,
         data_plate: str = "data",
         gradients: bool = True,
-        chunk_bytes: int = _CHUNK_BYTES,
-        expected_batch_size: float | None = None,
+        rows_at_once: int | None = None,
         count_is_public: bool = True,
     ) -> None:
-        self._arguments = Arguments(args, kwargs)
+        self.arguments = Arguments(args, kwargs)
         model = WithoutParameters(model)
-        seen = self._arguments if count_is_public else self._arguments.standing_in()
+        seen = self.arguments if count_is_public else self.arguments.standing_in()
         with torch.no_grad(), without_value_checks():
             structure = find_structure(model, seen, data_plate)
             self.made_up = MadeUpRecords(model, seen.without_rows(), structure)
             self.made_up.require_local(data_plate)
         if not count_is_public:
-            self._arguments.take_data_of(seen)
+            self.arguments.take_data_of(seen)
         self.prior = self.made_up.prior
         self.observed = structure.observed
-        self._dims = list(self._arguments.row_dims.values())
-        self._left_out: Tensor | None = None
-        together = self.num_records
-        if expected_batch_size is not None:  # most Poisson batches fit into one chunk
-            together = math.ceil(expected_batch_size + 2 * math.sqrt(expected_batch_size))
-        recorder = Recorder(self.made_up, self._dims, max(1, together), chunk_bytes)
+        self.row_dims = self.arguments.row_dims
+        self._dims = list(self.row_dims.values())
+        self._left_out = self._none_of(self.num_records)  # records at which computations fail
+        together = self.num_records if rows_at_once is None else rows_at_once
+        recorder = Recorder(self.made_up, self._dims, max(1, together))
         self._terms = recorder.terms()
         self._few_rows = self.made_up.rows(FEW_ROWS)
         # what cannot be recorded is refused before anything is charged
@@ -102,7 +99,7 @@ class RecordDensity:
     @property
     def num_records(self) -> int:
         """Number of rows: under add-or-remove-one not a public number."""
-        return self._arguments.num_records
+        return self.arguments.num_records
 
     @property
     def read(self) -> Tensor:
@@ -110,42 +107,27 @@ class RecordDensity:
         a site's, or False. Where False, gradients are exactly 0, whatever the records are: such a
         site is a parent of others alone.
         """
-        sizes = [value.numel() for value in self.prior.unflatten(self.made_up.theta).values()]
-        return torch.tensor(self._terms.parts_read(sizes)).repeat_interleave(torch.tensor(sizes))
-
-    def made_up_call(self) -> Call:
-        """The model's arguments with made-up rows in place of the data."""
-        return self._arguments.with_rows(self.made_up.few())
-
-    @property
-    def row_dims(self) -> dict[int, int]:
-        """By number of a data argument the dimension of its records."""
-        return self._arguments.row_dims
-
-    def call(self, rows: Sequence[Tensor]) -> Call:
-        """The model's arguments with these rows in place of the data."""
-        return self._arguments.with_rows(rows)
-
-    def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
-        """Rows of the shapes and types of the data's that take no value from them."""
-        return self._arguments.made_up_rows(count, flavour)
+        return self.prior.read_in(self._terms.graph)
 
     def rows(self) -> list[Tensor]:
         """The data arguments. Private data."""
-        return self._arguments.rows(0, self.num_records)
+        return self.arguments.rows(0, self.num_records)
 
     def with_rows(self, rows: Sequence[Tensor]) -> RecordDensity:
         """The same for other records: rows of every data argument, in the order of :meth:`rows`."""
         other = copy(self)
-        other.__dict__.update(_arguments=self._arguments.of_rows(rows), _left_out=None)
+        arguments = self.arguments.of_rows(rows)
+        other.__dict__.update(arguments=arguments, _left_out=self._none_of(arguments.num_records))
         return other
 
     def of(self, records: Tensor) -> RecordDensity:
         """The same for the records with these numbers, each at most once. Private data."""
-        chosen = self.with_rows(self._arguments.pick(self.rows(), records))
-        if self._left_out is not None:
-            chosen.__dict__.update(_left_out=self._left_out[records])
+        chosen = self.with_rows(self.arguments.pick(self.rows(), records))
+        chosen.__dict__.update(_left_out=self._left_out[records])
         return chosen
+
+    def _none_of(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.bool, device=self.prior.device)
 
     # -- what kernels use --------------------------------------------------------------------------
 
@@ -173,10 +155,8 @@ class RecordDensity:
         """
         result = torch.empty(self.num_records, dtype=self.prior.dtype, device=self.prior.device)
         for records, terms in self._by_chunks(self._terms, theta):
-            result[records] = terms[: records.stop - records.start]
-        if self._left_out is not None:
-            result[self._left_out] = math.nan
-        return result
+            result[records] = terms
+        return result.masked_fill_(self._left_out, math.nan)
 
     @torch.no_grad()
     def gradients(self, theta: Tensor) -> Tensor:
@@ -189,11 +169,9 @@ class RecordDensity:
         size = self.prior.dimension
         result = torch.empty(self.num_records, size, dtype=torch.float64, device=self.prior.device)
         for records, pieces in self._by_chunks(self._gradients, theta):
-            own = [piece.of(slice(records.stop - records.start)).in_float64() for piece in pieces]
-            result[records] = dense(own, size)
-        if self._left_out is not None:
-            result[self._left_out] = 0.0
-        return result.masked_fill_(~result.isfinite().all(1)[:, None], 0.0)
+            result[records] = dense([piece.in_float64() for piece in pieces], size)
+        is_sound = result.isfinite().all(1) & ~self._left_out
+        return result.masked_fill_(~is_sound[:, None], 0.0)
 
     @torch.no_grad()
     def clipped_gradient_sum(self, theta: Tensor, max_norm: float) -> Tensor:
@@ -227,13 +205,10 @@ class RecordDensity:
         ``weights`` of their norms.
         """
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
-        for records, gradients in self._by_chunks(self._gradients, theta):
-            some = torch.ones(records.stop - records.start, dtype=torch.bool, device=theta.device)
+        for records, pieces in self._by_chunks(self._gradients, theta):
+            some = ~self._left_out[records]  # also those that were found to fail a moment ago
             if kept is not None:
                 some &= kept[records]
-            if self._left_out is not None:  # also those that were found to fail a moment ago
-                some &= ~self._left_out[records]
-            pieces = [piece.of(slice(len(some))) for piece in gradients]
             if not some.all():
                 pieces = [piece.of(some) for piece in pieces]
             each = sum(piece.values[:1].numel() for piece in pieces)
@@ -249,44 +224,39 @@ class RecordDensity:
                     result[piece.columns] += piece.weighted_sum(factors)
         return result
 
-    # -- for owners who compare their models -------------------------------------------------------
-
-    def described_data(self) -> list[Any]:
-        """Shape and type of the data's rows; no function of the records, nor of their number."""
-        return self._arguments.described()
-
     # -- chunks of records -------------------------------------------------------------------------
 
     def _by_chunks(self, program: Program, theta: Tensor) -> Iterator[tuple[slice, Any]]:
-        """Which records, and what ``program`` gives for them and rows after them."""
+        """Which records, and what ``program`` gives for them."""
         # asked of made-up rows alone: no record decides whether a trajectory ends here
         if not (self.is_valid if program is self._terms else self.has_gradients)(theta):
             raise InvalidPoint
         for start in range(0, self.num_records, program.rows):
-            rows = self._rows(program, start)
+            count = min(program.rows, self.num_records - start)
+            rows = self._rows(program, start, count)
             try:
-                result = program(theta, rows)
+                result = program(theta, rows, count)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # not of all rows: it runs on made-up ones at this θ
-                self._leave_out_failing(program, theta, start, rows)
-                result = program(theta, self._rows(program, start))
-            yield slice(start, min(start + program.rows, self.num_records)), result
+                for number in self._failing(program, theta, rows, count):
+                    self._left_out[start + number] = True
+                result = program(theta, self._rows(program, start, count), count)
+            yield slice(start, start + count), result
 
-    def _rows(self, program: Program, start: int) -> list[Tensor]:
-        """Rows of the data, filled up with made-up ones to the recorded number, and made-up ones
-        in place of those that are left out.
+    def _rows(self, program: Program, start: int, count: int) -> list[Tensor]:
+        """``count`` rows of the data, filled up with made-up ones to the recorded number, and
+        made-up ones in place of those that are left out.
         """
-        count = min(program.rows, self.num_records - start)
-        rows = self._arguments.rows(start, count)
+        rows = self.arguments.rows(start, count)
         if count < program.rows:
             filling = self.made_up.rows(program.rows - count)
             rows = [
                 torch.cat([row, more.to(row.dtype)], dim)
                 for row, more, dim in zip(rows, filling, self._dims, strict=True)
             ]
-        if self._left_out is not None:
-            (gone,) = self._left_out[start : start + count].nonzero(as_tuple=True)
+        (gone,) = self._left_out[start : start + count].nonzero(as_tuple=True)
+        if len(gone):
             filling = self.made_up.rows(len(gone))
             rows = [
                 row.index_copy(dim, gone.to(row.device), more.to(row.dtype))
@@ -294,10 +264,10 @@ class RecordDensity:
             ]
         return rows
 
-    def _leave_out_failing(
-        self, program: Program, theta: Tensor, start: int, rows: list[Tensor]
-    ) -> None:
-        """Leave out the rows at which the computation fails: they contribute 0 from now on."""
+    def _failing(
+        self, program: Program, theta: Tensor, rows: list[Tensor], count: int
+    ) -> list[int]:
+        """Numbers of the first ``count`` rows at which the computation fails."""
         filling = self.made_up.rows(program.rows)
 
         def failing(first: int, last: int) -> list[int]:
@@ -305,7 +275,7 @@ class RecordDensity:
             for row, into, dim in zip(rows, mixed, self._dims, strict=True):
                 into.narrow(dim, first, last - first).copy_(row.narrow(dim, first, last - first))
             try:
-                program(theta, mixed)
+                program(theta, mixed, program.rows)
                 return []
             except torch.OutOfMemoryError:
                 raise
@@ -315,13 +285,7 @@ class RecordDensity:
                 middle = (first + last) // 2
                 return failing(first, middle) + failing(middle, last)
 
-        found = failing(0, min(program.rows, self.num_records - start))
-        if self._left_out is None:
-            self._left_out = torch.zeros(
-                self.num_records, dtype=torch.bool, device=self.prior.device
-            )
-        for i in found:
-            self._left_out[start + i] = True
+        return failing(0, count)
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:

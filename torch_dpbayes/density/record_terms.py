@@ -23,14 +23,7 @@ _PYRO_DIMS = "_pyro_dims"  # of Pyro's packed tensors; there is no public name
 
 
 class RecordTerms:
-    """The terms of rows at θ: one number for each row, discrete latents summed out.
-
-    Args:
-        model: the Pyro model.
-        arguments: its arguments; which of them are data is known.
-        structure: which of its sites belong to the records.
-        prior: θ's coordinates.
-    """
+    """The terms of rows at θ: one number for each row, discrete latents summed out."""
 
     def __init__(
         self, model: Model, arguments: Arguments, structure: Structure, prior: Prior
@@ -60,19 +53,16 @@ class RecordTerms:
             return self._summed_out(trace, count)
         return _total(self._by_row(name, trace.nodes[name], count) for name in structure.observed)
 
-    def weighted_sites(self, theta: Tensor, rows: Sequence[Tensor]) -> list[str]:
+    def weighted_sites(self, theta: Tensor, rows: Sequence[Tensor]) -> set[str]:
         """Sites of the rows that ``poutine.scale`` weights by anything but 0, which leaves a row
         out, and 1.
         """
         args, kwargs = self._arguments.with_rows(rows)
         model = poutine.condition(self._model, self._prior.constrain(theta))
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-        found = []
-        for name in (*self._structure.discrete, *self._structure.observed):
-            scale = torch.as_tensor(trace.nodes[name]["scale"])
-            if not bool(((scale == 0) | (scale == 1)).all()):
-                found.append(name)
-        return found
+        nodes = poutine.trace(model).get_trace(*args, **kwargs).nodes
+        names = {*self._structure.discrete, *self._structure.observed}
+        scales = {name: torch.as_tensor(nodes[name]["scale"]) for name in names}
+        return {n for n, scale in scales.items() if not ((scale == 0) | (scale == 1)).all()}
 
     def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         """The term of one row that has lost the dimension of the records."""

@@ -27,26 +27,17 @@ _log = logging.getLogger("torch_dpbayes")
 
 @dataclass(frozen=True)
 class Structure:
-    """The data plate and the sites in it.
-
-    Attributes:
-        plate: its name.
-        plate_dim: the dimension that it takes among the batch dimensions of its sites.
-        observed: names of the observed sites in it.
-        discrete: names of the discrete latents, all of which lie in it; they are summed out.
-        deepest_dim: how many batch dimensions all plates of the model take.
-        outside: names of sites outside of it that are functions of the latents alone, like
-            ``pyro.factor`` and what reparametrisations leave behind; they belong to the prior.
-        factors: those of them that the model itself wrote.
-    """
+    """The data plate and the names of the sites in it."""
 
     plate: str
-    plate_dim: int
+    plate_dim: int  # that it takes among the batch dimensions of its sites
     observed: list[str]
-    discrete: list[str]
-    deepest_dim: int
+    discrete: list[str]  # latents, all of which lie in it; they are summed out
+    deepest_dim: int  # how many batch dimensions all plates of the model take
+    # sites outside of it that are functions of the latents alone, like pyro.factor and what
+    # reparametrisations leave behind; they belong to the prior
     outside: list[str]
-    factors: list[str]
+    factors: list[str]  # those of them that the model itself wrote
 
 
 def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:

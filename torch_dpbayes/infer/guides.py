@@ -62,31 +62,20 @@ class GaussianGuide:
             guide(*args, **kwargs)
         prototype: Any = guide.prototype_trace
         sites = {name: site["fn"] for name, site in prototype.iter_stochastic_nodes()}
-        start = torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device)
-        shapes = {name: value.shape for name, value in prior.unflatten(start).items()}
-        ones = {
-            name: torch.ones(shape, dtype=prior.dtype, device=prior.device)
-            for name, shape in shapes.items()
-        }
-        if set(sites) != set(shapes) or not all(
+        ones = prior.unflatten(torch.ones(prior.dimension, dtype=prior.dtype, device=prior.device))
+        if set(sites) != set(ones) or not all(
             torch.equal(biject_to(site.support)(ones[name]), prior.transforms[name].inv(ones[name]))
             for name, site in sites.items()
         ):
             raise ArgumentError(
                 f"the guide is for the latents {sorted(sites)}, the model's continuous ones are"
-                f" {sorted(shapes)}, or have other supports: build the guide from this model.",
+                f" {sorted(ones)}, or have other supports: build the guide from this model.",
                 code="pyro-guide",
             )
         # θ's coordinates are the sites in sorted order, the guide's those of the trace
-        places = dict(
-            zip(
-                shapes,
-                torch.arange(len(start)).split([shape.numel() for shape in shapes.values()]),
-                strict=True,
-            )
-        )
-        self._names = list(shapes)
-        self._from_trace = torch.argsort(torch.cat([places[name] for name in sites]))
+        places = prior.unflatten(torch.arange(prior.dimension))
+        self._names = list(places)
+        self._from_trace = torch.argsort(torch.cat([places[name].reshape(-1) for name in sites]))
         self.parameters: dict[str, torch.nn.Parameter] = dict(guide.named_parameters())
 
     def draw(self) -> tuple[Tensor, Tensor]:

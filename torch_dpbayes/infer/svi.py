@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -16,56 +16,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.events import positive_count
+from ..accounting.events import (
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    gaussian_noise_multiplier,
+    positive_count,
+)
 from ..batches.sampler import PoissonSampler
 from ..density import Model, RecordDensity
 from ..density.pyro_runs import frozen_ones_kept
+from ..distributed import require_single_process
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
-from ..noise import check_clip_bound
+from ..noise import GaussianNoise, can_hide, check_clip_bound, check_positive
 from ..noise_aware.budget import public_num_data
-from ..optim.settings import Settings
-from ..per_sample.gradient_source import GradientSource
-from ..release.query import ClippedSum, Layout
-from ..release.release import Release
 from .guides import GaussianGuide
 
+_log = logging.getLogger("torch_dpbayes")
 _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
 _DRAWS = 100  # of the guide, for one at which the model can be evaluated
+_INDEPENDENCE = "by torch.func.vmap over a graph recorded on synthetic records"
 _RECENT = 3  # iterate t counts about t³ times in the average
-
-
-class DrawnGradients(ClippedSum):
-    """Σ clip(−∇ log p(x_i | θ)) over a Poisson draw of a Pyro model's records.
-
-    **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C, at a θ
-    where ``density.has_gradients(theta)``: elsewhere one record could end the sum of all.
-    """
-
-    independence = "by torch.func.vmap over a graph recorded on synthetic records"
-
-    def __init__(
-        self,
-        density: RecordDensity,
-        draws: PoissonSampler,
-        max_grad_norm: float,
-        expected_batch_size: float,
-    ) -> None:
-        super().__init__(max_grad_norm, expected_batch_size)
-        self._density, self._draws = density, draws
-
-    def collect(self, source: GradientSource, layout: Layout) -> int:
-        """Add the sum over the draw delivered last to ``layout``, at the θ that stands there."""
-        records = self._records
-        (theta,), (piece,) = layout.parameters, layout.pieces
-        own = theta.detach().to(self._density.prior.device, self._density.prior.dtype)
-        piece.sub_(self._density.of(records).clipped_gradient_sum(own, self.max_grad_norm))
-        return len(records)
-
-    def draw(self) -> None:
-        """Take the next batch, or the one that no release was made of yet."""
-        self._records = torch.tensor(next(iter(self._draws)), dtype=torch.long)
-        self._draws.delivered()
 
 
 class DPSVI:
@@ -142,8 +115,15 @@ class DPSVI:
         self._max_grad_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-        self._noise_multiplier, self._batch_size = noise_multiplier, expected_batch_size
-        self._settings(num_data or 2**53)  # what is out of range is refused at once
+        is_noisy = noise_multiplier != 0
+        self._noise_multiplier = gaussian_noise_multiplier(noise_multiplier) if is_noisy else 0.0
+        if is_noisy and not can_hide(self._noise_multiplier * self._max_grad_norm):
+            raise ArgumentError(
+                f"noise_multiplier = {noise_multiplier!r} times max_grad_norm = {max_grad_norm!r}"
+                " is too extreme for sums in 64-bit floats: take values nearer to 1."
+            )
+        self._batch_size = check_positive("expected_batch_size", expected_batch_size)
+        self._require_batch_of(num_data)
         self.model, self.guide, self.optim = model, guide, optim
         self._plate = data_plate
         self._gaussian = GaussianGuide(guide)
@@ -152,7 +132,7 @@ class DPSVI:
         self._iterate: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self._num_steps = 0
-        self._lock = threading.RLock()  # two threads would share one buffer, noise or not
+        self._noise = GaussianNoise()
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
 
@@ -172,13 +152,12 @@ class DPSVI:
             FloatingPointError: the step took a parameter beyond its dtype; parameters are as
                 before, the charge is kept.
         """
-        with self._lock:
-            self._require_ready(args, kwargs)
-            try:
-                self._gaussian.put(self._iterate)
-                self._step()
-            finally:
-                self._gaussian.put(self._average)
+        self._require_ready(args, kwargs)
+        try:
+            self._gaussian.put(self._iterate)
+            self._step()
+        finally:
+            self._gaussian.put(self._average)
         return math.nan
 
     def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
@@ -188,16 +167,14 @@ class DPSVI:
             them fit the budget.
         """
         positive_count(num_steps, "num_steps")
-        with self._lock:
-            self._require_ready(args, kwargs)
-            event = self._release.event(self._noise_multiplier, "poisson", self._release.draws)
-            if (left := self._accountant.remaining(event)) < num_steps:
-                raise PrivacyBudgetExceeded(
-                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
-                    " larger noise_multiplier or a smaller expected_batch_size."
-                )
-            for _ in range(num_steps):
-                self.step(*args, **kwargs)
+        self._require_ready(args, kwargs)
+        if (left := self._accountant.remaining(self._event)) < num_steps:
+            raise PrivacyBudgetExceeded(
+                f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
+                " larger noise_multiplier or a smaller expected_batch_size."
+            )
+        for _ in range(num_steps):
+            self.step(*args, **kwargs)
 
     # -- what comes out ----------------------------------------------------------------------------
 
@@ -216,7 +193,7 @@ class DPSVI:
             raise StateError("there is no state before the first step.")
         used = self.optim.optim_objs
         state = {
-            "release": self._release.state_dict(),
+            "accountant": self._accountant.state_dict(),
             "iterate": self._iterate,
             "average": self._average,
             "optim": [
@@ -245,10 +222,24 @@ class DPSVI:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _settings(self, num_data: int) -> Settings:
-        return Settings(
-            num_data, self._batch_size, self._max_grad_norm, self._noise_multiplier, 1.0, "poisson"
-        )
+    def _require_batch_of(self, num_data: int | None) -> None:
+        if num_data is not None and self._batch_size > num_data:
+            raise ArgumentError(
+                f"expected_batch_size = {self._batch_size:g} is larger than num_data = {num_data}:"
+                " their ratio is the sampling rate."
+            )
+
+    @property
+    def _rate(self) -> float:
+        return self._batch_size / self._num_data
+
+    @property
+    def _event(self) -> DpEvent:
+        """Of one step."""
+        if not self._noise_multiplier:
+            return NonPrivateDpEvent()
+        gaussian = GaussianDpEvent(self._noise_multiplier)
+        return gaussian if self._rate == 1 else PoissonSampledDpEvent(self._rate, gaussian)
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
@@ -258,45 +249,37 @@ class DPSVI:
                 args,
                 kwargs,
                 data_plate=self._plate,
-                expected_batch_size=self._batch_size,
+                # most Poisson batches fit into one chunk
+                rows_at_once=math.ceil(self._batch_size + 2 * math.sqrt(self._batch_size)),
                 count_is_public=self._accountant.neighboring == "replace_one",
             )
-        call = density.made_up_call()
         count = public_num_data(self._stated_num_data, density.num_records, self._accountant)
-        self._settings(count)
-        draws = PoissonSampler(density.num_records, self._batch_size / count, None, 0)
-        release = Release(
-            DrawnGradients(density, draws, self._max_grad_norm, self._batch_size),
-            num_data=count,
-            sampling="poisson",
-            accountant=self._accountant,
-            generator=None,
-            label="DPSVI",
-        )
-        release.draws = draws
+        self._require_batch_of(count)
         with frozen_ones_kept(self.model):  # the guide runs the model
-            self._gaussian.set_up(call, density.prior)
+            self._gaussian.set_up(density.arguments.with_rows(density.made_up.few()), density.prior)
         _require_that_it_steps(self.optim, self._gaussian.parameters)
-        prior = density.prior
-        theta = torch.zeros(prior.dimension, dtype=torch.float64, device=prior.device)
-        theta.requires_grad_()
-        layout = Layout([({}, ["theta"], [theta])], 0, self._batch_size, is_shared=False)
         self._iterate = {n: p.detach().clone() for n, p in self._gaussian.parameters.items()}
         self._average = {name: value.clone() for name, value in self._iterate.items()}
         if self._saved is not None:
-            self._resume(release, self._saved)
+            self._resume(self._saved)
         leaves, _ = tree_flatten((args, kwargs))
         self._leaves, self._versions = leaves, [*map(_version, leaves)]
-        self._num_data, self._release = count, release
-        self._theta, self._layout, self._density = theta, layout, density
+        self._num_data, self._density = count, density
 
-    def _resume(self, release: Release, saved: dict[str, Any]) -> None:
+    def _resume(self, saved: dict[str, Any]) -> None:
         parameters = self._gaussian.parameters
         shapes = {name: p.shape for name, p in parameters.items()}
         if {name: value.shape for name, value in saved["iterate"].items()} != shapes:
             raise CheckpointError("the saved state is of another guide or model.")
-        release.resume_charges(saved["release"])
-        release.resume_streams(saved["release"])
+        accountant = self._accountant
+        is_empty = not len(accountant)
+        accountant.resume(saved["accountant"])
+        if accountant.path is None and is_empty and len(accountant):
+            _log.warning(
+                "resumed with an accountant in memory: what was released after this state was"
+                " saved, or from another copy of it, is not counted. PrivacyAccountant(path=...)"
+                " counts all of them."
+            )
         self._iterate, self._average = copy.deepcopy((saved["iterate"], saved["average"]))
         self._num_steps = saved["num_steps"]
         # empty where the saved run has made no step
@@ -370,21 +353,22 @@ class DPSVI:
         )
 
     def _released(self, theta: Tensor) -> Tensor:
-        """The noisy gradient of −Σ log p(x_i | θ), in float64."""
-        query = self._release.query
-        assert isinstance(query, DrawnGradients)
-        self._theta.copy_(theta)
-        (group,) = self._layout.groups
-        group.noise_multiplier = float(self._noise_multiplier)
-        try:
-            query.draw()
-            self._release.take(self._layout, lambda: {"num_data": self._num_data}, 0.0)
-            # S/B, and here is the sum over all records: S/q = N·S/B
-            value = self._num_data * self._layout.gradient
-        finally:
-            self._layout.buffer.zero_()  # sums without noise
+        """The noisy gradient of −Σ log p(x_i | θ), in float64, at a θ where made-up records have
+        gradients: elsewhere one record could end the sum of all.
+        """
+        assert self._density is not None
+        require_single_process()
+        self._accountant.compose(self._event, label="DPSVI")
+        if not self._num_steps:
+            self._accountant.note(f"DPSVI: records are kept apart {_INDEPENDENCE}")
+        # a new sampler for every step: no draw is ever used twice
+        records = next(iter(PoissonSampler(self._density.num_records, self._rate, None, 0)))
+        drawn = self._density.of(torch.tensor(records, dtype=torch.long))
+        total = drawn.clipped_gradient_sum(theta, self._max_grad_norm)
+        noise = self._noise.standard_normal(len(total), dtype=total.dtype, device=total.device)
         self._num_steps += 1
-        return value
+        std = self._noise_multiplier * self._max_grad_norm
+        return (std * noise - total) / self._rate
 
 
 def _check_optim(optim: Any) -> None:

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
@@ -207,22 +207,10 @@ class _ParallelChains:
 
 @dataclass
 class Chain:
-    """What a kernel knows of the parallel chain that it runs, in a process of its own.
+    """What a kernel knows of the parallel chain that it runs, in a process of its own."""
 
-    Attributes:
-        pipe: to the process that started the chain, which sends one message: that it has to end.
-        shows_progress: whether anybody looks.
-    """
-
-    pipe: Connection
+    pipe: Connection  # to who started the chain, and sends one message: that it has to end
     shows_progress: bool
-    _sending: threading.Lock = field(default_factory=threading.Lock)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sending": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _sending=threading.Lock())
 
     def run(
         self,
@@ -234,6 +222,7 @@ class Chain:
         kwargs: dict[str, Any],
     ) -> None:
         """All of the chain."""
+        self._sending = threading.Lock()
         warmup_steps, num_samples, hook = settings
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the chain asks it to stop
         pyro.set_rng_seed(seed)

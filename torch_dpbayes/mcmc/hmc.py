@@ -160,7 +160,8 @@ class DPHMC(PrivateKernel):
 
     def _noisy_sum(self, theta: Tensor) -> Tensor:
         """The records' part of −∇U, clipped and noised, in the coordinates that records read."""
-        return self._owners.gradient_sum(partial(self._noisy_gradient_sum, theta), self._read)
+        own = partial(self._noisy_gradient_sum, theta)
+        return self._owners.gradient_sum(own, self._read) if self._owners else own()
 
     def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
         assert self._density is not None

@@ -13,7 +13,7 @@ import warnings
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +29,7 @@ from ..density import InvalidPoint, Model, Prior, RecordDensity, UnfitModel, cli
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise, can_hide
 from .mixing import complaint_of, mixing_of
-from .owners import SoleOwner
+from .owners import ManyOwners
 from .proposals import Moves, RandomWalk, free_move
 
 if TYPE_CHECKING:
@@ -43,35 +43,22 @@ Start = Draw | None  # where a chain starts; None: nobody said
 
 
 class Candidate(NamedTuple):
-    """Where an iteration would go, and what its noisy Metropolis test needs.
-
-    Attributes:
-        theta: θ'.
-        log_prior: log p(θ').
-        log_ratio: the sum over records, exact and clipped. Private data.
-        rest: what else is in the test: ratios of the prior and of the proposal, kinetic energies.
-        bound: how far one record can move ``log_ratio``. 0: no record has a part in it.
-        kept: attributes of the kernel that change with θ.
-    """
+    """Where an iteration would go, and what its noisy Metropolis test needs."""
 
     theta: Tensor
     log_prior: float
-    log_ratio: float
-    rest: float
-    bound: float
-    kept: dict[str, Any]
+    log_ratio: float  # the sum over records, exact and clipped. Private data
+    rest: float  # ratios of the prior and of the proposal, kinetic energies
+    bound: float  # how far one record can move log_ratio. 0: no record has a part in it
+    kept: dict[str, Any]  # attributes of the kernel that change with θ
 
 
 class PrivateKernel(MCMCKernel):
     """Base of the private kernels. A subclass says what an iteration releases, and where it goes.
 
-    Args:
-        model: the Pyro model.
-        accountant: where every iteration is charged. Parallel chains need one with ``path=``, which
-            processes share.
-        target_accept_prob: what warm-up adapts the scale of the moves to, by the noisy accept
-            decisions alone. None: no adaptation.
-        moves: where it goes.
+    Every iteration is charged to ``accountant``. Parallel chains need one with ``path=``, which
+    processes share. Warm-up adapts the scale of the moves to ``target_accept_prob`` by the noisy
+    accept decisions alone.
 
     **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
     they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
@@ -79,7 +66,7 @@ class PrivateKernel(MCMCKernel):
     Pyro's and torch's seeds neither repeat a run nor, which matters more, reveal its noise.
     """
 
-    _owners: SoleOwner = SoleOwner()  # kernels for several owners have another
+    _owners: ManyOwners | None = None  # None: all records are one owner's
     # arguments that ``repr`` shows, and where they are kept
     _told: tuple[tuple[str, str], ...] = ()
 
@@ -161,8 +148,7 @@ class PrivateKernel(MCMCKernel):
             kwargs,
             data_plate=self._plate,
             gradients=self._needs_gradients,
-            count_is_public=self._accountant.neighboring == "replace_one"
-            and not self._owners.are_several,
+            count_is_public=self._accountant.neighboring == "replace_one" and self._owners is None,
         )
         return self._density.prior
 
@@ -254,15 +240,19 @@ class PrivateKernel(MCMCKernel):
         self._warmup_steps = warmup_steps
         if self._chain is not None:  # before what takes long
             self._chain.begin(self._accountant)
-        with self._owners.in_set_up(), torch.no_grad():
-            theta = self._set_up(args, kwargs)
-            settings = {
-                "target_accept_prob": self._target,
-                "warmup_steps": warmup_steps,
-                "save_params": self._saved,
-                "initial_params": theta if self._initial is not None else None,
-            }
-            self._theta = self._owners.agreed_start(theta, self._density, settings, self._can_start)
+        owners = self._owners
+        with owners.in_set_up() if owners else nullcontext(), torch.no_grad():
+            self._theta = theta = self._set_up(args, kwargs)
+            if owners:
+                settings = {
+                    "target_accept_prob": self._target,
+                    "warmup_steps": warmup_steps,
+                    "save_params": self._saved,
+                    "initial_params": theta if self._initial is not None else None,
+                }
+                assert self._density is not None
+                start = owners.agreed_start(theta, self._density, settings, self._can_start)
+                self._theta = start
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Where this owner would start."""
@@ -304,7 +294,8 @@ class PrivateKernel(MCMCKernel):
             PrivacyBudgetExceeded: the iteration does not fit into the budget; nothing was released.
                 The draws so far: :meth:`get_samples`.
         """
-        with self._owners.in_iteration(), torch.no_grad():
+        owners = self._owners
+        with owners.in_iteration() if owners else nullcontext(), torch.no_grad():
             if self._prior is None or self._public is None:
                 raise StateError(
                     "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"
@@ -313,14 +304,14 @@ class PrivateKernel(MCMCKernel):
             theta = self._prior.flatten(params)
             if not self._started or self._theta is None or not torch.equal(theta, self._theta):
                 self._log_prior = self._require_start(theta)
-                self._public = self._owners.public_numbers(self._public, self._iteration, 0)
+                self._share_public_numbers(0)
                 self._start(theta)
                 self._theta, self._started = theta, True
-            theta = self._owners.agreed_point(
-                self._theta, self._accepted, self._event(), self._accountant
-            )
-            self._public = self._owners.public_numbers(self._public, self._iteration, 1)
-            self._accountant.compose(self._event(), label=type(self).__name__)
+            theta, event = self._theta, self._event()
+            if owners:
+                theta = owners.agreed_point(theta, self._accepted, event, self._accountant)
+            self._share_public_numbers(1)
+            self._accountant.compose(event, label=type(self).__name__)
             try:
                 candidate = self._candidate(theta)
             except InvalidPoint:
@@ -342,10 +333,17 @@ class PrivateKernel(MCMCKernel):
         if not len(self._unread):
             return
         assert self._theta is not None and self._public is not None
-        self._public = self._owners.public_numbers(self._public, self._iteration, 2)
+        self._share_public_numbers(2)
         self._theta, self._log_prior = free_move(
             self._log_prior_at, self._theta, self._log_prior, self._unread, self._uniforms()
         )
+
+    def _share_public_numbers(self, stage: int) -> None:
+        """Of several owners, all draw proposals, momenta and thresholds alike; a stage each for the
+        start of a chain, the iteration, and the free move after it.
+        """
+        if self._owners:
+            self._public = self._owners.public_numbers(self._iteration, stage)
 
     def _uniforms(self) -> Iterator[float]:
         """Public numbers in (0, 1)."""
@@ -397,7 +395,8 @@ class PrivateKernel(MCMCKernel):
         """Called by Pyro at the end of a chain: lets go of the data and of the start, and
         returns to the ledger what was reserved and not used.
         """
-        self._owners.end_chain()
+        if self._owners:
+            self._owners.end_chain()
         is_first = self._started  # Pyro calls it twice
         self._forget()
         self._initial, self._starts_given = None, 0
@@ -553,21 +552,27 @@ class PrivateKernel(MCMCKernel):
         multiplier·bound; what is not a number rejects. A point that is not valid for this owner,
         or that noise cannot hide, is valid for none, who are told so.
         """
-        owners, noisy, threshold = self._owners, 0.0, 0.0
+        noisy, threshold = 0.0, 0.0
         is_valid = candidate is not None and self._is_hidden(candidate.bound)
         if candidate is not None and is_valid:
             std = self._multiplier * candidate.bound
             noisy = candidate.log_ratio + (std * self._standard_normal() if std else 0.0)
             normal = torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
-            variance = (owners.total_multiplier(self._multiplier) * candidate.bound) ** 2
+            variance = (self._total_multiplier * candidate.bound) ** 2
             threshold = float(torch.special.log_ndtr(normal)) - candidate.rest + variance / 2
-        noisy, threshold, is_valid = owners.together(noisy, threshold, is_valid)
+        if self._owners:
+            noisy, threshold, is_valid = self._owners.together(noisy, threshold, is_valid)
         return (noisy > threshold, noisy) if is_valid else (False, math.nan)
+
+    @property
+    def _total_multiplier(self) -> float:
+        """The noise multiplier of the log ratio of all owners together."""
+        return self._multiplier if self._owners is None else self._owners.total_multiplier
 
     def _is_hidden(self, bound: float) -> bool:
         """Whether noise hides what one record does to the log ratio."""
-        own, total = self._multiplier, self._owners.total_multiplier(self._multiplier)
-        if not own or (not bound and not self._owners.are_several):
+        own, total = self._multiplier, self._total_multiplier
+        if not own or (not bound and self._owners is None):
             return True
         return all(map(can_hide, (bound, own * bound, total * bound)))
 

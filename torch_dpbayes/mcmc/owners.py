@@ -1,5 +1,5 @@
-"""Whose records a chain runs over: those of one owner, or of several who do not show them to each
-other. What several do together: agree on a start, pay, add up, and decide.
+"""What several owners do together who do not show their records to each other: agree on a start,
+pay, add up, and decide.
 
 Every owner is a rank of a process group. Between them travel the messages of ``distributed.py``: a
 few numbers that say where a rank is, then a sum. See :mod:`~torch_dpbayes.mcmc.multi_owner` for who
@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -35,77 +35,11 @@ _DRAWS = 100
 _CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
 
 
-class SoleOwner:
-    """The owner of all records, who asks nobody. A kernel calls these methods where several
-    owners have to agree, or to add up what each of them has.
-    """
-
-    # of several the others must not see how many records one has, nor whether there are any
-    are_several = False
-
-    def in_set_up(self) -> AbstractContextManager[None]:
-        """Around everything that is done before a chain."""
-        return nullcontext()
-
-    def agreed_start(
-        self,
-        theta: Tensor,
-        density: RecordDensity | None,
-        settings: dict[str, Any],
-        can_start: Callable[[Tensor], bool],
-    ) -> Tensor:
-        """Where the chain starts: ``theta``, unless other owners would start elsewhere.
-        ``settings`` are public, ``can_start`` no function of the records.
-        """
-        return theta
-
-    def in_iteration(self) -> AbstractContextManager[None]:
-        """Around everything that an iteration does."""
-        return nullcontext()
-
-    def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
-        """Where proposals, momenta and thresholds come from, which hide nothing; a stage each for
-        the start of a chain, the iteration, and the free move after it.
-        """
-        return own
-
-    def agreed_point(
-        self, theta: Tensor, accepted: int, event: DpEvent, accountant: PrivacyAccountant
-    ) -> Tensor:
-        """Where an iteration begins, once all can pay the ``event`` of it."""
-        return theta
-
-    def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
-        """The noisy sum of gradients over all owners' records; ``own()`` is this one's,
-        with an entry for each of ``read``.
-        """
-        return own()
-
-    def total_multiplier(self, own: float) -> float:
-        """The noise multiplier of the log ratio of all owners together."""
-        return own
-
-    def together(self, noisy: float, threshold: float, is_valid: bool) -> tuple[float, float, bool]:
-        """The sum of the owners' noisy log ratios, the threshold of the first, and whether the
-        point is valid for all.
-        """
-        return noisy, threshold, is_valid
-
-    def end_chain(self) -> None:
-        """The chain ends."""
-
-
-class ManyOwners(SoleOwner):
+class ManyOwners:
     """This process' part in a chain over the records of several owners: sums are sums over the
-    owners, and everything else is the same for all of them.
-
-    Args:
-        group: the process group. None: that of all processes.
-        noise: this owner's noise multipliers by argument, that of the log ratio first.
-        settings: the kernel's, which have to be the same for all owners.
+    owners, and everything else is the same for all of them, as are the kernel's ``settings``.
+    ``noise``: this owner's noise multipliers by argument, that of the log ratio first.
     """
-
-    are_several = True
 
     def __init__(
         self, group: dist.ProcessGroup | None, noise: dict[str, float], settings: dict[str, Any]
@@ -130,7 +64,7 @@ class ManyOwners(SoleOwner):
         self._together = False
         self._seed: list[int] = []
         self._messages = 0
-        self._total = math.nan
+        self.total_multiplier = math.nan  # of the log ratio, of all owners together
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ranks": None, "_together": False}
@@ -151,23 +85,23 @@ class ManyOwners(SoleOwner):
     def agreed_start(
         self,
         theta: Tensor,
-        density: RecordDensity | None,
+        density: RecordDensity,
         settings: dict[str, Any],
         can_start: Callable[[Tensor], bool],
     ) -> Tensor:
-        """Compare what has to be the same, and agree on a seed and a start.
+        """Compare what has to be the same, and agree on a seed and a start. ``settings`` are
+        public, ``can_start`` no function of the records.
 
         Raises:
             OwnerError: the owners differ.
         """
-        assert density is not None
         # no function of the records, nor of their number
         latents = density.prior.unflatten(theta)
         described = {
             "versions": [__version__, torch.__version__, pyro.__version__],
             **{name: comparable(value) for name, value in (self._settings | settings).items()},
             "latents": {name: list(value.shape) for name, value in latents.items()},
-            "data": density.described_data(),
+            "data": density.arguments.described(),
             "precision": str(density.prior.dtype),
         }
         self._ranks_here().compare(described, SET_UP)
@@ -190,7 +124,7 @@ class ManyOwners(SoleOwner):
         own = next(iter(self._noise.values()))
         variance, *seed = self._sum(torch.cat([torch.tensor([own**2]).double(), words])).tolist()
         self._seed = [int(word) for word in seed]
-        self._total = math.sqrt(variance)
+        self.total_multiplier = math.sqrt(variance)
 
     def _compare_densities(self, density: RecordDensity) -> None:
         """Prior and likelihood on rows that the first rank made up."""
@@ -224,7 +158,7 @@ class ManyOwners(SoleOwner):
         with self._stopping_together(ranks):
             yield
 
-    def public_numbers(self, own: GaussianNoise, iteration: int, stage: int) -> GaussianNoise:
+    def public_numbers(self, iteration: int, stage: int) -> GaussianNoise:
         """Numbers that all owners draw alike."""
         return SharedRandomness(*self._seed, iteration, stage)
 
@@ -261,10 +195,10 @@ class ManyOwners(SoleOwner):
             raise InvalidPoint
         return total[:-1].to(read.device)
 
-    def total_multiplier(self, own: float) -> float:
-        return self._total
-
     def together(self, noisy: float, threshold: float, is_valid: bool) -> tuple[float, float, bool]:
+        """The sum of the owners' noisy log ratios, the threshold of the first, and whether the
+        point is valid for all.
+        """
         own = [noisy, threshold if self._ranks_here().rank == 0 else 0.0, float(not is_valid)]
         noisy, threshold, invalids = self._sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return noisy, threshold, not invalids

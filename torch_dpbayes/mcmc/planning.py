@@ -2,16 +2,11 @@ r"""Noise for a budget, iterations for a noise, and how far both carry a chain, 
 spent.
 
 Where noise decides how far a step goes, an iteration that moves a distance d has the log
-acceptance probability N(−s²/2, s²), s² = d²·v, with
-
-.. math::
-    v = (z c)^2 \text{ for a penalty kernel}, \qquad
-    v = (z_l c)^2 + (z_g b)^2\,(L - \tfrac12)/L^2 \text{ for DP-HMC},
-
-and so is accepted with probability 2Φ(−s/2). The expected squared distance 2Φ(−s/2)·s²/v is
-largest, 1.326/v, at s = 2.38; k iterations together move k times as far. That is the *reach*: no
-step size, mass matrix or number of iterations at the same budget gets farther. Jitter makes steps
-of unequal length and costs some of it: 1.298 at j = 0.2, .880 at j = 1.
+acceptance probability N(−s²/2, s²), s² = d²·v, and so is accepted with probability 2Φ(−s/2). The
+expected squared distance 2Φ(−s/2)·s²/v is largest, 1.326/v, at s = 2.38; k iterations together move
+k times as far. That is the *reach*: no step size, mass matrix or number of iterations at the same
+budget gets farther. Jitter makes steps of unequal length and costs some of it: 1.298 at j = 0.2,
+.880 at j = 1.
 
 How many effective samples that is depends on the posterior. On a Gaussian with given standard
 deviations one iteration from stationarity is simulated for many step sizes, with the kernel's own
@@ -108,7 +103,13 @@ class Plan(NamedTuple):
         **Privacy.** A function of public numbers: nothing is released or charged.
         """
         found = self.num_iterations * self._tuned(posterior_stddev, shaped).worth
-        warn_if_few(found)
+        if found < FEW:
+            warnings.warn(
+                f"this budget is worth {found:.2g} effective samples: the kernel cannot mix on such"
+                " a posterior, whatever its settings. Use noise_aware.posterior, more records or a"
+                " larger epsilon.",
+                stacklevel=2,
+            )
         return found
 
     def step_size(
@@ -240,24 +241,19 @@ def plan(
     if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
         raise ArgumentError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
 
-    def start(noises: dict[str, float]) -> events.DpEvent:
-        kept = list(noises.values())[1:] if reuse_gradients else []
-        return events.ComposedDpEvent(
-            [events.SelfComposedDpEvent(events.GaussianDpEvent(z), chains) for z in kept]
-        )
+    of_each, of_start = (steps, chains) if reuse_gradients else (steps + 1, 0)
 
-    def each(noises: dict[str, float]) -> events.DpEvent:
-        ratio, *gradient = (events.GaussianDpEvent(value) for value in noises.values())
-        count = steps if reuse_gradients else steps + 1
-        return events.ComposedDpEvent(
-            [ratio, *(events.SelfComposedDpEvent(event, count) for event in gradient)]
-        )
+    def event_of(noises: dict[str, float], iterations: int, starts: int) -> events.DpEvent:
+        ratio, *gradient = map(events.GaussianDpEvent, noises.values())
+        counts = [(ratio, iterations)]
+        counts += [(event, of_each * iterations + of_start * starts) for event in gradient]
+        return events.ComposedDpEvent([events.SelfComposedDpEvent(e, n) for e, n in counts if n])
 
     if num_iterations is None:
-        limited = _accountant(history, epsilon, delta, neighboring)
+        limited, start = _accountant(history, epsilon, delta, neighboring), event_of(noises, 0, 1)
         iterations = 0
-        if limited.remaining(start(noises)) >= 1:
-            iterations = int(limited.compose(start(noises)).remaining(each(noises)))
+        if limited.remaining(start) >= 1:
+            iterations = int(limited.compose(start).remaining(event_of(noises, 1, 0)))
     else:
         iterations = events.positive_count(num_iterations, "num_iterations")
         split = 1.0
@@ -272,13 +268,8 @@ def plan(
         def scaled(z: float) -> dict[str, float]:
             return dict(zip(given, (z, z * split), strict=False))
 
-        def run(z: float) -> events.DpEvent:
-            return events.ComposedDpEvent(
-                [start(scaled(z)), events.SelfComposedDpEvent(each(scaled(z)), iterations)]
-            )
-
         noise = noise_multiplier_for(
-            run,
+            lambda z: event_of(scaled(z), iterations, 1),
             target_epsilon=epsilon,
             target_delta=delta,
             steps=1,
@@ -288,7 +279,7 @@ def plan(
         noises = scaled(noise)
     accountant = _accountant(history, None, delta, neighboring)
     if iterations:
-        accountant.compose(start(noises)).compose(each(noises), iterations)
+        accountant.compose(event_of(noises, iterations, 1))
     scatter = checked_jitter(jitter) if is_hmc else 0.0
     return Plan(noises, iterations, accountant.get_epsilon(), delta, steps, slope, norm, scatter)
 
@@ -361,12 +352,8 @@ class Tuned(NamedTuple):
 
 
 def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
-    """The best scale on a Gaussian posterior.
-
-    Args:
-        iteration: the noise.
-        stddev: (dimension,) of the posterior in independent directions.
-        shaped: whether the moves have its shape.
+    """The best scale on a Gaussian posterior with independent coordinates; ``shaped``: of moves
+    that have its shape.
     """
     stddev = stddev.double()
     shape = stddev if shaped else torch.ones_like(stddev)
@@ -376,6 +363,26 @@ def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
         return torch.randn(*size, len(stddev), generator=generator, dtype=torch.float64)
 
     start, momentum = stddev * normal(_DRAWS), normal(_DRAWS)
+
+    def gradient(theta: Tensor, kick: Tensor) -> Tensor:
+        # in coordinates in which the mass matrix is the identity
+        return shape * (iteration.gradient_std * kick + theta / stddev**2)
+
+    def trajectory(lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Where iterations end, and the exact log ratio of their test."""
+        if not iteration.num_steps:
+            moved = start + lengths * shape * momentum
+            return moved, ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
+        moved, p, slope = start, momentum, gradient(start, kicks[0])
+        for kick in kicks[1:]:
+            p = p - lengths / 2 * slope
+            moved = moved + lengths * shape * p
+            slope = gradient(moved, kick)
+            p = p - lengths / 2 * slope
+        kinetic = (momentum.square() - p.square()).sum(1) / 2
+        change = ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
+        return moved, (change + kinetic).nan_to_num(nan=-math.inf)
+
     kicks = normal(iteration.num_steps + 1, _DRAWS) if iteration.num_steps else start
     uniform = torch.rand(2, _DRAWS, generator=generator, dtype=torch.float64)
     test = torch.randn(_DRAWS, generator=generator, dtype=torch.float64)
@@ -389,7 +396,7 @@ def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
     found = Tuned(longest, 0.0)
     for scale in (longest * _SHORTEST ** (torch.arange(_SCALES) / (_SCALES - 1))).tolist():
         lengths = (scale * (1 + iteration.jitter * (2 * uniform[0] - 1)))[:, None]
-        moved, log_ratio = _moved(iteration, start, momentum, kicks, lengths, stddev, shape)
+        moved, log_ratio = trajectory(lengths)
         std = iteration.ratio_std * torch.linalg.vector_norm(moved - start, dim=1)
         accepted = uniform[1].log() < log_ratio + std * test - std**2 / 2
         squared = torch.where(accepted[:, None], (moved - start) ** 2, 0.0).mean(0)
@@ -398,35 +405,6 @@ def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
         if worth > found.worth:
             found = Tuned(scale, worth)
     return found
-
-
-def _moved(
-    iteration: Iteration,
-    start: Tensor,
-    momentum: Tensor,
-    kicks: Tensor,
-    lengths: Tensor,
-    stddev: Tensor,
-    shape: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Where iterations end on a Gaussian, and the exact log ratio of their test."""
-    if not iteration.num_steps:
-        moved = start + lengths * shape * momentum
-        return moved, ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
-
-    def gradient(theta: Tensor, kick: Tensor) -> Tensor:
-        # in coordinates in which the mass matrix is the identity
-        return shape * (iteration.gradient_std * kick + theta / stddev**2)
-
-    moved, p, slope = start, momentum, gradient(start, kicks[0])
-    for kick in kicks[1:]:
-        p = p - lengths / 2 * slope
-        moved = moved + lengths * shape * p
-        slope = gradient(moved, kick)
-        p = p - lengths / 2 * slope
-    kinetic = (momentum.square() - p.square()).sum(1) / 2
-    change = ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
-    return moved, (change + kinetic).nan_to_num(nan=-math.inf)
 
 
 def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:
@@ -445,14 +423,3 @@ def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:
             " unconstrained space: a number, a tensor, or tensors by site."
         )
     return vector
-
-
-def warn_if_few(effective: float) -> None:
-    """Say plainly what cannot work."""
-    if effective < FEW:
-        warnings.warn(
-            f"this budget is worth {effective:.2g} effective samples: the kernel cannot mix on such"
-            " a posterior, whatever its settings. Use noise_aware.posterior, more records or a"
-            " larger epsilon.",
-            stacklevel=3,
-        )

@@ -35,13 +35,9 @@ class Proposal(Protocol):
 
 
 class Moves:
-    """How a kernel moves, in the coordinates that records read.
-
-    Args:
-        argument: which one of the kernel's says so.
-        scale: of the moves, before warm-up adapts it.
-        factor: the standard deviation of a Gaussian vector in each coordinate, (dimension,), or the
-            lower triangular factor of its covariance, (dimension, dimension). None: 1 everywhere.
+    """How a kernel moves, in the coordinates that records read, as its ``argument`` says: by
+    Gaussian vectors with standard deviations ``factor`` (dimension,), or with that lower triangular
+    factor (dimension, dimension) of their covariance. ``scale`` is that before warm-up adapts it.
     """
 
     proposal: Proposal | None = None
@@ -68,10 +64,6 @@ class Moves:
 class RandomWalk(Moves):
     """A Gaussian random walk with a public covariance, or the user's proposal in its place: exactly
     one of them is given.
-
-    Args:
-        proposal_scale: a number, (dimension,) or lower triangular (dimension, dimension).
-        proposal: a :class:`Proposal`.
     """
 
     def __init__(self, proposal_scale: float | Tensor | None, proposal: Proposal | None) -> None:
@@ -114,12 +106,7 @@ class RandomWalk(Moves):
 
 
 class Mass(Moves):
-    """Momenta p ~ N(0, M) of trajectories.
-
-    Args:
-        step_size: of the leapfrog integrator.
-        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension). None: identity.
-    """
+    """Momenta p ~ N(0, M) of trajectories; M is the identity where None is given."""
 
     def __init__(self, step_size: float, mass_matrix: Tensor | None) -> None:
         scale = check_positive("step_size", step_size, "of the leapfrog integrator")
@@ -184,16 +171,12 @@ def free_move(
     Source: Neal (2003), "Slice sampling", Figures 4 to 6.
 
     Args:
-        log_density: of θ, no function of the data.
-        theta: where the chain is.
-        value: log density there.
+        log_density: of θ, no function of the data; ``value`` at ``theta``.
         unread: numbers of the coordinates.
         uniform: independent numbers in (0, 1).
 
     Returns:
         the next θ, and its log density.
-
-    **Privacy.** A function of θ and public randomness: nothing is released or charged.
     """
     for k in unread.tolist():
         here = float(theta[k])

@@ -7,7 +7,6 @@ row for each record are covariates.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -80,7 +79,7 @@ class ModelRecords:
             model,
             args,
             data_plate=data_plate,
-            expected_batch_size=(math.sqrt(chunk + 1) - 1) ** 2 * (1 - 1e-9),  # makes it chunk
+            rows_at_once=chunk,
             count_is_public=count_is_public,
         )
         for name in density.made_up.weighted_sites():
@@ -220,7 +219,7 @@ class ModelRecords:
         return result
 
     def _trace(self, values: Any, rows: Sequence[Tensor], seed: int | None) -> Any:
-        args, kwargs = self.density.call(rows)
+        args, kwargs = self.density.arguments.with_rows(rows)
         model = poutine.condition(_Simulated(self._model, self.density.observed), values)
         with torch.no_grad(), without_value_checks(), poutine.block():
             if seed is None:
@@ -247,8 +246,8 @@ class ModelRecords:
         for flavour in FLAVOURS:
             try:
                 with public_randomness(), torch.no_grad(), without_value_checks(), poutine.block():
-                    rows = density.made_up_rows(_SYNTHETIC_ROWS, flavour)
-                    args, kwargs = density.call(rows)
+                    rows = density.arguments.made_up_rows(_SYNTHETIC_ROWS, flavour)
+                    args, kwargs = density.arguments.with_rows(rows)
                     model = poutine.condition(self._model, values)
                     sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
                     break
