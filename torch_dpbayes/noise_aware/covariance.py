@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +124,7 @@ def covariance(
     event = GaussianDpEvent(noise_multiplier * factor)
     accountant.compose(event, label="noise_aware.covariance")
     total = _second_moments(x.detach(), max_feature_norm).cpu()
-    released = with_symmetric_noise(total, noise_multiplier, normal_numbers)
+    released = with_symmetric_noise(total, noise_multiplier)
     return NoisyCovariance(unit * released, unit * noise_multiplier)
 
 
@@ -135,11 +134,11 @@ def normal_numbers(size: int) -> Tensor:
     return GaussianNoise().standard_normal(size, dtype=torch.float64, device=cpu)
 
 
-def with_symmetric_noise(exact: Tensor, std: float, normal: Callable[[int], Tensor]) -> Tensor:
+def with_symmetric_noise(exact: Tensor, std: float) -> Tensor:
     """A symmetric matrix ``[d, d]`` with noise of standard deviation ``std`` on the diagonal and
     ``std``/√2 off it: the mean of a Gaussian matrix and its transpose.
     """
-    draws = normal(exact.numel()).reshape(exact.shape)
+    draws = normal_numbers(exact.numel()).reshape(exact.shape)
     # one triangle is mirrored, for rounding makes sums unsymmetric, and a difference of the halves
     # would have no noise
     upper = torch.triu(exact + std * (draws + draws.T) / 2)
