@@ -210,6 +210,7 @@ def test_bernoulli_posterior_is_that_of_all_counts():
     weights = weights / weights.sum()
     mean = float(weights @ p)
     std = math.sqrt(float(weights @ (p - mean).square()))
+    assert found.method == "importance sampling"
     assert float(found.mean["probability"]) == pytest.approx(mean, abs=0.15 * std)
     assert float(found.stddev["probability"]) == pytest.approx(std, rel=0.1)
 

@@ -19,7 +19,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,23 +78,13 @@ def constants_of(given: Any) -> dict[int, float]:
     return found
 
 
-class Covariates(Protocol):
-    """What covariates are drawn from."""
-
-    is_paired: bool
-    """Whether rows stand for the real ones and come in pairs of equal ones: moments are then
-    conditional on them."""
-
-    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        """``count`` rows of each argument, always the same ones of a batch."""
-
-
 # -- sources of covariates -------------------------------------------------------------------------
 
 
 class PublicRows:
-    """Rows that are public, by number of the argument, along the first dimension: those of the
-    records themselves, of which each is drawn twice, or a sample.
+    """Rows that are public, by number of the argument, along the first dimension: a sample, or
+    those of the records themselves. These come in pairs of equal ones: moments are then conditional
+    on them.
     """
 
     def __init__(
@@ -211,6 +201,9 @@ class Released:
                 drawn = torch.multinomial(shares, count, replacement=True)
                 result[number] = drawn.to(few[number].dtype)
         return result
+
+
+Covariates = PublicRows | Released
 
 
 # -- the release -----------------------------------------------------------------------------------

@@ -286,14 +286,12 @@ class _Law:
             linear = linear.reshape(*means.shape[:2], -1)
             linears += linear / len(each)
             own, apart = self._basis.T @ (given - p), drawn - means + rest
+            slopes += ((drawn * own) @ self._both).permute(1, 2, 0)
             for j in range(number):
-                slopes[..., j] += (drawn[j] * own) @ self._both
-                for k in range(j + 1):
-                    product = n * apart[j] * apart[k] + n**2 / self._count * rest[j] * rest[k]
-                    covariance[..., j, k] += product @ self._squares
-                    by_law[..., j, k] += n**2 / len(each) * (linear[j] * linear[k] @ self._unknown)
-                    covariance[..., k, j] = covariance[..., j, k]
-                    by_law[..., k, j] = by_law[..., j, k]
+                product = n * apart[j] * apart + n**2 / self._count * rest[j] * rest
+                covariance[..., j] += (product @ self._squares).permute(1, 2, 0)
+                told = n**2 / len(each) * (linear[j] * linear @ self._unknown)
+                by_law[..., j] += told.permute(1, 2, 0)
         scale = 1 / (self._count * len(each))
         noise = torch.tensor([r.noise_std**2 for r in self.releases], dtype=torch.float64)
         without = scale * covariance.double() + torch.diag(noise)
@@ -379,37 +377,29 @@ class _Law:
 
 def _chains(law: _Law, start: Tensor, number: int, warm_up: int, kept: int) -> tuple[Tensor, float]:
     """States ``[C, kept, K, d]``, and what share was accepted: from the mode, with S at it; in the
-    warm-up S is taken anew, averaged over the chains, a few times.
+    warm-up S is taken anew, averaged over the chains, a few times, and the step size is adapted. It
+    varies by a fifth against periods.
     """
-    states, step = start.float().repeat(number, 1, 1), 2 * start.numel() ** -0.25
-    for _ in range(_SETTLINGS):
-        found, step, _ = _trajectories(law, states, warm_up // _SETTLINGS, 0, step)
-        states = found[-1]
-        law.settle(states)
-    found, _, accepted = _trajectories(law, states, warm_up // _SETTLINGS, kept, step)
-    return torch.stack(found[-kept:], 1), accepted
-
-
-def _trajectories(
-    law: _Law, states: Tensor, adapted: int, kept: int, step: float
-) -> tuple[list[Tensor], float, float]:
-    """All states, the step size, and what share of the ``kept`` ones was accepted. The step size is
-    adapted while the first ones are made, and varied by a fifth against periods.
-    """
-    now, found, accepted = States(states, *law.potential(states)), [], 0.0
-    for number in range(adapted + kept):
+    at, step = start.float().repeat(number, 1, 1), 2 * start.numel() ** -0.25
+    now, states, accepted = States(at, *law.potential(at)), list[Tensor](), 0.0
+    each = warm_up // _SETTLINGS
+    for sweep in range((_SETTLINGS + 1) * each + kept):
+        since = sweep % each
+        if since == 0 and 0 < sweep <= _SETTLINGS * each:
+            law.settle(now.at)
+            now = States(now.at, *law.potential(now.at))
         length = step * float(0.8 + 0.4 * torch.rand(()))
-        momenta = torch.randn_like(states)
+        momenta = torch.randn_like(now.at)
         now, chances = trajectory(
             now, momenta, length, _LEAPFROG_STEPS, law.potential, law.scaled, law.unscaled
         )
-        found.append(now.at)
         chance = float(chances.mean())
-        if number < adapted:
-            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + number / 3))
+        if sweep < (_SETTLINGS + 1) * each:
+            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + since / 3))
         else:
+            states.append(now.at)
             accepted += chance / kept
-    return found, step, accepted
+    return torch.stack(states, 1), accepted
 
 
 def _class_basis(p: Tensor) -> Tensor:

@@ -151,10 +151,13 @@ def choose_scale(
         candidates = [float(max_grad_norm)]
     elif len(positive):
         candidates = positive.quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    expected = {
-        c: _expected(simulator, own, root / c, prior_precision, multiplier) for c in candidates
-    }
-    chosen = largest_bound({c: float(found.log().mean()) for c, found in expected.items()})
+    expected, eye = {}, torch.eye(size, dtype=torch.float64)
+    for bound in candidates:  # posterior variances if all releases of scores were at this point
+        found = moments(clipped(own, root / bound), own, simulator.covariates.is_paired)
+        covariance = n * found.covariance + multiplier**2 * eye
+        precision, _ = posterior_precision(found, covariance, prior_precision, n)
+        expected[bound] = torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal()
+    chosen = largest_bound({c: float(v.log().mean()) for c, v in expected.items()})
     return Scale(root / chosen, chosen, expected[chosen])
 
 
@@ -162,18 +165,6 @@ def largest_bound(levels: Mapping[float, float]) -> float:
     """Of clip bounds with their mean log variance, the largest that costs little."""
     most = min(levels.values()) + math.log1p(_SPARED)
     return max(bound for bound, level in levels.items() if level <= most)
-
-
-def _expected(
-    simulator: Simulator, own: Tensor, whitening: Tensor, prior: Tensor, multiplier: float
-) -> Tensor:
-    """Posterior variances if all releases of scores were at this point."""
-    n = simulator.num_data
-    found = moments(clipped(own, whitening), own, simulator.covariates.is_paired)
-    eye = torch.eye(len(whitening), dtype=torch.float64)
-    covariance = n * found.covariance + multiplier**2 * eye
-    precision, _ = posterior_precision(found, covariance, prior, n)
-    return torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal()
 
 
 def run(
