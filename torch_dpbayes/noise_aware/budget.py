@@ -56,15 +56,8 @@ def plan_run(
     num_categories: int,
 ) -> Plan:
     """The split, with κ = n/(z·d) for the multiplier z of the whole: rows of numbers take 2/√κ of
-    the budget, between .04 and .30.
-
-    Args:
-        accountant, epsilon, delta: of the budget.
-        dimension: d.
-        num_data: n, public.
-        num_releases: of scores.
-        has_numbers: whether covariates are private rows of numbers.
-        num_categories: how many arguments are private categories.
+    the budget, between .04 and .30. ``has_numbers`` where covariates are private rows of numbers;
+    ``num_categories`` arguments are private categories.
     """
     if positive_count(num_releases, "num_releases") > _MOST_RELEASES:
         raise ArgumentError(f"num_releases = {num_releases}: take at most {_MOST_RELEASES}.")

@@ -35,11 +35,8 @@ _LEAST_CURVATURE = 0.1
 class Latents:
     """The prior of a model's latents in unconstrained space, θ ``[D]``, in float64.
 
-    Args:
-        prior: of the model.
-        read: numbers of the coordinates that records depend on, ``[d]``.
-
     Attributes:
+        read: numbers of the coordinates that records depend on, ``[d]``.
         draws: of θ, ``[500, D]``.
         median, stddev: of them, by :func:`half_distance`.
 

@@ -270,14 +270,8 @@ class Likelihood(ABC):
     with Z_l of the Gaussian. Without it laws would count by how well they suit T, of which so few
     draws of a matrix tell nothing: one or two would count alone.
 
-    Args:
-        fit: at the mode.
-        read: coordinates of θ that records depend on.
-        num_data: n.
-        released: T.
-        noise: V, and what the simulation's error adds.
-        found: moments of T at the centre.
-        laws: what differs under each law of the covariates.
+    ``noise`` is V with what the simulation's error adds, and ``found`` are the moments of T at the
+    centre.
 
     Attributes:
         centre: near the mode, ``[D]``.
@@ -362,15 +356,8 @@ class SyntheticLikelihood(Likelihood):
         m(\theta) = m + J(\theta - \theta_c) + \big[m_s(\theta) - m_s - J_s(\theta - \theta_c)\big]
 
     with m and J from all of them; S(θ) likewise by S's factor over S_s's. Where the weights of the
-    few are worth less than a tenth of them, records are simulated anew around that θ.
-
-    Args:
-        simulator: of the records.
-        releases: T.
-        fit: at the mode.
-        laws: what differs under each law of the covariates.
-        few: how many records weights are computed of.
-        most_batches: of further records for the mean at the centre.
+    few are worth less than a tenth of them, records are simulated anew around that θ. There are at
+    most ``most_batches`` of records for the mean at the centre.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..accounting.events import positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
@@ -59,11 +60,8 @@ class NoiseAwarePosterior:
         """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
         ``pyro.infer.Predictive`` takes.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ArgumentError(
-                f"num_samples must be a positive whole number, got {num_samples!r}."
-            )
-        chosen = torch.multinomial(self._weights, num_samples, replacement=True)
+        count = positive_count(num_samples, "num_samples")
+        chosen = torch.multinomial(self._weights, count, replacement=True)
         return {name: value[chosen] for name, value in self._values.items()}
 
     def predict(
@@ -109,21 +107,19 @@ class NoiseAwarePosterior:
     @property
     def mean(self) -> dict[str, Tensor]:
         """Posterior means by site."""
-        return {
-            name: torch.einsum("m,m...->...", self._weights.to(v.dtype), v)
-            for name, v in self._values.items()
-        }
+        return {name: self._average(v) for name, v in self._values.items()}
 
     @property
     def stddev(self) -> dict[str, Tensor]:
         """Posterior standard deviations by site."""
         mean = self.mean
         return {
-            name: torch.einsum(
-                "m,m...->...", self._weights.to(v.dtype), (v - mean[name]).square()
-            ).sqrt()
+            name: self._average((v - mean[name]).square()).sqrt()
             for name, v in self._values.items()
         }
+
+    def _average(self, values: Tensor) -> Tensor:
+        return torch.einsum("m,m...->...", self._weights.to(values.dtype), values)
 
     @property
     def unconstrained_stddev(self) -> Tensor:
