@@ -210,7 +210,6 @@ def test_bernoulli_posterior_is_that_of_all_counts():
     weights = weights / weights.sum()
     mean = float(weights @ p)
     std = math.sqrt(float(weights @ (p - mean).square()))
-    assert found.method == "importance sampling"
     assert float(found.mean["probability"]) == pytest.approx(mean, abs=0.15 * std)
     assert float(found.stddev["probability"]) == pytest.approx(std, rel=0.1)
 
@@ -246,6 +245,7 @@ FAMILIES = {
 def test_families_find_their_parameters(name):
     family, x, (site, truth, largest) = FAMILIES[name]()
     found = sufficient_statistics(family, x, epsilon=10.0, delta=1e-5)
+    assert found.method == "importance sampling"  # its Gaussian is near
     mean, stddev = found.mean[site], found.stddev[site]
     assert bool(((mean - truth).abs() < 5 * stddev).all()) and float(stddev.max()) < largest
 
