@@ -60,8 +60,8 @@ class NoiseAwarePosterior:
         """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
         ``pyro.infer.Predictive`` takes.
         """
-        count = positive_count(num_samples, "num_samples")
-        chosen = torch.multinomial(self._weights, count, replacement=True)
+        num_samples = positive_count(num_samples, "num_samples")
+        chosen = torch.multinomial(self._weights, num_samples, replacement=True)
         return {name: value[chosen] for name, value in self._values.items()}
 
     def predict(
