@@ -51,7 +51,8 @@ def test_shares_add_up_and_grow():
     accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
     split = plan_run(
         accountant,
-        4.0,
+        None,
+        None,
         dimension=10,
         num_data=1000,
         num_releases=7,
@@ -60,8 +61,9 @@ def test_shares_add_up_and_grow():
     )
     squares = [z**-2 for z in split.scores]
     assert all(b / a == pytest.approx(1.8) for a, b in itertools.pairwise(squares))
-    share = 2 / math.sqrt(1000 / 40)
-    assert sum(z**-2 for z in split.moments) * 16 == pytest.approx(min(share, 0.30))
+    assert sum(z**-2 for z in split.scores) == pytest.approx(split.together**-2)
+    share = 2 / math.sqrt(1000 / (10 * split.total))
+    assert sum(z**-2 for z in split.moments) * split.total**2 == pytest.approx(min(share, 0.30))
 
 
 def scale_of(n, multiplier):
@@ -118,7 +120,9 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
         lambda self, size, *, dtype, device, hides=(): torch.ones(size, dtype=dtype),
     )
     monkeypatch.setattr(
-        Latents, "sample", lambda self, count: torch.randn(count, self.dimension, dtype=DOUBLE)
+        Latents,
+        "sample",
+        lambda self, count: torch.randn(count, self.prior.dimension, dtype=DOUBLE),
     )
     paths = []
     for seed in (1, 2):

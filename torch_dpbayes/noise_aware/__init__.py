@@ -3,6 +3,7 @@
 Each file needs only those above it:
 
 * ``records``: a model's records, private and simulated; ``latents``: its prior;
+* ``hamiltonian``: chains, of parameters and of what a release says of a matrix (``noisy_gram``);
 * ``covariates``: public, or a law that is released once;
 * ``likelihood``: moments of simulated scores, and the likelihood of what was released;
 * ``budget``: how the budget is split; ``run``: the releases;

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import total_multiplier
 from ..accounting.events import (
     ComposedDpEvent,
     DpEvent,
@@ -15,7 +16,7 @@ from ..accounting.events import (
 )
 from ..errors import ArgumentError, ArgumentTypeError
 
-NUM_RELEASES, MOST_RELEASES = 7, 50
+NUM_RELEASES, _MOST_RELEASES = 7, 50
 # of the shares from one release of scores to the next: the first ones only serve to arrive
 _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
@@ -28,27 +29,25 @@ _MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
 class Plan:
     """The noise multipliers (noise standard deviation / sensitivity to one added record) of a run,
     fixed before its first release.
-
-    Attributes:
-        total: of the one release that would use all of the budget, 1/μ.
-        scores: of the clipped sums of scores.
-        moments: of the mean and the products of rows of numbers; None without any.
-        histograms: of all histograms of categories; None without any.
-        clipped: of the number of clipped records.
-        event: what is charged.
     """
 
-    total: float
-    scores: tuple[float, ...]
-    moments: tuple[float, float] | None
-    histograms: float | None
-    clipped: float
-    event: DpEvent
+    total: float  # of the one release that would use all of the budget, 1/μ
+    scores: tuple[float, ...]  # of the clipped sums of scores
+    moments: tuple[float, float] | None  # of the mean and the products of rows of numbers
+    histograms: float | None  # of all histograms of categories
+    clipped: float  # of the number of clipped records
+    event: DpEvent  # what is charged
+
+    @property
+    def together(self) -> float:
+        """Of all releases of scores."""
+        return float(sum(z**-2 for z in self.scores) ** -0.5)
 
 
 def plan_run(
     accountant: PrivacyAccountant,
-    total: float,
+    epsilon: float | None,
+    delta: float | None,
     *,
     dimension: int,
     num_data: int,
@@ -57,17 +56,12 @@ def plan_run(
     num_categories: int,
 ) -> Plan:
     """The split, with κ = n/(z·d) for the multiplier z of the whole: rows of numbers take 2/√κ of
-    the budget, between .04 and .30.
-
-    Args:
-        accountant: for its relation.
-        total: z.
-        dimension: d.
-        num_data: n, public.
-        num_releases: of scores.
-        has_numbers: whether covariates are private rows of numbers.
-        num_categories: how many arguments are private categories.
+    the budget, between .04 and .30. ``has_numbers`` where covariates are private rows of numbers;
+    ``num_categories`` arguments are private categories.
     """
+    if positive_count(num_releases, "num_releases") > _MOST_RELEASES:
+        raise ArgumentError(f"num_releases = {num_releases}: take at most {_MOST_RELEASES}.")
+    total = total_multiplier(accountant, epsilon, delta)
     events: list[DpEvent] = []
 
     def noise(share: float, moved: float = 2.0) -> float:

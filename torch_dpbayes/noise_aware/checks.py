@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .drawing import Draws, is_reliable
 from .latents import Latents, half_distance
-from .likelihood import Fit, LawDifferences, Release
+from .likelihood import LARGEST_ERROR, Fit, LawDifferences, Likelihood, Release
 
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
 _BELOW = float(norm.cdf(-1.0))
@@ -45,16 +45,7 @@ def release_p_values(
     laws: LawDifferences,
     theta_covariance: Tensor,
 ) -> list[float]:
-    """Of each release given the others.
-
-    Args:
-        fit: at the mode.
-        releases: T.
-        latents: their prior.
-        num_data: n.
-        laws: what differs under each law of the covariates.
-        theta_covariance: of the posterior, about, ``[d, d]``.
-    """
+    """Of each release given the others; ``theta_covariance`` is the posterior's, about."""
     n, found = num_data, fit.moments
     value = torch.cat([r.value for r in releases])
     slope, prior_precision = latents.slope_and_precision(fit.centre)
@@ -96,12 +87,8 @@ def tail_probability(square: float, lengths: Tensor, size: int) -> float:
 
 
 def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) -> float:
-    """Of a likelihood that lies as far from the prior as this one; 1 where nothing is told.
-
-    Args:
-        fit: at the mode.
-        latents: their prior.
-        mean, covariance: of the read coordinates' posterior, about, ``[d]`` and ``[d, d]``.
+    """Of a likelihood that lies as far from the prior as this one, by the posterior's mean and
+    covariance of the read coordinates, about; 1 where nothing is told.
     """
     precision = torch.linalg.inv(covariance)
     centre, median = fit.centre[latents.read], latents.median[latents.read]
@@ -150,9 +137,9 @@ def note_prior(p_value: float) -> list[str]:
     return lines
 
 
-def warn(message: str) -> None:
+def warn(message: str, level: int = _LEVEL) -> None:
     """A warning at the line that called :func:`.posterior`."""
-    warnings.warn(message, stacklevel=_LEVEL)
+    warnings.warn(message, stacklevel=level)
 
 
 def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
@@ -167,10 +154,9 @@ def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
     ]
 
 
-def note_draws(draws: Draws, latents: Latents) -> list[str]:
-    """Where the prior decides, and where draws are not to be relied on, with a warning."""
-    lines, read = [], latents.read
-    count = len(draws.theta)
+def note_prior_width(draws: Draws, latents: Latents) -> list[str]:
+    """Where the prior decides."""
+    read, count = latents.read, len(draws.theta)
     chosen = torch.multinomial(draws.weights, count, replacement=True)
     spread = half_distance(draws.theta[chosen][:, read])
     of_prior = half_distance(latents.sample(count)[:, read])
@@ -178,20 +164,41 @@ def note_draws(draws: Draws, latents: Latents) -> list[str]:
     error = _QUANTILE_ERROR * math.sqrt(1 / max(draws.effective, 1.0) + 2 / count)
     least = 1 - float(norm.isf(FALSE_ALARMS / len(read))) * error
     as_wide = int((spread > least * of_prior).sum())
-    if as_wide:
-        lines.append(
-            f"  prior       of {len(read)} coordinates that records read the posterior is as wide"
-            f" as the prior, to what draws tell, in {as_wide}"
-        )
-        if as_wide == len(read):
-            warn("the budget is too small for these records to move the prior: it comes back.")
-    if not is_reliable(draws):
-        lines.append("  NOT SURE    the draws are not to be relied on")
-        warn(
-            f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}, worth"
-            f" {draws.effective:.0f} independent ones): use a prior with fewer modes or lighter"
-            " tails, or more simulated records (num_simulated=)."
-        )
-    if draws.far:
-        lines.append(f"  NOT SURE    {draws.far} draws are far from all simulated records")
+    if not as_wide:
+        return []
+    if as_wide == len(read):
+        warn("the budget is too small for these records to move the prior: it comes back.")
+    return [
+        f"  prior       of {len(read)} coordinates that records read the posterior is as wide as"
+        f" the prior, to what draws tell, in {as_wide}"
+    ]
+
+
+def note_draws(draws: Draws, advice: str, level: int = _LEVEL) -> list[str]:
+    """What draws are worth, with a warning where they are not to be relied on."""
+    line = (
+        f"  drawn       by {draws.method}: worth {draws.effective:.0f} independent draws, Pareto k"
+        f" = {draws.pareto_k:.2f}, R-hat = {draws.r_hat:.2f}; Monte Carlo error of a mean"
+        f" {1 / math.sqrt(max(draws.effective, 1.0)):.1%} of its standard deviation"
+    )
+    if is_reliable(draws):
+        return [line]
+    warn(
+        f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}, worth"
+        f" {draws.effective:.0f} independent ones, R-hat = {draws.r_hat:.2f}): {advice}",
+        level,
+    )
+    return [line, "  NOT SURE    the draws are not to be relied on"]
+
+
+def note_simulation(likelihood: Likelihood) -> list[str]:
+    """How many records were simulated, and whether they were enough."""
+    error = likelihood.simulation_error
+    lines = [
+        f"  simulated   {likelihood.num_simulated} records; their error is {error:.1%} of a"
+        " posterior standard deviation at most, and counted"
+        + ("" if error <= LARGEST_ERROR else ": num_simulated= is too small")
+    ]
+    if likelihood.far:
+        lines.append(f"  NOT SURE    {likelihood.far} draws are far from all simulated records")
     return lines

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
 from ..errors import ArgumentError, ArgumentTypeError
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, check_positive
 
 _LARGEST = 1e15  # of a feature, in units of max_feature_norm: its square stays finite
 _ROWS = 2_000
@@ -52,8 +51,8 @@ class NoisyCovariance(NamedTuple):
 
         **Privacy.** Post-processing of the release.
         """
-        if not _is_number(floor) or floor < 0:
-            raise ArgumentError(f"floor must be finite and not negative, got {floor!r}.")
+        if floor != 0:
+            floor = check_positive("floor", floor, "or 0")
         values, vectors = torch.linalg.eigh(self.matrix)
         size = len(values)
         added = max(floor * float(values.sum()) / size, self.noise_std * math.sqrt(2 * size))
@@ -108,12 +107,8 @@ def covariance(
         raise ArgumentTypeError(
             f"accountant must be a dpb.PrivacyAccountant, got {type(accountant).__name__}."
         )
-    for name, value in (
-        ("noise_multiplier", noise_multiplier),
-        ("max_feature_norm", max_feature_norm),
-    ):
-        if not _is_number(value) or value <= 0:
-            raise ArgumentError(f"{name} must be positive and finite, got {value!r}.")
+    noise_multiplier = check_positive("noise_multiplier", noise_multiplier)
+    max_feature_norm = check_positive("max_feature_norm", max_feature_norm)
     unit = max_feature_norm * max_feature_norm
     if not sys.float_info.min <= unit * noise_multiplier < math.inf:
         raise ArgumentError(
@@ -125,7 +120,7 @@ def covariance(
     event = GaussianDpEvent(noise_multiplier * factor)
     accountant.compose(event, label="noise_aware.covariance")
     total = _second_moments(x.detach(), max_feature_norm).cpu()
-    released = with_symmetric_noise(total, noise_multiplier, normal_numbers)
+    released = with_symmetric_noise(total, noise_multiplier)
     return NoisyCovariance(unit * released, unit * noise_multiplier)
 
 
@@ -135,11 +130,11 @@ def normal_numbers(size: int) -> Tensor:
     return GaussianNoise().standard_normal(size, dtype=torch.float64, device=cpu)
 
 
-def with_symmetric_noise(exact: Tensor, std: float, normal: Callable[[int], Tensor]) -> Tensor:
+def with_symmetric_noise(exact: Tensor, std: float) -> Tensor:
     """A symmetric matrix ``[d, d]`` with noise of standard deviation ``std`` on the diagonal and
     ``std``/√2 off it: the mean of a Gaussian matrix and its transpose.
     """
-    draws = normal(exact.numel()).reshape(exact.shape)
+    draws = normal_numbers(exact.numel()).reshape(exact.shape)
     # one triangle is mirrored, for rounding makes sums unsymmetric, and a difference of the halves
     # would have no noise
     upper = torch.triu(exact + std * (draws + draws.T) / 2)
@@ -158,7 +153,3 @@ def _second_moments(x: Tensor, max_norm: float) -> Tensor:
         flat = (records / norms.clamp_min(1.0)).flatten(0, 1)
         total += flat.T @ flat
     return total
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -19,35 +19,29 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
-from .covariance import with_symmetric_noise
+from .covariance import normal_numbers, with_symmetric_noise
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
 
 _ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
 _FITTING_STEPS = 12  # until shortened rows have the wanted moments
-_ROWS_OF_A_COLUMN = 20  # fewer have no covariance that can be inverted well
+_ROWS_OF_A_COLUMN = 8  # fewer have no covariance that can be inverted well
 _RIDGE = 1e-9  # relative
 
 
 class FeatureShape(NamedTuple):
-    """How rows of numbers are shortened.
+    """How rows of numbers are shortened."""
 
-    Attributes:
-        bound: R.
-        constants: value by number of a constant column.
-        widths: how many columns each argument has.
-    """
-
-    bound: float
-    constants: Mapping[int, float]
-    widths: tuple[int, ...]
+    bound: float  # R
+    constants: Mapping[int, float]  # value by number of a constant column
+    widths: tuple[int, ...]  # how many columns each argument has
 
     @property
     def free(self) -> list[int]:
@@ -84,28 +78,13 @@ def constants_of(given: Any) -> dict[int, float]:
     return found
 
 
-class Covariates(Protocol):
-    """What covariates are drawn from."""
-
-    is_paired: bool
-    """Whether rows stand for the real ones and come in pairs of equal ones: moments are then
-    conditional on them."""
-
-    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        """``count`` rows of each argument, always the same ones of a batch."""
-
-
 # -- sources of covariates -------------------------------------------------------------------------
 
 
 class PublicRows:
-    """Rows that are public: those of the records themselves, or a sample.
-
-    Args:
-        rows: by number of the argument, each with its records along the first dimension.
-        records: which turns rows back.
-        is_paired: they are the records' own, and each is drawn twice.
-        seed: of a choice among them.
+    """Rows that are public, by number of the argument, along the first dimension: a sample, or
+    those of the records themselves. These come in pairs of equal ones: moments are then conditional
+    on them.
     """
 
     def __init__(
@@ -179,8 +158,8 @@ class Released:
     Args:
         records: the model.
         seed: of the draws.
-        shape: how rows of numbers are shortened; None without any.
-        moments: their mean and covariance in units of the bound.
+        shape: how rows of numbers are shortened.
+        moments: of rows of numbers, in units of the bound.
         histograms: noisy counts by number of the argument, and their noise.
         noise_seed: None: the most likely law; else one draw of it, the release's noise included.
     """
@@ -216,31 +195,27 @@ class Released:
         with seeded(self._seed + batch):
             if shape is not None and self._moments is not None:
                 rows = torch.zeros(count, sum(shape.widths), dtype=torch.float64)
-                rows[:, shape.free] = shape.bound * _shortened_draws(*self._moments, count)
-                result = parts_of(records, rows, shape, few)
+                rows[:, shape.free] = shape.bound * shortened_draws(*self._moments, count)
+                result = parts_of(records, rows, shape)
             for number, shares in self._shares.items():
                 drawn = torch.multinomial(shares, count, replacement=True)
                 result[number] = drawn.to(few[number].dtype)
         return result
 
 
+Covariates = PublicRows | Released
+
+
 # -- the release -----------------------------------------------------------------------------------
 
 
 class NoisyMoments(NamedTuple):
-    """Σx/R and Σxxᵀ/R² of the free columns with noise.
+    """Of the free columns, with noise."""
 
-    Attributes:
-        total: Σx/R, ``[p]``.
-        total_std: of its noise.
-        products: Σxxᵀ/R², ``[p, p]``.
-        products_std: of its noise on the diagonal; 1/√2 of it off the diagonal.
-    """
-
-    total: Tensor
-    total_std: float
-    products: Tensor
-    products_std: float
+    total: Tensor  # Σx/R, [p]
+    total_std: float  # of its noise
+    products: Tensor  # Σxxᵀ/R², [p, p]
+    products_std: float  # of its noise on the diagonal; 1/√2 of it off the diagonal
 
     def draws(
         self,
@@ -270,21 +245,16 @@ class NoisyMoments(NamedTuple):
 
 
 def noisy_moments(
-    rows: Tensor, shape: FeatureShape, multipliers: tuple[float, float], normal: Any
+    rows: Tensor, shape: FeatureShape, multipliers: tuple[float, float]
 ) -> NoisyMoments:
-    """Released from rows ``[n, p]`` that are shortened already.
-
-    Args:
-        rows: private.
-        shape: their bound.
-        multipliers: z of the mean and of the products.
-        normal: from a size to that many standard normal numbers of fresh noise.
+    """Released from private rows ``[n, p]`` that are shortened already, with z of the mean and of
+    the products.
     """
     own = rows[:, shape.free].to(torch.float64) / shape.bound
     # once more: rows of few digits, as of bfloat16, are longer than the bound by their rounding
     own = own * shorten(own.square().sum(1), 1 - _ROUNDING)[:, None]
-    total = own.sum(0) + multipliers[0] * normal(own.shape[1])
-    products = with_symmetric_noise(own.T @ own, multipliers[1], normal)
+    total = own.sum(0) + multipliers[0] * normal_numbers(own.shape[1])
+    products = with_symmetric_noise(own.T @ own, multipliers[1])
     return NoisyMoments(total, multipliers[0], products, multipliers[1])
 
 
@@ -301,7 +271,7 @@ def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:
     return found / found.sum()
 
 
-def _shortened_draws(mean: Tensor, covariance: Tensor, count: int) -> Tensor:
+def shortened_draws(mean: Tensor, covariance: Tensor, count: int) -> Tensor:
     """Gaussian rows, shortened to norm 1, that have these moments once they are; their own moments
     are those wanted, without the error of so many draws.
     """
@@ -355,11 +325,9 @@ def feature_shape(
     return FeatureShape(float(bound), dict(constants), tuple(widths))
 
 
-def parts_of(
-    records: ModelRecords, columns: Tensor, shape: FeatureShape, like: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """Shortened columns ``[n, p]`` as the arguments that they belong to, typed as ``like``."""
-    result = {}
+def parts_of(records: ModelRecords, columns: Tensor, shape: FeatureShape) -> dict[int, Tensor]:
+    """Shortened columns ``[n, p]`` as the arguments that they belong to."""
+    result, like = {}, records.density.made_up.few()
     parts = shape.shortened(columns).split(list(shape.widths), dim=1)
     for number, part in zip(records.of_role("numbers"), parts, strict=True):
         size = records.rows_first(number, like[number]).shape[1:]
@@ -373,8 +341,7 @@ def shortened_rows(
 ) -> list[Tensor]:
     """Rows of all arguments, those of private numbers shortened. Private data."""
     result = list(rows)
-    if shape is None:
-        return result
-    for number, part in parts_of(records, all_numbers(records, rows), shape, rows).items():
-        result[number] = part
+    if shape is not None:
+        for number, part in parts_of(records, all_numbers(records, rows), shape).items():
+            result[number] = part
     return result

@@ -20,9 +20,10 @@ import math
 from typing import NamedTuple
 
 import torch
-from pyro.ops.stats import effective_sample_size, fit_generalized_pareto, split_gelman_rubin
+from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
+from .hamiltonian import States, mixing, trajectory
 from .latents import Latents, NonCentred
 from .likelihood import Likelihood, ridged
 
@@ -45,25 +46,14 @@ _LEAST_TAIL = 5  # draws that a Pareto distribution is fitted to
 
 
 class Draws(NamedTuple):
-    """Weighted draws of θ.
+    """Weighted draws of θ."""
 
-    Attributes:
-        theta: ``[m, D]``.
-        weights: ``[m]``, which add up to 1.
-        pareto_k: k̂ of the weights.
-        effective: number of independent draws that they are worth.
-        r_hat: the largest of chains; 1 of independent draws.
-        method: in words.
-        far: how many of them no simulated records are near enough.
-    """
-
-    theta: Tensor
-    weights: Tensor
-    pareto_k: float
-    effective: float
-    r_hat: float
-    method: str
-    far: int
+    theta: Tensor  # [m, D]
+    weights: Tensor  # [m], which add up to 1
+    pareto_k: float  # of the weights
+    effective: float  # number of independent draws that they are worth
+    r_hat: float  # the largest of chains; 1 of independent draws
+    method: str  # in words
 
 
 def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
@@ -75,15 +65,14 @@ def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draw
     chains = _Chains(latents, likelihood)
     chains.anneal()
     theta, worth, r_hat = chains.run()
-    terms, far = likelihood(theta)
-    weights, k = smoothed(terms - likelihood.gaussian(theta))
-    found = _weighted(theta, weights.exp(), k, worth, r_hat, "weighted Hamiltonian chains", far)
+    weights, k = smoothed(likelihood(theta) - likelihood.gaussian(theta))
+    found = _weighted(theta, weights.exp(), k, worth, r_hat, "weighted Hamiltonian chains")
     if is_reliable(found):
         return found
     chains.begin(torch.multinomial(found.weights, _CHAINS, replacement=True))
     theta, worth, r_hat = chains.run()
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
-    return _weighted(theta, equal, 0.0, worth, r_hat, "Hamiltonian chains", chains.far)
+    return _weighted(theta, equal, 0.0, worth, r_hat, "Hamiltonian chains")
 
 
 def is_reliable(draws: Draws) -> bool:
@@ -96,10 +85,10 @@ def is_reliable(draws: Draws) -> bool:
 
 
 def _weighted(
-    theta: Tensor, weights: Tensor, k: float, worth: float, r_hat: float, method: str, far: int
+    theta: Tensor, weights: Tensor, k: float, worth: float, r_hat: float, method: str
 ) -> Draws:
     """Draws that are worth so many independent ones but for their weights."""
-    return Draws(theta, weights, k, worth * _worth(weights) / len(theta), r_hat, method, far)
+    return Draws(theta, weights, k, worth * _worth(weights) / len(theta), r_hat, method)
 
 
 def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
@@ -117,11 +106,10 @@ def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draw
     ]
     theta = likelihood.centre.repeat(count, 1)
     theta[:, read] = places
-    terms, far = likelihood(theta)
-    ratios = terms + latents.log_density(theta) - torch.stack(logs).logsumexp(0)
+    ratios = likelihood(theta) + latents.log_density(theta) - torch.stack(logs).logsumexp(0)
     weights, k_hat = smoothed(ratios)
     theta = latents.with_unread(theta, read)
-    return _weighted(theta, weights.exp(), k_hat, count, 1.0, "importance sampling", far)
+    return _weighted(theta, weights.exp(), k_hat, count, 1.0, "importance sampling")
 
 
 class _Chains:
@@ -138,50 +126,42 @@ class _Chains:
         told[latents.read] = (likelihood.precisions.mean(0) - of_prior).diagonal().clamp_min(0.0)
         self._frame = NonCentred(latents.prior, likelihood.centre, told)
         self._likelihood = likelihood
-        self._power, self._is_exact, self.far, self._step = 0.0, False, 0, _LONGEST_STEP
+        self._power, self._is_exact, self._step = 0.0, False, _LONGEST_STEP
         self._move_to(self._frame.prior.samples(_CHAINS).to("cpu", torch.float64))
-        self._covariance = torch.cov(self._xi.T).reshape(2 * self._xi.shape[1:])
+        self._covariance = torch.cov(self._states.at.T).reshape(2 * self._states.at.shape[1:])
 
     def _move_to(self, xi: Tensor) -> None:
-        self._xi = xi
-        values, self._slopes = self._density(xi)
-        self._targets = self._target(xi, values)
+        values, slopes = self._followed(xi)
+        self._states = States(xi, self._posterior(xi) if self._is_exact else values, slopes)
 
-    def _density(self, xi: Tensor) -> tuple[Tensor, Tensor]:
+    def _followed(self, xi: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             xi = xi.detach().requires_grad_()
             theta, log_prior = self._frame(xi)
-            values = log_prior + self._power * self._likelihood.gaussian(theta)
+            values = -(log_prior + self._power * self._likelihood.gaussian(theta))
             (slopes,) = torch.autograd.grad(values.sum(), xi)
-        return values.detach().nan_to_num(-math.inf), slopes.nan_to_num(0.0, 0.0, 0.0)
+        return values.detach().nan_to_num(math.inf), slopes.nan_to_num(0.0, 0.0, 0.0)
 
-    def _target(self, xi: Tensor, values: Tensor) -> Tensor:
-        if not self._is_exact:
-            return values
+    def _posterior(self, xi: Tensor) -> Tensor:
         theta, log_prior = self._frame(xi)
-        terms, self.far = self._likelihood(theta)
-        return (terms + log_prior).nan_to_num(-math.inf)
+        return -(self._likelihood(theta) + log_prior).nan_to_num(-math.inf)
 
     def sweep(self) -> None:
         """One trajectory of each chain, with steps of another length each."""
         root = torch.linalg.cholesky(ridged(self._covariance))
-        step = self._step * (0.5 + torch.rand(len(self._xi), 1, dtype=torch.float64))
-        momentum = torch.randn_like(self._xi)
-        xi, slopes, before = self._xi, self._slopes, momentum.square().sum(1)
-        momentum = momentum + step / 2 * slopes @ root
-        for number in range(_LEAPFROG_STEPS):
-            xi = xi + step * momentum @ root.T
-            values, slopes = self._density(xi)
-            last = number == _LEAPFROG_STEPS - 1
-            momentum = momentum + step * (0.5 if last else 1.0) * slopes @ root
-        targets = self._target(xi, values)
-        log_ratio = targets - self._targets + (before - momentum.square().sum(1)) / 2
-        chance = log_ratio.clamp(max=0.0).exp().nan_to_num(0.0)
-        accepted = torch.rand(len(xi), dtype=torch.float64) < chance
-        self._xi = torch.where(accepted[:, None], xi, self._xi)
-        self._slopes = torch.where(accepted[:, None], slopes, self._slopes)
-        self._targets = torch.where(accepted, targets, self._targets)
-        self._acceptance = float(chance.mean())
+        at = self._states.at
+        step = self._step * (0.5 + torch.rand(len(at), 1, dtype=torch.float64))
+        self._states, chances = trajectory(
+            self._states,
+            torch.randn_like(at),
+            step,
+            _LEAPFROG_STEPS,
+            self._followed,
+            lambda slopes: slopes @ root,
+            lambda momenta: momenta @ root.T,
+            self._posterior if self._is_exact else None,
+        )
+        self._acceptance = float(chances.mean())
 
     def adapt(self, memory: float) -> None:
         """The length of steps and their units, of which ``memory`` is kept."""
@@ -189,7 +169,7 @@ class _Chains:
         self._step = min(self._step * math.exp(self._acceptance - wanted), _LONGEST_STEP)
         if self._is_exact:  # few draws may have had all of the weight, and chains begin there
             return
-        own = torch.cov(self._xi.T).reshape_as(self._covariance)
+        own = torch.cov(self._states.at.T).reshape_as(self._covariance)
         self._covariance = memory * self._covariance + (1 - memory) * own
 
     def anneal(self) -> None:
@@ -197,7 +177,7 @@ class _Chains:
         are worth half of their number; they are drawn anew by these weights, and move.
         """
         while self._power < 1:
-            found = self._likelihood.gaussian(self._frame(self._xi)[0])
+            found = self._likelihood.gaussian(self._frame(self._states.at)[0])
             is_alive = found.isfinite()
             if not bool(is_alive.any()):  # no draw of the prior can be weighted
                 is_alive, found = ~is_alive, torch.zeros_like(found)
@@ -207,9 +187,9 @@ class _Chains:
                 growth *= 0.9
             self._power += growth
             weights = (growth * told).softmax(0)
-            self._move_to(self._xi[torch.multinomial(weights, _CHAINS, replacement=True)])
+            self._move_to(self._states.at[torch.multinomial(weights, _CHAINS, replacement=True)])
             # draws of a prior with heavy tails are left out by now, and what they added goes
-            ratios = self._xi.std(0) / self._covariance.diagonal().sqrt()
+            ratios = self._states.at.std(0) / self._covariance.diagonal().sqrt()
             scales = ratios.nan_to_num(1.0).clamp(max=1.0)
             self._covariance = scales[:, None] * self._covariance * scales
             for _ in range(_SWEEPS_OF_A_POWER):
@@ -233,7 +213,7 @@ class _Chains:
             while len(kept) < _KEPT:
                 for _ in range(apart):
                     self.sweep()
-                kept.append(self._xi)
+                kept.append(self._states.at)
             self._drawn = torch.cat(kept)
             theta = self._frame(self._drawn)[0]
             worth, r_hat = mixing(theta.reshape(len(kept), _CHAINS, -1).transpose(0, 1))
@@ -241,20 +221,6 @@ class _Chains:
                 break
             kept, apart = kept[1::2], 2 * apart
         return theta, worth, r_hat
-
-
-def mixing(states: Tensor) -> tuple[float, float]:
-    """The least effective number and the largest split R-hat of numbers ``[C, kept, m]``; 0 and
-    infinity where a chain never moves.
-    """
-    states = states.double()
-    if bool((states == states[:, :1]).flatten(1).all(1).any()):
-        return 0.0, math.inf
-    most = states.shape[0] * states.shape[1]
-    worth, r_hat = effective_sample_size(states), split_gelman_rubin(states)
-    # states that alternate about their mean have a correlation time of 0 or less: worth all of them
-    worth = torch.where(worth <= 0, most, worth).nan_to_num(0.0, most).clamp_max(most)
-    return float(worth.min()), float(r_hat.nan_to_num(math.inf).max())
 
 
 def _worth(weights: Tensor) -> float:

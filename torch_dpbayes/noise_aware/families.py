@@ -83,9 +83,9 @@ def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
     check_positive("beta", beta, "of the Beta prior")
     one = torch.ones((), dtype=torch.float64)
     return ExponentialFamily(
-        _OneSite("probability", dist.Beta, (alpha * one, beta * one)),
-        _centred_outcome,
-        _logit_of_probability,
+        partial(_one_site, "probability", dist.Beta, alpha * one, beta * one),
+        partial(_centred, 1.0, "outcomes 0 and 1"),
+        partial(_natural, "probability", torch.logit),
         _bernoulli_normalizer,
         0.5,
     )
@@ -101,9 +101,9 @@ def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFam
         raise ArgumentError(f"max_count must be a whole number, got {max_count!r}.")
     one = torch.ones((), dtype=torch.float64)
     return _ClampedPoisson(
-        _OneSite("rate", dist.Gamma, (shape * one, rate * one)),
-        partial(_centred_count, float(max_count)),
-        _log_of_rate,
+        partial(_one_site, "rate", dist.Gamma, shape * one, rate * one),
+        partial(_centred, float(max_count), "counts"),
+        partial(_natural, "rate", torch.log),
         _poisson_normalizer,
         max_count / 2,
         float(max_count),
@@ -121,9 +121,9 @@ def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> Exponentia
         )
     size = len(parameters)
     return ExponentialFamily(
-        _OneSite("probabilities", dist.Dirichlet, (parameters,)),
+        partial(_one_site, "probabilities", dist.Dirichlet, parameters),
         partial(_centred_indicators, size),
-        _log_of_probabilities,
+        partial(_natural, "probabilities", torch.log),
         _categorical_normalizer,
         math.sqrt(1 - 1 / size),
     )
@@ -172,24 +172,16 @@ class LinearRegression:
 # --- their parts, which posteriors keep and which can be pickled ----------------------------------
 
 
-@dataclass(frozen=True)
-class _OneSite:
-    """The Pyro model of one latent."""
-
-    name: str
-    distribution: Callable[..., Any]
-    parameters: tuple[Tensor, ...]
-
-    def __call__(self) -> None:
-        pyro.sample(self.name, self.distribution(*self.parameters))
+def _one_site(name: str, distribution: Callable[..., Any], *parameters: Tensor) -> None:
+    pyro.sample(name, distribution(*parameters))
 
 
-def _centred_outcome(x: Tensor) -> Tensor:
-    return _one_number(x, "outcomes 0 and 1").double().clamp(0.0, 1.0) - 0.5
+def _natural(name: str, link: Callable[[Tensor], Tensor], values: Values) -> Tensor:
+    return link(values[name]).reshape(-1)
 
 
-def _centred_count(max_count: float, x: Tensor) -> Tensor:
-    return _one_number(x, "counts").double().clamp(0.0, max_count) - max_count / 2
+def _centred(largest: float, what: str, x: Tensor) -> Tensor:
+    return _one_number(x, what).double().clamp(0.0, largest) - largest / 2
 
 
 def _centred_indicators(size: int, label: Tensor) -> Tensor:
@@ -206,18 +198,6 @@ def _one_number(row: Tensor, what: str) -> Tensor:
             f"each record of this family is one number: pass {what} as a tensor [n], not [{shape}]."
         )
     return row.reshape(())
-
-
-def _logit_of_probability(values: Values) -> Tensor:
-    return torch.logit(values["probability"])[None]
-
-
-def _log_of_rate(values: Values) -> Tensor:
-    return values["rate"].log()[None]
-
-
-def _log_of_probabilities(values: Values) -> Tensor:
-    return values["probabilities"].log()
 
 
 def _bernoulli_normalizer(eta: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import total_multiplier
 from ..accounting.events import positive_count
 from ..errors import ArgumentError
 from ..noise import check_clip_bound
@@ -21,7 +20,6 @@ from ..ops.glm import GLM
 from ..ops.models import using_pyro
 from ..ops.softmax import Softmax
 from .budget import (
-    MOST_RELEASES,
     NUM_RELEASES,
     budget_of,
     plan_run,
@@ -32,14 +30,15 @@ from .checks import (
     note_clipped,
     note_draws,
     note_prior,
+    note_prior_width,
     note_releases,
+    note_simulation,
     prior_p_value,
     release_p_values,
 )
 from .covariates import (
     Covariates,
     FeatureShape,
-    NoisyMoments,
     Released,
     constants_of,
     feature_shape,
@@ -72,6 +71,9 @@ _LAWS = 32
 _DRAWS = 2000
 _LAST_STEPS = 12  # of Gauss-Newton
 _FORECASTS = 5  # draws of the prior
+_ADVICE = (
+    "use a prior with fewer modes or lighter tails, or more simulated records (num_simulated=)."
+)
 _EVALUATIONS = 60  # of scores of all simulated records that a run takes, about, for each release
 
 
@@ -197,10 +199,11 @@ def posterior_for_module(
     with torch.no_grad():
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
-        size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        size = sum(p.numel() for p in layer.linear.parameters())
         if likelihood == "categorical" and size > LARGEST_DIMENSION:
-            return posterior_of_large_layer(module, features, targets, prior_std, **options)
-    found = posterior(layer, features, targets, **options)
+            found = posterior_of_large_layer(layer, features, targets, **options)
+        else:
+            found = posterior(layer, features, targets, **options)
     found.likelihood = likelihood
     return found
 
@@ -245,11 +248,10 @@ def plan(
     with using_pyro, torch.no_grad():
         setup = Setup(model, data, epsilon=epsilon, delta=delta, accountant=accountant, **options)
         simulator, latents = setup.in_run(setup.assumed_law()), setup.latents
-        together = sum(z**-2 for z in setup.plan.scores) ** -0.5
         scales, seconds = [], []
         for theta in latents.sample(_FORECASTS):
             started = time.perf_counter()
-            scales.append(choose_scale(simulator, latents, theta, together, None))
+            scales.append(choose_scale(simulator, latents, theta, setup.plan.together, None))
             seconds.append(time.perf_counter() - started)
     variances = torch.stack([scale.variances for scale in scales]).mean(0)
     bounds = torch.tensor([scale.clip_bound for scale in scales])
@@ -257,7 +259,7 @@ def plan(
         variances.sqrt(),
         latents.stddev[latents.read],
         float(bounds.median()),
-        together,
+        setup.plan.together,
         min(seconds) * _EVALUATIONS,
     )
 
@@ -316,11 +318,10 @@ class Setup:
             self.shape = feature_shape(self.records, bound, constants_of(constant_columns))
             for number in self.records.of_role("category"):
                 self.categories[number] = self.records.num_categories(number)
-        if positive_count(num_releases, "num_releases") > MOST_RELEASES:
-            raise ArgumentError(f"num_releases = {num_releases}: take at most {MOST_RELEASES}.")
         self.plan = plan_run(
             self.accountant,
-            total_multiplier(self.accountant, epsilon, delta),
+            epsilon,
+            delta,
             dimension=self.records.dimension,
             num_data=self.num_data,
             num_releases=num_releases,
@@ -346,17 +347,18 @@ class Setup:
 
     def assumed_law(self) -> Covariates:
         """Of covariates, before anything is known of them."""
+        if self._public_rows is not None:
+            return self._public_rows
         moments = None
         if self.shape is not None:
             size = len(self.shape.free)
-            products = self.num_data / size * torch.eye(size, dtype=torch.float64)
-            zeros = torch.zeros(size, dtype=torch.float64)
-            moments = NoisyMoments(zeros, 1.0, 0.9 * products, 1e-3)
+            eye = torch.eye(size, dtype=torch.float64)
+            moments = 0 * eye[0], 0.9 / size * eye
         histograms = {
             number: (torch.ones(count, dtype=torch.float64), 1e-3)
             for number, count in self.categories.items()
         }
-        return self.laws(Transcript(moments, histograms))[0]
+        return Released(self.records, self.seed, self.shape, moments, histograms)
 
     def in_run(self, law: Covariates) -> Simulator:
         """Of fewer records, for steps."""
@@ -406,9 +408,15 @@ class Setup:
             *note_releases(checks[0]),
             *note_prior(checks[1]),
             *note_clipped(transcript.clipped, self.num_data),
-            *note_draws(found, self.latents),
+            *note_prior_width(found, self.latents),
+            *note_draws(found, _ADVICE),
+            *note_simulation(likelihood),
         ]
-        return NoiseAwarePosterior(self.latents, found, likelihood, statement, transcript, checks)
+        values, density = (
+            self.latents.values(found.theta, found.weights),
+            (self.latents, likelihood),
+        )
+        return NoiseAwarePosterior(found, values, statement, transcript, checks, density)
 
     def _released(self, transcript: Transcript) -> list[str]:
         lines = [

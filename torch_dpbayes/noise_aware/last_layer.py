@@ -39,25 +39,25 @@ get noise where they are called.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import one_hot
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import total_multiplier
 from ..accounting.events import positive_count
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
-from .budget import MOST_RELEASES, budget_of, plan_run, public_num_data, statement_of_charge
-from .checks import note_clipped, note_releases, tail_probability, warn
+from .budget import budget_of, plan_run, public_num_data, statement_of_charge
+from .checks import note_clipped, note_draws, note_releases, tail_probability
 from .covariance import normal_numbers
-from .covariates import FeatureShape, noisy_moments
-from .drawing import Draws, is_reliable, mixing
+from .covariates import FeatureShape, noisy_moments, shortened_draws
+from .drawing import Draws
+from .hamiltonian import States, mixing, trajectory
 from .likelihood import Release, ridged
+from .models import LastLayer
 from .noisy_gram import quick_gram_draws
 from .result import NoiseAwarePosterior
 from .run import QUANTILES, Transcript, largest_bound
@@ -75,37 +75,14 @@ _LEAPFROG_STEPS = 20
 _ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
-_MATCHES = 5  # of the moments of shortened rows with those wanted
 _ROWS = 4096  # private rows at a time
 _JUDGED = 200  # weights in the basis, whose least effective number and largest R-hat count
 
 
-class LayerPosterior(NoiseAwarePosterior):
-    """Draws of a large layer, by parameter name; they have equal weights."""
-
-    def __init__(
-        self, values: dict[str, Tensor], draws: Draws, statement: list[str], released: Transcript
-    ) -> None:
-        self._values, self._statement, self.transcript = values, statement, released
-        self._theta, self._weights = draws.theta, draws.weights
-        self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
-        self.r_hat, self.method = draws.r_hat, draws.method
-        self.checks, self.likelihood = None, "categorical"
-
-    def log_density(self, values: Mapping[str, Any]) -> NoReturn:
-        """Not there.
-
-        Raises:
-            ArgumentError: always.
-        """
-        raise ArgumentError("a large last layer has draws and no density: use sample or predict.")
-
-
 def posterior_of_large_layer(
-    module: nn.Module,
+    layer: LastLayer,
     features: Tensor,
     targets: Tensor,
-    prior_std: float,
     *,
     epsilon: float | None = None,
     delta: float | None = None,
@@ -115,19 +92,8 @@ def posterior_of_large_layer(
     num_releases: int = _NUM_RELEASES,
     num_simulated: int = _SIMULATED,
     **others: Any,
-) -> LayerPosterior:
-    r"""What :func:`.posterior_for_module` does where the layer has more than 500 parameters.
-
-    Args:
-        module: its trainable parameters are those of one ``torch.nn.Linear``.
-        features: what the layer reads, ``[n, d]``. Private.
-        targets: labels ``[n]``, integers. Private.
-        prior_std: s₀ of every weight and bias.
-        epsilon, delta, accountant, num_data: as of :func:`.posterior`.
-        max_feature_norm: R; features are shortened to it, before their constant 1 is added.
-        num_releases: of scores.
-        num_simulated: M, raised to eight for each column of the features.
-        others: options of :func:`.posterior` that a large layer does not take.
+) -> NoiseAwarePosterior:
+    """What :func:`.posterior_for_module` does where the layer has more than 500 parameters.
 
     Raises: as for :func:`.posterior`.
 
@@ -140,11 +106,7 @@ def posterior_of_large_layer(
             f"a large last layer takes no {', '.join(sorted(others))}=: its features are private,"
             " and clip bounds are chosen by simulation."
         )
-    names = [name for name, p in module.named_parameters() if p.requires_grad]
-    layer = next(m for m in module.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad)
-    has_bias, classes, width = layer.bias is not None, layer.out_features, layer.in_features
-    if has_bias and len(names) == 1:
-        raise UnfitModel("the layer's bias is frozen: train it, too, or take bias=False.")
+    (classes, width), prior_std = layer.linear.weight.shape, layer.prior_std
     if classes * width > _LARGEST:
         raise UnfitModel(
             f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well:"
@@ -160,46 +122,40 @@ def posterior_of_large_layer(
     if len(targets) != len(features):
         raise ArgumentError("inputs and targets must have as many records.")
     bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of features")
-    if positive_count(num_releases, "num_releases") > MOST_RELEASES:
-        raise ArgumentError(f"num_releases = {num_releases}: take at most {MOST_RELEASES}.")
     count = max(positive_count(num_simulated, "num_simulated"), _PER_FEATURE * width)
     held = budget_of(accountant, epsilon, delta)
     n = public_num_data(num_data, len(features), held)
-    total = total_multiplier(held, epsilon, delta)
     sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_categories": 0}
-    plan = plan_run(held, total, has_numbers=True, **sizes)
+    plan = plan_run(held, epsilon, delta, has_numbers=True, **sizes)
     assert plan.moments is not None
     number, warm_up, kept = _USUAL
 
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
     rows = shape.shortened(features.detach().cpu().double())
-    moments = noisy_moments(rows, shape, plan.moments, normal_numbers)
+    moments = noisy_moments(rows, shape, plan.moments)
     seed = int(torch.randint(2**40, ()))
     # the first law is the mean of the others
     (mean, covariance), *drawn = moments.draws(n, _LAWS, seed, quick_gram_draws)
-    simulated = _rows_with(bound * mean, bound**2 * covariance, bound, count)
-    simulated = _with_constant(simulated, has_bias)
+    # a constant 1 for the bias
+    constant = (0, 0 if layer.linear.bias is None else 1)
+    simulated = pad(bound * shortened_draws(mean, covariance, count), constant, value=1.0).float()
     gram = (simulated.T @ simulated / count).double()
     values, basis = torch.linalg.eigh(gram)
     # the mean of so many draws is as uncertain as one of them in so many
     unsure = math.sqrt((1 + 1 / _LAWS) * _LAWS / (_LAWS - 1))
-    apart = torch.stack(
-        [
-            _second_moments(bound * own_mean, bound**2 * own_covariance, has_bias) - gram
-            for own_mean, own_covariance in drawn
-        ]
-    )
-    apart = unsure * (basis.T @ apart @ basis)
-    ridge = (n + total**2 * classes * len(values)) / (n * prior_std) ** 2
+    means, covariances = (torch.stack(found) for found in zip(*drawn, strict=True))
+    means = pad(bound * means, constant, value=1.0)
+    products = means[:, :, None] * means[:, None] + pad(bound**2 * covariances, 2 * constant)
+    apart = unsure * (basis.T @ (products - gram) @ basis)
+    ridge = (n + plan.total**2 * classes * len(values)) / (n * prior_std) ** 2
     white = (values.clamp_min(0.0) / classes + ridge).rsqrt()
-    private = _with_constant(rows, has_bias) @ basis, targets.detach().cpu().long()
+    private = pad(rows, constant, value=1.0) @ basis, targets.detach().cpu().long()
     law = _Law(simulated @ basis.float(), white, apart, n, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
-    together = sum(z**-2 for z in plan.scores) ** -0.5
     bounds, clipped = list[float](), 0
     for z in plan.scores:
-        bounds.append(law.clip_bound(point, together))
+        bounds.append(law.clip_bound(point, plan.together))
         exact, clipped = _private_sums(*private, point, white / bounds[-1])
         noisy = exact + z * normal_numbers(exact.numel()).reshape(exact.shape)
         law.add(Release(point, white / bounds[-1], noisy, z))
@@ -210,11 +166,13 @@ def posterior_of_large_layer(
     states, accepted = _chains(law, point, number, warm_up, kept)
     p_value, (effective, r_hat) = law.p_value(states[:, -1]), mixing(law.standard(states))
     weights = states.flatten(0, 1).double() @ basis.T
-    parts = (weights[..., :width], weights[..., -1])
-    named = {name: part.to(layer.weight.dtype) for name, part in zip(names, parts, strict=False)}
+    parts = {"weight": weights[..., :width], "bias": weights[..., -1]}
+    dtype = layer.linear.weight.dtype
+    named = {own: parts[part].to(dtype) for part, own in layer.names.items()}
     theta = torch.cat([named[name].flatten(1) for name in sorted(named)], 1).double()
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
-    draws = Draws(theta, equal, 0.0, effective, r_hat, "Hamiltonian chains", 0)
+    method = f"{number} Hamiltonian chains of {kept} states, {accepted:.0%} accepted"
+    draws = Draws(theta, equal, 0.0, effective, r_hat, method)
     released = [
         f"{num_releases} clipped sums; a record moves each by at most 1 in units of its clip bound",
         f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
@@ -228,26 +186,14 @@ def posterior_of_large_layer(
         f"  told        weights vary by {float(weights.std(0).mean()) / prior_std:.3f} of their"
         " prior deviation, on average",
         *note_clipped(count_of_clipped, n),
-        f"  drawn       by {number} Hamiltonian chains of {kept} states, {accepted:.0%} accepted:"
-        f" worth {effective:.0f} independent draws, R-hat = {r_hat:.2f}, of the weight that is"
-        " worst",
-        *_note_draws(draws),
+        *note_draws(
+            draws,
+            "chains of a large layer are short. Take fewer features where single weights matter.",
+        ),
         f"  simulated   {count} rows of features; their error is counted",
     ]
     transcript = Transcript(moments, {}, tuple(law.releases), tuple(bounds), count_of_clipped)
-    return LayerPosterior(named, draws, statement, transcript)
-
-
-def _note_draws(draws: Draws) -> list[str]:
-    """A line of a statement and a warning where draws are not to be relied on."""
-    if is_reliable(draws):
-        return []
-    warn(
-        f"the draws are not to be relied on (worth {draws.effective:.0f} independent ones, R-hat ="
-        f" {draws.r_hat:.2f}): chains of a large layer are short. Take fewer features where single"
-        " weights matter."
-    )
-    return ["  NOT SURE    the draws are not to be relied on"]
+    return NoiseAwarePosterior(draws, named, statement, transcript)
 
 
 def _private_sums(
@@ -340,14 +286,12 @@ class _Law:
             linear = linear.reshape(*means.shape[:2], -1)
             linears += linear / len(each)
             own, apart = self._basis.T @ (given - p), drawn - means + rest
+            slopes += ((drawn * own) @ self._both).permute(1, 2, 0)
             for j in range(number):
-                slopes[..., j] += (drawn[j] * own) @ self._both
-                for k in range(j + 1):
-                    product = n * apart[j] * apart[k] + n**2 / self._count * rest[j] * rest[k]
-                    covariance[..., j, k] += product @ self._squares
-                    by_law[..., j, k] += n**2 / len(each) * (linear[j] * linear[k] @ self._unknown)
-                    covariance[..., k, j] = covariance[..., j, k]
-                    by_law[..., k, j] = by_law[..., j, k]
+                product = n * apart[j] * apart + n**2 / self._count * rest[j] * rest
+                covariance[..., j] += (product @ self._squares).permute(1, 2, 0)
+                told = n**2 / len(each) * (linear[j] * linear @ self._unknown)
+                by_law[..., j] += told.permute(1, 2, 0)
         scale = 1 / (self._count * len(each))
         noise = torch.tensor([r.noise_std**2 for r in self.releases], dtype=torch.float64)
         without = scale * covariance.double() + torch.diag(noise)
@@ -433,71 +377,29 @@ class _Law:
 
 def _chains(law: _Law, start: Tensor, number: int, warm_up: int, kept: int) -> tuple[Tensor, float]:
     """States ``[C, kept, K, d]``, and what share was accepted: from the mode, with S at it; in the
-    warm-up S is taken anew, averaged over the chains, a few times.
+    warm-up S is taken anew, averaged over the chains, a few times, and the step size is adapted. It
+    varies by a fifth against periods.
     """
-    states, step = start.float().repeat(number, 1, 1), 2 * start.numel() ** -0.25
-    for _ in range(_SETTLINGS):
-        found, step, _ = _trajectories(law, states, warm_up // _SETTLINGS, 0, step)
-        states = found[-1]
-        law.settle(states)
-    found, _, accepted = _trajectories(law, states, warm_up // _SETTLINGS, kept, step)
-    return torch.stack(found[-kept:], 1), accepted
-
-
-def _trajectories(
-    law: _Law, states: Tensor, adapted: int, kept: int, step: float
-) -> tuple[list[Tensor], float, float]:
-    """All states, the step size, and what share of the ``kept`` ones was accepted. The step size is
-    adapted while the first ones are made, and varied by a fifth against periods.
-    """
-    values, slopes = law.potential(states)
-    found, accepted = [], 0.0
-    for number in range(adapted + kept):
+    at, step = start.float().repeat(number, 1, 1), 2 * start.numel() ** -0.25
+    now, states, accepted = States(at, *law.potential(at)), list[Tensor](), 0.0
+    each = warm_up // _SETTLINGS
+    for sweep in range((_SETTLINGS + 1) * each + kept):
+        since = sweep % each
+        if since == 0 and 0 < sweep <= _SETTLINGS * each:
+            law.settle(now.at)
+            now = States(now.at, *law.potential(now.at))
         length = step * float(0.8 + 0.4 * torch.rand(()))
-        before = torch.randn_like(states)
-        at, own_values, own_slopes = states, values, slopes
-        momenta = before - length / 2 * law.scaled(slopes)
-        for leap in range(_LEAPFROG_STEPS):
-            at = at + length * law.unscaled(momenta)
-            own_values, own_slopes = law.potential(at)
-            part = length / 2 if leap == _LEAPFROG_STEPS - 1 else length
-            momenta = momenta - part * law.scaled(own_slopes)
-        kinetic = (before.square() - momenta.square()).sum((1, 2), dtype=torch.float64) / 2
-        chances = (values - own_values + kinetic).clamp_max(0.0).exp().nan_to_num(0.0)
-        taken = torch.rand(len(chances), dtype=torch.float64) < chances
-        states = torch.where(taken[:, None, None], at, states)
-        slopes = torch.where(taken[:, None, None], own_slopes, slopes)
-        values, chance = torch.where(taken, own_values, values), float(chances.mean())
-        found.append(states)
-        if number < adapted:
-            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + number / 3))
+        momenta = torch.randn_like(now.at)
+        now, chances = trajectory(
+            now, momenta, length, _LEAPFROG_STEPS, law.potential, law.scaled, law.unscaled
+        )
+        chance = float(chances.mean())
+        if sweep < (_SETTLINGS + 1) * each:
+            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + since / 3))
         else:
+            states.append(now.at)
             accepted += chance / kept
-    return found, step, accepted
-
-
-def _rows_with(mean: Tensor, covariance: Tensor, bound: float, count: int) -> Tensor:
-    """Gaussian rows ``[count, d]``, shortened and given this mean and covariance in turns."""
-    root = torch.linalg.cholesky(ridged(covariance))
-    rows = mean.float() + torch.randn(count, len(mean)) @ root.float().T
-    for _ in range(_MATCHES):
-        short = rows / (rows.norm(dim=1, keepdim=True) / bound).clamp_min(1.0)
-        apart = short - short.mean(0)
-        own = torch.linalg.cholesky(ridged((apart.T @ apart / count).double()))
-        turned = torch.linalg.solve_triangular(own, root, upper=False, left=False)
-        rows = mean.float() + apart @ turned.float().T
-    return rows
-
-
-def _with_constant(rows: Tensor, has_bias: bool) -> Tensor:
-    return torch.cat([rows, torch.ones(len(rows), 1, dtype=rows.dtype)], 1) if has_bias else rows
-
-
-def _second_moments(mean: Tensor, covariance: Tensor, has_bias: bool) -> Tensor:
-    if has_bias:
-        mean = torch.cat([mean, torch.ones_like(mean[:1])])
-        covariance = nn.functional.pad(covariance, (0, 1, 0, 1))
-    return covariance + torch.outer(mean, mean)
+    return torch.stack(states, 1), accepted
 
 
 def _class_basis(p: Tensor) -> Tensor:

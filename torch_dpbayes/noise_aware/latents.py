@@ -20,6 +20,7 @@ from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
 from torch.distributions import Independent, LogNormal, constraints
+from torch.func import vmap
 
 from ..density import Prior, without_value_checks
 from ..density.pyro_runs import public_randomness
@@ -34,11 +35,8 @@ _LEAST_CURVATURE = 0.1
 class Latents:
     """The prior of a model's latents in unconstrained space, θ ``[D]``, in float64.
 
-    Args:
-        prior: of the model.
-        read: numbers of the coordinates that records depend on, ``[d]``.
-
     Attributes:
+        read: numbers of the coordinates that records depend on, ``[d]``.
         draws: of θ, ``[500, D]``.
         median, stddev: of them, by :func:`half_distance`.
 
@@ -51,11 +49,6 @@ class Latents:
         self.draws = self.sample(_DRAWS)
         self.median = self.draws.quantile(0.5, 0)
         self.stddev = half_distance(self.draws).clamp_min(1e-9)
-
-    @property
-    def dimension(self) -> int:
-        """D."""
-        return self.prior.dimension
 
     def sample(self, count: int) -> Tensor:
         """Draws of θ, ``[count, D]``."""
@@ -110,6 +103,13 @@ class Latents:
         """Values of the sites for one θ ``[D]``."""
         return self.prior.constrain(theta.to(self.prior.device, self.prior.dtype))
 
+    def values(self, theta: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """Of the sites for weighted draws of θ, ``[m, ...]``."""
+        # a draw without weight may be so far away that its value is infinite
+        theta = torch.where(weights[:, None] > 0, theta, theta[:1])
+        found = vmap(self.prior.constrain)(self._own(theta))
+        return {name: value.detach().cpu() for name, value in found.items()}
+
     def unconstrain(self, values: dict[str, Any]) -> tuple[Tensor, float]:
         """θ for values of every site, and the log Jacobian determinant of the map there."""
         moved, total = {}, 0.0
@@ -141,12 +141,8 @@ def is_hierarchical(prior: Prior) -> bool:
 
 
 class NonCentred:
-    """Coordinates ξ of a hierarchical prior, between centred and non-centred ones.
-
-    Args:
-        prior: of θ.
-        theta: a typical one, ``[D]``.
-        information: of the likelihood, of each coordinate, ``[D]``; 0 where it tells nothing.
+    """Coordinates ξ of a hierarchical prior, between centred and non-centred ones, by a typical θ
+    and the ``information`` that the likelihood has of each coordinate, ``[D]``.
     """
 
     def __init__(self, prior: Prior, theta: Tensor, information: Tensor) -> None:
@@ -163,10 +159,6 @@ class NonCentred:
 
         with torch.no_grad(), public_randomness(), without_value_checks():
             self._graph = recorded(of_one, own.sample())
-
-    def start(self) -> Tensor:
-        """The median of ξ, about."""
-        return self.prior.samples(_DRAWS).to("cpu", torch.float64).median(0).values
 
     def __call__(self, xi: Tensor) -> tuple[Tensor, Tensor]:
         """θ and log p(ξ) of every row, ``[m, D]`` and ``[m]``; differentiable."""

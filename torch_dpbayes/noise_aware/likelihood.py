@@ -19,6 +19,7 @@ control variate leaves, S_res, adds n²S_res/M to the covariance.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -43,33 +44,20 @@ _RIDGE = 1e-10  # relative, of matrices that may be singular
 
 
 class Release(NamedTuple):
-    """T = Σ clip₁(Wu(x; θ)) + noise.
+    """T = Σ clip₁(Wu(x; θ)) + noise."""
 
-    Attributes:
-        theta: where scores are taken, ``[D]``.
-        whitening: W = A/C, ``[d, d]``.
-        value: T, ``[d]``.
-        noise_std: z.
-    """
-
-    theta: Tensor
-    whitening: Tensor
-    value: Tensor
-    noise_std: float
+    theta: Tensor  # where scores are taken, [D]
+    whitening: Tensor  # W = A/C, [d, d]
+    value: Tensor  # T, [d]
+    noise_std: float  # z
 
 
 class Simulated(NamedTuple):
-    """Records simulated at a centre.
+    """Records simulated at a centre."""
 
-    Attributes:
-        centre: θ_c, ``[D]``.
-        density: of the records.
-        scores: u(x; θ_c), ``[M, d]``.
-    """
-
-    centre: Tensor
+    centre: Tensor  # θ_c, [D]
     density: RecordDensity
-    scores: Tensor
+    scores: Tensor  # u(x; θ_c), [M, d]
 
     def first(self, count: int) -> Simulated:
         """So many of them."""
@@ -121,15 +109,7 @@ def moments(statistics: Tensor, found: Tensor, is_paired: bool) -> Moments:
 
 
 class Simulator:
-    """Simulates records, with the same random numbers at every θ.
-
-    Args:
-        records: the model.
-        covariates: what their covariates are.
-        num_data: n, public.
-        count: M.
-        seed: of the random numbers.
-    """
+    """Simulates M = ``count`` records, with the same random numbers at every θ."""
 
     def __init__(
         self, records: ModelRecords, covariates: Covariates, num_data: int, count: int, seed: int
@@ -162,39 +142,27 @@ class Simulator:
 
     def moved(self, theta: Tensor, step: Tensor) -> Tensor:
         """θ + step, or half of the step and so on, where the model can be evaluated."""
-        records, prior = self.records, self.records.density.prior
+        read, density = self.records.read, self.records.density
         for _ in range(_HALVINGS):
-            moved = records.with_read(theta, theta[records.read] + step)
-            if records.density.has_gradients(moved.to(prior.device, prior.dtype)):
+            moved = theta.index_add(0, read, step)
+            if density.has_gradients(moved.to(density.prior.device, density.prior.dtype)):
                 return moved
             step = step / 2
         return theta
 
 
 class Fit(NamedTuple):
-    """The mode of what releases say, and the Gaussian there.
+    """The mode of what releases say, and the Gaussian there."""
 
-    Attributes:
-        centre: θ_c, ``[D]``.
-        precision: Λ of the read coordinates.
-        prior_precision: P of them.
-        moments: at the centre.
-        covariance: nS + V + n²S_res/M of all releases, ``[K·d, K·d]``.
-        step: to the mode, as far as the moments here tell.
-        last_step: its length in posterior standard deviations.
-        simulated: the records; None of closed forms.
-        slope: ∇ log p(θ) of the prior at the centre.
-    """
-
-    centre: Tensor
-    precision: Tensor
-    prior_precision: Tensor
-    moments: Moments
-    covariance: Tensor
-    step: Tensor
-    last_step: float
-    simulated: Any
-    slope: Tensor
+    centre: Tensor  # θ_c, [D]
+    precision: Tensor  # Λ of the read coordinates
+    prior_precision: Tensor  # P of them
+    moments: Moments  # at the centre
+    covariance: Tensor  # nS + V + n²S_res/M of all releases, [K·d, K·d]
+    step: Tensor  # to the mode, as far as the moments here tell
+    last_step: float  # its length in posterior standard deviations
+    simulated: Any  # the records; None of closed forms
+    slope: Tensor  # ∇ log p(θ) of the prior at the centre
 
 
 def noise_variances(releases: Sequence[Release]) -> Tensor:
@@ -264,15 +232,15 @@ def find_mode(
 
 
 class LawDifferences(NamedTuple):
-    """What m and J are under laws of the covariates, less what they are under the mean law.
+    """What m and J are under laws of the covariates, less what they are under the mean law."""
 
-    Attributes:
-        means: ``[L, K·d]``.
-        jacobians: ``[L, K·d, d]``.
-    """
+    means: Tensor  # [L, K·d]
+    jacobians: Tensor  # [L, K·d, d]
 
-    means: Tensor
-    jacobians: Tensor
+    @staticmethod
+    def none(found: Moments) -> LawDifferences:
+        """Of one law that is known."""
+        return LawDifferences(0 * found.mean[None], 0 * found.jacobian[None])
 
 
 def law_differences(
@@ -282,8 +250,7 @@ def law_differences(
     mean law. Zeros where that is the only one.
     """
     if len(simulators) == 1:
-        found = fit.moments
-        return LawDifferences(0 * found.mean[None], 0 * found.jacobian[None])
+        return LawDifferences.none(fit.moments)
     under = [simulator.local(fit.centre, releases)[1] for simulator in simulators]
     return LawDifferences(
         torch.stack([each.mean - under[0].mean for each in under[1:]]),
@@ -291,38 +258,8 @@ def law_differences(
     )
 
 
-class Likelihood(Protocol):
-    """Of what was released, up to a constant, for rows of θ ``[m, D]``."""
-
-    centre: Tensor
-    """Near the mode, ``[D]``."""
-    modes: Tensor
-    """Of the Gaussians ``[L, d]`` that are the posterior together, about."""
-    precisions: Tensor
-    """Of these, ``[L, d, d]``."""
-    num_simulated: int
-    simulation_error: float
-    """In posterior standard deviations, at most."""
-
-    def gaussian(self, theta: Tensor) -> Tensor:
-        """With means linear and covariances constant, ``[m]``; differentiable."""
-
-    def __call__(self, theta: Tensor) -> tuple[Tensor, int]:
-        """``[m]``, and for how many rows it is unsure."""
-
-
-class SyntheticLikelihood(Likelihood):
-    r"""log p(T | θ), up to a constant, near and far from the mode.
-
-    Near the mode all that T says of θ is in the d numbers :math:`J^\top\Sigma^{-1}T`: m is linear
-    there and Σ constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and
-    covariance away from the centre come from ``few`` of the records,
-
-    .. math::
-        m(\theta) = m + J(\theta - \theta_c) + \big[m_s(\theta) - m_s - J_s(\theta - \theta_c)\big]
-
-    with m and J from all of them; S(θ) likewise by S's factor over S_s's. Where the weights of the
-    few are worth less than a tenth of them, records are simulated anew around that θ.
+class Likelihood(ABC):
+    r"""log p(T | θ) of what was released, up to a constant, for rows of θ ``[m, D]``.
 
     Under a law l of the covariates m(θ) is larger by m_l − m + (J_l − J)(θ − θ_c). Posteriors under
     the laws are averaged: the likelihood is that of a mixture,
@@ -333,13 +270,94 @@ class SyntheticLikelihood(Likelihood):
     with Z_l of the Gaussian. Without it laws would count by how well they suit T, of which so few
     draws of a matrix tell nothing: one or two would count alone.
 
-    Args:
-        simulator: of the records.
-        releases: T.
-        fit: at the mode.
-        laws: what differs under each law of the covariates.
-        few: how many records weights are computed of.
-        most_batches: of further records for the mean at the centre.
+    ``noise`` is V with what the simulation's error adds, and ``found`` are the moments of T at the
+    centre.
+
+    Attributes:
+        centre: near the mode, ``[D]``.
+        modes, precisions: of the Gaussians that are the posterior together, about, ``[L, d]`` and
+            ``[L, d, d]``.
+        simulation_error: in posterior standard deviations, at most.
+        far: for how many rows of the last call no simulated records were near enough.
+    """
+
+    num_simulated, simulation_error, far = 0, 0.0, 0
+
+    def __init__(
+        self,
+        fit: Fit,
+        read: Tensor,
+        num_data: int,
+        released: Tensor,
+        noise: Tensor,
+        found: Moments,
+        laws: LawDifferences,
+    ) -> None:
+        self.centre, self._read, self._n = fit.centre, read, num_data
+        self._released, self._noise, self._laws, n = released, noise, laws, num_data
+        root = torch.linalg.cholesky(n * found.covariance + noise)
+        slopes = torch.linalg.solve_triangular(
+            root, n * (found.jacobian + laws.jacobians), upper=False
+        )
+        apart = released - n * (found.mean + laws.means)
+        white = torch.linalg.solve_triangular(root, apart.T, upper=False).T
+        gradients = torch.einsum("lqd,lq->ld", slopes, white) + fit.slope
+        self.precisions = fit.prior_precision + slopes.mT @ slopes
+        factors = torch.linalg.cholesky(self.precisions)
+        steps = torch.cholesky_solve(gradients[:, :, None], factors)[:, :, 0]
+        shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
+        self.modes = fit.centre[read] + shortened * steps
+        self._log_evidence = (
+            ((gradients * steps).sum(1) - white.square().sum(1)) / 2
+            - factors.diagonal(dim1=1, dim2=2).log().sum(1)
+            + math.log(len(steps))
+        )
+        self._white = white, slopes
+
+    @abstractmethod
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Of every row, ``[m]``."""
+
+    def gaussian(self, theta: Tensor) -> Tensor:
+        """With m linear and S constant, of every row, ``[m]``; differentiable."""
+        white, slopes = self._white
+        moved = torch.einsum("lqd,md->mlq", slopes, self._moved(theta))
+        return ((white - moved).square().sum(2) / -2 - self._log_evidence).logsumexp(1)
+
+    def covariance(self) -> Tensor:
+        """Of the posterior, about, ``[d, d]``."""
+        within = torch.cholesky_inverse(torch.linalg.cholesky(self.precisions)).mean(0)
+        apart = self.modes - self.modes.mean(0)
+        return within + apart.T @ apart / len(apart)
+
+    def _moved(self, theta: Tensor) -> Tensor:
+        return theta[:, self._read] - self.centre[self._read]
+
+    def _with_moments(self, theta: Tensor, means: Tensor, covariances: Tensor) -> Tensor:
+        """Of every row, with its own m ``[m, q]`` and S ``[m, q, q]``."""
+        n = self._n
+        factors, failed = torch.linalg.cholesky_ex(n * covariances + self._noise)
+        moved = torch.einsum("lqd,md->mql", self._laws.jacobians, self._moved(theta))
+        apart = self._released[:, None] - n * (means[:, :, None] + self._laws.means.T + moved)
+        white = torch.linalg.solve_triangular(factors, apart, upper=False)
+        values = (white.square().sum(1) / -2 - self._log_evidence).logsumexp(1)
+        values = values - factors.diagonal(dim1=1, dim2=2).log().sum(1)
+        return torch.where((failed == 0) & values.isfinite(), values, -math.inf)
+
+
+class SyntheticLikelihood(Likelihood):
+    r"""With moments from simulated records, near and far from the mode.
+
+    Near the mode all that T says of θ is in the d numbers :math:`J^\top\Sigma^{-1}T`: m is linear
+    there and Σ constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and
+    covariance away from the centre come from ``few`` of the records,
+
+    .. math::
+        m(\theta) = m + J(\theta - \theta_c) + \big[m_s(\theta) - m_s - J_s(\theta - \theta_c)\big]
+
+    with m and J from all of them; S(θ) likewise by S's factor over S_s's. Where the weights of the
+    few are worth less than a tenth of them, records are simulated anew around that θ. There are at
+    most ``most_batches`` of records for the mean at the centre.
     """
 
     def __init__(
@@ -353,8 +371,7 @@ class SyntheticLikelihood(Likelihood):
         most_batches: int,
     ) -> None:
         self._simulator, self._releases = simulator, list(releases)
-        self._read, self._few = simulator.records.read, _enough(fit.simulated.scores, few)
-        self.centre, n = fit.centre, simulator.num_data
+        self._few, n = _enough(fit.simulated.scores, few), simulator.num_data
         _, pulled = posterior_precision(fit.moments, fit.covariance, fit.prior_precision, n)
         # in units of the posterior, without directions that the releases say nothing of, so that
         # the statistic's covariance is the identity at the centre
@@ -363,49 +380,21 @@ class SyntheticLikelihood(Likelihood):
         )
         told, vectors = torch.linalg.eigh(white @ fit.covariance @ white.T)
         kept = told >= min(max(_LEAST_TOLD, float(told[-1]) * _LEAST_TOLD), float(told[-1]))
-        self._projection = (vectors[:, kept] * told[kept].clamp_min(1e-300).rsqrt()).T @ white
-        found = fit.moments.projected(self._projection)
+        onto = (vectors[:, kept] * told[kept].clamp_min(1e-300).rsqrt()).T @ white
+        self._projection = onto
+        found = fit.moments.projected(onto)
         mean, self.num_simulated = self._refined(fit, found, most_batches)
         found = found._replace(mean=mean)
         error = n**2 / self.num_simulated * found.residual
         variances = noise_variances(releases)
-        self.noise = self._projection @ (variances[:, None] * self._projection.T) + error
-        self._released = self._projection @ torch.cat([r.value for r in releases])
+        noise = onto @ (variances[:, None] * onto.T) + error
+        released = onto @ torch.cat([r.value for r in releases])
         error = error * told[kept].outer(told[kept]).sqrt()
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
-        self._settle_laws(fit, found, laws)
+        laws = LawDifferences(laws.means @ onto.T, onto @ laws.jacobians)
+        super().__init__(fit, simulator.records.read, n, released, noise, found, laws)
         self._near = self._around(fit.simulated, found)
         self._others: list[_Around] = []
-
-    def _settle_laws(self, fit: Fit, found: Moments, laws: LawDifferences) -> None:
-        """The Gaussian under each law."""
-        n = self._simulator.num_data
-        self._shifts = laws.means @ self._projection.T
-        self._tilts = self._projection @ laws.jacobians
-        root = torch.linalg.cholesky(n * found.covariance + self.noise)
-        slopes = torch.linalg.solve_triangular(
-            root, n * (found.jacobian + self._tilts), upper=False
-        )
-        apart = self._released - n * (found.mean + self._shifts)
-        white = torch.linalg.solve_triangular(root, apart.T, upper=False).T
-        gradients = torch.einsum("lqd,lq->ld", slopes, white) + fit.slope
-        self.precisions = fit.prior_precision + slopes.mT @ slopes
-        factors = torch.linalg.cholesky(self.precisions)
-        steps = torch.cholesky_solve(gradients[:, :, None], factors)[:, :, 0]
-        shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
-        self.modes = fit.centre[self._read] + shortened * steps
-        self._log_evidence = (
-            ((gradients * steps).sum(1) - white.square().sum(1)) / 2
-            - factors.diagonal(dim1=1, dim2=2).log().sum(1)
-            + math.log(len(steps))
-        )
-        self._white = white, slopes
-
-    def covariance(self) -> Tensor:
-        """Of the posterior, about, ``[d, d]``."""
-        within = torch.cholesky_inverse(torch.linalg.cholesky(self.precisions)).mean(0)
-        apart = self.modes - self.modes.mean(0)
-        return within + apart.T @ apart / len(apart)
 
     def _statistics(self, simulated: Simulated) -> Tensor:
         return self._simulator.statistics(simulated, self._releases) @ self._projection.T
@@ -425,19 +414,8 @@ class SyntheticLikelihood(Likelihood):
             mean, count = (count * mean + size * left.mean(0)) / (count + size), count + size
         return mean, count
 
-    def gaussian(self, theta: Tensor) -> Tensor:
-        """With m linear and S constant, of every row, ``[m]`` for ``[m, D]``; differentiable."""
-        white, slopes = self._white
-        moved = torch.einsum("lqd,md->mlq", slopes, self._moved(theta))
-        return ((white - moved).square().sum(2) / -2 - self._log_evidence).logsumexp(1)
-
-    def _moved(self, theta: Tensor) -> Tensor:
-        return theta[:, self._read] - self.centre[self._read]
-
-    def __call__(self, theta: Tensor) -> tuple[Tensor, int]:
-        """Of every row, and for how many of them no simulated records are near enough. Records are
-        simulated anew where those at the mode are worth too little.
-        """
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Of every row; records are simulated anew where those at the mode are worth too little."""
         values = torch.empty(len(theta), dtype=torch.float64)
         worth = torch.zeros(len(theta), dtype=torch.float64)
         left = torch.arange(len(theta))
@@ -450,11 +428,13 @@ class SyntheticLikelihood(Likelihood):
                 apart = (theta[left] - self.centre).square().sum(1)
                 around = self._new(theta[left[int(apart.argsort()[len(apart) // 2])]])
                 self._others.append(around)
-            found, own = self._of_many(around, theta[left])
+            means, covariances, own = around(theta[left])
+            found = self._with_moments(theta[left], means, covariances)
             better = own > worth[left]
             values[left[better]], worth[left[better]] = found[better], own[better]
             left = left[worth[left] < _LEAST_WORTH]
-        return values, len(left)
+        self.far = len(left)
+        return values
 
     def _new(self, theta: Tensor) -> _Around:
         found = self._simulator.at(theta, self._few)
@@ -464,18 +444,6 @@ class SyntheticLikelihood(Likelihood):
     def _around(self, simulated: Simulated, found: Moments) -> _Around:
         some = simulated.first(self._few)
         return _Around(some, self._statistics(some), self._read, found)
-
-    def _of_many(self, around: _Around, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Log likelihoods ``[m]``, and what part of the records the weights are worth."""
-        means, covariances, worth = around(theta)
-        n = self._simulator.num_data
-        factors, failed = torch.linalg.cholesky_ex(n * covariances + self.noise)
-        moved = torch.einsum("lqd,md->mql", self._tilts, self._moved(theta))
-        apart = self._released[:, None] - n * (means[:, :, None] + self._shifts.T + moved)
-        white = torch.linalg.solve_triangular(factors, apart, upper=False)
-        values = (white.square().sum(1) / -2 - self._log_evidence).logsumexp(1)
-        values = values - factors.diagonal(dim1=1, dim2=2).log().sum(1)
-        return torch.where((failed == 0) & values.isfinite(), values, -math.inf), worth
 
 
 def _enough(found: Tensor, few: int) -> int:
@@ -489,13 +457,8 @@ def _enough(found: Tensor, few: int) -> int:
 
 
 class _Around:
-    """Moments of the projected statistics at any θ, from records that were simulated at one.
-
-    Args:
-        simulated: some of the records.
-        own: their statistics.
-        read: coordinates of θ that records depend on.
-        found: moments there, of more records.
+    """Moments of the projected statistics at any θ, from some of the records that were simulated
+    at one, whose statistics are ``own``; there they are those ``found`` from more records.
     """
 
     def __init__(self, simulated: Simulated, own: Tensor, read: Tensor, found: Moments) -> None:

@@ -71,13 +71,7 @@ def law_of(family: str, output: Tensor, std: Any = 1.0) -> Any:
 
 
 class _LinearModel:
-    """``"weights"`` of one linear predictor, or of one for each class.
-
-    Args:
-        family: of targets.
-        prior_std: of each weight, ``[d]`` or ``[K, d]``.
-        noise_std: of a Gaussian target.
-    """
+    """``"weights"`` of one linear predictor, or of one for each class, ``[d]`` or ``[K, d]``."""
 
     def __init__(self, family: str, prior_std: Tensor, noise_std: float = 1.0) -> None:
         self._family, self._prior_std, self._noise_std = family, prior_std, noise_std
@@ -95,12 +89,8 @@ class _LinearModel:
 
 class LastLayer:
     """A network whose trainable parameters are those of one linear layer, from which its output
-    comes: a Pyro model of the layer, and the features that the frozen rest makes.
-
-    Args:
-        module: in any mode; it is copied, in eval mode.
-        likelihood: of a target given the output.
-        prior_std: of every weight and bias.
+    comes: a Pyro model of the layer, and the features that the frozen rest makes. The network is
+    copied, in eval mode.
 
     Raises:
         ValueError: other parameters are trainable, or the output is not the layer's.
@@ -116,7 +106,7 @@ class LastLayer:
             )
         if likelihood not in _LIKELIHOODS:
             raise ArgumentError(f"likelihood must be one of {_LIKELIHOODS}, got {likelihood!r}.")
-        self._prior_std = check_positive("prior_std", prior_std, "of every weight")
+        self.prior_std = check_positive("prior_std", prior_std, "of every weight")
         trainable = [name for name, p in module.named_parameters() if p.requires_grad]
         layers = {
             name: layer
@@ -124,17 +114,16 @@ class LastLayer:
             if isinstance(layer, nn.Linear) and layer.weight.requires_grad
         }
         name, layer = next(iter(layers.items()), ("", None))
-        own = [f"{name}.{p}".lstrip(".") for p in ("weight", "bias")]
-        if layer is None or len(layers) > 1 or not set(trainable) <= set(own):
+        parts = () if layer is None else [part for part, _ in layer.named_parameters()]
+        self.names = {part: f"{name}.{part}".lstrip(".") for part in parts}
+        if layer is None or len(layers) > 1 or set(trainable) != set(self.names.values()):
             raise UnfitModel(
-                "the trainable parameters must be those of one torch.nn.Linear, the last layer:"
-                " freeze all others (requires_grad_(False))."
+                "the trainable parameters must be those of one torch.nn.Linear, the last layer, its"
+                " bias too if it has one: freeze all others (requires_grad_(False))."
             )
-        self._names = dict(zip(("weight", "bias"), own, strict=True))
-        self._has_bias = layer.bias is not None
-        self._layer = copy.deepcopy(layer).requires_grad_(False).eval()
+        self.linear = copy.deepcopy(layer).requires_grad_(False).eval()
         self._likelihood = likelihood
-        outputs, self.num_features = layer.weight.shape
+        outputs = layer.out_features
         fits = {"categorical": outputs > 1, "bernoulli": outputs == 1, "normal": outputs < 3}
         if not fits[likelihood]:
             raise UnfitModel(
@@ -164,12 +153,12 @@ class LastLayer:
         with torch.no_grad():
             synthetic = torch.randn(_SYNTHETIC_ROWS, *inputs.shape[1:]).to(inputs)
             found = self._map(synthetic)
-            if found.dim() != 2 or found.shape[1] != self.num_features:
+            if found.dim() != 2 or found.shape[1] != self.linear.in_features:
                 raise UnfitModel(
                     "the features of a record must be a vector, which the layer reads."
                 )
             expected = self._module(synthetic)
-            if not torch.allclose(self._layer(found), expected, rtol=1e-3, atol=1e-4):
+            if not torch.allclose(self.linear(found), expected, rtol=1e-3, atol=1e-4):
                 raise UnfitModel(
                     "the module's output is not that of its trainable layer, or mixes records: let"
                     " the layer come last, without a softmax, and each record count alone."
@@ -179,14 +168,14 @@ class LastLayer:
     def _of_private(self, inputs: Tensor) -> Tensor:
         """Zeros where the computation fails, which no record may make known."""
         if not len(inputs):
-            return inputs.new_zeros(0, self.num_features)
+            return inputs.new_zeros(0, self.linear.in_features)
         try:
             return self._map(inputs)
         except torch.OutOfMemoryError:
             raise
         except Exception:
             if len(inputs) == 1:
-                return inputs.new_zeros(1, self.num_features)
+                return inputs.new_zeros(1, self.linear.in_features)
             return torch.cat([self._of_private(half) for half in inputs.tensor_split(2)])
 
     def _map(self, inputs: Tensor) -> Tensor:
@@ -196,10 +185,10 @@ class LastLayer:
     def __call__(self, features: Tensor, targets: Tensor) -> None:
         """The Pyro model of the layer."""
         values = {}
-        for name, p in self._layer.named_parameters():
-            prior = dist.Normal(torch.zeros_like(p), torch.full_like(p, self._prior_std))
-            values[name] = pyro.sample(self._names[name], prior.to_event(p.dim()))
-        output = functional_call(self._layer, values, (features,))
+        for name, p in self.linear.named_parameters():
+            prior = dist.Normal(torch.zeros_like(p), torch.full_like(p, self.prior_std))
+            values[name] = pyro.sample(self.names[name], prior.to_event(p.dim()))
+        output = functional_call(self.linear, values, (features,))
         std: Any = 1.0
         if self._likelihood == "normal" and output.shape[1] == 2:
             std = (output[:, 1] / 2).exp()

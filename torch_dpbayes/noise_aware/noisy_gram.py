@@ -30,6 +30,8 @@ import math
 import torch
 from torch import Tensor
 
+from .hamiltonian import States, trajectory
+
 _DECADE = math.log(10.0)  # τ₀
 _EM_STEPS = 30
 _WARM_UP, _APART = 100, 10  # trajectories before the first draw, and from one to the next
@@ -39,54 +41,44 @@ _GRID = 200
 
 
 def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """Matrices ``[count, d, d]`` from the posterior given a release.
-
-    Args:
-        released: Y, symmetric.
-        noise_std: v.
-        count: how many.
-    """
+    """Matrices ``[count, d, d]`` from the posterior given Y and v."""
     size, noise = len(released), noise_std**2
     values, vectors = torch.linalg.eigh(released)
     logs, level, square, variances = _by_em(values, noise)
     eye, diagonal = torch.eye(size, dtype=torch.float64), torch.diag(values)
 
-    def potential(matrix: Tensor) -> tuple[float, Tensor, Tensor]:
-        """−log p, its gradient, and G, in the eigenvectors of Y."""
-        own, basis = torch.linalg.eigh(matrix)
-        gram = (basis * own.exp()) @ basis.T
-        misfit, apart = gram - diagonal, matrix - level * eye
+    def potential(matrices: Tensor) -> tuple[Tensor, Tensor]:
+        """−log p and its gradient, in the eigenvectors of Y."""
+        if not bool(matrices.isfinite().all()):  # a step far too long
+            return torch.full((1,), math.inf, dtype=torch.float64), matrices
+        own, basis = torch.linalg.eigh(matrices[0])
+        misfit = (basis * own.exp()) @ basis.T - diagonal
+        apart = matrices - level * eye
         slope = basis @ (basis.T @ misfit @ basis * _derivative(own)) @ basis.T
         value = misfit.square().sum() / (2 * noise) + apart.square().sum() / (2 * square)
-        return float(value), slope / noise + apart / square, gram
+        return value[None], slope / noise + apart / square
 
-    result, step = [], 1.0
-    matrix = torch.diag(logs)
-    value, slope, gram = potential(matrix)
+    def in_units(matrices: Tensor) -> Tensor:
+        return variances.sqrt() * matrices
+
+    result, step, place = [], 1.0, torch.diag(logs)[None]
     for number in range(_WARM_UP + _APART * count):
-        white = torch.randn(size, size, dtype=torch.float64)
-        momentum = (white + white.T) / 2 / variances.sqrt()
-        before, proposal, own_slope = momentum, matrix, slope
-        momentum = momentum - step / 2 * own_slope
-        for leap in range(_LEAPFROG_STEPS):
-            proposal = proposal + step * variances * momentum
-            if not bool(proposal.isfinite().all()):  # a step far too long
-                own_value = math.inf
-                break
-            own_value, own_slope, own_gram = potential(proposal)
-            last = leap == _LEAPFROG_STEPS - 1
-            momentum = momentum - step * (0.5 if last else 1.0) * own_slope
-        kinetic = ((before.square() - momentum.square()) * variances).sum() / 2
-        log_ratio = float(value - own_value + kinetic)
-        chance = math.exp(min(log_ratio, 0.0)) if math.isfinite(log_ratio) else 0.0
-        if float(torch.rand(())) < chance:
-            matrix, gram = proposal, own_gram
+        white = torch.randn(1, size, size, dtype=torch.float64)
+        now, chances = trajectory(
+            States(place, *potential(place)),
+            (white + white.mT) / 2,
+            step,
+            _LEAPFROG_STEPS,
+            potential,
+            in_units,
+            in_units,
+        )
+        place = now.at
         if number < _WARM_UP:
-            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + number / 4))
-        level, square = _hyperparameters(matrix)
-        value, slope, gram = potential(matrix)
+            step *= math.exp((float(chances) - _ACCEPTANCE) / math.sqrt(1 + number / 4))
+        level, square = _hyperparameters(place[0])
         if number >= _WARM_UP and (number - _WARM_UP) % _APART == _APART - 1:
-            result.append(vectors @ gram @ vectors.T)
+            result.append(vectors @ torch.linalg.matrix_exp(place[0]) @ vectors.T)
     return torch.stack(result)
 
 

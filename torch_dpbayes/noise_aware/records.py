@@ -45,13 +45,8 @@ def shorten(norms_squared: Tensor, bound: float) -> Tensor:
 class ModelRecords:
     """A Pyro model as a source of records: the roles of its arguments, and simulation.
 
-    Args:
-        model: with one data plate.
-        args: its arguments, the data included.
-        data_plate: the name of the plate.
-        count_is_public: whether errors may depend on the number of records.
-        public: names or positions of arguments that hold public covariates.
-        chunk: how many records are computed at a time.
+    Errors may depend on the number of records where ``count_is_public``; ``chunk`` of them are
+    computed at a time.
 
     Attributes:
         density: of the records; ``density.rows()`` are private.
@@ -129,18 +124,19 @@ class ModelRecords:
             self.names.append(name)
         self._observed_sites = observed
         self.theta = density.made_up.theta.to(torch.float64)
-        self._require_simulation()
+        try:
+            self._draw(self.theta, self.density.made_up.few(), 0)
+        except Exception as error:
+            raise UnfitModel(
+                "records cannot be simulated from the model"
+                f" ({type(error).__name__}): observe distributions that can be sampled, not"
+                " factors."
+            ) from error
 
     @property
     def dimension(self) -> int:
         """d, the number of coordinates that records depend on."""
         return len(self.read)
-
-    def with_read(self, base: Tensor, values: Tensor) -> Tensor:
-        """θ with other values of the coordinates that records depend on."""
-        theta = base.clone()
-        theta[self.read] = values
-        return theta
 
     def of_role(self, *roles: Role) -> list[int]:
         """Numbers of the data arguments that have one of these roles."""
@@ -190,13 +186,8 @@ class ModelRecords:
     def simulate(
         self, theta: Tensor, covariates: Mapping[int, Tensor], count: int, seed: int
     ) -> RecordDensity:
-        """``count`` records drawn from the model at θ, as a density of their own.
-
-        Args:
-            theta: ``[D]``.
-            covariates: by number of the argument, as many rows each.
-            count: how many.
-            seed: the same one gives the same random numbers.
+        """``count`` records drawn from the model at θ, given as many rows of covariates by number
+        of the argument, as a density of their own. Equal seeds give equal random numbers.
         """
         rows = self.density.made_up.rows(count)
         for number, row in covariates.items():
@@ -211,33 +202,15 @@ class ModelRecords:
 
     def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
         values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
-        trace = self._trace(values, rows, seed)
+        args, kwargs = self.density.arguments.with_rows(rows)
+        model = poutine.condition(_Simulated(self._model, self.density.observed), values)
+        with torch.no_grad(), without_value_checks(), poutine.block(), seeded(seed):
+            trace: Any = poutine.trace(model).get_trace(*args, **kwargs)
         result = list(rows)
         for number, site in self._observed_sites.items():
             drawn = trace.nodes[site]["value"]
             result[number] = drawn.reshape(rows[number].shape).to(rows[number].dtype)
         return result
-
-    def _trace(self, values: Any, rows: Sequence[Tensor], seed: int | None) -> Any:
-        args, kwargs = self.density.arguments.with_rows(rows)
-        model = poutine.condition(_Simulated(self._model, self.density.observed), values)
-        with torch.no_grad(), without_value_checks(), poutine.block():
-            if seed is None:
-                with public_randomness():
-                    return poutine.trace(model).get_trace(*args, **kwargs)
-            with seeded(seed):
-                return poutine.trace(model).get_trace(*args, **kwargs)
-
-    def _require_simulation(self) -> None:
-        values = self.density.prior.constrain(self.density.made_up.theta)
-        try:
-            self._trace(values, self.density.made_up.few(), None)
-        except Exception as error:
-            raise UnfitModel(
-                "records cannot be simulated from the model"
-                f" ({type(error).__name__}): observe distributions that can be sampled, not"
-                " factors."
-            ) from error
 
     def _observed(self) -> dict[int, str]:
         """By number of the argument the site that observes it."""

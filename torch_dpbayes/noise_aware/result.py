@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
+from ..accounting.events import positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
@@ -18,9 +17,7 @@ from ..posterior.outputs import Transform
 from ..posterior.samples import PosteriorSamples
 from .drawing import Draws
 from .latents import Latents
-from .likelihood import LARGEST_ERROR, Likelihood
-
-Constrain = Callable[[Tensor], dict[str, Tensor]]
+from .likelihood import Likelihood
 
 
 class NoiseAwarePosterior:
@@ -40,37 +37,32 @@ class NoiseAwarePosterior:
 
     def __init__(
         self,
-        latents: Latents,
         draws: Draws,
-        likelihood: Likelihood,
+        values: dict[str, Tensor],
         statement: Sequence[str],
         transcript: Any,
         checks: tuple[list[float], float] | None = None,
+        density: tuple[Latents, Likelihood] | None = None,
     ) -> None:
-        self._latents, self._likelihood = latents, likelihood
+        self._density, self._values, self._statement = density, values, list(statement)
         self._theta, self._weights = draws.theta, draws.weights
         self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
         self.r_hat, self.method = draws.r_hat, draws.method
         self.transcript = transcript
         self.checks = checks
         self.likelihood: Literal["categorical", "bernoulli", "normal"] | None = None
-        self._statement = [*statement, *self._drawn()]
-        self._values: dict[str, Tensor] | None = None
 
     def __repr__(self) -> str:
-        sites = ", ".join(f"{k} {list(v.shape[1:])}" for k, v in self._all_values().items())
+        sites = ", ".join(f"{k} {list(v.shape[1:])}" for k, v in self._values.items())
         return f"NoiseAwarePosterior({sites}; pareto_k={self.pareto_k:.2g})"
 
     def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
         """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
         ``pyro.infer.Predictive`` takes.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ArgumentError(
-                f"num_samples must be a positive whole number, got {num_samples!r}."
-            )
+        num_samples = positive_count(num_samples, "num_samples")
         chosen = torch.multinomial(self._weights, num_samples, replacement=True)
-        return {name: value[chosen] for name, value in self._all_values().items()}
+        return {name: value[chosen] for name, value in self._values.items()}
 
     def predict(
         self,
@@ -115,21 +107,19 @@ class NoiseAwarePosterior:
     @property
     def mean(self) -> dict[str, Tensor]:
         """Posterior means by site."""
-        return {
-            name: torch.einsum("m,m...->...", self._weights.to(v.dtype), v)
-            for name, v in self._all_values().items()
-        }
+        return {name: self._average(v) for name, v in self._values.items()}
 
     @property
     def stddev(self) -> dict[str, Tensor]:
         """Posterior standard deviations by site."""
         mean = self.mean
         return {
-            name: torch.einsum(
-                "m,m...->...", self._weights.to(v.dtype), (v - mean[name]).square()
-            ).sqrt()
-            for name, v in self._all_values().items()
+            name: self._average((v - mean[name]).square()).sqrt()
+            for name, v in self._values.items()
         }
+
+    def _average(self, values: Tensor) -> Tensor:
+        return torch.einsum("m,m...->...", self._weights.to(values.dtype), values)
 
     @property
     def unconstrained_stddev(self) -> Tensor:
@@ -146,9 +136,15 @@ class NoiseAwarePosterior:
             values: one value of every site, in the shapes that ``mean`` has.
 
         Raises:
-            ValueError: a site is missing, or its value has another shape.
+            ValueError: a site is missing, or its value has another shape; or the posterior is of a
+                layer with more than 500 parameters.
         """
-        expected = {name: v.shape[1:] for name, v in self._all_values().items()}
+        if self._density is None:
+            raise ArgumentError(
+                "a large last layer has draws and no density: use sample or predict."
+            )
+        latents, likelihood = self._density
+        expected = {name: v.shape[1:] for name, v in self._values.items()}
         found = {name: torch.as_tensor(v).shape for name, v in values.items()}
         if found != expected:
             raise ArgumentError(
@@ -156,9 +152,9 @@ class NoiseAwarePosterior:
                 f" { ({k: list(v) for k, v in expected.items()}) }; got"
                 f" { ({k: list(v) for k, v in found.items()}) }."
             )
-        theta, log_jacobian = self._latents.unconstrain(dict(values))
-        terms, _ = self._likelihood(theta[None])
-        return float(terms[0] + self._latents.log_density(theta[None])[0]) + log_jacobian
+        theta, log_jacobian = latents.unconstrain(dict(values))
+        theta = theta[None]
+        return float(likelihood(theta)[0] + latents.log_density(theta)[0]) + log_jacobian
 
     def guarantee(self) -> str:
         """What was charged, and what the width of this posterior rests on, in words."""
@@ -175,31 +171,3 @@ class NoiseAwarePosterior:
         """
         draws = self.sample(num_samples)
         return arviz_of({name: values[None].numpy() for name, values in draws.items()})
-
-    def _drawn(self) -> list[str]:
-        monte_carlo = 1 / math.sqrt(max(self.effective_sample_size, 1.0))
-        lines = [
-            (
-                f"  drawn       by {self.method}: worth {self.effective_sample_size:.0f}"
-                f" independent draws, Pareto k = {self.pareto_k:.2f}, R-hat = {self.r_hat:.2f};"
-                f" Monte Carlo error of a mean {monte_carlo:.1%} of its standard deviation"
-            )
-        ]
-        error, count = self._likelihood.simulation_error, self._likelihood.num_simulated
-        if count:
-            lines.append(
-                f"  simulated   {count} records; their error is {error:.1%} of a posterior standard"
-                " deviation at most, and counted"
-                + ("" if error <= LARGEST_ERROR else ": num_simulated= is too small")
-            )
-        return lines
-
-    def _all_values(self) -> dict[str, Tensor]:
-        if self._values is None:
-            theta = self._theta.to(self._latents.prior.device, self._latents.prior.dtype)
-            # a draw without weight may be so far away that its value is infinite
-            theta = torch.where(self._weights.to(theta)[:, None] > 0, theta, theta[:1])
-            with torch.no_grad():
-                found = vmap(self._latents.prior.constrain)(theta)
-            self._values = {name: value.detach().cpu() for name, value in found.items()}
-        return self._values

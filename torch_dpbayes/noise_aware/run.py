@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,30 +38,17 @@ _FIRST_STEPS, _MORE_STEPS = 30, 12  # of Gauss-Newton after a release
 
 @dataclass(frozen=True)
 class Transcript:
-    """Everything that a run released, in the order of the releases.
+    """Everything that a run released, in the order of the releases."""
 
-    Attributes:
-        moments: of rows of numbers; None without any.
-        histograms: noisy counts by number of the argument, and their noise.
-        scores: the clipped sums of scores.
-        clip_bounds: C in units of A u.
-        clipped: the noisy number of clipped records at the last release, and its noise.
-    """
-
-    moments: NoisyMoments | None
-    histograms: dict[int, tuple[Tensor, float]]
-    scores: tuple[Release, ...] = ()
-    clip_bounds: tuple[float, ...] = ()
-    clipped: tuple[float, float] = (0.0, 0.0)
+    moments: NoisyMoments | None  # of rows of numbers
+    histograms: dict[int, tuple[Tensor, float]]  # noisy counts by argument, and their noise
+    scores: tuple[Release, ...] = ()  # the clipped sums
+    clip_bounds: tuple[float, ...] = ()  # C in units of A u
+    clipped: tuple[float, float] = (0.0, 0.0)  # the noisy number at the end, and its noise
 
 
 class Mechanism:
     r"""Draws the noise of a run that was charged: the only reader of private rows.
-
-    Args:
-        records: the model.
-        shape: how rows of numbers are shortened; None without any.
-        categories: how many values each argument has that is one.
 
     **Privacy.** :math:`\sum_i \mathrm{clip}_1(A\,u(x_i; \theta)/C)` moves by at most 1 when a
     record is added or removed, and by 2 when one is replaced; the number of clipped records by 1. A
@@ -79,7 +66,7 @@ class Mechanism:
         found, histograms = None, {}
         if plan.moments is not None and self._shape is not None:
             rows = all_numbers(self._records, self._rows)
-            found = noisy_moments(rows, self._shape, plan.moments, normal_numbers)
+            found = noisy_moments(rows, self._shape, plan.moments)
         if plan.histograms is not None:
             for number, count in self._categories.items():
                 values = self._records.rows_first(number, self._rows[number]).reshape(-1).long()
@@ -143,14 +130,8 @@ def choose_scale(
     spreads the noise as the posterior is: where n²F/(n + z²d) is less than the prior's precision P,
     a record says less than the prior, and no noise is spent on it. C is the largest of a few
     quantiles of ‖Au‖ at which the geometric mean of the posterior variances is at most a tenth
-    above its least value.
-
-    Args:
-        simulator: of records.
-        latents: for P.
-        theta: where scores are taken.
-        multiplier: z of all releases of scores together.
-        max_grad_norm: a clip bound of ‖u‖ itself, A = I, that overrides the choice.
+    above its least value. ``multiplier`` is z of all releases of scores together; a clip bound of
+    ‖u‖ itself, with A = I, overrides the choice.
     """
     simulated = simulator.at(theta)
     own, n = simulated.scores, simulator.num_data
@@ -165,17 +146,18 @@ def choose_scale(
         root = torch.eye(size, dtype=torch.float64)
     norms = (own @ root.T).norm(dim=1)
     positive = norms[norms > 0]
+    candidates = [1.0]
     if max_grad_norm is not None:
         candidates = [float(max_grad_norm)]
     elif len(positive):
-        found = torch.quantile(positive, torch.tensor(QUANTILES, dtype=torch.float64))
-        candidates = found.tolist()
-    else:
-        candidates = [1.0]
-    expected = {
-        c: _expected(simulator, own, root / c, prior_precision, multiplier) for c in candidates
-    }
-    chosen = largest_bound({c: float(found.log().mean()) for c, found in expected.items()})
+        candidates = positive.quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    expected, eye = {}, torch.eye(size, dtype=torch.float64)
+    for bound in candidates:  # posterior variances if all releases of scores were at this point
+        found = moments(clipped(own, root / bound), own, simulator.covariates.is_paired)
+        covariance = n * found.covariance + multiplier**2 * eye
+        precision, _ = posterior_precision(found, covariance, prior_precision, n)
+        expected[bound] = torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal()
+    chosen = largest_bound({c: float(v.log().mean()) for c, v in expected.items()})
     return Scale(root / chosen, chosen, expected[chosen])
 
 
@@ -183,18 +165,6 @@ def largest_bound(levels: Mapping[float, float]) -> float:
     """Of clip bounds with their mean log variance, the largest that costs little."""
     most = min(levels.values()) + math.log1p(_SPARED)
     return max(bound for bound, level in levels.items() if level <= most)
-
-
-def _expected(
-    simulator: Simulator, own: Tensor, whitening: Tensor, prior: Tensor, multiplier: float
-) -> Tensor:
-    """Posterior variances if all releases of scores were at this point."""
-    n = simulator.num_data
-    found = moments(clipped(own, whitening), own, simulator.covariates.is_paired)
-    eye = torch.eye(len(whitening), dtype=torch.float64)
-    covariance = n * found.covariance + multiplier**2 * eye
-    precision, _ = posterior_precision(found, covariance, prior, n)
-    return torch.cholesky_inverse(torch.linalg.cholesky(precision)).diagonal()
 
 
 def run(
@@ -205,32 +175,17 @@ def run(
     plan: Plan,
     max_grad_norm: float | None,
 ) -> tuple[Transcript, Tensor]:
-    """All releases of scores, each at the mode of what is known; and that mode in the end.
-
-    Args:
-        mechanism: of the charged run.
-        transcript: what was released of covariates.
-        simulator: of records.
-        latents: their prior.
-        plan: the noise.
-        max_grad_norm: a clip bound of scores that are not whitened, or None.
+    """All releases of scores, each at the mode of what is known, beside those of covariates; and
+    that mode in the end.
     """
     theta, releases, bounds = latents.median, list[Release](), list[float]()
-    together = sum(z**-2 for z in plan.scores) ** -0.5
     for number, multiplier in enumerate(plan.scores):
-        scale = choose_scale(simulator, latents, theta, together, max_grad_norm)
+        scale = choose_scale(simulator, latents, theta, plan.together, max_grad_norm)
         releases.append(mechanism.scores(theta, scale.whitening, multiplier))
         bounds.append(scale.clip_bound)
         most = _FIRST_STEPS if number == 0 else _MORE_STEPS
         theta = find_mode(simulator, releases, latents, theta, most).centre
     count = mechanism.clipped_count(releases[-1], plan.clipped)
-    return (
-        Transcript(
-            transcript.moments,
-            transcript.histograms,
-            tuple(releases),
-            tuple(bounds),
-            (count, plan.clipped),
-        ),
-        theta,
-    )
+    clipped = count, plan.clipped
+    scores, clip_bounds = tuple(releases), tuple(bounds)
+    return replace(transcript, scores=scores, clip_bounds=clip_bounds, clipped=clipped), theta

@@ -7,7 +7,6 @@ families", with Gaussian noise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,12 +20,21 @@ from ..density import Prior, RecordStatistics, UnfitModel
 from ..errors import ArgumentTypeError
 from ..ops.models import using_pyro
 from .budget import budget_of, public_num_data, statement_of_charge
+from .checks import note_draws
 from .covariance import normal_numbers
 from .drawing import draw_posterior
 from .families import ExponentialFamily, LinearRegression
 from .inference import posterior
 from .latents import Latents
-from .likelihood import Likelihood, Moments, Release, find_mode, ridged
+from .likelihood import (
+    LawDifferences,
+    Likelihood,
+    Moments,
+    Release,
+    find_mode,
+    noise_variances,
+    ridged,
+)
 from .result import NoiseAwarePosterior
 
 _LABEL = "noise_aware.sufficient_statistics"
@@ -102,61 +110,63 @@ def sufficient_statistics(
         prior = Prior(model.prior)
         latents = Latents(prior, torch.arange(prior.dimension))
         statistics = RecordStatistics(model.statistics, data)
-        likelihood = _ClosedForm(model, latents, count, multiplier, statistics.size)
+        size = statistics.size
+        family = _Family(model, latents, count, size)
         accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
-        noise = normal_numbers(statistics.size)
+        noise = normal_numbers(size)
         exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
-        likelihood.settle(exact + multiplier * noise)
+        released = exact + multiplier * noise
+        whole = torch.eye(size, dtype=torch.float64)
+        release = Release(latents.median, whole, released, multiplier)
+        likelihood = _OfFamily(family, latents, release)
         found = draw_posterior(latents, likelihood, _DRAWS)
-    released = [
-        f"a sum of {statistics.size} statistics; a record moves it by at most"
-        f" {model.max_statistic_norm:g}"
+        values = latents.values(found.theta, found.weights)
+    lines = [
+        f"a sum of {size} statistics; a record moves it by at most {model.max_statistic_norm:g}"
     ]
     statement = [
         "Noise-aware posterior from sufficient statistics",
-        *statement_of_charge(accountant, released),
+        *statement_of_charge(accountant, lines),
+        *note_draws(found, "use a prior with fewer modes or lighter tails.", level=4),
     ]
-    return NoiseAwarePosterior(latents, found, likelihood, statement, likelihood.released)
+    density = latents, likelihood
+    return NoiseAwarePosterior(found, values, statement, released, density=density)
 
 
-class _ClosedForm(Likelihood):
-    """log p(s̃ | θ) in units of the bound, in the form of a synthetic likelihood."""
+class _Family:
+    """Moments of one record's statistics over the bound C, in closed form."""
 
-    simulation_error, num_simulated, count = 0.0, 0, 1
+    count = 1  # simulated records, of whose error there is none
 
     def __init__(
-        self, model: ExponentialFamily, latents: Latents, num_data: int, noise: float, size: int
+        self, model: ExponentialFamily, latents: Latents, num_data: int, size: int
     ) -> None:
-        self._model, self._latents, self._noise, self._size = model, latents, noise, size
-        self.num_data, self.centre = num_data, latents.median
-        self._require_parameters()
-
-    def _require_parameters(self) -> None:
+        self._model, self._latents, self.num_data = model, latents, num_data
         try:
-            eta = self._model.natural_parameters(self._latents.constrain(self.centre))
+            eta = model.natural_parameters(latents.constrain(latents.median))
         except KeyError as error:
             raise UnfitModel(
                 f"natural_parameters reads a site {error} that the prior does not have: its sites"
-                f" are {sorted(self._latents.prior.transforms)}."
+                f" are {sorted(latents.prior.transforms)}."
             ) from error
-        if not isinstance(eta, Tensor) or eta.shape != (self._size,):
+        if not isinstance(eta, Tensor) or eta.shape != (size,):
             found = f"shape {list(eta.shape)}" if isinstance(eta, Tensor) else type(eta).__name__
             raise UnfitModel(
-                f"natural_parameters must return a vector [{self._size}], one number for each"
+                f"natural_parameters must return a vector [{size}], one number for each"
                 f" statistic, and returned {found}: write value[None] for a single number."
             )
 
-    def _moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one record's statistics over C."""
+    def moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and covariance."""
         values = self._latents.constrain(theta)
         mean, covariance = self._model.moments(self._model.natural_parameters(values).double())
         bound = self._model.max_statistic_norm
         return mean / bound, covariance / bound**2
 
     def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[None, Moments]:
-        """Moments in closed form; the control variate of a record is its own statistic."""
-        mean, covariance = self._moments(theta)
-        jacobian = jacrev(lambda at: self._moments(at)[0])(theta)
+        """The control variate of a record is its own statistic."""
+        mean, covariance = self.moments(theta)
+        jacobian = jacrev(lambda at: self.moments(at)[0])(theta)
         control = torch.linalg.solve(ridged(covariance), jacobian).T  # F = JᵀS⁻¹J
         information = control @ jacobian
         return None, Moments(mean, jacobian, covariance, 0 * covariance, information, control)
@@ -165,33 +175,19 @@ class _ClosedForm(Likelihood):
         """θ + step."""
         return theta + step
 
-    def settle(self, released: Tensor) -> None:
-        """Finds the mode given what was released."""
-        self.released, size = released, len(self.centre)
-        release = Release(self.centre, torch.eye(size).double(), released, self._noise)
-        self._fit = find_mode(self, [release], self._latents, self.centre, _NEWTON_STEPS)
-        self.centre = self._fit.centre
-        self.modes, self.precisions = self.centre[None] + self._fit.step, self._fit.precision[None]
 
-    def gaussian(self, theta: Tensor) -> Tensor:
-        """With the mean linear and the covariance constant, ``[m]``."""
-        found, root = self._fit.moments, torch.linalg.cholesky(self._fit.covariance)
-        means = found.mean + (theta - self.centre) @ found.jacobian.T
-        apart = (self.released - self.num_data * means).T
-        return torch.linalg.solve_triangular(root, apart, upper=False).square().sum(0) / -2
+class _OfFamily(Likelihood):
+    """log p(s̃ | θ) with the family's moments, in units of the bound."""
 
-    def __call__(self, theta: Tensor) -> tuple[Tensor, int]:
-        """Of every row, ``[m]``; nothing is simulated."""
-        rows = max(_NUMBERS // self._size**2, 1)
-        return torch.cat([self._values(some) for some in theta.split(rows)]), 0
+    def __init__(self, family: _Family, latents: Latents, release: Release) -> None:
+        fit = find_mode(family, [release], latents, latents.median, _NEWTON_STEPS)
+        noise = torch.diag(noise_variances([release]))
+        laws = LawDifferences.none(fit.moments)
+        self._family, n = family, family.num_data
+        super().__init__(fit, latents.read, n, release.value, noise, fit.moments, laws)
 
-    def _values(self, theta: Tensor) -> Tensor:
-        means, covariances = vmap(self._moments)(theta)
-        eye = torch.eye(self._size, dtype=torch.float64)
-        factors, failed = torch.linalg.cholesky_ex(
-            self.num_data * covariances + self._noise**2 * eye
-        )
-        apart = (self.released - self.num_data * means)[..., None]
-        white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
-        values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)
-        return torch.where((failed == 0) & values.isfinite(), values, -math.inf)
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Of every row."""
+        rows = max(_NUMBERS // len(self._released) ** 2, 1)
+        of_many = vmap(self._family.moments)
+        return torch.cat([self._with_moments(some, *of_many(some)) for some in theta.split(rows)])
