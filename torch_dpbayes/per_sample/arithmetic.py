@@ -89,25 +89,18 @@ def wide(t: Tensor) -> torch.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b of matrices, or of each of a batch of matrices, in the type of sums. Products of half
-    types are exact in float32, in which they are accumulated.
-    """
-    if wide(a) == a.dtype:
-        return a @ b
-    if a.is_cuda:
-        multiply: Any = torch.mm if a.dim() == 2 else torch.bmm
-        found: Tensor = multiply(a, b, out_dtype=torch.float32)
-        return found
-    return a.float() @ b.float()
+    """a·b of matrices of bfloat16, whose products are exact in float32, where they are added up."""
+    if not a.is_cuda:
+        return a.float() @ b.float()
+    multiply: Any = torch.mm
+    found: Tensor = multiply(a, b, out_dtype=torch.float32)
+    return found
 
 
-def split(t: Tensor, terms: int) -> list[Tensor]:
-    """Numbers of bfloat16 that add up to ``t`` but for 2⁻⁹ each time: 2⁻¹⁸ of it for two."""
-    parts = [t.bfloat16()]
-    for _ in range(terms - 1):
-        t = t - parts[-1]
-        parts.append(t.bfloat16())
-    return parts
+def split(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers of bfloat16 that add up to ``t`` but for 2⁻¹⁸ of it, 2⁻⁹ each time."""
+    high = t.bfloat16()
+    return high, (t - high).bfloat16()
 
 
 def is_split(t: Tensor) -> bool:

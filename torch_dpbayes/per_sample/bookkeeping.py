@@ -55,6 +55,8 @@ class BookkeepingGradientSource(GradientSource):
     into a layer, and the gradient of what comes out, depend in record i's row on record i alone.
     """
 
+    _sees_layers = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -72,17 +74,17 @@ class BookkeepingGradientSource(GradientSource):
         self._copies: list[tuple[Tensor, Tensor]] = []  # of parameters, with a row for each record
         self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
         self._versions: list[tuple[Tensor, int]] = []  # of parameters, in the last forward pass
-        self._layers = [_Layer(self, *found) for found in self._recorded_layers(module)]
+        self._layers = [
+            _Layer(self, name, layer)
+            for name, layer in module.named_modules()
+            if self._sees_layers and layers.is_known(layer)
+        ]
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._gelus = [_Gelu(m, []) for m in module.modules() if type(m).__name__ == "BloomGelu"]
+        self._gelus = [_Gelu(m) for m in module.modules() if type(m).__name__ == "BloomGelu"]
         recorded = {p for layer in self._layers for _, p in layer.known}
         in_map = [p for p in self._parameters if p not in recorded]
         self.mapped = MappedForward(module, self, in_map, loss)
-
-    @staticmethod
-    def _recorded_layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        return _trusted(module)
 
     @property
     def is_recording(self) -> bool:
@@ -239,9 +241,7 @@ class VmapGradientSource(BookkeepingGradientSource):
     and the gradient that reaches its outputs.
     """
 
-    @staticmethod
-    def _recorded_layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        return ()
+    _sees_layers = False
 
 
 class _WholeBatch:
@@ -270,7 +270,7 @@ class _Layer(ReplacedForward):
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        super().__init__(module, [])
+        super().__init__(module)
 
     @torch.compiler.disable  # a backend would be given whole batches
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -391,12 +391,3 @@ _CHANGED = (
     " undo that, or call make_private again"
 )
 _NAMES = ("weight", "bias")
-
-
-def _trusted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers of torch's own, unchanged, whose rows are known to be computed one by one."""
-    for name, layer in module.named_modules():
-        if any(
-            p is not None and p.requires_grad for p in layer._parameters.values()
-        ) and layers.is_known(layer):
-            yield name, layer

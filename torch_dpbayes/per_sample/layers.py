@@ -158,19 +158,13 @@ class Geometry:
         """(records, groups, channels·kernel, positions)."""
         if any(self.padding):
             inputs = torch._C._nn.pad(inputs, [p for p in reversed(self.padding) for _ in range(2)])
-        n, channels, *sizes = inputs.shape
-        rows, of_channel, *steps = inputs.stride()
-        each = channels // self.groups
-        outer, strides = [], []
-        for size, k, t, d in zip(sizes, self.kernel, self.stride, self.dilation, strict=True):
-            outer.append((size - d * (k - 1) - 1) // t + 1)
-        strides = [d * s for d, s in zip(self.dilation, steps, strict=True)]
-        strides += [t * s for t, s in zip(self.stride, steps, strict=True)]
-        view = inputs.as_strided(
-            (n, self.groups, each, *self.kernel, *outer),
-            (rows, each * of_channel, of_channel, *strides),
-        )
-        return view.reshape(n, self.groups, each * math.prod(self.kernel), math.prod(outer))
+        dims = len(self.kernel)
+        for at, (k, t, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            inputs = inputs.unfold(2 + at, d * (k - 1) + 1, t)[..., ::d]
+        # (records, channels, positions, kernel), the last two of several dimensions
+        view = inputs.movedim([*range(-dims, 0)], [*range(2, 2 + dims)])
+        columns = self.numel // self.shape[0]
+        return view.reshape(len(view), self.groups, columns, -1)
 
     def _as_linear(self, inputs: Tensor, backprops: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and gradients as those of a linear layer over positions, a row for each record
@@ -407,8 +401,9 @@ _PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether this is exactly a known kind of layer, with a weight of its own (of which torch's
-    pruning makes an attribute), no code of its own and no option that sees the whole batch.
+    """Whether this is exactly a known kind of layer, which is trained, with a weight of its own (of
+    which torch's pruning makes an attribute), no code of its own and no option that sees the whole
+    batch.
     """
     kind: Any = type(module)
     theirs: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
@@ -424,6 +419,7 @@ def is_known(module: nn.Module) -> bool:
         kind in KINDS
         and kind.forward is KINDS[kind].forward
         and "weight" in module._parameters
+        and any(p is not None and p.requires_grad for p in module._parameters.values())
         and all(type(p) in _PLAIN for p in module._parameters.values())
         and not any(callable(getattr(kind, name, None)) for name in vars(module))
         and not sees_batch

@@ -168,9 +168,6 @@ class _Operation:
             return None
         if name == "_is_all_true":  # asked by torch.distributions, to raise an error
             return torch.tensor(True)
-        if name == "data":
-            self.function, self.name = Tensor.detach, "detach"
-            return self.run()
         if self.function is torch.autograd.backward:
             if len(self.followed) != 1 or any(
                 isinstance(v, Tensor) and v is not first for v in self.leaves
@@ -560,5 +557,5 @@ class _Operation:
 
 
 _SPECIAL = kinds.NUMBERS | kinds.names(
-    "requires_grad grad _is_all_true data backward grad_fn __repr__ __str__"
+    "requires_grad grad _is_all_true backward grad_fn __repr__ __str__"
 )
