@@ -222,7 +222,7 @@ class BookkeepingGradientSource(GradientSource):
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
-        held = what.held if isinstance(what, Contribution) else (*what.inputs, what.backprops)
+        held = what.held if isinstance(what, Contribution) else what
         self._held += [(layer.name, t, t._version) for t in held]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -351,9 +351,7 @@ class _Layer(ReplacedForward):
                     )
             is_done, g = True, backprops.detach()
             a = inputs.pop()
-            calls = [layers.Call([a], g)]
-            if rows > 1:
-                calls = [layers.Call([a[k::rows]], g[k::rows]) for k in range(rows)]
+            calls = [(a[k::rows], g[k::rows]) for k in range(rows)] if rows > 1 else [(a, g)]
             noted = [self.contribution(calls)] if self.calls == 1 else calls
             for what in noted:
                 source.note(self, what)
@@ -361,7 +359,7 @@ class _Layer(ReplacedForward):
         return receive
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
-        with full_precision(calls[0].backprops.device):
+        with full_precision(calls[0][1].device):
             return self.kind.kernel(self.module, calls)
 
 
