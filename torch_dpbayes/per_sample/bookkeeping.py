@@ -45,10 +45,7 @@ class UsedElsewhere(RuntimeError):
 class BookkeepingGradientSource(GradientSource):
     """Σ clip(g_i) from the inputs and output gradients of the layers.
 
-    Args:
-        module: the model; it stays the user's own object.
-        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
-        assume_independent: the user vouches for the loss, which is not followed.
+    Args: as those of :class:`GradientSource`, and
         loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: what goes
@@ -180,17 +177,8 @@ class BookkeepingGradientSource(GradientSource):
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """``of_one`` of each of n records, in a map in which layers see the whole batch, and each
-        record has its own copy of the parameters of everything else.
-
-        Args:
-            of_one: the program of one record: its slices and the values of ``direct``, to its
-                results.
-            rows: tensors with records in dimension 0.
-            direct: parameters that take part in the map.
-            n: the number of records.
-
-        Returns:
-            The results, with records in dimension 0, and the leaves of their autograd graph.
+        record has its own copy of ``direct``, the parameters of everything else; and the leaves of
+        the autograd graph.
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")

@@ -77,9 +77,6 @@ class Product(Contribution):
     """Held as what went in and the gradient of what came out, of which one product makes the sum
     over records and positions.
 
-    Args:
-        inputs, backprops: with records in dimension 0.
-
     Attributes:
         norms: once they were found.
         size: at least Σ_t ‖(term t of g_i)‖, what rounding in the product is relative to; None

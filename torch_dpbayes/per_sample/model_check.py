@@ -36,11 +36,7 @@ _ROOM = 0.02
 
 
 def check_layers(module: nn.Module) -> None:
-    """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients.
-
-    Raises:
-        ModelError: with the layer's name and the remedy.
-    """
+    """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients."""
     if not module.training:
         raise ModelError(
             "the model is in eval mode, in which no per-sample gradients are recorded: call"
@@ -108,14 +104,6 @@ def check_model(
 
     Mapped outputs and gradients of a few synthetic records are compared with those of the same
     records alone. The model is left as it was found.
-
-    Args:
-        module: the model, to which ``source`` is attached.
-        source: its gradient source.
-        ways: in which the model may be meant to take its arguments, the likeliest first.
-
-    Raises:
-        ModelError: the model cannot be run for one record alone.
     """
 
     def at_first_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,13 +151,7 @@ class _Run(NamedTuple):
 
 
 class _Comparison:
-    """Synthetic records in the map, and each by itself.
-
-    Args:
-        module: the model.
-        source: its gradient source.
-        arguments: of the shapes of the model's own.
-    """
+    """Synthetic records of the arguments' shapes in the map, and each by itself."""
 
     def __init__(
         self, module: nn.Module, source: BookkeepingGradientSource, arguments: tuple[Any, ...]

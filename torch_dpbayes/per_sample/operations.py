@@ -48,12 +48,7 @@ class Delivery:
         self._last: Batch | None = None
 
     def __call__(self, delivered: Any, records: int) -> Any:
-        """``delivered`` with its tensors followed.
-
-        Args:
-            delivered: tensors with records in dimension 0, in nested tuples, lists and mappings.
-            records: how many records it holds.
-        """
+        """``delivered`` with its tensors followed, of so many records in dimension 0."""
         if self._last is not None:
             self._last.close()
         self._last = batch = Batch(self._shown, _run, is_empty=records == 0)
@@ -137,14 +132,11 @@ class _Operation:
             self._free_earlier()
             return self._sealed()
         self._check_constants()
+        is_moved = name in kinds.TO_ELSEWHERE and self.args[0] is first and first._how != "sealed"
+        if is_moved and len(self.followed) == 1:
+            return first.like(self._called([first._rows]))
         if any(f._how for f in self.followed):
             return self._on_reduced()
-        if (
-            name in kinds.TO_ELSEWHERE
-            and isinstance(self.args[0], Followed)
-            and len(self.followed) == 1
-        ):
-            return first.like(self._called([first._rows]))
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
         if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
@@ -478,8 +470,6 @@ class _Operation:
         """Reduced losses: multiples and sums of them are one loss."""
         name, batch, first = self.name, self.batch, self.followed[0]
         how = first._how
-        if name in kinds.TO_ELSEWHERE and how in ("mean", "sum") and len(self.followed) == 1:
-            return first.like(self._called([first._rows]))
         is_one = how in ("mean", "sum") and all(f._how == how for f in self.followed)
         tensors = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
         numbers = [v for v in self.leaves if isinstance(v, (int, float))]
