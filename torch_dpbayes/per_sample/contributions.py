@@ -43,12 +43,6 @@ class Contribution(ABC):
     def keep_only(self, keep: Tensor) -> None:
         """Put zeros in place of the records where ``keep`` is False, whatever numbers they have."""
 
-    def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        """out[p] += Σ_i (factor_i·g_i)∘(factor_i·g_i)."""
-        for p, g in self.per_record().items():
-            if p in out:
-                out[p].addmv_(g.to(out[p].dtype).square().T, factor.to(out[p].dtype).square())
-
 
 class PerRecord(Contribution):
     """Per-record gradients themselves, with records in dimension 0."""

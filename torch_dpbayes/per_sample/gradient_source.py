@@ -270,6 +270,8 @@ def add_clipped(
         second_moment.addmm_(clipped.T, clipped)
     elif second_moment is not None:
         squares = dict(zip(out, second_moment.split([p.numel() for p in out]), strict=True))
-        for part in parts:
-            part.add_squares(factor, squares)
+        weights = factor.to(second_moment.dtype).square()
+        for p, g in (found for part in parts for found in part.per_record().items()):
+            if p in squares:
+                squares[p].addmv_(g.to(second_moment.dtype).square().T, weights)
     return len(norm)

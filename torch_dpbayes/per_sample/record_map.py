@@ -18,13 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    WrapperDescriptorType,
-)
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -296,17 +290,6 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
-# What an argument of a torch function is as a rule; of the rest, each is looked at.
-_ORDINARY = frozenset(
-    (
-        *(bool, int, float, str, type(None), slice, type(...)),
-        *(torch.Size, torch.dtype, torch.device, torch.memory_format, torch.layout),
-    )
-)
-# Kinds of functions that are no operators.
-_OF_PYTHON = frozenset(
-    (BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType)
-) | {MethodWrapperType}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 
@@ -327,13 +310,12 @@ class _OfOneRecord(TorchFunctionMode):
             )
         outside = _outside(func, (*args, *kwargs.values()))
         _require_public(outside)
-        if type(func) not in _OF_PYTHON or func in _SPECIAL or "generator" in kwargs:
-            if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
-                func = F.grouped_mm  # for which it stands while torch traces
-            self._require_nothing_hidden(func, args, kwargs)
-            found = self._special(func, args, kwargs)
-            if found is not NotImplemented:
-                return found
+        if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
+            func = F.grouped_mm  # for which it stands while torch traces
+        self._require_nothing_hidden(func, args, kwargs)
+        found = self._special(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -440,15 +422,6 @@ class _OfOneRecord(TorchFunctionMode):
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
-_SPECIAL = frozenset(
-    (
-        *(*FUNCTIONS, *LOOKS, *_RESIZES, *_INDEX_FILLS, *_EMPTY),
-        *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
-        *(_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__),
-    )
-)
-
-
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
     with sdpa_kernel(SDPBackend.MATH):
         return func(*args, **kwargs)
@@ -486,8 +459,6 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
         if kind is Tensor or kind is nn.Parameter:
             if not _is_mapped(value):
                 found.append(value)
-        elif kind in _ORDINARY:
-            continue
         elif isinstance(value, (tuple, list)):
             found += _outside(func, value)
         elif isinstance(value, Tensor):
