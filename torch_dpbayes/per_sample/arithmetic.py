@@ -89,25 +89,18 @@ def wide(t: Tensor) -> torch.dtype:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b of matrices, or of each of a batch of matrices, in the type of sums. Products of half
-    types are exact in float32, in which they are accumulated.
-    """
-    if wide(a) == a.dtype:
-        return a @ b
-    if a.is_cuda:
-        multiply: Any = torch.mm if a.dim() == 2 else torch.bmm
-        found: Tensor = multiply(a, b, out_dtype=torch.float32)
-        return found
-    return a.float() @ b.float()
+    """a·b of matrices of bfloat16, whose products are exact in float32, where they are added up."""
+    if not a.is_cuda:
+        return a.float() @ b.float()
+    multiply: Any = torch.mm
+    found: Tensor = multiply(a, b, out_dtype=torch.float32)
+    return found
 
 
-def split(t: Tensor, terms: int) -> list[Tensor]:
-    """Numbers of bfloat16 that add up to ``t`` but for 2⁻⁹ each time: 2⁻¹⁸ of it for two."""
-    parts = [t.bfloat16()]
-    for _ in range(terms - 1):
-        t = t - parts[-1]
-        parts.append(t.bfloat16())
-    return parts
+def split(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers of bfloat16 that add up to ``t`` but for 2⁻¹⁸ of it, 2⁻⁹ each time."""
+    high = t.bfloat16()
+    return high, (t - high).bfloat16()
 
 
 def is_split(t: Tensor) -> bool:
@@ -143,11 +136,10 @@ _found: list[dict[tuple[str, str], Any]] = []
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
     kind = device.type
-    before = {of: _precision_of(*of) for of in _PRODUCTS.get(kind, ())}
-    is_autocast = torch.is_autocast_enabled(kind)
-    if not is_autocast and _FULL.issuperset(before.values()):
+    precisions = (_precision_of(*of) for of in _PRODUCTS.get(kind, ()))
+    if _FULL.issuperset(precisions) and not torch.is_autocast_enabled(kind):
         return _AS_IT_IS
-    return _precision(before, "ieee", kind if is_autocast else None)
+    return _precision(kind, is_full=True)
 
 
 def allows_tf32(device: torch.device) -> bool:
@@ -160,33 +152,22 @@ def allows_tf32(device: torch.device) -> bool:
 
 def tf32(device: torch.device) -> AbstractContextManager[Any]:
     """Products and convolutions of float32 in TensorFloat-32, where the device has it."""
-    if device.type != "cuda":
-        return _AS_IT_IS
-    return _precision({of: _precision_of(*of) for of in _PRODUCTS["cuda"]}, "tf32")
+    return _precision("cuda", is_full=False) if device.type == "cuda" else _AS_IT_IS
 
 
 @contextmanager
-def _precision(
-    before: dict[tuple[str, str], Any], precision: str, autocast: str | None = None
-) -> Iterator[None]:
-    """Another precision of products, and no autocast on this kind of device, until the end.
-
-    Args:
-        before: by product, what to go back to.
-        precision: of all of them.
-        autocast: the kind of device, where autocast is on.
-    """
-    others = [(of, value) for of, value in before.items() if value != precision]
-    is_full = precision == "ieee"
+def _precision(kind: str, *, is_full: bool) -> Iterator[None]:
+    """Full precision without autocast, or TensorFloat-32, on this kind of device until the end."""
+    before = {of: _precision_of(*of) for of in _PRODUCTS.get(kind, ())}
     if is_full:
         _found.append(before)
-    for of, _ in others:
-        _set_precision_of(*of, precision)
+    for of in before:
+        _set_precision_of(*of, "ieee" if is_full else "tf32")
     try:
-        with _AS_IT_IS if autocast is None else torch.autocast(autocast, enabled=False):
+        with torch.autocast(kind, enabled=False) if is_full else _AS_IT_IS:
             yield
     finally:
-        for of, value in others:
+        for of, value in before.items():
             _set_precision_of(*of, value)
         if is_full:
             _found.pop()

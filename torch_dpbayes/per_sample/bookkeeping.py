@@ -45,15 +45,14 @@ class UsedElsewhere(RuntimeError):
 class BookkeepingGradientSource(GradientSource):
     """Σ clip(g_i) from the inputs and output gradients of the layers.
 
-    Args:
-        module: the model; it stays the user's own object.
-        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
-        assume_independent: the user vouches for the loss, which is not followed.
+    Args: as those of :class:`GradientSource`, and
         loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: what goes
     into a layer, and the gradient of what comes out, depend in record i's row on record i alone.
     """
+
+    _sees_layers = True
 
     def __init__(
         self,
@@ -72,17 +71,17 @@ class BookkeepingGradientSource(GradientSource):
         self._copies: list[tuple[Tensor, Tensor]] = []  # of parameters, with a row for each record
         self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
         self._versions: list[tuple[Tensor, int]] = []  # of parameters, in the last forward pass
-        self._layers = [_Layer(self, *found) for found in self._recorded_layers(module)]
+        self._layers = [
+            _Layer(self, name, layer)
+            for name, layer in module.named_modules()
+            if self._sees_layers and layers.is_known(layer)
+        ]
         self.record_map: RecordMap | _WholeBatch | None = None  # while a pass of the map runs
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._gelus = [_Gelu(m, []) for m in module.modules() if type(m).__name__ == "BloomGelu"]
+        self._gelus = [_Gelu(m) for m in module.modules() if type(m).__name__ == "BloomGelu"]
         recorded = {p for layer in self._layers for _, p in layer.known}
         in_map = [p for p in self._parameters if p not in recorded]
         self.mapped = MappedForward(module, self, in_map, loss)
-
-    @staticmethod
-    def _recorded_layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        return _trusted(module)
 
     @property
     def is_recording(self) -> bool:
@@ -178,17 +177,8 @@ class BookkeepingGradientSource(GradientSource):
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """``of_one`` of each of n records, in a map in which layers see the whole batch, and each
-        record has its own copy of the parameters of everything else.
-
-        Args:
-            of_one: the program of one record: its slices and the values of ``direct``, to its
-                results.
-            rows: tensors with records in dimension 0.
-            direct: parameters that take part in the map.
-            n: the number of records.
-
-        Returns:
-            The results, with records in dimension 0, and the leaves of their autograd graph.
+        record has its own copy of ``direct``, the parameters of everything else; and the leaves of
+        the autograd graph.
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
@@ -222,7 +212,7 @@ class BookkeepingGradientSource(GradientSource):
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
-        held = what.held if isinstance(what, Contribution) else (*what.inputs, what.backprops)
+        held = what.held if isinstance(what, Contribution) else what
         self._held += [(layer.name, t, t._version) for t in held]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,9 +231,7 @@ class VmapGradientSource(BookkeepingGradientSource):
     and the gradient that reaches its outputs.
     """
 
-    @staticmethod
-    def _recorded_layers(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        return ()
+    _sees_layers = False
 
 
 class _WholeBatch:
@@ -272,7 +260,7 @@ class _Layer(ReplacedForward):
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        super().__init__(module, [])
+        super().__init__(module)
 
     @torch.compiler.disable  # a backend would be given whole batches
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,9 +341,7 @@ class _Layer(ReplacedForward):
                     )
             is_done, g = True, backprops.detach()
             a = inputs.pop()
-            calls = [layers.Call([a], g)]
-            if rows > 1:
-                calls = [layers.Call([a[k::rows]], g[k::rows]) for k in range(rows)]
+            calls = [(a[k::rows], g[k::rows]) for k in range(rows)] if rows > 1 else [(a, g)]
             noted = [self.contribution(calls)] if self.calls == 1 else calls
             for what in noted:
                 source.note(self, what)
@@ -363,7 +349,7 @@ class _Layer(ReplacedForward):
         return receive
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
-        with full_precision(calls[0].backprops.device):
+        with full_precision(calls[0][1].device):
             return self.kind.kernel(self.module, calls)
 
 
@@ -393,12 +379,3 @@ _CHANGED = (
     " undo that, or call make_private again"
 )
 _NAMES = ("weight", "bias")
-
-
-def _trusted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers of torch's own, unchanged, whose rows are known to be computed one by one."""
-    for name, layer in module.named_modules():
-        if any(
-            p is not None and p.requires_grad for p in layer._parameters.values()
-        ) and layers.is_known(layer):
-            yield name, layer

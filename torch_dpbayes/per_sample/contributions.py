@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_SPLIT, is_split, joined, pieces, product, split, wide
+from .arithmetic import LOST_IN_SPLIT, is_split, joined, pieces, split, wide
 
 
 class Contribution(ABC):
@@ -43,80 +43,33 @@ class Contribution(ABC):
     def keep_only(self, keep: Tensor) -> None:
         """Put zeros in place of the records where ``keep`` is False, whatever numbers they have."""
 
-    def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        """out[p] += Σ_i (factor_i·g_i)∘(factor_i·g_i)."""
-        for p, g in self.per_record().items():
-            if p in out:
-                out[p].addmv_(g.to(out[p].dtype).square().T, factor.to(out[p].dtype).square())
-
 
 class PerRecord(Contribution):
-    """Per-record gradients themselves.
+    """Per-record gradients themselves, with records in dimension 0."""
 
-    Args:
-        gradients: with records in dimension 0.
-        is_joined: whether they stand side by side, for one operation on all of them.
-    """
-
-    def __init__(self, gradients: Mapping[Tensor, Tensor], *, is_joined: bool = False) -> None:
+    def __init__(self, gradients: Mapping[Tensor, Tensor]) -> None:
         self.parameters = tuple(gradients)
-        rows = [g if g.dim() == 2 else g.reshape(len(g), p.numel()) for p, g in gradients.items()]
-        each = [((p,), g) for p, g in zip(self.parameters, rows, strict=True)]
-        self._blocks = [(self.parameters, torch.cat(rows, dim=1))] if is_joined else each
+        self._rows = {p: g.reshape(len(g), p.numel()) for p, g in gradients.items()}
 
     def norm(self) -> Tensor:
-        return joined([torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for _, g in self._blocks])
+        rows = self._rows.values()
+        return joined([torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in rows])
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        dtype = next(iter(out.values())).dtype
-        for parameters, g in self._blocks:
-            if len(parameters) > 1:
-                total = torch.mv(g.to(dtype).T, factor.to(dtype))
-                parts = total.split([p.numel() for p in parameters])
-                found = [(out[p], t) for p, t in zip(parameters, parts, strict=True) if p in out]
-                torch._foreach_add_([p for p, _ in found], [t for _, t in found])
-            elif parameters[0] in out:
-                out[parameters[0]].addmv_(g.to(dtype).T, factor.to(dtype))
+        for p, g in self._rows.items():
+            if p in out:
+                out[p].addmv_(in_type(g, out[p].dtype).T, in_type(factor, out[p].dtype))
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        found: dict[Tensor, Tensor] = {}
-        for parameters, g in self._blocks:
-            sizes = [p.numel() for p in parameters]
-            rows = [g] if len(sizes) == 1 else g.split(sizes, dim=1)
-            found.update(zip(parameters, rows, strict=True))
-        return found
+        return self._rows
 
     def keep_only(self, keep: Tensor) -> None:
-        self._blocks = [(parameters, _kept(g, keep)) for parameters, g in self._blocks]
-
-
-_SMALL = 2**12  # numbers of a parameter
-
-
-def merged(parts: Sequence[Contribution]) -> Sequence[Contribution]:
-    """The same contributions with small gradients side by side."""
-    small: dict[Tensor, Tensor] = {}
-    rest: list[Contribution] = []
-    for part in parts:
-        if not isinstance(part, PerRecord):
-            rest.append(part)
-            continue
-        gradients = part.per_record()
-        found = {p: g for p, g in gradients.items() if p.numel() <= _SMALL}
-        small.update((p, g.to(wide(g))) for p, g in found.items())
-        if len(found) < len(gradients):
-            rest.append(PerRecord({p: g for p, g in gradients.items() if p not in found}))
-    if len(small) < 3 or len({g.dtype for g in small.values()}) > 1:
-        return parts
-    return [*rest, PerRecord(small, is_joined=True)]
+        self._rows = {p: _kept(g, keep) for p, g in self._rows.items()}
 
 
 class Product(Contribution):
     """Held as what went in and the gradient of what came out, of which one product makes the sum
     over records and positions.
-
-    Args:
-        inputs, backprops: with records in dimension 0.
 
     Attributes:
         norms: once they were found.
@@ -233,9 +186,9 @@ class Outer(Product):
                     left, right = (a, g) if self.is_transposed else (g, a)
                     weight.addmm_(left.t(), right)
                 else:  # the factors in g stay exact
-                    for term in split(g, 2):
+                    for term in split(g):
                         left, right = (a, term) if self.is_transposed else (term, a)
-                        weight.add_(product(left.t(), right))
+                        weight.add_(arithmetic.product(left.t(), right))
             if self.bias is not None and self.bias in out:
                 out[self.bias].add_(g.sum(0))
 

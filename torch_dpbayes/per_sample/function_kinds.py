@@ -36,7 +36,7 @@ METADATA = names(
 NUMBERS = frozenset(f.__name__ for f in LOOKS) | {"__iter__"}
 # To another place or type, also where tensors without values cannot go.
 TO_ELSEWHERE = names(
-    "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",
+    "to cpu cuda pin_memory contiguous clone detach data float double half bfloat16 long int",
     "short char byte bool",
 )
 # A reduced loss may be multiplied by fixed numbers and added to others.

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ArgumentError, LossError, StepError
 from ..noise import PrivateRandomness
 from .arithmetic import full_precision, joined
-from .contributions import Contribution, PerRecord, Product, merged, set_norms
+from .contributions import Contribution, PerRecord, Product, set_norms
 from .followed import Followed
 from .nested import tensors_in
 
@@ -245,10 +245,10 @@ def add_clipped(
     if scale is not None or is_full:
         found = {p: g for part in parts for p, g in part.per_record().items()}
         rows = [found[p] for p in out]
-        rows = rows if scale is None else _scaled(rows, scale)
+        if scale is not None:  # g/F
+            scaled = torch.cat([g.to(scale.dtype) for g in rows], dim=1) / scale
+            rows = list(scaled.split([p.numel() for p in out], dim=1))
         parts = [PerRecord(dict(zip(out, rows, strict=True)))]
-    else:
-        parts = merged(parts)
     set_norms(parts)
     norm = joined([part.norm() for part in parts])
     sizes = [p.size for p in parts if isinstance(p, Product) and p.size is not None]
@@ -273,12 +273,8 @@ def add_clipped(
         second_moment.addmm_(clipped.T, clipped)
     elif second_moment is not None:
         squares = dict(zip(out, second_moment.split([p.numel() for p in out]), strict=True))
-        for part in parts:
-            part.add_squares(factor, squares)
+        weights = factor.to(second_moment.dtype).square()
+        for p, g in (found for part in parts for found in part.per_record().items()):
+            if p in squares:
+                squares[p].addmv_(g.to(second_moment.dtype).square().T, weights)
     return len(norm)
-
-
-def _scaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    """g/F for every record's g."""
-    rows = torch.cat([g.to(scale.dtype) for g in gradients], dim=1) / scale
-    return list(rows.split([g.shape[1] for g in gradients], dim=1))

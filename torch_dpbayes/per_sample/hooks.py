@@ -22,9 +22,7 @@ from .nested import map_tensors, tensors_in
 class HooksGradientSource(GradientSource):
     """Per-sample gradients as Opacus' ``GradSampleHooks`` leave them in ``p.grad_sample``.
 
-    Args:
-        module: the model to hook; it stays the user's own object. None: the hooks are the caller's.
-        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
+    Args: as those of :class:`GradientSource`, and
         is_vouched: the user vouches that records are independent; nothing is released without.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that
@@ -101,13 +99,11 @@ class _Hooks(GradSampleHooks):
         ]
 
     def remove(self) -> None:
-        """Take the hooks off the model again."""
         for handle in self._of_passes:
             handle.remove()
         self.cleanup()
 
     def forget_pass(self) -> None:
-        """Forget the last forward pass."""
         for module in self._module.modules():
             for left_behind in ("activations", "max_batch_len"):
                 if hasattr(module, left_behind):

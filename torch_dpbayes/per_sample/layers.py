@@ -40,17 +40,8 @@ from .contributions import (
     weighted,
 )
 
-
-class Call(NamedTuple):
-    """One call of a layer.
-
-    Attributes:
-        inputs: the tensors that went in.
-        backprops: the gradient of what came out.
-    """
-
-    inputs: Sequence[Tensor]
-    backprops: Tensor
+# one call of a layer: what went in, and the gradient of what came out
+Call = tuple[Tensor, Tensor]
 
 
 def linear(
@@ -58,7 +49,7 @@ def linear(
 ) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
     sides = []
-    for (inputs,), g in calls:
+    for inputs, g in calls:
         g = g.flatten(1, -2) if g.dim() > 3 else g
         a = in_type(inputs, g.dtype)
         sides.append((a if a.dim() == g.dim() else a.reshape(*g.shape[:-1], a.shape[-1]), g))
@@ -80,7 +71,7 @@ def linear(
 def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     if len(calls) > 1:
         return together([convolution(module, [call]) for call in calls])
-    geometry, ((inputs,), g) = Geometry(module), calls[0]
+    geometry, (inputs, g) = Geometry(module), calls[0]
     if geometry.weight is None:
         return PerRecord(geometry.per_record(inputs, g, "unfold"))
     a, g = geometry.padded(inputs.to(g.dtype)), g.contiguous()
@@ -93,7 +84,7 @@ def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
 
 def embedding(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     assert isinstance(module, nn.Embedding)
-    tokens = torch.cat([inputs.reshape(len(inputs), -1) for (inputs,), _ in calls], dim=1)
+    tokens = torch.cat([inputs.reshape(len(inputs), -1) for inputs, _ in calls], dim=1)
     g = torch.cat([g.reshape(len(g), -1, module.embedding_dim) for _, g in calls], dim=1)
     return Tokens(module.weight, tokens, g, module.padding_idx)
 
@@ -108,7 +99,7 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
         return t.flatten(2).sum(2) if t.dim() > 2 else t
 
     parts: list[Contribution] = []
-    for (inputs,), g in calls:
+    for inputs, g in calls:
         gradients: dict[Tensor, Tensor] = {}
         if weight is not None:
             normal = KINDS[type(module)].run(module, in_type(inputs, g.dtype), None, None)
@@ -158,19 +149,13 @@ class Geometry:
         """(records, groups, channels·kernel, positions)."""
         if any(self.padding):
             inputs = torch._C._nn.pad(inputs, [p for p in reversed(self.padding) for _ in range(2)])
-        n, channels, *sizes = inputs.shape
-        rows, of_channel, *steps = inputs.stride()
-        each = channels // self.groups
-        outer, strides = [], []
-        for size, k, t, d in zip(sizes, self.kernel, self.stride, self.dilation, strict=True):
-            outer.append((size - d * (k - 1) - 1) // t + 1)
-        strides = [d * s for d, s in zip(self.dilation, steps, strict=True)]
-        strides += [t * s for t, s in zip(self.stride, steps, strict=True)]
-        view = inputs.as_strided(
-            (n, self.groups, each, *self.kernel, *outer),
-            (rows, each * of_channel, of_channel, *strides),
-        )
-        return view.reshape(n, self.groups, each * math.prod(self.kernel), math.prod(outer))
+        dims = len(self.kernel)
+        for at, (k, t, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            inputs = inputs.unfold(2 + at, d * (k - 1) + 1, t)[..., ::d]
+        # (records, channels, positions, kernel), the last two of several dimensions
+        view = inputs.movedim([*range(-dims, 0)], [*range(2, 2 + dims)])
+        columns = self.numel // self.shape[0]
+        return view.reshape(len(view), self.groups, columns, -1)
 
     def _as_linear(self, inputs: Tensor, backprops: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and gradients as those of a linear layer over positions, a row for each record
@@ -242,9 +227,12 @@ class Convolution(Product):
     """
 
     def __init__(self, geometry: Geometry, inputs: Tensor, backprops: Tensor, way: str) -> None:
+        # Gram matrices have a bound that only float32 keeps
+        self.is_reduced = is_reduced(backprops) and way != "gram"
+        if self.is_reduced and backprops.dtype == torch.float32:
+            inputs, backprops = arithmetic.cut(inputs), arithmetic.cut(backprops)
         super().__init__(inputs, backprops)
         self.geometry, self.parameters, self.way = geometry, geometry.parameters, way
-        self.is_reduced = is_reduced(backprops)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -257,24 +245,14 @@ class Convolution(Product):
         numbers = self.inputs.numel() + self.backprops.numel()
         step = max(1, machine.piece // numbers) if machine.is_accelerator else 1
         for start in range(0, len(alike), step):
-            self._set_norms(alike[start : start + step])
-
-    def _set_norms(self, alike: Sequence[Convolution]) -> None:
-        a, g = (beside(t) for t in ([x.inputs for x in alike], [x.backprops for x in alike]))
-        if self.is_reduced and self.way != "gram" and g.dtype == torch.float32:
-            a, g = arithmetic.cut(a), arithmetic.cut(g)
-            for layer, mine, theirs in zip(
-                alike, a.chunk(len(alike)), g.chunk(len(alike)), strict=True
-            ):
-                layer.inputs, layer.backprops = mine, theirs
-        a, g = a.to(wide(a)), g.to(wide(g))
-        # Gram matrices have a bound that only float32 keeps
-        is_coarse = self.is_reduced and self.way != "gram"
-        with arithmetic.tf32(g.device) if is_coarse else nullcontext():
-            norms, sizes = self.geometry.norms(a, g, self.way)
-        if self.geometry.bias is not None:
-            norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
-        self.note_norms(alike, norms, sizes)
+            some = alike[start : start + step]
+            a, g = (beside(t) for t in ([x.inputs for x in some], [x.backprops for x in some]))
+            a, g = a.to(wide(a)), g.to(wide(g))
+            with arithmetic.tf32(g.device) if self.is_reduced else nullcontext():
+                norms, sizes = self.geometry.norms(a, g, self.way)
+            if self.geometry.bias is not None:
+                norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
+            self.note_norms(some, norms, sizes)
 
     def per_record(self) -> dict[Tensor, Tensor]:
         return self.geometry.per_record(*self.widened(), "unfold")
@@ -407,8 +385,9 @@ _PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether this is exactly a known kind of layer, with a weight of its own (of which torch's
-    pruning makes an attribute), no code of its own and no option that sees the whole batch.
+    """Whether this is exactly a known kind of layer, which is trained, with a weight of its own (of
+    which torch's pruning makes an attribute), no code of its own and no option that sees the whole
+    batch.
     """
     kind: Any = type(module)
     theirs: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
@@ -424,6 +403,7 @@ def is_known(module: nn.Module) -> bool:
         kind in KINDS
         and kind.forward is KINDS[kind].forward
         and "weight" in module._parameters
+        and any(p is not None and p.requires_grad for p in module._parameters.values())
         and all(type(p) in _PLAIN for p in module._parameters.values())
         and not any(callable(getattr(kind, name, None)) for name in vars(module))
         and not sees_batch

@@ -45,17 +45,19 @@ STRANGE_INPUT = (
     " that was made of several records: pass the loader's batch; constants are buffers of the model"
 )
 
+_OTHER_INPUT = (
+    "the model is given a tensor of another batch, of several records, or whose records are not in"
+    " dimension 0",
+    "model-input",
+    "Transpose inside the model. For Trainer of transformers set net.accepts_loss_kwargs = False",
+)
+
 
 class ReplacedForward(ABC):
-    """Takes the place of a module's ``forward`` until :meth:`remove`.
+    """Takes the place of a module's ``forward`` until :meth:`remove`."""
 
-    Args:
-        module: the module.
-        owners: those of its modules whose parameters :meth:`run_with` exchanges.
-    """
-
-    def __init__(self, module: nn.Module, owners: Sequence[nn.Module]) -> None:
-        self.module, self.owners = module, owners
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.original: Callable[..., Any] = module.forward
         self.had_own = "forward" in module.__dict__
         # no method, which accelerate would bind to the module
@@ -80,19 +82,6 @@ class ReplacedForward(ABC):
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What runs in place of the module's own."""
-
-    def run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
-        """The module's own forward pass, with other tensors in place of its parameters."""
-        before = [(owner, owner._parameters) for owner in self.owners]
-        for owner, parameters in before:
-            owner.__dict__["_parameters"] = {
-                n: None if p is None else values.get(p, p) for n, p in parameters.items()
-            }
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            for owner, parameters in before:
-                owner.__dict__["_parameters"] = parameters
 
 
 class MappedForward(ReplacedForward):
@@ -126,7 +115,7 @@ class MappedForward(ReplacedForward):
         self.is_checking = False
         self.rows_of_scalars: tuple[bool, ...] = ()
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
-        super().__init__(module, [])
+        super().__init__(module)
         self.add_direct(direct)
         if loss is not None:
             module.__dict__["private_loss"] = self.private_loss
@@ -140,7 +129,6 @@ class MappedForward(ReplacedForward):
             for name, p in owner._parameters.items()
             if p in chosen
         ]
-        self.owners = list(dict.fromkeys(owner for owner, _, _ in self._direct))
 
     def remove(self) -> None:
         self.module.__dict__.pop("private_loss", None)
@@ -195,10 +183,22 @@ class MappedForward(ReplacedForward):
             self._targets = None
         return output
 
+    def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
+        """The module's own forward pass, with other tensors in place of its parameters."""
+        before = {owner: owner._parameters for owner, _, _ in self._direct}
+        for owner, parameters in before.items():
+            owner.__dict__["_parameters"] = {
+                n: None if p is None else values.get(p, p) for n, p in parameters.items()
+            }
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            for owner, parameters in before.items():
+                owner.__dict__["_parameters"] = parameters
+
     def _mapped(self, args: Any, kwargs: Any, targets: tuple[Any, ...] | None) -> Any:
         around = self._around()
-        is_plain = len(args) == 1 and not kwargs and targets is None
-        given = Nested(args[0] if is_plain else (args, kwargs, targets))
+        given = Nested((args, kwargs, targets))
         kind = type(given.strangers[0]).__name__ if given.strangers else None
         if any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
             kind = "several numbers or texts"
@@ -218,10 +218,10 @@ class MappedForward(ReplacedForward):
             mapped = iter(slices)
             tensors = zip(given.tensors, are_scalars, strict=True)
             one = given.rebuilt([t if is_scalar else next(mapped) for t, is_scalar in tensors])
-            one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
+            one_args, one_kwargs, one_targets = one
             with around():
                 own = dict(zip(direct, parameters, strict=True))
-                output = self.run_with(own, one_args, one_kwargs)
+                output = self._run_with(own, one_args, one_kwargs)
                 if one_targets is not None:
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_targets))
@@ -305,7 +305,9 @@ class MappedForward(ReplacedForward):
         rows = []
         for t in tensors:
             if isinstance(t, Followed):
-                rows.append(_of_batch(t, batch))
+                if t._batch is not batch or t._how is not None or (t._dim != 0 and t.dim() > 0):
+                    raise batch.refuse(*_OTHER_INPUT)
+                rows.append(t._rows)
             elif holds_records(t) or not (t.dim() == 0 or is_constant(t, batch)):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
@@ -388,19 +390,6 @@ def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: boo
         raise CannotBeMapped(
             "its output has several rows for one record: return one row per record in dimension 0"
         )
-
-
-def _of_batch(t: Followed, batch: Batch) -> Tensor:
-    """The rows of an argument, which must have one for each record of this batch."""
-    if t._batch is not batch or t._how is not None or (t._dim != 0 and t.dim() > 0):
-        raise batch.refuse(
-            "the model is given a tensor of another batch, of several records, or whose records are"
-            " not in dimension 0",
-            "model-input",
-            "Transpose inside the model. For Trainer of transformers set"
-            " net.accepts_loss_kwargs = False",
-        )
-    return t._rows
 
 
 def _followed_in(*given: Any) -> list[Followed]:

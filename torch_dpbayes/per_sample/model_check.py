@@ -36,11 +36,7 @@ _ROOM = 0.02
 
 
 def check_layers(module: nn.Module) -> None:
-    """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients.
-
-    Raises:
-        ModelError: with the layer's name and the remedy.
-    """
+    """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients."""
     if not module.training:
         raise ModelError(
             "the model is in eval mode, in which no per-sample gradients are recorded: call"
@@ -108,14 +104,6 @@ def check_model(
 
     Mapped outputs and gradients of a few synthetic records are compared with those of the same
     records alone. The model is left as it was found.
-
-    Args:
-        module: the model, to which ``source`` is attached.
-        source: its gradient source.
-        ways: in which the model may be meant to take its arguments, the likeliest first.
-
-    Raises:
-        ModelError: the model cannot be run for one record alone.
     """
 
     def at_first_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,21 +144,14 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
 
 
 class _Run(NamedTuple):
-    """Outputs and gradients of some synthetic records, by the weights of a linear loss."""
+    """Outputs of some synthetic records, and gradients of a linear loss of them."""
 
     outputs: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    weights: Sequence[Tensor]
 
 
 class _Comparison:
-    """Synthetic records in the map, and each by itself.
-
-    Args:
-        module: the model.
-        source: its gradient source.
-        arguments: of the shapes of the model's own.
-    """
+    """Synthetic records of the arguments' shapes in the map, and each by itself."""
 
     def __init__(
         self, module: nn.Module, source: BookkeepingGradientSource, arguments: tuple[Any, ...]
@@ -206,8 +187,8 @@ class _Comparison:
         for _ in range(_TRIES):
             inputs = synthetic(self.arguments, _RECORDS, generator)
             self.source.mapped.rows_of_scalars = self._rows_of_scalars(inputs)
-            mapped = self._mapped(inputs)
-            alone = [self._alone(rows_of(inputs, k), mapped.weights) for k in range(_RECORDS)]
+            mapped, weights = self._mapped(inputs)
+            alone = [self._alone(rows_of(inputs, k), weights) for k in range(_RECORDS)]
             for name, b in self.module.named_buffers():
                 if not torch.equal(before[name], b) and not bool((b != b).any()):
                     raise ModelError(
@@ -262,7 +243,8 @@ class _Comparison:
             except Exception:  # the model is not run on batches
                 return ()
 
-    def _mapped(self, inputs: tuple[Any, ...]) -> _Run:
+    def _mapped(self, inputs: tuple[Any, ...]) -> tuple[_Run, Sequence[Tensor]]:
+        """Both records in the map, and the weights of the loss."""
         source = self.source
         source.discard(self.parameters)
         source.mapped.around = _WithoutRandomness
@@ -298,7 +280,7 @@ class _Comparison:
                     ' grad_sample_mode="vmap", and please report the model',
                     code="model-norms",
                 )
-            return _Run([t.detach() for t in rows], gradients, weights)
+            return _Run([t.detach() for t in rows], gradients), weights
         finally:
             source.mapped.around = nullcontext
             source.discard(self.parameters)
@@ -316,7 +298,7 @@ class _Comparison:
             gradients: Sequence[Tensor | None] = [None] * len(self.parameters)
             if isinstance(total, Tensor) and total.requires_grad:
                 gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
-        return _Run([torch.atleast_1d(t.detach()) for t in first], gradients, weights)
+        return _Run([torch.atleast_1d(t.detach()) for t in first], gradients)
 
 
 def _norm(t: Tensor, dim: int | None = None) -> Tensor:

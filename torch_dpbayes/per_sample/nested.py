@@ -70,13 +70,10 @@ class Nested:
     """A value taken apart into its tensors and the rest, to be put together again with other
     tensors.
 
-    Args:
-        value: the arguments or the result of a model.
-        keeps_strangers: whether strangers are put back; else None is in their place.
-
     Attributes:
         tensors: those found, in order.
-        strangers: what is neither a tensor nor a plain value, and may hold tensors unseen.
+        strangers: what is neither a tensor nor a plain value, and may hold tensors unseen. They are
+            put back, or None in their place.
     """
 
     def __init__(self, value: Any, *, keeps_strangers: bool = True) -> None:
@@ -150,7 +147,7 @@ def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
     """Arguments as ``module`` may be meant to take such a batch, the likeliest first.
 
     A tuple or list holds the model's inputs followed by the target. A mapping is passed by name,
-    with or without the target; as it is; or without its names, and the target.
+    with or without the target, or as it is. For all else the first pass shows the shapes.
     """
     if not isinstance(batch, Mapping):
         if not isinstance(batch, (tuple, list)):
@@ -160,13 +157,8 @@ def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
     inputs = {k: v for k, v in by_name.items() if k not in TARGETS}
     if inputs == by_name:
         inputs = dict(list(by_name.items())[:-1])
-    ways: list[tuple[Any, ...]] = [
-        (Keywords(taken),) for given in (by_name, inputs) if (taken := named_inputs(module, given))
-    ]
-    parameters = inspect.signature(module.forward).parameters.values()
-    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    by_place = tuple(inputs.values())
-    return [*ways, (batch,), by_place[:places] or by_place]
+    taken = (named_inputs(module, given) for given in (by_name, inputs))
+    return [*((Keywords(given),) for given in taken if given), (batch,)]
 
 
 def synthetic(arguments: tuple[Any, ...], rows: int, generator: torch.Generator) -> tuple[Any, ...]:

@@ -53,12 +53,7 @@ class Delivery:
         self._last: Batch | None = None
 
     def __call__(self, delivered: Any, records: int) -> Any:
-        """``delivered`` with its tensors followed.
-
-        Args:
-            delivered: tensors with records in dimension 0, in nested tuples, lists and mappings.
-            records: how many records it holds.
-        """
+        """``delivered`` with its tensors followed, of so many records in dimension 0."""
         if self._last is not None:
             self._last.close()
         self._last = batch = Batch(self._shown, _run, self._randomness, is_empty=records == 0)
@@ -142,14 +137,11 @@ class _Operation:
             self._free_earlier()
             return self._sealed()
         self._check_constants()
+        is_moved = name in kinds.TO_ELSEWHERE and self.args[0] is first and first._how != "sealed"
+        if is_moved and len(self.followed) == 1:
+            return first.like(self._called([first._rows]))
         if any(f._how for f in self.followed):
             return self._on_reduced()
-        if (
-            name in kinds.TO_ELSEWHERE
-            and isinstance(self.args[0], Followed)
-            and len(self.followed) == 1
-        ):
-            return first.like(self._called([first._rows]))
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
         if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
@@ -173,9 +165,6 @@ class _Operation:
             return None
         if name == "_is_all_true":  # asked by torch.distributions, to raise an error
             return torch.tensor(True)
-        if name == "data":
-            self.function, self.name = Tensor.detach, "detach"
-            return self.run()
         if self.function is torch.autograd.backward:
             if len(self.followed) != 1 or any(
                 isinstance(v, Tensor) and v is not first for v in self.leaves
@@ -486,8 +475,6 @@ class _Operation:
         """Reduced losses: multiples and sums of them are one loss."""
         name, batch, first = self.name, self.batch, self.followed[0]
         how = first._how
-        if name in kinds.TO_ELSEWHERE and how in ("mean", "sum") and len(self.followed) == 1:
-            return first.like(self._called([first._rows]))
         is_one = how in ("mean", "sum") and all(f._how == how for f in self.followed)
         tensors = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
         numbers = [v for v in self.leaves if isinstance(v, (int, float))]
@@ -565,5 +552,5 @@ class _Operation:
 
 
 _SPECIAL = kinds.NUMBERS | kinds.names(
-    "requires_grad grad _is_all_true data backward grad_fn __repr__ __str__"
+    "requires_grad grad _is_all_true backward grad_fn __repr__ __str__"
 )

@@ -1,7 +1,8 @@
 """Functions that run inside a map in place of others.
 
-Recurrent layers, cells, bags of embeddings, RMSNorm and losses of classes by operations that
-``vmap`` has rules for, where torch's own would fail or run for one record after another.
+Recurrent layers, cells, embeddings, RMSNorm and losses of classes by operations that ``vmap`` has
+rules for, where torch's own would fail or run for one record after another. Of arguments for which
+torch's own will do, they return None.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch.nn import _reduction as _Reduction
 
 
 def lstm_cell(
     input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, *biases: Any
 ) -> tuple[Tensor, Tensor]:
-    """As ``torch.lstm_cell``."""
     i, f, g, o = _gates(input, hx[0], w_ih, w_hh, *biases).chunk(4, -1)
     cell = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
     return o.sigmoid() * cell.tanh(), cell
@@ -29,7 +30,6 @@ def lstm_cell(
 def gru_cell(
     input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
 ) -> Tensor:
-    """As ``torch.gru_cell``."""
     r, z, n = F.linear(input, w_ih, b_ih).chunk(3, -1)
     hr, hz, hn = F.linear(hx, w_hh, b_hh).chunk(3, -1)
     update = (z + hz).sigmoid()
@@ -37,12 +37,10 @@ def gru_cell(
 
 
 def rnn_tanh_cell(*args: Any) -> Tensor:
-    """As ``torch.rnn_tanh_cell``."""
     return _gates(*args).tanh()
 
 
 def rnn_relu_cell(*args: Any) -> Tensor:
-    """As ``torch.rnn_relu_cell``."""
     return _gates(*args).relu()
 
 
@@ -97,6 +95,29 @@ def _recurrent(cell: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
+def embedding(
+    tokens: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: Any = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor | None:
+    """A table with a copy for each record. vmap looks tokens up in the copies one behind another,
+    so that one beyond the table would be found in that of the next record: NaN, which counts as
+    zero. It also gives the row of the padding a gradient.
+    """
+    is_mapped = is_batchedtensor(weight) or is_gradtrackingtensor(weight)
+    if max_norm is not None or not is_mapped:
+        return None
+    is_wrong = (tokens < 0) | (tokens >= len(weight))
+    found = torch.embedding(weight, tokens.masked_fill(is_wrong, 0))
+    if padding_idx is not None:
+        is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
+        found = torch.where(is_padding, found.detach(), found)
+    return found.masked_fill(is_wrong.unsqueeze(-1), math.nan)
+
+
 def embedding_bag(
     indices: Tensor,
     weight: Tensor,
@@ -110,7 +131,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """As ``F.embedding_bag`` of equally long bags; None where torch refuses these options, or they
+    """As ``F.embedding_bag`` of equally long bags; not where torch refuses these options, or they
     mix records.
     """
     is_refused = offsets is not None or (per_sample_weights is not None and mode != "sum")
@@ -146,7 +167,7 @@ def rms_norm(
 def rrelu(
     input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
 ) -> Tensor | None:
-    """As ``F.rrelu``, which has no rule; None where it is in place."""
+    """As ``F.rrelu``, which has no rule; not in place."""
     if inplace:
         return None
     slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
@@ -208,6 +229,7 @@ def gaussian_nll(
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.one_hot: one_hot,
     F.nll_loss: partial(cross_entropy, label_smoothing=None),
@@ -220,8 +242,6 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.gru_cell: gru_cell,
     torch.rnn_tanh_cell: rnn_tanh_cell,
     torch.rnn_relu_cell: rnn_relu_cell,
-}
-LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
     torch.lstm: _recurrent(lstm_cell),
     torch.gru: _recurrent(gru_cell),
     torch.rnn_tanh: _recurrent(rnn_tanh_cell),

@@ -14,18 +14,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    WrapperDescriptorType,
-)
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -52,8 +45,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import DPBayesError
-from . import plain_functions
 from .derived import LOOKS, holds_records
+from .plain_functions import FUNCTIONS
 
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
@@ -195,7 +188,8 @@ class RecordMap:
         if (
             level is None
             or maybe_current_level() != level
-            or any(is_gradtrackingtensor(t) or is_batchedtensor(_within(t)) for t in tensors)
+            or any(is_gradtrackingtensor(t) for t in tensors)
+            or any(is_batchedtensor(get_unwrapped(t)) for t in tensors if is_batchedtensor(t))
         ):
             raise InnerTransform("whole batches are needed inside a torch.func transform")
         outside = [self._with_rows(t) for t in tensors]
@@ -276,10 +270,6 @@ def as_traced() -> Iterator[None]:
                 _compiler._is_compiling_flag = before
 
 
-def _within(t: Tensor) -> Tensor:
-    return get_unwrapped(t) if is_batchedtensor(t) else t
-
-
 def is_of_records(t: Tensor) -> bool:
     """Whether a tensor stands for one of each record; it may be tracked by transforms inside."""
     while is_gradtrackingtensor(t):
@@ -300,17 +290,6 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
-# What an argument of a torch function is as a rule; of the rest, each is looked at.
-_ORDINARY = frozenset(
-    (
-        *(bool, int, float, str, type(None), slice, type(...)),
-        *(torch.Size, torch.dtype, torch.device, torch.memory_format, torch.layout),
-    )
-)
-# Kinds of functions that are no operators.
-_OF_PYTHON = frozenset(
-    (BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType)
-) | {MethodWrapperType}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 
@@ -331,13 +310,12 @@ class _OfOneRecord(TorchFunctionMode):
             )
         outside = _outside(func, (*args, *kwargs.values()))
         _require_public(outside)
-        if type(func) not in _OF_PYTHON or func in _SPECIAL or "generator" in kwargs:
-            if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
-                func = F.grouped_mm  # for which it stands while torch traces
-            self._require_nothing_hidden(func, args, kwargs)
-            found = self._special(func, args, kwargs)
-            if found is not NotImplemented:
-                return found
+        if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
+            func = F.grouped_mm  # for which it stands while torch traces
+        self._require_nothing_hidden(func, args, kwargs)
+        found = self._special(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -345,8 +323,10 @@ class _OfOneRecord(TorchFunctionMode):
             raise
         # of attributes it is seen where they are used
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
-            if isinstance(result, (Tensor, tuple, list)):
-                _require_no_outside(func, outside)
+            # its gradient would be neither clipped nor noisy
+            trained = [t for t in outside if t.requires_grad]
+            if trained and isinstance(result, (Tensor, tuple, list)):
+                raise OutsideTensor(getattr(func, "__name__", str(func)), trained[0])
         self._map.track(result)
         return result
 
@@ -379,15 +359,21 @@ class _OfOneRecord(TorchFunctionMode):
                 " (torch.where)"
             )
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
-            _require_torchs_own(args[0])
+            own = args[0]  # it, or one inside it, may say itself what it does to a whole batch
+            is_function = issubclass(own, torch.autograd.Function)
+            if is_function and not own.__module__.startswith("torch."):
+                raise CannotBeMapped(
+                    f"{own.__name__} is an autograd.Function of its own, whose rules for whole"
+                    " batches are not seen"
+                )
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result where it is not what vmap would give; NotImplemented where it is."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func in _REPLACED_FUNCTIONS:
+        if func in FUNCTIONS:
             with self:
-                found = self._replaced(func, args, kwargs)
+                found = FUNCTIONS[func](*args, **kwargs)
             if found is not None:
                 return found
         # asked for by gradient checkpointing; gradients are taken anyway
@@ -407,14 +393,6 @@ class _OfOneRecord(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         return NotImplemented
-
-    def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result by operations that vmap has rules for; None where torch's own will do."""
-        if func is F.embedding:
-            return _padded_embedding(*args, **kwargs)
-        if func in plain_functions.FUNCTIONS:
-            return plain_functions.FUNCTIONS[func](*args, **kwargs)
-        return plain_functions.LAYERS[func](*args) if len(args) == 9 else None
 
     def _attention(
         self,
@@ -444,38 +422,6 @@ class _OfOneRecord(TorchFunctionMode):
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
-_REPLACED_FUNCTIONS = frozenset((F.embedding, *plain_functions.FUNCTIONS, *plain_functions.LAYERS))
-_SPECIAL = frozenset(
-    (
-        *(*_REPLACED_FUNCTIONS, *LOOKS, *_RESIZES, *_INDEX_FILLS, *_EMPTY),
-        *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
-        *(_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__),
-    )
-)
-
-
-def _padded_embedding(
-    tokens: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: Any = None,
-    *_: Any,
-    **__: Any,
-) -> Tensor | None:
-    """A table with a copy for each record. vmap looks tokens up in the copies one behind another,
-    so that one beyond the table would be found in that of the next record: NaN, which counts as
-    zero. It also gives the row of the padding a gradient.
-    """
-    if max_norm is not None or not _is_mapped(weight):
-        return None
-    is_wrong = (tokens < 0) | (tokens >= len(weight))
-    found = torch.embedding(weight, tokens.masked_fill(is_wrong, 0))
-    if padding_idx is not None:
-        is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
-        found = torch.where(is_padding, found.detach(), found)
-    return found.masked_fill(is_wrong.unsqueeze(-1), math.nan)
-
-
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
     with sdpa_kernel(SDPBackend.MATH):
         return func(*args, **kwargs)
@@ -488,19 +434,6 @@ def require_no_modes() -> None:
         raise CannotBeMapped(
             "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records at"
             " once: leave that mode before the model is called"
-        )
-
-
-def _require_torchs_own(function: type) -> None:
-    """Refuse an ``autograd.Function`` of the caller's: it, or one inside it, may say itself
-    what it does to a whole batch.
-    """
-    if issubclass(function, torch.autograd.Function) and not function.__module__.startswith(
-        "torch."
-    ):
-        raise CannotBeMapped(
-            f"{function.__name__} is an autograd.Function of its own, whose rules for whole batches"
-            " are not seen"
         )
 
 
@@ -526,8 +459,6 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
         if kind is Tensor or kind is nn.Parameter:
             if not _is_mapped(value):
                 found.append(value)
-        elif kind in _ORDINARY:
-            continue
         elif isinstance(value, (tuple, list)):
             found += _outside(func, value)
         elif isinstance(value, Tensor):
@@ -542,15 +473,6 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
                 " is seen of what it does: call it yourself"
             )
     return found
-
-
-def _require_no_outside(func: Any, outside: Iterable[Tensor]) -> None:
-    """Refuse a tensor that requires grad and takes no part in the map: its gradient would be
-    neither clipped nor noisy.
-    """
-    for tensor in outside:
-        if tensor.requires_grad:
-            raise OutsideTensor(getattr(func, "__name__", str(func)), tensor)
 
 
 def _is_mapped(t: Tensor) -> bool:
