@@ -82,8 +82,8 @@ def test_an_added_record_whose_losses_are_bounded_beside_a_gaussian():
     joint = Composed.of({Gaussian(0.5): 1}, {}, 1.0, DELTA).followed_by({sampled: 3})
     assert joint is None
     joint = Composed.of({Gaussian(0.5): 1}, {sampled: 3}, 1.0, DELTA).followed_by({sampled: 3})
-    assert len(joint._grids) == 2
-    assert len(Composed.of({sampled: 1}, {}, 1.0, DELTA)._grids) == 1
+    assert len(joint.grids) == 2
+    assert len(Composed.of({sampled: 1}, {}, 1.0, DELTA).grids) == 1
 
 
 @given(
