@@ -461,7 +461,8 @@ class Memory:
         job: the name under which it charges.
         process: the only one that may charge; a fork begins a session of its own, if it can.
         later: whether the job began after others had charged.
-        stale: what is known may not be what is kept: an interruption came in between.
+        stale: a change or a reading is under way, or was interrupted: what is known may not be what
+            is kept.
     """
 
     path: Path | None = None
@@ -480,8 +481,12 @@ class Memory:
     def refresh(self) -> None:
         """Takes in what other processes charged."""
 
-    def settle(self) -> None:
-        """Returns what is reserved and was not used."""
+    def settle(self, in_doubt: bool = False) -> None:
+        """Returns what is reserved and was not used.
+
+        Args:
+            in_doubt: a change was interrupted, so that more may be reserved than is known here.
+        """
 
     def flag(self, adaptive: bool) -> Flag:
         """Under which flag this job's charges stand."""

@@ -73,7 +73,7 @@ class Session(Memory):
 
     def begun_anew(self) -> Session:
         """A session of the same job that knows only what the file says."""
-        self.settle()
+        self.settle(in_doubt=True)
         return Session(Ledger(self.ledger.path, {"id": self.ledger.id}), self.job, self.later)
 
     # --- charging ---------------------------------------------------------------------------------
@@ -86,11 +86,9 @@ class Session(Memory):
             self.history.budget_for(parts, flag, self.later)
         while (found := self._cover(parts)) is None:
             self._reserve(parts, label, flag)
-        self.stale = True  # until the history has what the blocks gave
         for block, part in found:
             block.left -= part.times
             self.taken(block, part, label, flag)
-        self.stale = False
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
         """These releases were taken out of a block."""
@@ -140,7 +138,6 @@ class Session(Memory):
 
     def refresh(self) -> None:
         """Takes in what other processes charged."""
-        self.stale = True
         history = self.history
         for row in self.ledger.read():
             if row.writer == self._writer:
@@ -149,7 +146,6 @@ class Session(Memory):
                 history.keep(history.pair(row.event), row.key, row.count)
             else:
                 self._notes[row.label or ""] = None
-        self.stale = False
 
     # --- reserving --------------------------------------------------------------------------------
 
@@ -162,9 +158,7 @@ class Session(Memory):
             finished = [block for block in self.blocks if self._is_finished(block, parts)]
             budget = history.budget_for(parts, flag, self.later)
             wanted = self._wanted(parts, label, flag, finished, budget)
-            self.stale = True
             committed = self._commit(wanted, finished)
-            self.stale = False
         if self.later and not self._cost_was_told:
             self._cost_was_told = True
             self._tell_cost(needed(parts), begins)
@@ -270,12 +264,11 @@ class Session(Memory):
     def _block(self, row: Row) -> Block:
         return Block(row.seq, row.key, self.history.pair(row.key.event), row.count)
 
-    def settle(self) -> None:
+    def settle(self, in_doubt: bool = False) -> None:
         """Returns what the open blocks did not use."""
         if this_process() != self.process:
             return  # the blocks are the parent's
-        was_stale, self.stale = self.stale, True
-        if was_stale:  # a commit may have been interrupted: there may be blocks that nobody used
+        if in_doubt:  # a commit may have been interrupted: there may be blocks that nobody used
             known = {block.seq for block in self.blocks}
             found = self.ledger.open_blocks_of(self._writer)
             self.blocks += [self._block(row) for row in found if row.seq not in known]
@@ -288,7 +281,6 @@ class Session(Memory):
                 if not isinstance(error.__cause__, sqlite3.IntegrityError):
                     raise
             self.blocks.remove(block)
-        self.stale = was_stale
 
     # --- noting and loading -----------------------------------------------------------------------
 
@@ -296,7 +288,6 @@ class Session(Memory):
         """Keeps a statement for all jobs, unless it is there already."""
         self.refresh()
         while statement not in self._notes:
-            self.stale = True
             if self._append([Row("note", statement, None, 0, "fixed")]) is not None:
                 self._notes[statement] = None
             self.refresh()
@@ -307,9 +298,7 @@ class Session(Memory):
         """
         self.refresh()
         if state["ledger"] != self.ledger.id:
-            self.stale = True  # until rows and history are the same again
             super().take_over(state, charges)
-            self.stale = False
             if charges:
                 self.note(RESUMED)
         elif not self.ledger.holds(state["place"]):
