@@ -24,8 +24,8 @@ from torch_dpbayes.accounting import (
 )
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.ledger.schema import open_blocks
-from torch_dpbayes.accounting.ledger.session import Session
+from torch_dpbayes.accounting.ledger import open_blocks
+from torch_dpbayes.accounting.session import Session
 
 pytestmark = forks
 

@@ -45,9 +45,8 @@ from .history import (
     read_saved,
     this_process,
 )
-from .ledger.file import LOCK, Ledger
-from .ledger.schema import Row
-from .ledger.session import SHARE, Session
+from .ledger import LOCK, Ledger, Row
+from .session import SHARE, Session
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 

@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ...errors import ArgumentError
-from .. import events
-from ..budget import Budget
-from ..dominating_pairs import Pair, covers
-from ..events import DpEvent
-from ..history import RESUMED, Block, Flag, Key, Memory, Part, needed, this_process
-from .file import Ledger
-from .schema import LedgerError, Row
+from ..errors import ArgumentError
+from . import events
+from .budget import Budget
+from .dominating_pairs import Pair, covers
+from .events import DpEvent
+from .history import RESUMED, Block, Flag, Key, Memory, Part, needed, this_process
+from .ledger import Ledger, LedgerError, Row, open_blocks
 
 BLOCK = 64  # releases that a process may have reserved, or half as many as it made
 SHARE = 8  # a block takes at most one part in so many of what fits
@@ -270,7 +269,8 @@ class Session(Memory):
             return  # the blocks are the parent's
         if in_doubt:  # a commit may have been interrupted: there may be blocks that nobody used
             known = {block.seq for block in self.blocks}
-            found = self.ledger.open_blocks_of(self._writer)
+            rows = Ledger(self.ledger.path, {"id": self.ledger.id}).read()
+            found = open_blocks(row for row in rows if row.writer == self._writer)
             self.blocks += [self._block(row) for row in found if row.seq not in known]
         for block in list(self.blocks):
             block.open = False
