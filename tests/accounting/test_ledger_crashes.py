@@ -143,8 +143,8 @@ def test_a_killed_process_leaves_at_least_what_it_released(path, times):
 @pytest.mark.parametrize(
     ("owner", "moment", "what"),
     [
-        (session.Session, "covering", "close"),
-        (session.Session, "covering", "compose"),
+        (session.Session, "block_for", "close"),
+        (session.Session, "block_for", "compose"),
         (ledger.Ledger, "append", "get_epsilon"),
         (ledger.Ledger, "append", "state_dict"),
     ],
@@ -312,15 +312,15 @@ def test_what_is_no_ledger_or_of_another_format_is_refused(path, tmp_path):
 
 def test_a_block_is_decided_anew_where_another_process_charged_in_between(path, monkeypatch):
     accountant = PrivacyAccountant(1.0, DELTA, path=path)
-    fit, commit = accountant.remaining(STEP), session.Session._commit
+    fit, append = accountant.remaining(STEP), session.Session._append
 
     def late(own, *arguments):
-        monkeypatch.setattr(session.Session, "_commit", commit)
+        monkeypatch.setattr(session.Session, "_append", append)
         rows = [Row("charge", None, STEP, fit, "fixed")]
         ledger.Ledger(path, {}).append(rows, job=own.job, writer="another", if_unchanged=False)
-        return commit(own, *arguments)
+        return append(own, *arguments)
 
-    monkeypatch.setattr(session.Session, "_commit", late)
+    monkeypatch.setattr(session.Session, "_append", late)
     with pytest.raises(PrivacyBudgetExceeded):
         accountant.compose(STEP)
     accountant.close()

@@ -76,20 +76,11 @@ class Filter(NamedTuple):
                 whatever the first one released.
         """
         if declared and isinstance(first, Gaussian):
-            return cls.gaussian(epsilon, delta)
-        return cls.renyi(epsilon, delta, {first: 1})
-
-    @classmethod
-    def gaussian(cls, epsilon: float, delta: float) -> Filter:
-        """The filter of a budget for Gaussian releases."""
-        return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
-
-    @classmethod
-    def renyi(cls, epsilon: float, delta: float, first: Counts) -> Filter:
-        """The filter of a budget at the order that admits ``first`` most often."""
+            return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
+        # the order that admits ``first`` most often
         orders = _orders_of(epsilon, delta, 0.05, 2, 60)
         limits = renyi.allowed(epsilon, delta, orders)
-        best = int(np.argmax(limits / np.maximum(renyi.curve(first, orders), 1e-300)))
+        best = int(np.argmax(limits / np.maximum(renyi.curve({first: 1}, orders), 1e-300)))
         return cls("renyi", orders[best], float(limits[best]))
 
     def cost(self, counts: Counts) -> float:

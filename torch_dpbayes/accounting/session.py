@@ -98,15 +98,13 @@ class Session(Memory):
         block.used[key] = block.used.get(key, 0) + part.times
         self.history.keep(part.pair, key, part.times)
 
-    def block_for(self, pair: Pair) -> Block | None:
-        """An open block with something left for ``pair``."""
-        return self.covering(pair, {})
-
-    def covering(self, pair: Pair, taken: Mapping[Block, int]) -> Block | None:
-        """A block with something left for ``pair``: its own rather than one that dominates it."""
+    def block_for(self, pair: Pair, taken: Mapping[Block, int] | None = None) -> Block | None:
+        """An open block with something left for ``pair`` beside what is ``taken``: its own rather
+        than one that dominates it.
+        """
         found = None
         for block in self.blocks:
-            if block.open and block.left > taken.get(block, 0):
+            if block.open and block.left > (taken or {}).get(block, 0):
                 if block.pair == pair:
                     return block
                 if found is None and covers(block.pair, pair):
@@ -119,7 +117,7 @@ class Session(Memory):
         chosen: dict[Block, int] = {}
         for event, times, pair in parts:
             while times:
-                block = self.covering(pair, chosen)
+                block = self.block_for(pair, chosen)
                 if block is None:
                     return None
                 count = min(times, block.left - chosen.get(block, 0))
@@ -150,14 +148,18 @@ class Session(Memory):
 
     def _reserve(self, parts: list[Part], label: str | None, flag: Flag) -> None:
         """Opens blocks that cover ``parts``, or raises."""
-        history, committed = self.history, False
-        while not committed:
+        history, numbers = self.history, None
+        while numbers is None:  # else another process charged in between
             self.refresh()
             begins = not history.is_adaptive
             finished = [block for block in self.blocks if self._is_finished(block, parts)]
             budget = history.budget_for(parts, flag, self.later)
             wanted = self._wanted(parts, label, flag, finished, budget)
-            committed = self._commit(wanted, finished)
+            before = [row for block in finished for row in _settlement(block)]
+            numbers = self._append([*before, *wanted])
+        self.blocks = [block for block in self.blocks if block not in finished]
+        for seq, row in zip(numbers[len(before) :], wanted, strict=True):
+            self.blocks.append(self._block(row._replace(seq=seq, job=self.job)))
         if self.later and not self._cost_was_told:
             self._cost_was_told = True
             self._tell_cost(needed(parts), begins)
@@ -235,27 +237,10 @@ class Session(Memory):
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def _commit(self, wanted: list[Row], finished: list[Block]) -> bool:
-        """Opens blocks and settles finished ones in one transaction, if the ledger is still what
-        was read last.
-
-        Returns:
-            Whether it is. If not, nothing happened.
-
-        Raises:
-            LedgerError: nobody knows what is on disk. Take nothing out of any block any more:
-                :meth:`settle`, and begin anew.
-        """
-        before = [row for block in finished for row in _settlement(block)]
-        numbers = self._append([*before, *wanted])
-        if numbers is None:
-            return False
-        self.blocks = [block for block in self.blocks if block not in finished]
-        for seq, row in zip(numbers[len(before) :], wanted, strict=True):
-            self.blocks.append(self._block(row._replace(seq=seq, job=self.job)))
-        return True
-
     def _append(self, rows: list[Row], if_unchanged: bool = True) -> list[int] | None:
+        """Their numbers; ``None``: nothing happened, as the ledger is not what was read last. After
+        an error nobody knows what is on disk.
+        """
         return self.ledger.append(
             rows, job=self.job, writer=self._writer, if_unchanged=if_unchanged
         )
