@@ -110,7 +110,7 @@ def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path)
     with pytest.raises(PrivacyBudgetExceeded):  # the first job is under the filter now, too
         first.compose(STEP)
     # the limit, computed here from the definition of a Renyi filter
-    order = look_at(path)[0]._history.filter.order
+    order = look_at(path)[0]._session.filter.order
     total = renyi.curve(counts_of(second), [order])[0]
     assert renyi.epsilon(np.array([total]), DELTA, [order]) <= 3.0 + 1e-6
     assert renyi.epsilon(np.array([total * 1.002]), DELTA, [order]) > 3.0

@@ -37,7 +37,6 @@ from .history import (
     Flag,
     Guarantee,
     History,
-    Memory,
     Part,
     PrivacyBudgetExceeded,
     Settings,
@@ -168,7 +167,7 @@ class PrivacyAccountant:
                 "a budget needs both numbers, epsilon= and delta=, such as 3.0 and 1e-5."
             )
         if path is None:
-            self._set_up(Memory(settings))
+            self._set_up(History(settings))
         else:
             ledger = Ledger(path, settings._asdict(), create=True)
             with LOCK:
@@ -181,7 +180,7 @@ class PrivacyAccountant:
         self._set_up(session)
         return self
 
-    def _set_up(self, session: Memory) -> None:
+    def _set_up(self, session: History) -> None:
         self._session, self._is_asserted = session, False
         self._run: _Run | None = None
         self._last: DpEvent | None = None
@@ -203,9 +202,9 @@ class PrivacyAccountant:
         session = self._begin()
         session.refresh()
         session.stale = False
-        return session.history
+        return session
 
-    def _change(self, change: Callable[[Memory], T]) -> T:
+    def _change(self, change: Callable[[History], T]) -> T:
         """One change at a time: threads wait for each other, and what a signal handler starts in
         the middle of one is refused.
         """
@@ -227,7 +226,7 @@ class PrivacyAccountant:
             finally:
                 _is_busy = False
 
-    def _begin(self) -> Memory:
+    def _begin(self) -> History:
         """The session, which is stale until what follows is done: after an interruption and in a
         forked child it begins anew from the file. (In memory an interruption may count
         repetitions twice.)
@@ -265,33 +264,29 @@ class PrivacyAccountant:
     # --- reading ----------------------------------------------------------------------------------
 
     @property
-    def _history(self) -> History:
-        return self._session.history
-
-    @property
     def epsilon(self) -> float | None:
         """The budget's epsilon, or ``None``."""
-        return self._history.settings.epsilon
+        return self._session.settings.epsilon
 
     @property
     def delta(self) -> float | None:
         """The budget's delta, or ``None``."""
-        return self._history.settings.delta
+        return self._session.settings.delta
 
     @property
     def method(self) -> Method:
         """``"pld"`` or ``"rdp"``."""
-        return self._history.settings.method
+        return self._session.settings.method
 
     @property
     def neighboring(self) -> Neighboring:
         """``"add_or_remove_one"`` or ``"replace_one"``."""
-        return self._history.settings.neighboring
+        return self._session.settings.neighboring
 
     @property
     def unit(self) -> Unit:
         """``"record"`` or ``"user"``: what epsilon is of."""
-        return self._history.settings.unit
+        return self._session.settings.unit
 
     @property
     def path(self) -> Path | None:
@@ -350,7 +345,7 @@ class PrivacyAccountant:
         return (
             f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
-            f" {sum(self._history.charges.values())} releases, {spent}"
+            f" {sum(self._session.charges.values())} releases, {spent}"
         )
 
     def _repr_html_(self) -> str:
@@ -464,9 +459,9 @@ class PrivacyAccountant:
         back. A job that opened a file which held charges already gets the number that its filter
         lets through; before a first charge with ``adaptive=True`` it is not yet that.
         """
-        need = needed(self._history.decompose(event, 1))
+        need = needed(self._session.decompose(event, 1))
         with LOCK:
-            left = self._read().remaining(need, self.is_later_job) if need else None
+            left = self._read().remaining(need) if need else None
             return math.inf if left is None else left
 
     def _default_delta(self, delta: float | None) -> float:
@@ -504,7 +499,7 @@ class PrivacyAccountant:
             count = events.positive_count(count)
         if label is not None and (not isinstance(label, str) or not label):
             raise ArgumentError(f"label must be a non-empty string or None, got {label!r}.")
-        parts = self._history.decompose(event, count)
+        parts = self._session.decompose(event, count)
         if parts:
             self._change(lambda session: self._charge(session, event, parts, label, bool(adaptive)))
         elif adaptive:
@@ -516,7 +511,7 @@ class PrivacyAccountant:
 
     def _charge(
         self,
-        session: Memory,
+        session: History,
         event: DpEvent,
         parts: list[Part],
         label: str | None,
@@ -599,7 +594,7 @@ class PrivacyAccountant:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
             found = self.risk(delta=delta)
-            history = self._history
+            history = self._session
             return report.summary(history, bounds, delta, self.path, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
@@ -610,12 +605,12 @@ class PrivacyAccountant:
         open blocks is written down first.
         """
 
-        def saved(session: Memory) -> dict[str, Any]:
+        def saved(session: History) -> dict[str, Any]:
             session.refresh()
             session.settle()
             session.refresh()  # up to the rows that were just written
             own = {"job": session.job, "notes": session.notes()}
-            return {**session.history.saved(), **session.place, **own}
+            return {**session.saved(), **session.place, **own}
 
         return self._change(saved)
 
@@ -639,7 +634,7 @@ class PrivacyAccountant:
             ArgumentError: this accountant is not empty, has other settings, or is not the file that
                 the state belongs to.
         """
-        charges = read_saved(state_dict, self._history.settings)
+        charges = read_saved(state_dict, self._session.settings)
         self._change(lambda session: session.take_over(state_dict, charges))
         for statement in state_dict["notes"]:
             self.note(statement)
@@ -655,7 +650,7 @@ class PrivacyAccountant:
         Raises:
             ArgumentError: this accountant does not hold what was saved.
         """
-        charges = read_saved(state_dict, self._history.settings)
+        charges = read_saved(state_dict, self._session.settings)
         if state_dict["ledger"] or not len(self):
             self.load_state_dict(state_dict)
             return

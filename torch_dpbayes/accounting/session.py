@@ -27,7 +27,7 @@ from . import events
 from .budget import Budget
 from .dominating_pairs import Pair, covers
 from .events import DpEvent
-from .history import RESUMED, Block, Flag, Key, Memory, Part, needed, this_process
+from .history import RESUMED, Block, Flag, History, Key, Part, needed, this_process
 from .ledger import Ledger, LedgerError, Row, open_blocks
 
 BLOCK = 64  # releases that a process may have reserved, or half as many as it made
@@ -43,7 +43,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=jobs_of_this_process.clear)
 
 
-class Session(Memory):
+class Session(History):
     """One process at one ledger.
 
     Args:
@@ -61,7 +61,7 @@ class Session(Memory):
         self._cost_was_told = False
         self.refresh()
         if not job:
-            self.later = bool(self.history.counts)
+            self.later = bool(self.counts)
 
     @classmethod
     def opened(cls, ledger: Ledger) -> Session:
@@ -82,7 +82,7 @@ class Session(Memory):
         flag = self.flag(adaptive)
         if not self.later:
             # refuses where a filter cannot begin, whatever open blocks would cover
-            self.history.budget_for(parts, flag, self.later)
+            self.budget_for(parts, flag)
         while (found := self._cover(parts)) is None:
             self._reserve(parts, label, flag)
         for block, part in found:
@@ -96,7 +96,7 @@ class Session(Memory):
         block.last_use = self._made.total()
         key = Key(part.event, label, flag, self.job)
         block.used[key] = block.used.get(key, 0) + part.times
-        self.history.keep(part.pair, key, part.times)
+        self.keep(part.pair, key, part.times)
 
     def block_for(self, pair: Pair, taken: Mapping[Block, int] | None = None) -> Block | None:
         """An open block with something left for ``pair`` beside what is ``taken``: its own rather
@@ -135,12 +135,11 @@ class Session(Memory):
 
     def refresh(self) -> None:
         """Takes in what other processes charged."""
-        history = self.history
         for row in self.ledger.read():
             if row.writer == self._writer:
                 continue
             if row.event is not None:
-                history.keep(history.pair(row.event), row.key, row.count)
+                self.keep(self.pair(row.event), row.key, row.count)
             else:
                 self._notes[row.label or ""] = None
 
@@ -148,12 +147,12 @@ class Session(Memory):
 
     def _reserve(self, parts: list[Part], label: str | None, flag: Flag) -> None:
         """Opens blocks that cover ``parts``, or raises."""
-        history, numbers = self.history, None
+        numbers = None
         while numbers is None:  # else another process charged in between
             self.refresh()
-            begins = not history.is_adaptive
+            begins = not self.is_adaptive
             finished = [block for block in self.blocks if self._is_finished(block, parts)]
-            budget = history.budget_for(parts, flag, self.later)
+            budget = self.budget_for(parts, flag)
             wanted = self._wanted(parts, label, flag, finished, budget)
             before = [row for block in finished for row in _settlement(block)]
             numbers = self._append([*before, *wanted])
@@ -181,7 +180,7 @@ class Session(Memory):
         size, kinds = self._size(parts, finished), [parts]
         if any(block.left and _fell_below(block, parts) for block in finished):
             lower = [(events.lowered(part.event, _LOWERED), part.times) for part in parts]
-            kinds.insert(0, [Part(event, n, self.history.pair(event)) for event, n in lower])
+            kinds.insert(0, [Part(event, n, self.pair(event)) for event, n in lower])
         while True:
             others = [block for block in self.blocks if block not in finished and block.left]
             reserved: Counter[Pair] = Counter()
@@ -190,7 +189,7 @@ class Session(Memory):
             for kind in kinds:
                 fit = size * SHARE
                 if budget is not None:
-                    fit = budget.certain(self.history.counts, needed(kind), reserved)
+                    fit = budget.certain(self.counts, needed(kind), reserved)
                 if fit:
                     times, counts = max(1, min(size, fit // SHARE)), Counter[DpEvent]()
                     for part in kind:
@@ -198,7 +197,7 @@ class Session(Memory):
                     return [Row("block", label, event, n, flag) for event, n in counts.items()]
             if not others:
                 assert budget is not None
-                self.history.refuse(parts, budget)
+                self.refuse(parts, budget)
             finished += others
 
     def _size(self, parts: list[Part], finished: Collection[Block]) -> int:
@@ -216,18 +215,18 @@ class Session(Memory):
 
     def _tell_cost(self, need: Mapping[Pair, int], begins: bool) -> None:
         """Says what it costs that this is a later job."""
-        history, budget = self.history, self.history.settings.budget
+        budget = self.settings.budget
         if budget is None:
             _log.warning(
                 "%s held charges before this job and has no budget: epsilon is infinite.",
                 self.path,
             )
             return
-        left, in_one, advice = history.remaining(need, is_later=True), "", ""
+        left, in_one, advice = self.remaining(need), "", ""
         if begins:
-            whole = Budget(*budget, history.settings.method)
-            whole.restart(history.counts)
-            in_one = f" ({whole.max_count(history.counts, need) - 1} in the first job)"
+            whole = Budget(*budget, self.settings.method)
+            whole.restart(self.counts)
+            in_one = f" ({whole.max_count(self.counts, need) - 1} in the first job)"
             advice = " Avoid it by one job, or adaptive=True from the start."
         _log.warning(
             "%s held charges before this job, so a filter guarantees its budget, epsilon = %g"
@@ -246,7 +245,7 @@ class Session(Memory):
         )
 
     def _block(self, row: Row) -> Block:
-        return Block(row.seq, row.key, self.history.pair(row.key.event), row.count)
+        return Block(row.seq, row.key, self.pair(row.key.event), row.count)
 
     def settle(self, in_doubt: bool = False) -> None:
         """Returns what the open blocks did not use."""
