@@ -594,8 +594,7 @@ class PrivacyAccountant:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
             found = self.risk(delta=delta)
-            history = self._session
-            return report.summary(history, bounds, delta, self.path, self.notes, found)
+            return report.summary(self._session, bounds, delta, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, numbers, lists and dicts.

@@ -123,21 +123,13 @@ def _orders_of(
 
 @dataclass(frozen=True)
 class Composed:
-    """Releases composed on a grid for one budget, which others can join.
-
-    Attributes:
-        counts: the releases.
-        epsilon: the budget's.
-        grids: a composition in each direction, on whose grid the releases are.
-        transforms: the releases there.
-        kept: single releases there, for all that join.
-    """
+    """Releases composed on a grid for one budget, which others can join."""
 
     counts: Counts
     epsilon: float
-    grids: list[Composition]
-    transforms: list[Transform]
-    kept: dict[Pair, list[Transform]]
+    grids: list[Composition]  # one in each direction
+    transforms: list[Transform]  # of all releases on these grids
+    kept: dict[Pair, list[Transform]]  # of single ones, for all that join
 
     @classmethod
     def of(cls, counts: Counts, need: Counts, epsilon: float, delta: float) -> Composed | None:
@@ -199,12 +191,8 @@ def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
 
 
 class Budget:
-    """A privacy budget, and what was spent of it.
-
-    Args:
-        epsilon, delta: the budget.
-        method: how compositions are bounded, and whose orders are used.
-        filter: the limit in force where parameters may depend on earlier outputs.
+    """A privacy budget, and what was spent of it; with a filter where parameters may depend on
+    earlier outputs.
     """
 
     def __init__(
@@ -274,13 +262,8 @@ class Budget:
     def fits(
         self, counts: Counts, need: Counts, n: int = 1, reserved: Counts | None = None
     ) -> bool:
-        """Whether ``n`` times ``need`` fits the budget after the history.
-
-        Args:
-            counts: how often each pair was charged.
-            need: the pairs of a release.
-            n: how often it is made.
-            reserved: what is set aside for other releases.
+        """Whether ``n`` times ``need`` fits the budget after ``counts``, which were charged, and
+        what is ``reserved`` for other releases.
         """
         wanted = added(reserved or {}, need, n)
         if self._keeps(wanted):

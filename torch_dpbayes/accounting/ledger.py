@@ -293,7 +293,6 @@ class Ledger:
     """The file: settings fixed at creation, and rows.
 
     Args:
-        path: a plain path on a local disk.
         settings: what must be in force. A ``None`` value takes over what the file has.
         create: make the file with these settings if there is none.
         read_only: never write, not even what SQLite keeps beside the file.
