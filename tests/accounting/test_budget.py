@@ -82,8 +82,8 @@ def test_an_added_record_whose_losses_are_bounded_beside_a_gaussian():
     joint = Composed.of({Gaussian(0.5): 1}, {}, 1.0, DELTA).followed_by({sampled: 3})
     assert joint is None
     joint = Composed.of({Gaussian(0.5): 1}, {sampled: 3}, 1.0, DELTA).followed_by({sampled: 3})
-    assert len(joint._grids) == 2
-    assert len(Composed.of({sampled: 1}, {}, 1.0, DELTA)._grids) == 1
+    assert len(joint.grids) == 2
+    assert len(Composed.of({sampled: 1}, {}, 1.0, DELTA).grids) == 1
 
 
 @given(
@@ -194,7 +194,9 @@ def test_only_what_dominates_a_release_stands_for_it():
     assert list(held.values()) == [1, 0, 1]
 
 
-@pytest.mark.parametrize("rule", [None, Filter.gaussian(1.0, 1e-5), Filter("renyi", 8.0, 1.0)])
+@pytest.mark.parametrize(
+    "rule", [None, Filter("gaussian", math.inf, 1.0), Filter("renyi", 8.0, 1.0)]
+)
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_what_is_not_private_never_fits(rule, method):
     limits = Budget(1.0, DELTA, method, rule)
@@ -207,8 +209,9 @@ def test_what_is_not_private_never_fits(rule, method):
 @pytest.mark.parametrize("kind", ["gaussian", "renyi"])
 def test_a_filter_is_its_limit(kind):
     """Counted by hand."""
-    first = Sampled("directed", 0.01, 1.0)
-    rule = Filter.gaussian(2.0, 1e-5) if kind == "gaussian" else Filter.renyi(2.0, 1e-5, {first: 1})
+    first = Gaussian(1.0) if kind == "gaussian" else Sampled("directed", 0.01, 1.0)
+    rule = Filter.of(2.0, 1e-5, first, declared=True)
+    assert rule.kind == kind
     pair = Gaussian(0.1)
     each = 0.1**2 if kind == "gaussian" else rule.order * 0.1**2 / 2
     limits = Budget(2.0, DELTA, "pld", rule)

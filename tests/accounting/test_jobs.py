@@ -18,10 +18,9 @@ from support.ledgers import (
     sampled,
 )
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, renyi
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, ledger, renyi
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.ledger import file
 
 pytestmark = forks
 
@@ -111,7 +110,7 @@ def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path)
     with pytest.raises(PrivacyBudgetExceeded):  # the first job is under the filter now, too
         first.compose(STEP)
     # the limit, computed here from the definition of a Renyi filter
-    order = look_at(path)[0]._history.filter.order
+    order = look_at(path)[0]._session.filter.order
     total = renyi.curve(counts_of(second), [order])[0]
     assert renyi.epsilon(np.array([total]), DELTA, [order]) <= 3.0 + 1e-6
     assert renyi.epsilon(np.array([total * 1.002]), DELTA, [order]) > 3.0
@@ -159,14 +158,14 @@ def test_a_refused_declaration_leaves_everything_as_it_was(where, path):
 def test_a_first_charge_that_was_taken_back_decides_the_filter(tmp_path, monkeypatch):
     """The filter that admits a charge is the one that is reported."""
     accountant = PrivacyAccountant(1.0, DELTA, path=tmp_path / "budget.db")
-    append = file.Ledger.append
+    append = ledger.Ledger.append
 
     def cut(*arguments, **options):
         monkeypatch.undo()
         append(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(file.Ledger, "append", cut)
+    monkeypatch.setattr(ledger.Ledger, "append", cut)
     with pytest.raises(KeyboardInterrupt):
         accountant.compose(STEP)
     accountant.close()

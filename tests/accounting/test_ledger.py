@@ -24,7 +24,13 @@ from support.ledgers import (
     sampled,
 )
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, budget
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    bounds,
+    budget,
+    ledger,
+)
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
@@ -35,8 +41,7 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
 )
-from torch_dpbayes.accounting.ledger import file
-from torch_dpbayes.accounting.ledger.schema import LedgerError
+from torch_dpbayes.accounting.ledger import LedgerError
 
 RELATIONS = ("add_or_remove_one", "replace_one")
 
@@ -95,7 +100,7 @@ def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
 
     connect = sqlite3.connect
     monkeypatch.setattr(
-        file.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Listening, **k)
+        ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Listening, **k)
     )
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     for module in (bounds, budget):
@@ -285,7 +290,7 @@ def test_a_file_that_is_a_mount_point_is_refused(name, tmp_path, monkeypatch):
     for each in ("budget.db", "other.db", name):
         PrivacyAccountant(3.0, DELTA, path=tmp_path / each).compose(STEP).close()
     mounts = tmp_path / "mountinfo"
-    monkeypatch.setattr(file, "_MOUNTS", mounts)
+    monkeypatch.setattr(ledger, "_MOUNTS", mounts)
     line = b"36 35 98:0 /host/x.db %b rw,noatime shared:1 - ext4 /dev/root rw\n"
     written = os.fsencode(tmp_path / name).replace(b"\\", b"\\134").replace(b" ", b"\\040")
     mounts.write_bytes(line % b"/" + line % os.fsencode(tmp_path) + line % written)

@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, ledger, session
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.ledger import file, session
-from torch_dpbayes.accounting.ledger.schema import LedgerError, Row, open_blocks
+from torch_dpbayes.accounting.ledger import LedgerError, Row, open_blocks
 
 # --- one harness ----------------------------------------------------------------------------------
 
@@ -144,10 +143,10 @@ def test_a_killed_process_leaves_at_least_what_it_released(path, times):
 @pytest.mark.parametrize(
     ("owner", "moment", "what"),
     [
-        (session.Session, "covering", "close"),
-        (session.Session, "covering", "compose"),
-        (file.Ledger, "append", "get_epsilon"),
-        (file.Ledger, "append", "state_dict"),
+        (session.Session, "block_for", "close"),
+        (session.Session, "block_for", "compose"),
+        (ledger.Ledger, "append", "get_epsilon"),
+        (ledger.Ledger, "append", "state_dict"),
     ],
 )
 def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(
@@ -191,8 +190,8 @@ def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_its
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     lost = [PrivacyAccountant(path=path).compose(STEP).compose(STEP)]
     lost.append(lost)
-    now = file.now
-    monkeypatch.setattr(file, "now", lambda: (gc.collect(), now())[1])
+    now = ledger.now
+    monkeypatch.setattr(ledger, "now", lambda: (gc.collect(), now())[1])
     gc.disable()
     try:
         del lost
@@ -209,7 +208,7 @@ def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_its
 
 
 def test_a_busy_file_is_an_error_and_no_release(path, monkeypatch):
-    monkeypatch.setattr(file, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
     other = sqlite3.connect(path, isolation_level=None)
@@ -313,15 +312,15 @@ def test_what_is_no_ledger_or_of_another_format_is_refused(path, tmp_path):
 
 def test_a_block_is_decided_anew_where_another_process_charged_in_between(path, monkeypatch):
     accountant = PrivacyAccountant(1.0, DELTA, path=path)
-    fit, commit = accountant.remaining(STEP), session.Session._commit
+    fit, append = accountant.remaining(STEP), session.Session._append
 
     def late(own, *arguments):
-        monkeypatch.setattr(session.Session, "_commit", commit)
+        monkeypatch.setattr(session.Session, "_append", append)
         rows = [Row("charge", None, STEP, fit, "fixed")]
-        file.Ledger(path, {}).append(rows, job=own.job, writer="another", if_unchanged=False)
-        return commit(own, *arguments)
+        ledger.Ledger(path, {}).append(rows, job=own.job, writer="another", if_unchanged=False)
+        return append(own, *arguments)
 
-    monkeypatch.setattr(session.Session, "_commit", late)
+    monkeypatch.setattr(session.Session, "_append", late)
     with pytest.raises(PrivacyBudgetExceeded):
         accountant.compose(STEP)
     accountant.close()

@@ -12,10 +12,9 @@ import sqlite3
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
-from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting import PrivacyAccountant, ledger
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.ledger import file
-from torch_dpbayes.accounting.ledger.schema import LedgerError
+from torch_dpbayes.accounting.ledger import LedgerError
 
 BUDGET = {"epsilon": 3.0, "delta": DELTA, "neighboring": "replace_one"}
 
@@ -110,7 +109,7 @@ WAYS = [read, read_with_its_budget, charged]
 
 @pytest.mark.parametrize("times", [120, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(file, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
     errors = 0
     for k in range(times):
         seed = random.SystemRandom().getrandbits(64)

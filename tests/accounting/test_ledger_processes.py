@@ -24,8 +24,8 @@ from torch_dpbayes.accounting import (
 )
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.ledger.schema import open_blocks
-from torch_dpbayes.accounting.ledger.session import Session
+from torch_dpbayes.accounting.ledger import open_blocks
+from torch_dpbayes.accounting.session import Session
 
 pytestmark = forks
 
@@ -217,15 +217,15 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
 ):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    covering = Session.covering
+    block_for = Session.block_for
 
     def slow(*arguments):
-        found = covering(*arguments)
+        found = block_for(*arguments)
         inside.set()
         go_on.wait(20)
         return found
 
-    monkeypatch.setattr(Session, "covering", slow)
+    monkeypatch.setattr(Session, "block_for", slow)
     charging = threading.Thread(target=lambda: accountant.compose(STEP))
     charging.start()
     inside.wait(20)

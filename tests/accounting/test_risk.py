@@ -185,7 +185,7 @@ def test_each_guarantee_has_its_own_risk(tmp_path):
     assert advantage["fixed"] < advantage["budget"]
     assert budget.risk().epsilon == 3.0
     gaussian = PrivacyAccountant(3.0, 1e-5).compose(GaussianDpEvent(9.0), adaptive=True)
-    limit = gaussian._history.filter.limit
+    limit = gaussian._session.filter.limit
     assert gaussian.risk().gdp_mu == pytest.approx(math.sqrt(limit), rel=1e-3)
     nothing = PrivacyAccountant().risk(prior=0.3, false_positive_rate=0.02)
     assert (nothing.advantage, nothing.epsilon, nothing.gdp_mu) == (0, 0, 0)

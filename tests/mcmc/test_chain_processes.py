@@ -21,8 +21,7 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting.ledger.file import Ledger
-from torch_dpbayes.accounting.ledger.schema import open_blocks
+from torch_dpbayes.accounting.ledger import Ledger, open_blocks
 from torch_dpbayes.mcmc import DPHMC, MCMC, DPPenalty
 
 DATA = torch.linspace(-1.0, 2.0, 40)

@@ -5,10 +5,9 @@ import sqlite3
 
 import pytest
 
-from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting import PrivacyAccountant, session
 from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.ledger import session
 
 DELTA = 1e-5
 

@@ -3,7 +3,7 @@
 from . import mechanisms, random_allocation, selection  # noqa: F401  (for their events)
 from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded
 from .calibration import get_noise_multiplier, get_num_steps, noise_multiplier_for
-from .ledger.schema import LedgerError
+from .ledger import LedgerError
 from .risk import Risk
 
 __all__ = [

@@ -26,7 +26,7 @@ from .accountant import PrivacyAccountant, look_at
 from .calibration import get_noise_multiplier, get_num_steps
 from .events import Method, Neighboring, check_delta
 from .gdp import gaussian_epsilon
-from .ledger.schema import LedgerError, Row, open_blocks
+from .ledger import LedgerError, Row, open_blocks
 from .report import by_labels, delta_of
 
 _OPTIONS = {

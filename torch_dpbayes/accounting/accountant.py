@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from html import escape
@@ -36,7 +37,6 @@ from .history import (
     Flag,
     Guarantee,
     History,
-    Memory,
     Part,
     PrivacyBudgetExceeded,
     Settings,
@@ -44,9 +44,8 @@ from .history import (
     read_saved,
     this_process,
 )
-from .ledger.file import LOCK, Ledger
-from .ledger.schema import Row
-from .ledger.session import SHARE, Session
+from .ledger import LOCK, Ledger, Row
+from .session import SHARE, Session
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
@@ -168,7 +167,7 @@ class PrivacyAccountant:
                 "a budget needs both numbers, epsilon= and delta=, such as 3.0 and 1e-5."
             )
         if path is None:
-            self._set_up(Memory(settings))
+            self._set_up(History(settings))
         else:
             ledger = Ledger(path, settings._asdict(), create=True)
             with LOCK:
@@ -181,7 +180,7 @@ class PrivacyAccountant:
         self._set_up(session)
         return self
 
-    def _set_up(self, session: Memory) -> None:
+    def _set_up(self, session: History) -> None:
         self._session, self._is_asserted = session, False
         self._run: _Run | None = None
         self._last: DpEvent | None = None
@@ -200,12 +199,12 @@ class PrivacyAccountant:
         """The history, with what other processes charged since. Under the lock."""
         if _is_busy:
             raise StateError(_IN_THE_MIDDLE)
-        self._enter_run()
-        self._begin_anew_if_needed()
-        self._session.refresh()
-        return self._history
+        session = self._begin()
+        session.refresh()
+        session.stale = False
+        return session
 
-    def _change(self, change: Callable[[], T]) -> T:
+    def _change(self, change: Callable[[History], T]) -> T:
         """One change at a time: threads wait for each other, and what a signal handler starts in
         the middle of one is refused.
         """
@@ -215,32 +214,35 @@ class PrivacyAccountant:
                 raise StateError(_IN_THE_MIDDLE)
             _is_busy = True
             try:
-                self._enter_run()
+                session = self._begin()
                 self._run = None
-                self._begin_anew_if_needed()
-                return change()
+                try:
+                    found = change(session)
+                except (PrivacyBudgetExceeded, ArgumentError):  # a refusal changes nothing
+                    session.stale = False
+                    raise
+                session.stale = False
+                return found
             finally:
                 _is_busy = False
 
-    def _begin_anew_if_needed(self) -> None:
-        """Begins anew from the file in a forked child, and after an interruption."""
+    def _begin(self) -> History:
+        """The session, which is stale until what follows is done: after an interruption and in a
+        forked child it begins anew from the file. (In memory an interruption may count
+        repetitions twice.)
+        """
         session = self._session
         if isinstance(session, Session) and (session.stale or session.process != this_process()):
-            self._session, self._run = session.begun_anew(), None
+            session, self._run = session.begun_anew(), None
+            self._session = session
             self._settle_at_exit()
-
-    def _enter_run(self) -> None:
-        """Adds repetitions to the history. In a file that has them already, an interruption must
-        not lose them: then the file is read anew. In memory it may count them twice.
-        """
-        run, session = self._run, self._session
-        if run is None or not run.block.taken or session.stale:
-            return
-        session.stale = isinstance(session, Session)
-        part = run.part._replace(times=run.block.taken)
-        session.taken(run.block, part, run.label, run.flag)
-        run.block.taken = 0
-        session.stale = False
+        session.stale = True
+        if self._run is not None and self._run.block.taken:
+            run = self._run
+            part = run.part._replace(times=run.block.taken)
+            session.taken(run.block, part, run.label, run.flag)
+            run.block.taken = 0
+        return session
 
     def _repeated(self, event: DpEvent, count: int, label: str | None, adaptive: bool) -> bool:
         """Whether this charge was the last one again, and is recorded now."""
@@ -262,33 +264,29 @@ class PrivacyAccountant:
     # --- reading ----------------------------------------------------------------------------------
 
     @property
-    def _history(self) -> History:
-        return self._session.history
-
-    @property
     def epsilon(self) -> float | None:
         """The budget's epsilon, or ``None``."""
-        return self._history.settings.epsilon
+        return self._session.settings.epsilon
 
     @property
     def delta(self) -> float | None:
         """The budget's delta, or ``None``."""
-        return self._history.settings.delta
+        return self._session.settings.delta
 
     @property
     def method(self) -> Method:
         """``"pld"`` or ``"rdp"``."""
-        return self._history.settings.method
+        return self._session.settings.method
 
     @property
     def neighboring(self) -> Neighboring:
         """``"add_or_remove_one"`` or ``"replace_one"``."""
-        return self._history.settings.neighboring
+        return self._session.settings.neighboring
 
     @property
     def unit(self) -> Unit:
         """``"record"`` or ``"user"``: what epsilon is of."""
-        return self._history.settings.unit
+        return self._session.settings.unit
 
     @property
     def path(self) -> Path | None:
@@ -316,10 +314,9 @@ class PrivacyAccountant:
         copy.
         """
         with LOCK:
-            found: dict[tuple[DpEvent, str | None, bool], int] = {}
+            found = Counter[tuple[DpEvent, str | None, bool]]()
             for key, count in self._read().charges.items():
-                line = key.event, key.label, key.flag == "adaptive"
-                found[line] = found.get(line, 0) + count
+                found[key.event, key.label, key.flag == "adaptive"] += count
             return tuple(Charge(line[0], count, *line[1:]) for line, count in found.items())
 
     @property
@@ -344,12 +341,11 @@ class PrivacyAccountant:
     def __repr__(self) -> str:
         place = "" if self.unit == "record" else f", unit={self.unit!r}"
         place += "" if self.path is None else f", path={str(self.path)!r}"
-        known = sum(self._history.charges.values())
+        spent = report.spent_in_words(self)
         return (
             f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
-            f" {known + (self._run.block.taken if self._run else 0)} releases,"
-            f" {report.spent_in_words(self)}"
+            f" {sum(self._session.charges.values())} releases, {spent}"
         )
 
     def _repr_html_(self) -> str:
@@ -453,9 +449,7 @@ class PrivacyAccountant:
         delta = self._default_delta(delta)
         with LOCK:
             history = self._read()
-            return odometer.epsilon(
-                history.counts, delta, history.first, self._history.settings.budget
-            )
+            return odometer.epsilon(history.counts, delta, history.first, history.settings.budget)
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
@@ -465,9 +459,9 @@ class PrivacyAccountant:
         back. A job that opened a file which held charges already gets the number that its filter
         lets through; before a first charge with ``adaptive=True`` it is not yet that.
         """
-        need = needed(self._history.decompose(event, 1))
+        need = needed(self._session.decompose(event, 1))
         with LOCK:
-            left = self._read().remaining(need, self.is_later_job) if need else None
+            left = self._read().remaining(need) if need else None
             return math.inf if left is None else left
 
     def _default_delta(self, delta: float | None) -> float:
@@ -505,9 +499,9 @@ class PrivacyAccountant:
             count = events.positive_count(count)
         if label is not None and (not isinstance(label, str) or not label):
             raise ArgumentError(f"label must be a non-empty string or None, got {label!r}.")
-        parts = self._history.decompose(event, count)
+        parts = self._session.decompose(event, count)
         if parts:
-            self._change(lambda: self._charge(event, parts, label, bool(adaptive)))
+            self._change(lambda session: self._charge(session, event, parts, label, bool(adaptive)))
         elif adaptive:
             raise ArgumentError(
                 "adaptive=True declares how releases are charged, and a charge of nothing declares"
@@ -515,8 +509,14 @@ class PrivacyAccountant:
             )
         return self
 
-    def _charge(self, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
-        session = self._session
+    def _charge(
+        self,
+        session: History,
+        event: DpEvent,
+        parts: list[Part],
+        label: str | None,
+        adaptive: bool,
+    ) -> None:
         if session.process != this_process():
             raise StateError(
                 "this accountant was forked into another process, where a charge would be lost to"
@@ -542,7 +542,7 @@ class PrivacyAccountant:
         """
         if not isinstance(statement, str) or not statement.strip():
             raise ArgumentError(f"a statement must be a non-empty string, got {statement!r}.")
-        self._change(lambda: self._session.note(" ".join(statement.split())))
+        self._change(lambda session: session.note(" ".join(statement.split())))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
@@ -560,7 +560,7 @@ class PrivacyAccountant:
         """Returns to the file what is reserved and was not used. The accountant can still be
         used; without ``path`` nothing happens.
         """
-        self._change(lambda: self._session.settle())
+        self._change(lambda session: session.settle())
 
     def close_for_good(self, timeout: float) -> None:
         """:meth:`close` in a process that is about to end: no other thread charges any more.
@@ -594,8 +594,7 @@ class PrivacyAccountant:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
             found = self.risk(delta=delta)
-            history = self._history
-            return report.summary(history, bounds, delta, self.path, self.notes, found)
+            return report.summary(self._session, bounds, delta, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, numbers, lists and dicts.
@@ -605,13 +604,12 @@ class PrivacyAccountant:
         open blocks is written down first.
         """
 
-        def saved() -> dict[str, Any]:
-            session = self._session
+        def saved(session: History) -> dict[str, Any]:
             session.refresh()
             session.settle()
             session.refresh()  # up to the rows that were just written
             own = {"job": session.job, "notes": session.notes()}
-            return {**session.history.saved(), **session.place, **own}
+            return {**session.saved(), **session.place, **own}
 
         return self._change(saved)
 
@@ -635,8 +633,8 @@ class PrivacyAccountant:
             ArgumentError: this accountant is not empty, has other settings, or is not the file that
                 the state belongs to.
         """
-        charges = read_saved(state_dict, self._history.settings)
-        self._change(lambda: self._session.take_over(state_dict, charges))
+        charges = read_saved(state_dict, self._session.settings)
+        self._change(lambda session: session.take_over(state_dict, charges))
         for statement in state_dict["notes"]:
             self.note(statement)
 
@@ -651,7 +649,7 @@ class PrivacyAccountant:
         Raises:
             ArgumentError: this accountant does not hold what was saved.
         """
-        charges = read_saved(state_dict, self._history.settings)
+        charges = read_saved(state_dict, self._session.settings)
         if state_dict["ledger"] or not len(self):
             self.load_state_dict(state_dict)
             return
@@ -703,7 +701,9 @@ def _settle_quietly(session: Session) -> None:
     """
     with LOCK, suppress(DPBayesError, OSError):
         if not _is_busy:  # else an accountant is collected in the middle of a charge
-            session.settle()
+            was_stale, session.stale = session.stale, True
+            session.settle(in_doubt=was_stale)
+            session.stale = was_stale
 
 
 def _this_program() -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -52,7 +53,6 @@ _KEPT_COSTS = 100_000  # different releases whose divergences are kept
 _KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
 _ROUND_OFF = 1e-9  # relative, of sums of divergences and of their limits
 _MOST_HELD = 16  # different releases that are tried in advance
-_ENOUGH = 16  # releases that fit, from which on nothing is looked for
 
 
 class Filter(NamedTuple):
@@ -76,20 +76,11 @@ class Filter(NamedTuple):
                 whatever the first one released.
         """
         if declared and isinstance(first, Gaussian):
-            return cls.gaussian(epsilon, delta)
-        return cls.renyi(epsilon, delta, {first: 1})
-
-    @classmethod
-    def gaussian(cls, epsilon: float, delta: float) -> Filter:
-        """The filter of a budget for Gaussian releases."""
-        return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
-
-    @classmethod
-    def renyi(cls, epsilon: float, delta: float, first: Counts) -> Filter:
-        """The filter of a budget at the order that admits ``first`` most often."""
+            return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
+        # the order that admits ``first`` most often
         orders = _orders_of(epsilon, delta, 0.05, 2, 60)
         limits = renyi.allowed(epsilon, delta, orders)
-        best = int(np.argmax(limits / np.maximum(renyi.curve(first, orders), 1e-300)))
+        best = int(np.argmax(limits / np.maximum(renyi.curve({first: 1}, orders), 1e-300)))
         return cls("renyi", orders[best], float(limits[best]))
 
     def cost(self, counts: Counts) -> float:
@@ -130,27 +121,15 @@ def _orders_of(
     return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))
 
 
+@dataclass(frozen=True)
 class Composed:
-    """Releases composed on a grid for one budget, which others can join.
+    """Releases composed on a grid for one budget, which others can join."""
 
-    Args:
-        counts: the releases.
-        epsilon: the budget's.
-        grids: a composition in each direction, on whose grid the releases are.
-        transforms: the releases there.
-        kept: single releases there, for all that join.
-    """
-
-    def __init__(
-        self,
-        counts: Counts,
-        epsilon: float,
-        grids: list[Composition],
-        transforms: list[Transform],
-        kept: dict[Pair, list[Transform]],
-    ) -> None:
-        self._counts, self._epsilon = counts, epsilon
-        self._grids, self._transforms, self._kept = grids, transforms, kept
+    counts: Counts
+    epsilon: float
+    grids: list[Composition]  # one in each direction
+    transforms: list[Transform]  # of all releases on these grids
+    kept: dict[Pair, list[Transform]]  # of single ones, for all that join
 
     @classmethod
     def of(cls, counts: Counts, need: Counts, epsilon: float, delta: float) -> Composed | None:
@@ -159,7 +138,7 @@ class Composed:
         """
         failures, others = apart(counts)
         failed = failing(failures)
-        if not others or failed > delta / 2 or not _are_on_grids(others):
+        if not others or failed > delta / 2 or NonPrivate() in others:
             return None
         try:
             grids = [
@@ -172,9 +151,8 @@ class Composed:
 
     def followed_by(self, more: Counts) -> Composed | None:
         """With ``more``; ``None``: these cannot join."""
-        others, joint, found = apart(more)[1], added(self._counts, more), self._transforms
-        on_grids = _are_on_grids(others)
-        if not on_grids or len(_directions(joint, self._epsilon)) > len(found):
+        others, joint, found = apart(more)[1], added(self.counts, more), self.transforms
+        if NonPrivate() in others or len(_directions(joint, self.epsilon)) > len(found):
             return None
         try:
             for pair, count in merge(others).items():
@@ -182,31 +160,27 @@ class Composed:
                 found = [part.followed_by(step, count) for part, step in steps]
         except OverflowError:
             return None
-        return Composed(joint, self._epsilon, self._grids, found, self._kept)
+        return Composed(joint, self.epsilon, self.grids, found, self.kept)
 
     def _steps(self, pair: Pair) -> list[Transform]:
         """One release in each direction."""
-        found = self._kept.get(pair)
+        found = self.kept.get(pair)
         if found is None:
-            found = [grid.step(pair) for grid in self._grids]
-            if (len(self._kept) + 1) * sum(t.spectrum.size for t in found) > _KEPT_NUMBERS:
-                self._kept.clear()
-            self._kept[pair] = found
+            found = [grid.step(pair) for grid in self.grids]
+            if (len(self.kept) + 1) * sum(t.spectrum.size for t in found) > _KEPT_NUMBERS:
+                self.kept.clear()
+            self.kept[pair] = found
         return found
 
     def log_excess(self, delta: float) -> float:
         """log(delta at epsilon / delta); at most 0: these releases keep (epsilon, delta)."""
         try:
-            parts = [g.of_others(t) for g, t in zip(self._grids, self._transforms, strict=True)]
+            parts = [g.of_others(t) for g, t in zip(self.grids, self.transforms, strict=True)]
         except OverflowError:
             return LARGEST_EXCESS
-        largest = max(part.upper_delta(self._epsilon) for part in parts)
-        found = (failing(apart(self._counts)[0]) + largest) * (1 + _ROUND_OFF)
+        largest = max(part.upper_delta(self.epsilon) for part in parts)
+        found = (failing(apart(self.counts)[0]) + largest) * (1 + _ROUND_OFF)
         return math.log(found / delta) if found else -LARGEST_EXCESS
-
-
-def _are_on_grids(counts: Counts) -> bool:
-    return NonPrivate() not in counts
 
 
 def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
@@ -217,12 +191,8 @@ def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
 
 
 class Budget:
-    """A privacy budget, and what was spent of it.
-
-    Args:
-        epsilon, delta: the budget.
-        method: how compositions are bounded, and whose orders are used.
-        filter: the limit in force where parameters may depend on earlier outputs.
+    """A privacy budget, and what was spent of it; with a filter where parameters may depend on
+    earlier outputs.
     """
 
     def __init__(
@@ -292,13 +262,8 @@ class Budget:
     def fits(
         self, counts: Counts, need: Counts, n: int = 1, reserved: Counts | None = None
     ) -> bool:
-        """Whether ``n`` times ``need`` fits the budget after the history.
-
-        Args:
-            counts: how often each pair was charged.
-            need: the pairs of a release.
-            n: how often it is made.
-            reserved: what is set aside for other releases.
+        """Whether ``n`` times ``need`` fits the budget after ``counts``, which were charged, and
+        what is ``reserved`` for other releases.
         """
         wanted = added(reserved or {}, need, n)
         if self._keeps(wanted):
@@ -320,7 +285,7 @@ class Budget:
     def certain(self, counts: Counts, need: Counts, reserved: Counts | None = None) -> int:
         """How often ``need`` certainly fits; 0 means that it does not fit once."""
         known = self.cheap(need, reserved)
-        if known < _ENOUGH and self.fits(counts, need, 1, reserved):
+        if not known and self.fits(counts, need, 1, reserved):
             known = max(self.cheap(need, reserved), 1)
         return known
 

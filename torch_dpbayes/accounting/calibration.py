@@ -65,7 +65,7 @@ def noise_multiplier_for(
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     upper = renyi.upper_epsilon if accounting_method(method) == "rdp" else bounds.upper_epsilon
-    before = _counts(history, neighboring)
+    before = counts_of(history, neighboring)
     if before and upper(before, delta) > epsilon:
         why = without_delta(before, delta)
         raise ArgumentError(
@@ -76,7 +76,7 @@ def noise_multiplier_for(
     steps = events.positive_count(steps, "steps")
 
     def excess(log_noise: float) -> float:
-        planned = _counts([(make_event(math.exp(log_noise)), steps)], neighboring)
+        planned = counts_of([(make_event(math.exp(log_noise)), steps)], neighboring)
         counts = added(before, planned)
         if why := without_delta(counts, delta):
             raise ArgumentError(f"no noise multiplier meets the target. {why}")
@@ -146,7 +146,7 @@ def get_num_steps(
         events.sampling_rate(sample_rate),
         GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
     )
-    before, step = _counts(history, neighboring), _counts([(event, 1)], neighboring)
+    before, step = counts_of(history, neighboring), counts_of([(event, 1)], neighboring)
     return min(Budget(epsilon, delta, "pld").max_count(before, step), MOST_STEPS)
 
 
@@ -212,7 +212,7 @@ def _crossing(excess: Callable[[float], float], least: float, most: float) -> fl
     return found
 
 
-def _counts(
+def counts_of(
     history: Iterable[tuple[Any, ...]], neighboring: Neighboring | NeighboringRelation
 ) -> dict[Pair, int]:
     """How often each pair was released in pairs (event, count), or in an accountant's history."""

@@ -118,8 +118,22 @@ def needed(parts: Iterable[Part]) -> dict[Pair, int]:
     return counts
 
 
+class Block:
+    """Releases that fit, or that one process reserved: how many are left, and what the others
+    were used for.
+    """
+
+    __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "taken", "used")
+
+    def __init__(self, seq: int, key: Key | None, pair: Pair, left: int) -> None:
+        self.seq, self.key, self.pair, self.left, self.open = seq, key, pair, left, True
+        self.used: dict[Key, int] = {}
+        self.last_use = 0  # how many releases had been made
+        self.taken = 0  # of those used, how many are not in the history yet
+
+
 class History:
-    """Charges under one budget.
+    """Charges under one budget: what one process knows of them, here all there is.
 
     Attributes:
         charges: how often each event was charged, by label, flag and job.
@@ -129,10 +143,20 @@ class History:
         is_adaptive: whether any charge was: declared so, or of a later job.
         is_taken_over: whether it was saved by another accountant, whose bounds nobody knows.
         budget: decides what still fits; ``None`` without a budget.
+        job: the name under which it charges.
+        process: the only one that may charge; a fork begins a session of its own, if it can.
+        later: whether the job began after others had charged.
+        stale: a change or a reading is under way, or was interrupted: what is known may not be what
+            is kept.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    path: Path | None = None
+
+    def __init__(self, settings: Settings, job: str = "") -> None:
+        self.settings, self.job = settings, job or uuid.uuid4().hex
+        self.process, self.later, self.stale = this_process(), False, False
+        self._notes: dict[str, None] = {}
+        self._is_resumed = False
         self.charges: dict[Key, int] = {}
         self.counts: dict[Pair, int] = {}
         self.first: Pair | None = None
@@ -261,10 +285,10 @@ class History:
 
     # --- deciding ---------------------------------------------------------------------------------
 
-    def remaining(self, need: Counts, is_later: bool) -> int | None:
+    def remaining(self, need: Counts) -> int | None:
         """How many times ``need`` still fits; ``None`` without a budget."""
         budget = self.budget
-        if is_later and not self.is_adaptive and self.first is not None:
+        if self.later and not self.is_adaptive and self.first is not None:
             budget = self.filtered(self.first, False)
         return None if budget is None else budget.max_count(self.counts, need)
 
@@ -311,16 +335,16 @@ class History:
         budget = self.settings.budget
         return self._budget(None if budget is None else Filter.of(*budget, first, declared))
 
-    def budget_for(self, parts: list[Part], flag: Flag, is_later: bool) -> Budget | None:
+    def budget_for(self, parts: list[Part], flag: Flag) -> Budget | None:
         """The budget that a charge has to fit; ``None``: there is none.
 
         Raises:
             PrivacyBudgetExceeded: a first job left nothing for later ones.
             ArgumentError: adaptive charges cannot begin here.
         """
-        if flag == "fixed" or self.is_adaptive or (is_later and self.settings.budget is None):
+        if flag == "fixed" or self.is_adaptive or (self.later and self.settings.budget is None):
             return self.budget
-        if is_later and self.first is not None:
+        if self.later and self.first is not None:
             budget = self.filtered(self.first, False)
             assert budget is not None and budget.filter is not None
             rule = budget.filter
@@ -346,6 +370,45 @@ class History:
         # not that of these parts if a charge was here before and was taken back
         return self.filtered(self.first or parts[0].pair, self.first is None or self.declared)
 
+    # --- charging ---------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What a saved state says of the file that it belongs to, and how far that was read."""
+        return {"ledger": "", "place": []}
+
+    def refresh(self) -> None:
+        """Takes in what other processes charged."""
+
+    def settle(self, in_doubt: bool = False) -> None:
+        """Returns what is reserved and was not used.
+
+        Args:
+            in_doubt: a change was interrupted, so that more may be reserved than is known here.
+        """
+
+    def flag(self, adaptive: bool) -> Flag:
+        """Under which flag this job's charges stand."""
+        return "adaptive" if adaptive or self.later else "fixed"
+
+    def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
+        """Records a charge, or raises before anything is recorded."""
+        flag = self.flag(adaptive)
+        budget = self.budget_for(parts, flag)
+        if budget is not None and not budget.fits(self.counts, needed(parts)):
+            self.refuse(parts, budget)
+        for part in parts:
+            self.taken(None, part, label, flag)
+
+    def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
+        """These releases were charged, out of a block if they were reserved."""
+        self.keep(part.pair, Key(part.event, label, flag, self.job), part.times)
+
+    def block_for(self, pair: Pair) -> Block | None:
+        """Releases of ``pair`` that need no decision."""
+        budget = self.budget
+        return Block(0, None, pair, MOST_STEPS if budget is None else budget.cheap({pair: 1}))
+
     # --- saving -----------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
@@ -356,15 +419,28 @@ class History:
         ]
         return {**self.settings._asdict(), "history": charges}
 
-    def check_saved(
-        self, state: Mapping[str, Any], charges: Mapping[Key, int]
-    ) -> list[tuple[Part, Key]]:
-        """The parts of saved charges. This history must be empty.
+    def notes(self) -> list[str]:
+        """The statements on which the guarantee rests."""
+        if self._is_resumed and any(key.job == self.job for key in self.charges):
+            self._notes[RESUMED] = None
+        return [*self._notes]
+
+    def note(self, statement: str) -> None:
+        """Keeps a statement, unless it is there already."""
+        self._notes[statement] = None
+
+    def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
+        """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``.
 
         Raises:
-            PrivacyBudgetExceeded: they do not fit the budget.
+            PrivacyBudgetExceeded: the charges do not fit the budget.
             ArgumentError: the budget is another than that of a saved adaptive history.
         """
+        if state["ledger"]:
+            raise ArgumentError(
+                "the saved history belongs to a ledger file, which goes on counting: open that"
+                " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
+            )
         if self.counts:
             raise ArgumentError(
                 "this accountant is not empty: loading would forget or double what it holds."
@@ -398,7 +474,24 @@ class History:
                     f" {budget[0]:g} at delta = {budget[1]:g}. Nothing was loaded. Load it into an"
                     " accountant with the budget that it was made with."
                 )
-        return parts
+        self._write(state, parts)
+        self.is_taken_over = True
+        for part, key in parts:
+            self.keep(part.pair, key, part.times)
+
+    def _write(self, state: Mapping[str, Any], parts: list[tuple[Part, Key]]) -> None:
+        """Keeps what is taken over, where others can read it if there are any."""
+        self._is_resumed |= state["job"] != self.job
+
+    def require(self, charges: Mapping[Key, int]) -> None:
+        """Raises unless this history holds these charges, each of the job that made it."""
+        held, wanted = (_by_job(found) for found in (self.charges, charges))
+        if wanted - held:
+            raise ArgumentError(
+                "this accountant does not know the releases of the saved run, and resuming would"
+                " forget them: resume with that run's own accountant, or an empty one, which takes"
+                " them over."
+            )
 
 
 def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
@@ -431,120 +524,14 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
     return found
 
 
-def _change(counts: dict[Any, int], key: Any, by: int) -> None:
-    counts[key] = counts.get(key, 0) + by
-    if not counts[key]:
-        del counts[key]
-
-
-# --- in memory ------------------------------------------------------------------------------------
-
-
-class Block:
-    """Releases that fit, or that one process reserved: how many are left, and what the others
-    were used for.
-    """
-
-    __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "taken", "used")
-
-    def __init__(self, seq: int, key: Key | None, pair: Pair, left: int) -> None:
-        self.seq, self.key, self.pair, self.left, self.open = seq, key, pair, left, True
-        self.used: dict[Key, int] = {}
-        self.last_use = 0  # how many releases had been made
-        self.taken = 0  # of those used, how many are not in the history yet
-
-
-class Memory:
-    """A history that only its process knows: one job.
-
-    Attributes:
-        job: the name under which it charges.
-        process: the only one that may charge; a fork begins a session of its own, if it can.
-        later: whether the job began after others had charged.
-        stale: what is known may not be what is kept: an interruption came in between.
-    """
-
-    path: Path | None = None
-
-    def __init__(self, settings: Settings, job: str = "") -> None:
-        self.history, self.job = History(settings), job or uuid.uuid4().hex
-        self.process, self.later, self.stale = this_process(), False, False
-        self._notes: dict[str, None] = {}
-        self._is_resumed = False
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """What a saved state says of the file that it belongs to, and how far that was read."""
-        return {"ledger": "", "place": []}
-
-    def refresh(self) -> None:
-        """Takes in what other processes charged."""
-
-    def settle(self) -> None:
-        """Returns what is reserved and was not used."""
-
-    def flag(self, adaptive: bool) -> Flag:
-        """Under which flag this job's charges stand."""
-        return "adaptive" if adaptive or self.later else "fixed"
-
-    def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
-        """Records a charge, or raises before anything is recorded."""
-        history, flag = self.history, self.flag(adaptive)
-        budget = history.budget_for(parts, flag, is_later=False)
-        if budget is not None and not budget.fits(history.counts, needed(parts)):
-            history.refuse(parts, budget)
-        for part in parts:
-            self.taken(None, part, label, flag)
-
-    def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
-        """These releases were charged, out of a block if they were reserved."""
-        self.history.keep(part.pair, Key(part.event, label, flag, self.job), part.times)
-
-    def block_for(self, pair: Pair) -> Block | None:
-        """Releases of ``pair`` that need no decision."""
-        budget = self.history.budget
-        return Block(0, None, pair, MOST_STEPS if budget is None else budget.cheap({pair: 1}))
-
-    def notes(self) -> list[str]:
-        """The statements on which the guarantee rests."""
-        if self._is_resumed and any(key.job == self.job for key in self.history.charges):
-            self._notes[RESUMED] = None
-        return [*self._notes]
-
-    def note(self, statement: str) -> None:
-        """Keeps a statement, unless it is there already."""
-        self._notes[statement] = None
-
-    def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
-        """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``."""
-        if state["ledger"]:
-            raise ArgumentError(
-                "the saved history belongs to a ledger file, which goes on counting: open that"
-                " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
-            )
-        parts = self.history.check_saved(state, charges)
-        self._write(state, parts)
-        self.history.is_taken_over = True
-        for part, key in parts:
-            self.history.keep(part.pair, key, part.times)
-
-    def _write(self, state: Mapping[str, Any], parts: list[tuple[Part, Key]]) -> None:
-        """Keeps what is taken over, where others can read it if there are any."""
-        self._is_resumed |= state["job"] != self.job
-
-    def require(self, charges: Mapping[Key, int]) -> None:
-        """Raises unless this history holds these charges, each of the job that made it."""
-        held, wanted = (_by_job(found) for found in (self.history.charges, charges))
-        if wanted - held:
-            raise ArgumentError(
-                "this accountant does not know the releases of the saved run, and resuming would"
-                " forget them: resume with that run's own accountant, or an empty one, which takes"
-                " them over."
-            )
-
-
 def _by_job(charges: Mapping[Key, int]) -> Counter[tuple[str, DpEvent]]:
     found: Counter[tuple[str, DpEvent]] = Counter()
     for key, count in charges.items():
         found[key.job, key.event] += count
     return found
+
+
+def _change(counts: dict[Any, int], key: Any, by: int) -> None:
+    counts[key] = counts.get(key, 0) + by
+    if not counts[key]:
+        del counts[key]

@@ -46,13 +46,8 @@ def epsilon(
     first: Pair | None,
     budget: tuple[float, float] | None = None,
 ) -> float:
-    """The odometer after ``counts``.
-
-    Args:
-        counts: how often each pair was released.
-        delta: fixed before the first release.
-        first: what was released first.
-        budget: epsilon and delta near which the odometer is to be tight.
+    """The odometer after ``counts``, of which ``first`` came first; tightest near the budget's
+    epsilon and delta.
     """
     failures, others = apart(counts)
     if failures or NonPrivate() in others:

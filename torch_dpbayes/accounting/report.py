@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +30,6 @@ def summary(
     history: History,
     bounds: tuple[float, float],
     delta: float,
-    path: Path | None,
     notes: Iterable[str],
     risk: Risk,
 ) -> str:
@@ -57,8 +55,8 @@ def summary(
         f"  risk        an attack that accuses {risk.false_positive_rate:.1%} wrongly finds at most"
         f" {risk.true_positive_rate:.4g} of those there; advantage <= {risk.advantage:.4g}"
     )
-    if path is not None:
-        lines.append(f"  ledger      {path}")
+    if history.path is not None:
+        lines.append(f"  ledger      {history.path}")
     for i, note in enumerate(notes):
         lines.append(f"  {'' if i else 'rests on':<11} {note}")
     charges = [(key.event, count, key.label) for key, count in history.charges.items()]

@@ -29,7 +29,8 @@ from scipy import optimize
 
 from ..errors import ArgumentError
 from . import bounds, events
-from .dominating_pairs import Array, Pair, dominating_pair
+from .calibration import counts_of
+from .dominating_pairs import Array, Pair
 from .events import (
     ComposedDpEvent,
     DpEvent,
@@ -138,12 +139,7 @@ def selection_epsilon(
     """
     delta = check_delta(delta)
     neighboring = neighboring_relation(neighboring)
-    counts: dict[Pair, int] = {}
-    for event, count in schedule:
-        for part, times in events.elementary(event, events.positive_count(count)):
-            pair = dominating_pair(part, neighboring)
-            counts[pair] = counts.get(pair, 0) + times
-    if not counts:
+    if not (counts := counts_of(schedule, neighboring)):
         return 0.0
     # K is drawn from nearly this law: every density is off by a factor of 1 +- _DRAWING at most,
     # and _UNSEEN counts on both sides

@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ...errors import ArgumentError
-from .. import events
-from ..budget import Budget
-from ..dominating_pairs import Pair, covers
-from ..events import DpEvent
-from ..history import RESUMED, Block, Flag, Key, Memory, Part, needed, this_process
-from .file import Ledger
-from .schema import LedgerError, Row
+from ..errors import ArgumentError
+from . import events
+from .budget import Budget
+from .dominating_pairs import Pair, covers
+from .events import DpEvent
+from .history import RESUMED, Block, Flag, History, Key, Part, needed, this_process
+from .ledger import Ledger, LedgerError, Row, open_blocks
 
 BLOCK = 64  # releases that a process may have reserved, or half as many as it made
 SHARE = 8  # a block takes at most one part in so many of what fits
@@ -44,7 +43,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=jobs_of_this_process.clear)
 
 
-class Session(Memory):
+class Session(History):
     """One process at one ledger.
 
     Args:
@@ -62,7 +61,7 @@ class Session(Memory):
         self._cost_was_told = False
         self.refresh()
         if not job:
-            self.later = bool(self.history.counts)
+            self.later = bool(self.counts)
 
     @classmethod
     def opened(cls, ledger: Ledger) -> Session:
@@ -73,7 +72,7 @@ class Session(Memory):
 
     def begun_anew(self) -> Session:
         """A session of the same job that knows only what the file says."""
-        self.settle()
+        self.settle(in_doubt=True)
         return Session(Ledger(self.ledger.path, {"id": self.ledger.id}), self.job, self.later)
 
     # --- charging ---------------------------------------------------------------------------------
@@ -83,14 +82,12 @@ class Session(Memory):
         flag = self.flag(adaptive)
         if not self.later:
             # refuses where a filter cannot begin, whatever open blocks would cover
-            self.history.budget_for(parts, flag, self.later)
+            self.budget_for(parts, flag)
         while (found := self._cover(parts)) is None:
             self._reserve(parts, label, flag)
-        self.stale = True  # until the history has what the blocks gave
         for block, part in found:
             block.left -= part.times
             self.taken(block, part, label, flag)
-        self.stale = False
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
         """These releases were taken out of a block."""
@@ -99,17 +96,15 @@ class Session(Memory):
         block.last_use = self._made.total()
         key = Key(part.event, label, flag, self.job)
         block.used[key] = block.used.get(key, 0) + part.times
-        self.history.keep(part.pair, key, part.times)
+        self.keep(part.pair, key, part.times)
 
-    def block_for(self, pair: Pair) -> Block | None:
-        """An open block with something left for ``pair``."""
-        return self.covering(pair, {})
-
-    def covering(self, pair: Pair, taken: Mapping[Block, int]) -> Block | None:
-        """A block with something left for ``pair``: its own rather than one that dominates it."""
+    def block_for(self, pair: Pair, taken: Mapping[Block, int] | None = None) -> Block | None:
+        """An open block with something left for ``pair`` beside what is ``taken``: its own rather
+        than one that dominates it.
+        """
         found = None
         for block in self.blocks:
-            if block.open and block.left > taken.get(block, 0):
+            if block.open and block.left > (taken or {}).get(block, 0):
                 if block.pair == pair:
                     return block
                 if found is None and covers(block.pair, pair):
@@ -122,7 +117,7 @@ class Session(Memory):
         chosen: dict[Block, int] = {}
         for event, times, pair in parts:
             while times:
-                block = self.covering(pair, chosen)
+                block = self.block_for(pair, chosen)
                 if block is None:
                     return None
                 count = min(times, block.left - chosen.get(block, 0))
@@ -140,31 +135,30 @@ class Session(Memory):
 
     def refresh(self) -> None:
         """Takes in what other processes charged."""
-        self.stale = True
-        history = self.history
         for row in self.ledger.read():
             if row.writer == self._writer:
                 continue
             if row.event is not None:
-                history.keep(history.pair(row.event), row.key, row.count)
+                self.keep(self.pair(row.event), row.key, row.count)
             else:
                 self._notes[row.label or ""] = None
-        self.stale = False
 
     # --- reserving --------------------------------------------------------------------------------
 
     def _reserve(self, parts: list[Part], label: str | None, flag: Flag) -> None:
         """Opens blocks that cover ``parts``, or raises."""
-        history, committed = self.history, False
-        while not committed:
+        numbers = None
+        while numbers is None:  # else another process charged in between
             self.refresh()
-            begins = not history.is_adaptive
+            begins = not self.is_adaptive
             finished = [block for block in self.blocks if self._is_finished(block, parts)]
-            budget = history.budget_for(parts, flag, self.later)
+            budget = self.budget_for(parts, flag)
             wanted = self._wanted(parts, label, flag, finished, budget)
-            self.stale = True
-            committed = self._commit(wanted, finished)
-            self.stale = False
+            before = [row for block in finished for row in _settlement(block)]
+            numbers = self._append([*before, *wanted])
+        self.blocks = [block for block in self.blocks if block not in finished]
+        for seq, row in zip(numbers[len(before) :], wanted, strict=True):
+            self.blocks.append(self._block(row._replace(seq=seq, job=self.job)))
         if self.later and not self._cost_was_told:
             self._cost_was_told = True
             self._tell_cost(needed(parts), begins)
@@ -186,7 +180,7 @@ class Session(Memory):
         size, kinds = self._size(parts, finished), [parts]
         if any(block.left and _fell_below(block, parts) for block in finished):
             lower = [(events.lowered(part.event, _LOWERED), part.times) for part in parts]
-            kinds.insert(0, [Part(event, n, self.history.pair(event)) for event, n in lower])
+            kinds.insert(0, [Part(event, n, self.pair(event)) for event, n in lower])
         while True:
             others = [block for block in self.blocks if block not in finished and block.left]
             reserved: Counter[Pair] = Counter()
@@ -195,7 +189,7 @@ class Session(Memory):
             for kind in kinds:
                 fit = size * SHARE
                 if budget is not None:
-                    fit = budget.certain(self.history.counts, needed(kind), reserved)
+                    fit = budget.certain(self.counts, needed(kind), reserved)
                 if fit:
                     times, counts = max(1, min(size, fit // SHARE)), Counter[DpEvent]()
                     for part in kind:
@@ -203,7 +197,7 @@ class Session(Memory):
                     return [Row("block", label, event, n, flag) for event, n in counts.items()]
             if not others:
                 assert budget is not None
-                self.history.refuse(parts, budget)
+                self.refuse(parts, budget)
             finished += others
 
     def _size(self, parts: list[Part], finished: Collection[Block]) -> int:
@@ -221,18 +215,18 @@ class Session(Memory):
 
     def _tell_cost(self, need: Mapping[Pair, int], begins: bool) -> None:
         """Says what it costs that this is a later job."""
-        history, budget = self.history, self.history.settings.budget
+        budget = self.settings.budget
         if budget is None:
             _log.warning(
                 "%s held charges before this job and has no budget: epsilon is infinite.",
                 self.path,
             )
             return
-        left, in_one, advice = history.remaining(need, is_later=True), "", ""
+        left, in_one, advice = self.remaining(need), "", ""
         if begins:
-            whole = Budget(*budget, history.settings.method)
-            whole.restart(history.counts)
-            in_one = f" ({whole.max_count(history.counts, need) - 1} in the first job)"
+            whole = Budget(*budget, self.settings.method)
+            whole.restart(self.counts)
+            in_one = f" ({whole.max_count(self.counts, need) - 1} in the first job)"
             advice = " Avoid it by one job, or adaptive=True from the start."
         _log.warning(
             "%s held charges before this job, so a filter guarantees its budget, epsilon = %g"
@@ -242,42 +236,25 @@ class Session(Memory):
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def _commit(self, wanted: list[Row], finished: list[Block]) -> bool:
-        """Opens blocks and settles finished ones in one transaction, if the ledger is still what
-        was read last.
-
-        Returns:
-            Whether it is. If not, nothing happened.
-
-        Raises:
-            LedgerError: nobody knows what is on disk. Take nothing out of any block any more:
-                :meth:`settle`, and begin anew.
-        """
-        before = [row for block in finished for row in _settlement(block)]
-        numbers = self._append([*before, *wanted])
-        if numbers is None:
-            return False
-        self.blocks = [block for block in self.blocks if block not in finished]
-        for seq, row in zip(numbers[len(before) :], wanted, strict=True):
-            self.blocks.append(self._block(row._replace(seq=seq, job=self.job)))
-        return True
-
     def _append(self, rows: list[Row], if_unchanged: bool = True) -> list[int] | None:
+        """Their numbers; ``None``: nothing happened, as the ledger is not what was read last. After
+        an error nobody knows what is on disk.
+        """
         return self.ledger.append(
             rows, job=self.job, writer=self._writer, if_unchanged=if_unchanged
         )
 
     def _block(self, row: Row) -> Block:
-        return Block(row.seq, row.key, self.history.pair(row.key.event), row.count)
+        return Block(row.seq, row.key, self.pair(row.key.event), row.count)
 
-    def settle(self) -> None:
+    def settle(self, in_doubt: bool = False) -> None:
         """Returns what the open blocks did not use."""
         if this_process() != self.process:
             return  # the blocks are the parent's
-        was_stale, self.stale = self.stale, True
-        if was_stale:  # a commit may have been interrupted: there may be blocks that nobody used
+        if in_doubt:  # a commit may have been interrupted: there may be blocks that nobody used
             known = {block.seq for block in self.blocks}
-            found = self.ledger.open_blocks_of(self._writer)
+            rows = Ledger(self.ledger.path, {"id": self.ledger.id}).read()
+            found = open_blocks(row for row in rows if row.writer == self._writer)
             self.blocks += [self._block(row) for row in found if row.seq not in known]
         for block in list(self.blocks):
             block.open = False
@@ -288,7 +265,6 @@ class Session(Memory):
                 if not isinstance(error.__cause__, sqlite3.IntegrityError):
                     raise
             self.blocks.remove(block)
-        self.stale = was_stale
 
     # --- noting and loading -----------------------------------------------------------------------
 
@@ -296,7 +272,6 @@ class Session(Memory):
         """Keeps a statement for all jobs, unless it is there already."""
         self.refresh()
         while statement not in self._notes:
-            self.stale = True
             if self._append([Row("note", statement, None, 0, "fixed")]) is not None:
                 self._notes[statement] = None
             self.refresh()
@@ -307,9 +282,7 @@ class Session(Memory):
         """
         self.refresh()
         if state["ledger"] != self.ledger.id:
-            self.stale = True  # until rows and history are the same again
             super().take_over(state, charges)
-            self.stale = False
             if charges:
                 self.note(RESUMED)
         elif not self.ledger.holds(state["place"]):

@@ -1,11 +1,37 @@
-"""The SQLite file: opened once for each transaction, made once, read and appended to.
+"""A history that outlives its process: one SQLite file that many processes charge.
+
+The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which
+count as spent for all the others), the *return* of what a block did not use, or a note. Rows are
+numbered without gaps. Each carries a digest of itself and of the row before, the first one of the
+settings, so a row that was changed, lost or brought back from a copy is noticed. The *seal* repeats
+the last digest, so missing ends are noticed too.
 
 A connection lives as long as one transaction, and a fork waits for its end. So no connection is
-inherited by a child, or writes into a file that was deleted or replaced.
+inherited by a child, or writes into a file that was deleted or replaced. :mod:`session` is one
+process at a ledger.
+
+Why the budget is never passed, whoever charges:
+
+* *Processes.* A block is committed in an exclusive transaction, and only if the last row is still
+  the one on which the decision rests (``Ledger.append``). Blocks of others count in full.
+* *Threads.* One of them charges or reads at a time (``LOCK``).
+* *Forks.* A fork waits for the lock. A session is of one process: a child begins anew from the
+  file, and owns no block (``Session.begun_anew``).
+* *Crashes.* What is released was taken out of a block that is on disk (``synchronous = FULL``).
+  What nobody returns stays charged.
+* *Interruptions.* While the file and what is known of it may differ, a session is ``stale``, and
+  the next call begins anew. A block is returned once, by a unique index.
+* *Copies of an accountant* hold the path and the file's identity, and no block. So do two
+  accountants that one process opens.
+* *Copies of the file.* Its identity, and the digest of the row that was read last, must be there.
+* *Two names.* A hard link and a file that is a mount point are refused: SQLite keeps a journal for
+  each name.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import sqlite3
@@ -13,33 +39,34 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from glob import escape
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from ...errors import ArgumentError
-from ..history import Settings
-from .schema import (
-    COLUMNS,
-    SEAL,
-    LedgerError,
-    Row,
-    damaged,
-    explained,
-    first_digest,
-    make_tables,
-    next_digest,
-    now,
-    open_blocks,
-    read_settings,
-    replaced,
-    seal_of_same_file,
-)
+from ..errors import ArgumentError, DPBayesError
+from . import events
+from .events import DpEvent
+from .history import Flag, Key, Settings
 
 BUSY_SECONDS = 60.0
 _MAKING = "-making-"
 _MOUNTS = Path("/proc/self/mountinfo")
+FORMAT = 5
+APPLICATION = 0x64706279
+SEAL = "seal"  # the last row's digest, repeated among the settings
+
+COLUMNS = "seq, time, job, writer, kind, label, event, count, flag, block"
+TABLES = (
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    (
+        "CREATE TABLE rows (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, writer"
+        " TEXT NOT NULL, kind TEXT NOT NULL, label TEXT, event TEXT NOT NULL, count INTEGER NOT"
+        " NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT NULL)"
+    ),
+    "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
+)
 
 # Held by whoever charges or reads, and by whoever forks: a child must not begin in the middle of a
 # change, and SQLite keeps a process' locks in its memory, where a child would find those of a
@@ -54,11 +81,218 @@ T = TypeVar("T")
 _log = logging.getLogger("torch_dpbayes")
 
 
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class LedgerError(DPBayesError, RuntimeError):
+    """The ledger could not be read or written. Nothing may be released."""
+
+    code = "ledger"
+
+
+def replaced(path: Path) -> LedgerError:
+    """Another file has taken the place of the one that was opened."""
+    return LedgerError(
+        f"{path} is another ledger than the one that was opened: it was replaced. Nothing is"
+        " released. Put the right one back."
+    )
+
+
+def damaged(path: Path, what: str) -> LedgerError:
+    """The file is not what was written."""
+    return LedgerError(
+        f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is"
+        " released. Restore the newest backup only if nothing was charged after it; otherwise take"
+        " the budget as spent."
+    )
+
+
+_NONE = "Nothing may be released"
+_EXPLAINED = {
+    sqlite3.SQLITE_FULL: f"cannot grow: the disk is full. {_NONE}; make room, then go on",
+    sqlite3.SQLITE_IOERR: (
+        f"cannot be read or written ({{error}}): is the disk full, or a size limit reached? {_NONE}"
+    ),
+    sqlite3.SQLITE_READONLY: (
+        "cannot be written: the file or its folder is read-only. Charging needs write access to"
+        f" both. {_NONE}"
+    ),
+    sqlite3.SQLITE_CANTOPEN: f"cannot be opened: {{why}}. {_NONE}",
+    sqlite3.SQLITE_CONSTRAINT: f"refused a row ({{error}}). {_NONE}",
+    sqlite3.SQLITE_BUSY: (
+        "was kept busy by other processes for {seconds:g} s. Nothing was recorded; release nothing,"
+        " and try again"
+    ),
+}
+_EXPLAINED[sqlite3.SQLITE_LOCKED] = _EXPLAINED[sqlite3.SQLITE_BUSY]
+_EXPLAINED[sqlite3.SQLITE_PERM] = _EXPLAINED[sqlite3.SQLITE_READONLY]
+
+
+def explained(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> LedgerError:
+    """An error of SQLite in words."""
+    what = _EXPLAINED.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    if what is None:
+        return damaged(path, str(error))
+    why = "check the permissions of the file and of its folder, which both must be writable"
+    why = why if path.is_file() else "it is no file" if path.exists() else "it is gone"
+    return LedgerError(
+        f"the ledger {path} {what.format(error=error, why=why, seconds=BUSY_SECONDS)}."
+    )
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def first_digest(settings: Mapping[str, Any]) -> str:
+    """The digest before the first row."""
+    return _hashed(json.dumps(dict(settings), sort_keys=True))
+
+
+def next_digest(before: str, values: list[Any]) -> str:
+    """The digest of a row after the one with the digest ``before``."""
+    return _hashed(before + json.dumps(values, default=repr))  # bytes, which are never written
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def now() -> str:
+    """The moment, for reading: nothing is ordered by it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One row. ``label``: also the text of a note. ``block``: the number of the row that a return
+    belongs to. ``job``: whose it is; empty in one that is not written yet: of the job that writes
+    it.
+    """
+
+    kind: Literal["charge", "block", "return", "note"]
+    label: str | None
+    event: DpEvent | None
+    count: int  # type: ignore[assignment]
+    flag: Flag
+    block: int = 0
+    job: str = ""
+    seq: int = 0
+    time: str = ""
+    writer: str = ""
+
+    @property
+    def key(self) -> Key:
+        assert self.event is not None
+        return Key(self.event, self.label, self.flag, self.job)
+
+    @classmethod
+    def decoded(cls, values: list[Any]) -> Row:
+        """The row with these columns."""
+        seq, time, job, writer, kind, label, code, count, flag, block = values
+        event = events.decode(json.loads(code)) if code else None
+        return cls(kind, label, event, count, flag, block, job, seq, time, writer)
+
+    def encoded(self, seq: int, time: str, job: str, writer: str) -> list[Any]:
+        """The columns of this row, as number ``seq``."""
+        code = "" if self.event is None else json.dumps(events.encode(self.event))
+        columns = [self.kind, self.label, code, self.count, self.flag, self.block]
+        return [seq, time, self.job or job, writer, *columns]
+
+
+def open_blocks(rows: Iterable[Row]) -> list[Row]:
+    """The blocks that were not returned: of running processes, or of some that died."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        if row.kind == "block":
+            found[row.seq] = row
+        elif row.kind == "return":
+            found.pop(row.block, None)
+    return list(found.values())
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def make_tables(connection: sqlite3.Connection, settings: Mapping[str, Any]) -> None:
+    """Makes an empty ledger with these settings."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute(f"PRAGMA application_id = {APPLICATION}")
+    connection.execute(f"PRAGMA user_version = {FORMAT}")
+    for table in TABLES:
+        connection.execute(table)
+    values = [(name, json.dumps(value)) for name, value in settings.items()]
+    values.append((SEAL, first_digest(settings)))
+    connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
+    connection.execute("COMMIT")
+
+
+def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
+    """The settings that the file at ``path`` was made with, checked against its first row.
+
+    Raises:
+        LedgerError: it is not a ledger, or is damaged.
+    """
+    connection.execute("BEGIN")  # settings, seal and first row of one moment
+    if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        raise LedgerError(
+            f"{path} is empty. If it was a ledger, what was charged is lost (a full disk?), and"
+            " beginning anew would spend the budget twice: restore it. If it never was one, remove"
+            " it."
+        )
+    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+        raise LedgerError(
+            f"{path} is an SQLite file, but not a ledger of torch_dpbayes. Give another path."
+        )
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version != FORMAT:
+        raise LedgerError(
+            f"the ledger {path} has format {version}, this torch_dpbayes reads format"
+            f" {FORMAT}. Use the version that wrote it; nothing was changed."
+        )
+    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise damaged(path, verdict)
+    made = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master")}
+    if not made.issuperset(TABLES):
+        raise damaged(path, "its tables are not those that were made")
+    try:
+        saved = dict(connection.execute("SELECT name, value FROM settings").fetchall())
+        expected = saved.pop(SEAL)
+        found = {name: json.loads(value) for name, value in saved.items()}
+        digest = first_digest(found)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise damaged(path, f"its settings are not what was written: {error!r}") from error
+    first = connection.execute(f"SELECT {COLUMNS}, digest FROM rows WHERE seq = 1").fetchone()
+    if first is not None:
+        digest, expected = next_digest(digest, list(first[:-1])), first[-1]
+    if digest != expected:
+        raise damaged(path, "its settings or its first row are not what was written")
+    return found
+
+
+def seal_of_same_file(connection: sqlite3.Connection, path: Path, identity: str) -> Any:
+    """The seal.
+
+    Raises:
+        LedgerError: the file is not the one with this identity.
+    """
+    wanted = "SELECT name, value FROM settings WHERE name IN ('id', ?)"
+    found = dict(connection.execute(wanted, (SEAL,)).fetchall())
+    if found.get("id") != json.dumps(identity):
+        raise replaced(path)
+    return found.get(SEAL)
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
 class Ledger:
     """The file: settings fixed at creation, and rows.
 
     Args:
-        path: a plain path on a local disk.
         settings: what must be in force. A ``None`` value takes over what the file has.
         create: make the file with these settings if there is none.
         read_only: never write, not even what SQLite keeps beside the file.
@@ -119,7 +353,7 @@ class Ledger:
                 return work(connection)
             # the latter where a damaged text is quoted in the former
             except (sqlite3.Error, UnicodeDecodeError) as error:
-                raise explained(self.path, error, BUSY_SECONDS) from error
+                raise explained(self.path, error) from error
             finally:
                 if connection is not None:
                     connection.close()
@@ -230,11 +464,6 @@ class Ledger:
         if unchanged and numbers:
             self._version, self._digest = numbers[-1], digest
         return numbers
-
-    def open_blocks_of(self, writer: str) -> list[Row]:
-        """The blocks of one process that were not returned, whatever was read before."""
-        rows = Ledger(self.path, {"id": self.id}, read_only=self._is_read_only).read()
-        return open_blocks(row for row in rows if row.writer == writer)
 
     @property
     def place(self) -> list[Any]:
