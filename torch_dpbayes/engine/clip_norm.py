@@ -115,8 +115,8 @@ def simulate_gradient_norms(
     """
     if reads_private_data(public_or_synthetic_loader):
         raise ArgumentError(
-            "this loader reads a data set that was made private: use private_clipped_fraction, or a"
-            " loader over public or made-up records.",
+            "this loader reads a data set that make_private or plan was given: use"
+            " private_clipped_fraction, or a new data set of public or made-up records.",
             code="data-private",
         )
     attached = GradientSource.attached_to(module)
