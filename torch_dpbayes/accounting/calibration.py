@@ -65,7 +65,7 @@ def noise_multiplier_for(
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     upper = renyi.upper_epsilon if accounting_method(method) == "rdp" else bounds.upper_epsilon
-    before = _counts(history, neighboring)
+    before = counts_of(history, neighboring)
     if before and upper(before, delta) > epsilon:
         why = without_delta(before, delta)
         raise ArgumentError(
@@ -76,13 +76,13 @@ def noise_multiplier_for(
     steps = events.positive_count(steps, "steps")
 
     def excess(log_noise: float) -> float:
-        planned = _counts([(make_event(math.exp(log_noise)), steps)], neighboring)
+        planned = counts_of([(make_event(math.exp(log_noise)), steps)], neighboring)
         counts = added(before, planned)
         if why := without_delta(counts, delta):
             raise ArgumentError(f"no noise multiplier meets the target. {why}")
         return upper(counts, delta) - epsilon
 
-    found = _crossing(excess, math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE))
+    found = crossing(excess, math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE))
     if found is None:
         raise ArgumentError(
             f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
@@ -146,7 +146,7 @@ def get_num_steps(
         events.sampling_rate(sample_rate),
         GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
     )
-    before, step = _counts(history, neighboring), _counts([(event, 1)], neighboring)
+    before, step = counts_of(history, neighboring), counts_of([(event, 1)], neighboring)
     return min(Budget(epsilon, delta, "pld").max_count(before, step), MOST_STEPS)
 
 
@@ -191,8 +191,10 @@ def total_multiplier(
     return found * (1 + _ROUNDING)
 
 
-def _crossing(excess: Callable[[float], float], least: float, most: float) -> float | None:
-    """Where the falling function turns non-positive, or up to ``_PRECISION`` above: ``least`` if it
+def crossing(
+    excess: Callable[[float], float], least: float, most: float, precision: float = _PRECISION
+) -> float | None:
+    """Where the falling function turns non-positive, or up to ``precision`` above: ``least`` if it
     is not positive there, ``None`` if it is still positive at ``most``.
     """
     value = cache(lambda x: min(excess(x), LARGEST_EXCESS))
@@ -206,13 +208,13 @@ def _crossing(excess: Callable[[float], float], least: float, most: float) -> fl
         if low <= least:
             return least
         low, high, step = max(low - step, least), low, 2 * step
-    found = float(optimize.brentq(value, low, high, xtol=_PRECISION / 2, rtol=1e-15))
+    found = float(optimize.brentq(value, low, high, xtol=precision / 2, rtol=1e-15))
     while value(found) > 0:
-        found += _PRECISION / 2
+        found += precision / 2
     return found
 
 
-def _counts(
+def counts_of(
     history: Iterable[tuple[Any, ...]], neighboring: Neighboring | NeighboringRelation
 ) -> dict[Pair, int]:
     """How often each pair was released in pairs (event, count), or in an accountant's history."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,24 +13,13 @@ from torch import Tensor
 from ..accounting.events import positive_count
 from ..noise import GaussianNoise, check_positive
 from ..words import shown
-from .models import Density, Target
+from .models import Density
 
 _LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
 
 
-class Sampler(Protocol):
-    """Public settings of a chain, and how it runs. Its state after the last step is a draw,
-    close to the target or not.
-    """
-
-    def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
-        """The last state, ``[d]``."""
-
-
 @torch.no_grad()
-def overdamped(
-    target: Target | Density, step_size: float, steps: int, noise: GaussianNoise
-) -> Tensor:
+def overdamped(target: Density, step_size: float, steps: int, noise: GaussianNoise) -> Tensor:
     r"""The unadjusted Langevin algorithm on the full data.
 
     .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \quad \xi \sim N(0, I)

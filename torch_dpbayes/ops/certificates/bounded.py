@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
-from ..models import Density, Model, gradient_of
+from ..models import Density, Model
 from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
 
@@ -86,9 +84,4 @@ class Bounded(ExactDraw):
         return Statement([clipped, theorem], [])
 
     def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
-        target = model.target(data, tempering=setting.tempering, max_grad_norm=math.inf)
-
-        def potential(theta: Tensor) -> Tensor:
-            return target.clipped_potential(theta, *self._range)
-
-        return Density(target.start, potential, gradient_of(potential))
+        return model.target(data, tempering=setting.tempering, log_likelihood_range=self._range)

@@ -18,11 +18,12 @@ from ...accounting.events import (
     MuGaussianDpEvent,
     Neighboring,
     PureDpEvent,
+    check_delta,
     neighboring_relation,
 )
 from ...errors import ArgumentTypeError, CertificateError
 from ...noise import GaussianNoise, check_positive
-from ..langevin import Sampler
+from ..langevin import Overdamped, Underdamped
 from ..models import Density, Model
 from ..nuts import no_u_turn
 
@@ -130,11 +131,12 @@ class CloseDraw(Certificate):
     """
 
     target: ExactDraw
-    sampler: Sampler | None  # None: the No-U-Turn chain of the target
+    sampler: Overdamped | Underdamped | None  # None: the No-U-Turn chain of the target
+    delta: float
 
     @abstractmethod
-    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
-        """(ε, δ) of one draw."""
+    def epsilon_given(self, event: ExactEvent) -> float:
+        """ε of (Q, Q') at ``delta``, for the event of (P, P'). TooFar: none is finite."""
 
     @abstractmethod
     def closeness(self) -> str:
@@ -142,6 +144,10 @@ class CloseDraw(Certificate):
 
     def check(self, model: Model) -> None:
         self.target.check(model)
+
+    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
+        """(ε, δ) of one draw."""
+        return self.epsilon_given(self.target.event(model, setting)), self.delta
 
     def event(self, model: Model, setting: Setting) -> DpEvent:
         """What dominates every release with the pair (Kairouz, Oh, Viswanath 2015, Theorem 3.3)."""
@@ -155,14 +161,12 @@ class CloseDraw(Certificate):
             f"if what is assumed holds, one draw is (epsilon, delta) = ({epsilon:.5g}, {delta:g})"
             "-differentially private"
         )
-        chain = (
+        chain = self.sampler or (
             f"the No-U-Turn sampler after {self.target.warmup_steps} warm-up steps"
-            if self.sampler is None
-            else f"{self.sampler!r}"
         )
         close = (
-            f"the law of the last state of {chain} is within {self.closeness()}, on every data set;"
-            f" {_NOTHING_CHECKED}"
+            f"the law of the last state of {chain} is within {self.closeness()} of an exact draw,"
+            f" on every data set; {_NOTHING_CHECKED}"
         )
         return Statement([*proved, pair], [*assumed, close])
 
@@ -174,18 +178,16 @@ class CloseDraw(Certificate):
         return self.sampler.draw(self.target.density(model, data, setting), noise)
 
     def _check_parts(self) -> None:
+        check_delta(self.delta)
         if not isinstance(self.target, ExactDraw):
             raise ArgumentTypeError(
                 "target must be the certificate of an exact draw, Bounded or StronglyLogConcave;"
                 f" got {self.target!r}."
             )
-        sampler = self.sampler
-        if sampler is not None and (
-            not callable(getattr(sampler, "draw", None)) or isinstance(sampler, type | Certificate)
-        ):
+        if not isinstance(self.sampler, Overdamped | Underdamped | None):
             raise ArgumentTypeError(
                 "sampler must be one of dpb.ops, as Underdamped(steps=1000, step_size=0.1); got"
-                f" {sampler!r}."
+                f" {self.sampler!r}."
             )
 
 

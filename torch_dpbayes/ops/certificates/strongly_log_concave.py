@@ -94,8 +94,7 @@ class StronglyLogConcave(Asserted, ExactDraw):
 
     def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
         clip = self.max_grad_norm if self.lipschitz is None else math.inf
-        target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
-        return Density(target.start, target.potential, target.gradient)
+        return model.target(data, tempering=setting.tempering, max_grad_norm=clip)
 
     def _constants(self, model: Model) -> tuple[float, float]:
         if self.lipschitz is not None and self.strength is not None:
