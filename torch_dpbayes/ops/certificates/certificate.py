@@ -31,7 +31,7 @@ ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # what an exact draw is ch
 ROUND_UP = 1 + 1e-9  # of a cost computed in floats
 _LEAST_DELTA = 1e-290  # below it the tail of a Gaussian leaves floating point
 _LARGE_MU = 1e4  # from here on the second term of delta is left out, which only raises delta
-_GRID, _ROUNDS = np.arange(1, 1025) / 1024, 4  # of an interval that is refined: to 1e-12 of it
+_GRID, _ROUNDS = np.arange(1, 33) / 32, 8  # of an interval that is refined: to 1e-12 of it
 _NOTHING_CHECKED = "nothing was checked, because a diagnostic would itself depend on the records"
 
 
