@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -154,10 +153,9 @@ def hybrid(
     with torch.no_grad():
         module.weights.copy_(start["weights"])
     if samples is None:
-        thin = max(1, math.ceil(steps / 400))
-        binary: Literal["bernoulli"] = "bernoulli"
-        likelihood = binary if model.family == binary else None
-        samples = PosteriorSamples(likelihood, steps // 2, thin, max_samples=200)
+        samples = PosteriorSamples(
+            "bernoulli" if model.family == "bernoulli" else None, max_samples=200
+        )
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -197,7 +197,13 @@ class OnePosteriorSample:
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
-        with _plain_arithmetic():
+        # no half precision in sums over records, and autograd for samplers
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
             data = self._model.prepare(data)
             num_data = self._count(self._model.num_records(data))
             setting = self._setting(num_data)
@@ -288,20 +294,6 @@ class OnePosteriorSample:
         with suppress(TooFar):  # raises if a step is what stopped it
             event(min(1.0, found * (1 + 10 * PRECISION)))
         return found
-
-
-@contextmanager
-def _plain_arithmetic() -> Iterator[None]:
-    """No half precision in sums over records, and autograd for samplers, whatever the caller's
-    context.
-    """
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-    ):
-        yield
 
 
 def _as_model(model: Any, count_is_public: bool) -> Model:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import GaussianNoise, check_positive
-from ..langevin import mu_of_last_state, overdamped
+from ..langevin import Overdamped, mu_of_last_state
 from ..models import Model
 from .certificate import ROUND_UP, Asserted, Setting, Statement, StepTooLarge
 
@@ -105,7 +105,7 @@ class FiniteRunLangevin(Asserted):
         *_, size = self.resolved(model, setting)
         clip = self.max_grad_norm if self.lipschitz is None else self.lipschitz
         target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
-        return overdamped(target, size, self.steps, noise)
+        return Overdamped(self.steps, size).draw(target, noise)
 
     def resolved(self, model: Model, setting: Setting) -> tuple[float, float, float, float]:
         """L, λ, M and h."""
