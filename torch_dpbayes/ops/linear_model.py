@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .models import Density, Model, gradient_of
+from .models import Data, Density, Model, gradient_of
 
 ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
 _LEAST_STD = 1e-50
@@ -92,12 +91,12 @@ class LinearModel(Model):
         """
         return LinearPredictor(self._shape(num_features), self.features)
 
-    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare(self, data: Data) -> Data:
         if len(data) != 2:
             raise ArgumentTypeError(
                 f"the data are features and targets, two arguments; got {len(data)}."
             )
-        features, targets = map(_as_tensor, data)
+        features, targets = data
         _require_matrix(features)
         if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
             raise ArgumentError(
@@ -117,7 +116,7 @@ class LinearModel(Model):
 
     def target(
         self,
-        data: tuple[Any, ...],
+        data: Data,
         *,
         tempering: float,
         max_grad_norm: float = math.inf,
@@ -187,22 +186,6 @@ def require_representable(name: str, value: Any) -> None:
         )
 
 
-def _as_tensor(value: Any) -> Any:
-    """A tensor of an array or of a pandas frame of numbers; anything else as it is. The types of
-    columns decide whether it can be one, never a record.
-    """
-    if hasattr(value, "to_numpy"):
-        if any(dtype.kind not in "biuf" for dtype in np.atleast_1d(value.dtypes)):
-            raise ArgumentError(
-                f"a column of the {type(value).__name__} is not numeric: code categories as numbers"
-                " by a list that is fixed beforehand, or leave them out"
-            )
-        value = value.to_numpy(dtype="float64", na_value=math.nan)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.tensor(value)  # a copy: arrays of frames are not writable
-    return value
-
-
 def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_complex() and value.layout == torch.strided
 
@@ -210,7 +193,7 @@ def _is_dense(value: Any) -> bool:
 def _require_matrix(features: Any) -> None:
     if not _is_dense(features) or features.dim() != 2:
         raise ArgumentError(
-            "features must be a real dense tensor, array or frame of numbers [records, columns],"
+            "features must be a real dense tensor [records, columns], as torch.as_tensor makes it;"
             f" got {_describe(features)}"
         )
 

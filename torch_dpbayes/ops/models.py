@@ -16,6 +16,9 @@ from torch import Tensor
 using_pyro = threading.RLock()
 
 
+Data = tuple[Any, ...]  # the user's arguments, or what a model has made of them
+
+
 class Density(NamedTuple):
     """∝ exp(−U(θ)) over flat vectors θ in float64, with every record's part bounded."""
 
@@ -39,19 +42,19 @@ class Model(ABC):
     """
 
     @abstractmethod
-    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare(self, data: Data) -> Data:
         """The data in the form that the other methods take. May raise on shapes, never on
         values.
         """
 
-    def num_records(self, data: tuple[Any, ...]) -> int:
+    def num_records(self, data: Data) -> int:
         """How many records there are."""
         return len(data[0])
 
     @abstractmethod
     def target(
         self,
-        data: tuple[Any, ...],
+        data: Data,
         *,
         tempering: float,
         max_grad_norm: float = math.inf,

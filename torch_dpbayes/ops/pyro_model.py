@@ -15,7 +15,7 @@ from torch.distributions import transforms
 
 from ..density import InvalidPoint, Prior, RecordDensity
 from ..errors import CertificateError
-from .models import Density, Model, gradient_of, using_pyro
+from .models import Data, Density, Model, gradient_of, using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
 # would decide that
@@ -37,7 +37,7 @@ class PyroModel(Model):
     def require_unconstrained(self, certificate: str) -> None:
         self._wants_unconstrained = certificate  # until the latents are known
 
-    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare(self, data: Data) -> Data:
         """The model on its data, after checks on synthetic rows of the data's shapes."""
         with using_pyro:
             density = RecordDensity(self._model, data, count_is_public=self._count_is_public)
@@ -53,12 +53,12 @@ class PyroModel(Model):
         self._prior = prior
         return (density,)
 
-    def num_records(self, data: tuple[Any, ...]) -> int:
+    def num_records(self, data: Data) -> int:
         return int(data[0].num_records)
 
     def target(
         self,
-        data: tuple[Any, ...],
+        data: Data,
         *,
         tempering: float,
         max_grad_norm: float = math.inf,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CertificateError
 from .linear_model import LinearModel, chunked_sum, require_representable
-from .models import Constants
+from .models import Constants, Data
 
 
 class Softmax(LinearModel):
@@ -81,7 +80,7 @@ class Softmax(LinearModel):
         precision = float(self.prior_precision)
         return Constants(lipschitz, precision, precision, self.max_feature_norm**2 / 2)
 
-    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare(self, data: Data) -> Data:
         features, labels = super().prepare(data)
         if labels.dtype == torch.bool or labels.is_floating_point():
             raise ArgumentError(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
-from ..models import Density, Model
+from ..models import Data, Density, Model
 from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
 
@@ -83,5 +82,5 @@ class Bounded(ExactDraw):
         )
         return Statement([clipped, theorem], [])
 
-    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+    def density(self, model: Model, data: Data, setting: Setting) -> Density:
         return model.target(data, tempering=setting.tempering, log_likelihood_range=self._range)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -24,7 +24,7 @@ from ...accounting.events import (
 from ...errors import ArgumentTypeError, CertificateError
 from ...noise import GaussianNoise, check_positive
 from ..langevin import Overdamped, Underdamped
-from ..models import Density, Model
+from ..models import Data, Density, Model
 from ..nuts import no_u_turn
 
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # what an exact draw is charged for
@@ -85,9 +85,7 @@ class Certificate(ABC):
         """What was proved and what was assumed."""
 
     @abstractmethod
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         """One draw, flat and unconstrained: all that a certificate makes of the data."""
 
 
@@ -106,7 +104,7 @@ class ExactDraw(Certificate):
         """What was proved and assumed, the sampler aside."""
 
     @abstractmethod
-    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+    def density(self, model: Model, data: Data, setting: Setting) -> Density:
         """The density to draw from."""
 
     def statement(self, model: Model, setting: Setting) -> Statement:
@@ -117,9 +115,7 @@ class ExactDraw(Certificate):
         )
         return Statement(proved, [*assumed, converged])
 
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         density = self.density(model, data, setting)
         return no_u_turn(density.potential, density.start, self.warmup_steps)
 
@@ -170,9 +166,7 @@ class CloseDraw(Certificate):
         )
         return Statement([*proved, pair], [*assumed, close])
 
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         if self.sampler is None:
             return self.target.draw(model, data, setting, noise)
         return self.sampler.draw(self.target.density(model, data, setting), noise)

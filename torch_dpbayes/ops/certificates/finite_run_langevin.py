@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import GaussianNoise, check_positive
 from ..langevin import Overdamped, mu_of_last_state
-from ..models import Model
+from ..models import Data, Model
 from .certificate import ROUND_UP, Asserted, Setting, Statement, StepTooLarge
 
 
@@ -99,9 +98,7 @@ class FiniteRunLangevin(Asserted):
         )
         return Statement([run + ", if what is assumed holds"], [assumed])
 
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         *_, size = self.resolved(model, setting)
         clip = self.max_grad_norm if self.lipschitz is None else self.lipschitz
         target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)

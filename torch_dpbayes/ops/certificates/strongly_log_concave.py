@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import check_positive
-from ..models import Density, Model
+from ..models import Data, Density, Model
 from .certificate import ROUND_UP, Asserted, ExactDraw, Setting, Statement
 
 
@@ -92,7 +91,7 @@ class StronglyLogConcave(Asserted, ExactDraw):
             ],
         )
 
-    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+    def density(self, model: Model, data: Data, setting: Setting) -> Density:
         clip = self.max_grad_norm if self.lipschitz is None else math.inf
         return model.target(data, tempering=setting.tempering, max_grad_norm=clip)
 
