@@ -46,12 +46,9 @@ def _upper(counts: frozenset[tuple[Pair, int]], delta: float, method: Method) ->
 
 
 def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float | None:
-    """The largest ρ in [1e-9, 1] at which ``cost(ρ)`` is at most ``epsilon``, to a relative
-    precision of 1e-7 and never above; None: not even the least is.
-
-    Args:
-        cost: ε as a function of ρ, not falling; infinite where nothing is certified.
-        epsilon: the target.
+    """The largest ρ in [1e-9, 1] at which ``cost(ρ)``, not falling and infinite where nothing is
+    certified, is at most ``epsilon``: to a relative precision of 1e-7 and never above. None: not
+    even the least is.
     """
 
     def excess(minus_log: float) -> float:  # nearly linear, as ε is nearly proportional to ρ

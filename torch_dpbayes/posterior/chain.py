@@ -96,7 +96,7 @@ class Chain:
 
     def draws_of(self, name: str) -> np.ndarray[Any, Any]:
         """All samples of one parameter, one row each."""
-        return np.stack([_array(sample[name]) for sample in self._samples])
+        return np.stack([files.array_of(sample[name]) for sample in self._samples])
 
     def to_arviz(self, *other_chains: Self) -> Any:
         r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R` and
@@ -142,11 +142,6 @@ class Chain:
                     " as often."
                 )
         return files.arviz_of({n: np.stack([c.draws_of(n) for c in chains]) for n in shapes})
-
-
-def _array(sample: Tensor) -> np.ndarray[Any, Any]:
-    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
-    return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
 
 
 def _checked_parameters(model: nn.Module, before: dict[str, torch.Size]) -> dict[str, nn.Parameter]:

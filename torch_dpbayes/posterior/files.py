@@ -7,7 +7,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import CheckpointError
 
@@ -41,6 +43,11 @@ def load(path: str | os.PathLike[str], writer: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{os.fspath(path)} was not written by {writer}")
     return content
+
+
+def array_of(sample: Tensor) -> np.ndarray[Any, Any]:
+    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
+    return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
 
 
 def arviz_of(posterior: dict[str, Any]) -> Any:

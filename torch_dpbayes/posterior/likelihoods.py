@@ -108,7 +108,9 @@ class Categorical(Likelihood):
     def log_density(self, forms: Tensor, y: Tensor) -> Tensor:
         y = _without_column(y) if forms.dim() == 3 else y
         _require_shape(y, forms.shape[1:-1])
-        _require_between(y, forms.shape[-1] - 1)
+        largest = forms.shape[-1] - 1
+        if not bool(((y >= 0) & (y <= largest) & (y == y.long())).all()):
+            raise SamplesError(f"targets must be whole numbers from 0 to {largest}")
         labels = y.long().expand(forms.shape[:-1])[..., None]
         return forms.gather(-1, labels)[..., 0].reshape(*forms.shape[:2], -1)
 
@@ -243,11 +245,7 @@ class Normal(Likelihood):
 
 
 def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | None) -> Likelihood:
-    """The likelihood of outputs of a shape; three columns or more are classes if nothing is said.
-
-    Raises:
-        SamplesError: the outputs fit several, and none is named.
-    """
+    """That of outputs of a shape; three columns or more are classes if nothing is said."""
     if name is None and len(shape) > 1 and shape[-1] > 2:
         name = "categorical"
     if name is None:
@@ -307,8 +305,3 @@ def _require_shape(y: Tensor, wanted: Sequence[int]) -> None:
             f"y has the shape {list(y.shape)} for a batch of predictions of {list(wanted)}: pass"
             " one target for each, in the order of x"
         )
-
-
-def _require_between(y: Tensor, largest: int) -> None:
-    if not bool(((y >= 0) & (y <= largest) & (y == y.long())).all()):
-        raise SamplesError(f"targets must be whole numbers from 0 to {largest}")

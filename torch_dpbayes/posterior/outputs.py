@@ -24,8 +24,8 @@ Inputs = Tensor | Iterable[Any]
 Sample = dict[str, Tensor]
 
 _NO_BATCHES = (
-    "x must be a tensor whose first dimension is the record, or a DataLoader; for one batch of"
-    " another kind write [batch]."
+    "x must be a tensor whose first dimension is the record (torch.as_tensor of an array), or a"
+    " DataLoader; for one batch of another kind write [batch]."
 )
 
 # of a tensor, predicted at a time: many short rows, which make up for the fixed cost of a pass
@@ -167,12 +167,8 @@ def _batches(x: Inputs) -> Iterable[Any]:
             "x is a private loader, which draws records at random for one step each: pass"
             " DataLoader(dataset, batch_size=256)."
         )
-    if isinstance(x, np.ndarray) or hasattr(x, "to_numpy"):
-        raise ArgumentTypeError(
-            f"x is a {type(x).__name__}: pass torch.as_tensor(numpy.asarray(x),"
-            " dtype=torch.float32), of the model's type"
-        )
-    if isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
+    is_array = isinstance(x, np.ndarray) or hasattr(x, "to_numpy")
+    if is_array or isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
         raise ArgumentTypeError(_NO_BATCHES)
     return x
 
@@ -204,10 +200,8 @@ def _records_in(batch: Any) -> int:
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
-    """``function`` of every record as a batch of one, put together.
-
-    Raises:
-        SamplesError: it cannot be run so; the message does not tell what one record caused.
+    """``function`` of every record as a batch of one, put together; an error does not tell what one
+    record caused.
     """
     given = Nested(batch)
     columns = given.tensors
