@@ -163,9 +163,11 @@ def test_draws_by_nuts_follow_the_tempered_posterior_of_a_pyro_model():
 
 @pytest.mark.chance(LEVEL)
 def test_asserted_finite_runs_draw_from_the_chains_exact_law():
-    """What is drawn is the run that was charged: its steps, their size, its start."""
-    columns, steps, h = 100, 30, 0.1
-    y = torch.linspace(-2, 2, columns, dtype=torch.float64)
+    """What is drawn is the run that was charged: its steps, their size, its start. So few steps
+    towards targets so far away show one more of them, or longer ones.
+    """
+    columns, steps, h = 100, 3, 0.02
+    y = torch.linspace(-60, 60, columns, dtype=torch.float64)
     lam, m = 1 / 0.8**2, 1 / 0.8**2 + 1 / 0.5**2
     certificate = ops.FiniteRunLangevin(
         steps=steps, step_size=h, lipschitz=1e6, strength=lam, smoothness=m

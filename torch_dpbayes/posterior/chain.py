@@ -128,17 +128,13 @@ class Chain:
                 f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and"
                 " drops: rename it in the model."
             )
+        first = (shapes, len(self), self.thin)
         for number, chain in enumerate(chains, 1):
-            if type(chain) is not type(self) or not len(chain):
+            is_empty = not isinstance(chain, Chain) or not len(chain)
+            if is_empty or (chain.shapes(), len(chain), chain.thin) != first:
                 raise SamplesError(
-                    f"chain {number} is {chain!r}: pass PosteriorSamples that hold samples one by"
-                    " one, first.to_arviz(second, third)."
-                )
-            differs = outputs.difference_of(shapes, chain.shapes())
-            if differs or (len(chain), chain.thin) != (len(self), self.thin):
-                raise SamplesError(
-                    f"chain {number} is not like the first one, {self!r}: {differs or repr(chain)}."
-                    " Pass runs of one model with the same burn_in, thin and max_samples, collected"
+                    f"chain {number}, {chain!r}, is not like the first one, {self!r}: pass one by"
+                    " one runs of one model with the same burn_in, thin and max_samples, collected"
                     " as often."
                 )
         return files.arviz_of({n: np.stack([c.draws_of(n) for c in chains]) for n in shapes})
