@@ -146,35 +146,25 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
 def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """``[n, classes]`` and ``[n]``, also of targets that are 0 or 1."""
     if probabilities.dim() > 0 and probabilities.shape == labels.shape:
-        if labels.is_floating_point() and bool((labels == labels.round()).all()):
+        probabilities, labels = probabilities.flatten(), labels.flatten()
+        probabilities = torch.stack([1 - probabilities, probabilities], 1)
+        if bool((labels == labels.long()).all()):
             labels = labels.long()  # as BCEWithLogitsLoss takes them
-        probabilities = torch.stack([1 - probabilities.flatten(), probabilities.flatten()], 1)
-        labels = labels.flatten().long() if labels.dtype == torch.bool else labels.flatten()
     if probabilities.dim() != 2 or not probabilities.is_floating_point():
         raise ArgumentError(
             "probabilities must be floating point, [n, classes]; got shape"
             f" {list(probabilities.shape)}."
         )
-    if (
-        labels.dtype == torch.bool
-        or labels.is_floating_point()
-        or labels.shape != probabilities.shape[:1]
-    ):
+    is_integer = not labels.is_floating_point() and labels.dtype != torch.bool
+    if not is_integer or labels.shape != probabilities.shape[:1] or len(labels) == 0:
         raise ArgumentError(
-            f"labels must be integers of shape {list(probabilities.shape[:1])}; "
-            f"got {labels.dtype} of shape {list(labels.shape)}."
+            f"labels must be integers of shape {list(probabilities.shape[:1])}, one or more; got"
+            f" {labels.dtype} of shape {list(labels.shape)}."
         )
-    if len(labels) == 0:
-        raise ArgumentError("There are no records to evaluate.")
-    if bool((labels < 0).any()) or bool((labels >= probabilities.shape[1]).any()):
-        raise ArgumentError(
-            f"labels must be between 0 and {probabilities.shape[1] - 1}, the number of classes"
-            " minus one."
-        )
+    if bool(((labels < 0) | (labels >= probabilities.shape[1])).any()):
+        raise ArgumentError(f"labels must be between 0 and {probabilities.shape[1] - 1}.")
     # low-precision rows sum to one only roughly; scores never do in every row
-    if not bool((probabilities >= 0).all()) or not bool(
-        ((probabilities.sum(1) - 1).abs() < 0.01).all()
-    ):
+    if not bool(((probabilities >= 0).all(1) & ((probabilities.sum(1) - 1).abs() < 0.01)).all()):
         raise ArgumentError(
             "Rows of probabilities must be non-negative and sum to one: apply softmax to scores"
             " first."

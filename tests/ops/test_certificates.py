@@ -18,8 +18,6 @@ from torch_dpbayes.accounting.events import (
     MuGaussianDpEvent,
 )
 from torch_dpbayes.ops.certificates import Setting
-from torch_dpbayes.ops.certificates.renyi_close import renyi_close
-from torch_dpbayes.ops.certificates.total_variation_close import total_variation_close
 
 EPSILONS = (0.0, 0.1, 0.3, 0.7, 1.0, 1.5, 3.0)
 GRID = np.linspace(-14, 14, 20001)
@@ -105,6 +103,18 @@ def test_stated_deltas_are_reached_and_an_attack_succeeds_without_the_clips(neig
 
 
 # --- close to an exact draw -----------------------------------------------------------------------
+
+
+CONCAVE = ops.StronglyLogConcave()
+
+
+def renyi_close(event, divergence, order, delta):
+    eta = max(float(divergence), 0.0)  # in the test of rare sets it may round below
+    return ops.RenyiClose(CONCAVE, ops.Overdamped(1, 1.0), eta, order, delta).epsilon_given(event)
+
+
+def total_variation_close(event, xi, delta):
+    return ops.TotalVariationClose(CONCAVE, xi, delta).epsilon_given(event)
 
 
 def pairs():
@@ -201,7 +211,7 @@ def test_a_rare_set_that_all_three_steps_favour_stays_below_the_stated_pair(b, d
                 assert epsilon > 700 or q - math.exp(epsilon) * q_other <= delta * (1 + 1e-9)
 
 
-def test_a_close_pair_tends_to_the_exact_one_and_one_direction_certifies_nothing():
+def test_a_close_pair_tends_to_the_exact_one():
     delta = 1e-6
     for event in (MuGaussianDpEvent(0.5), BoundedRangeDpEvent(0.8)):
         exact = optimize.brentq(lambda e: stated(event, e) - delta, 0, 10)  # noqa: B023
@@ -209,13 +219,6 @@ def test_a_close_pair_tends_to_the_exact_one_and_one_direction_certifies_nothing
         assert total_variation_close(event, 1e-13, delta) == pytest.approx(exact, rel=1e-3)
         values = [renyi_close(event, eta, 100.0, delta) for eta in (0.0, 0.1, 0.5)]
         assert values == sorted(values)
-    # Q' = P' without a rare set: D(Q'‖P') is tiny at every order, D(P'‖Q') infinite, and Q = P
-    # gives the rare set away
-    tau, delta = 1e-3, 1e-5
-    for order in (2.0, 50.0, 1e4):
-        epsilon = renyi_close(MuGaussianDpEvent(1e-6), -math.log1p(-tau), order, delta)
-        cut = worse_delta(np.array([tau, 1 - tau]), np.array([0.0, 1.0]), epsilon)
-        assert cut >= tau > 50 * delta
 
 
 # --- total variation ------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_the_chain_begins_at_the_start():
 
     run = run_hybrid(optimizer=partial(Still, lr=0.05))
     assert any("kept apart by construction" in note for note in run.accountant.notes)
-    (weights,) = run.module.parameters()
+    weights = run.module.weights
     assert torch.allclose(weights.reshape(-1).double(), run.start["weights"], rtol=1e-6)
 
 
@@ -104,7 +104,7 @@ def test_one_step_of_the_chain_descends_the_potential_of_the_model(family):
         )
         start = run.start["weights"]
         slope = glm.target((x, y), tempering=1.0, max_grad_norm=100.0).gradient(start)
-        moved = run.module.linear.weight.detach().reshape(-1) - start
+        moved = run.module.weights.detach().reshape(-1) - start
         assert glm.prior_precision.max() * start[0] > 100
         assert float((moved * len(x) / 2e-3 + slope).abs().max()) < 6
 
@@ -116,7 +116,7 @@ def test_no_value_of_a_record_stops_a_hybrid_run(family):
         x[3, 1], y[7] = value, value
         glm = ops.GLM(family, **FAMILIES[family])
         run = run_hybrid(model=glm, data=(x, y), batch_size=40, epochs=3)
-        assert torch.isfinite(run.module.linear.weight).all() and len(run.accountant) == 4
+        assert torch.isfinite(run.module.weights).all() and len(run.accountant) == 4
         assert torch.isfinite(run.samples.predict(run.module, x[:2], transform=None)).all()
         assert "ASSUMED" not in run.guarantee
 

@@ -82,7 +82,7 @@ def noise_multiplier_for(
             raise ArgumentError(f"no noise multiplier meets the target. {why}")
         return upper(counts, delta) - epsilon
 
-    found = _crossing(excess, math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE))
+    found = crossing(excess, math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE))
     if found is None:
         raise ArgumentError(
             f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
@@ -191,8 +191,10 @@ def total_multiplier(
     return found * (1 + _ROUNDING)
 
 
-def _crossing(excess: Callable[[float], float], least: float, most: float) -> float | None:
-    """Where the falling function turns non-positive, or up to ``_PRECISION`` above: ``least`` if it
+def crossing(
+    excess: Callable[[float], float], least: float, most: float, precision: float = _PRECISION
+) -> float | None:
+    """Where the falling function turns non-positive, or up to ``precision`` above: ``least`` if it
     is not positive there, ``None`` if it is still positive at ``most``.
     """
     value = cache(lambda x: min(excess(x), LARGEST_EXCESS))
@@ -206,9 +208,9 @@ def _crossing(excess: Callable[[float], float], least: float, most: float) -> fl
         if low <= least:
             return least
         low, high, step = max(low - step, least), low, 2 * step
-    found = float(optimize.brentq(value, low, high, xtol=_PRECISION / 2, rtol=1e-15))
+    found = float(optimize.brentq(value, low, high, xtol=precision / 2, rtol=1e-15))
     while value(found) > 0:
-        found += _PRECISION / 2
+        found += precision / 2
     return found
 
 

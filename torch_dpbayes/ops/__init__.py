@@ -2,7 +2,8 @@
 
 * ``one_posterior_sample``: solve for the tempering (``tempering``), charge, draw, release;
 * ``certificates``: what bounds a record's influence; a new one is a copy of ``bounded.py``;
-* ``models``: what a certificate asks of a model; ``glm``, ``softmax`` and ``pyro_model`` answer it;
+* ``models``: what a certificate asks of a model; ``glm`` and ``softmax``, which share
+  ``linear_model``, and ``pyro_model`` answer it;
 * ``langevin``, ``nuts``: the samplers;
 * ``hybrid_sampling``: one posterior sample as the start of a private chain.
 """

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError
-from .models import Constants, LinearPredictor
+from ..errors import ArgumentError
+from .linear_model import ROUNDING, LinearModel, chunked_sum, require_representable
+from .models import Constants
 
 _Elementwise = Callable[[Tensor], Tensor]
 # the mean as a function of the linear predictor, and its inverse
@@ -28,15 +26,10 @@ _LINKS: dict[str, _Elementwise] = {
     "poisson": torch.log,
 }
 FAMILIES = tuple(_MEANS)
-
-_ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
-_LEAST_STD = 1e-50
-_LARGEST = 1e15  # of a constant, and 1 / the least: beyond, float32 loses what bounds a record
 _LARGEST_EXPONENT = 600.0  # of a Poisson rate: finite, and beyond any clip
-_CHUNK = 8192  # rows: norms and sums are in float64 without a float64 copy of all features
 
 
-class GLM:
+class GLM(LinearModel):
     r"""A generalised linear model with canonical link: one scalar linear predictor :math:`u_i =
     x_i^\top w` a record.
 
@@ -85,7 +78,7 @@ class GLM:
                 " several classes use dpb.ops.Softmax, for other models a Pyro model with asserted"
                 " constants, or dpb.optim.DPSGLD."
             )
-        require_representable("max_feature_norm", max_feature_norm)
+        super().__init__(prior_std, max_feature_norm)
         for name, value, owner in (
             ("noise_std", noise_std, "gaussian"),
             ("max_count", max_count, "poisson"),
@@ -94,14 +87,7 @@ class GLM:
                 raise ArgumentError(f"{name} belongs to family={owner!r}, not to {family!r}")
             if family == owner:
                 require_representable(name, value)
-        stds = torch.as_tensor(prior_std, dtype=torch.float64, device="cpu").detach().clone()
-        if stds.dim() > 1 or stds.numel() == 0 or not bool((stds >= _LEAST_STD).all()):
-            raise ArgumentError(
-                f"prior_std must be one number of at least {_LEAST_STD:g}, or one for each column"
-                f" of the features; got {prior_std!r}"
-            )
-        self._family, self._prior_std = family, stds
-        self._max_feature_norm = float(max_feature_norm)
+        self._family = family
         self._noise_std = None if noise_std is None else float(noise_std)
         self._max_count = None if max_count is None else float(max_count)
 
@@ -120,26 +106,9 @@ class GLM:
         return self._family
 
     @property
-    def max_feature_norm(self) -> float:
-        """R_x."""
-        return self._max_feature_norm
-
-    @property
     def max_count(self) -> float | None:
         """The largest count of a Poisson target."""
         return self._max_count
-
-    @property
-    def prior_std(self) -> Tensor:
-        """One number or one for each column, in float64."""
-        return self._prior_std.clone()
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """1/prior_std²."""
-        return self._prior_std**-2
-
-    # --- constants, none of which depends on data -------------------------------------------------
 
     def record_smoothness(self, max_grad_norm: float = math.inf) -> float:
         """The Lipschitz constant of one record's clipped gradient, times R_x² already."""
@@ -151,7 +120,6 @@ class GLM:
         return squared / 4
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
-        """The constants with gradients clipped to ``max_grad_norm``."""
         require_representable("max_grad_norm", max_grad_norm)
         largest = self._max_feature_norm if self._family == "bernoulli" else math.inf
         return Constants(
@@ -161,86 +129,9 @@ class GLM:
             record_smoothness=self.record_smoothness(max_grad_norm),
         )
 
-    # --- records ----------------------------------------------------------------------------------
-
-    def features(self, features: Tensor) -> Tensor:
-        """The rows ``[n, d]`` as the model sees them: scaled down to norm ``max_feature_norm``;
-        zero where a value is not finite; in float64 if that is what came, else float32.
-        """
-        _require_matrix(features)
-        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-        clipped = torch.empty(features.shape, dtype=dtype, device=features.device)
-        for rows, out in zip(features.detach().split(_CHUNK), clipped.split(_CHUNK), strict=True):
-            wide = rows.to(torch.float64)
-            norms = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-            factor = (self._max_feature_norm * (1 - _ROUNDING) / norms).clamp_max_(1.0)
-            out.copy_(torch.where(norms.isfinite(), wide * factor, 0.0))
-        return clipped
-
-    def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """The expected target of each row of ``[n, d]`` given a released draw, ``[n]``: a
-        probability, a mean or a rate, with features clipped as in fitting.
-        """
-        x = self.features(features)
-        return _MEANS[self._family](x @ draw["weights"].to(x))
-
-    def module(self, num_features: int) -> LinearPredictor:
-        """The linear predictor as a network of one parameter, ``weights`` ``[num_features]``: with
-        it :meth:`.PosteriorSamples.from_draws` predicts as "bernoulli", or as "normal" with
-        ``noise_std``; rates by ``predict(..., torch.exp)``.
-        """
-        return LinearPredictor((num_features,), self.features)
-
-    # --- what certificates ask --------------------------------------------------------------------
-
-    def num_records(self, data: tuple[Any, ...]) -> int:
-        """The number of rows."""
-        return len(data[0])
-
-    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(features, targets), with shapes and types checked."""
-        if len(data) != 2:
-            raise ArgumentTypeError(
-                f"the data are features and targets, two arguments; got {len(data)}."
-            )
-        features, targets = map(_as_tensor, data)
-        _require_matrix(features)
-        if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
-            raise ArgumentError(
-                f"prior_std has {len(self._prior_std)} values, the features have"
-                f" {features.shape[1]} columns"
-            )
-        if features.shape[1] == 0:
-            raise ArgumentError("the features have no column: there is no weight to sample")
-        if not _is_dense(targets) or targets.dim() != 1:
-            raise ArgumentError(
-                "targets must be a real dense tensor [n], one number a record, got"
-                f" {_shape(targets)}. One-hot or multi-output targets belong to other models."
-            )
-        if len(targets) != len(features):
-            raise ArgumentError("features and targets differ in their number of records.")
-        return features, targets
-
-    def target(
-        self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float
-    ) -> LinearTarget:
-        """∝ prior · Π likelihood^tempering, with clipped gradients."""
-        records = self.records(data[0], data[1], max_grad_norm)
-        # column by column the two products of a step take two thirds of the time
-        records.x = records.x.T.contiguous().T
-        return LinearTarget(records, self.prior_precision.to(records.x.device), tempering)
-
-    def release(self, theta: Tensor) -> dict[str, Tensor]:
-        """``{"weights": [d]}``."""
-        return {"weights": theta}
-
-    def require_unconstrained(self, certificate: str) -> None:
-        """Weights live on all of ℝ^d."""
-
     def records(
         self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf
     ) -> Records:
-        """The data with every record's part bounded; nothing about their values can raise."""
         clipped = self.features(features)
         y = targets.detach().to(device=clipped.device, dtype=torch.float64)
         clipped.masked_fill_(~y.isfinite()[:, None], 0.0)
@@ -255,11 +146,17 @@ class GLM:
             self._family != "bernoulli" or max_grad_norm < self._max_feature_norm
         ):
             norms = torch.linalg.vector_norm(clipped, dim=1, dtype=torch.float64)
-            bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max_(largest).to(clipped.dtype)
+            bounds = (max_grad_norm * (1 - ROUNDING) / norms).clamp_max_(largest).to(clipped.dtype)
         return Records(self._family, clipped, y, bounds, (self._noise_std or 1.0) ** -2)
 
+    def _shape(self, num_features: int) -> tuple[int, ...]:
+        return (num_features,)
 
-@dataclass(eq=False, slots=True)
+    def _mean(self, predictors: Tensor) -> Tensor:
+        return _MEANS[self._family](predictors)
+
+
+@dataclass(eq=False)
 class Records:
     """Bounded records of a GLM."""
 
@@ -268,11 +165,10 @@ class Records:
     y: Tensor  # [n]
     bounds: Tensor | None  # [n], the largest |∂ℓ_i/∂u| that clipping leaves; None: any
     weight: float  # of the loss, 1 / noise_std²
-    size: int = field(init=False)  # of the weights
     _u: Tensor = field(init=False)  # reused in each step
 
     def __post_init__(self) -> None:
-        self.size, self._u = self.x.shape[1], torch.empty_like(self.y)
+        self._u = torch.empty_like(self.y)
 
     def gradient_sum(self, weights: Tensor) -> Tensor:
         """Σ_i of clipped gradients, ``[d]``. In float32 one record would change the rounding of
@@ -294,130 +190,37 @@ class Records:
         """ℓ_i up to a constant where its slope is within bounds, straight lines beyond, ``[n]``;
         the gradient of their sum is :meth:`gradient_sum`.
         """
-        u = self.predictors(weights)
+        u = self._predictors(weights)
         y = self.y.to(torch.float64)
         if self.bounds is None:
-            return self._losses(u, y)
+            return self.loss_of(u, y)
         # where the slope is at its bound; where there is none, the loss stays as it is
         reach = self.bounds.to(torch.float64) / self.weight
         link, ends = _LINKS[self.family], {"neginf": -math.inf, "posinf": math.inf}
         low = link(y - reach).nan_to_num(nan=-math.inf, **ends)
         high = link(y + reach).nan_to_num(nan=math.inf, **ends)
-        inside = u.detach().clamp(low, high)
-        slopes = self.weight * (_MEANS[self.family](inside) - y)
-        # a straight line through ``inside``, and the loss itself where that is u
-        return torch.where(
-            inside == u,
-            self._losses(u.clamp(low, high), y),
-            self._losses(inside, y) + slopes * (u - inside),
-        )
+        inside = u.clamp(low, high)
+        slopes = self.weight * (_MEANS[self.family](inside.detach()) - y)
+        return self.loss_of(inside, y) + slopes * (u - inside)
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         """log p(y_i | x_i, w) with its constants, ``[n]`` in float64, not clipped."""
-        u = self.predictors(weights)
+        u = self._predictors(weights)
         y = self.y.to(torch.float64)
         if self.family == "gaussian":
-            return -self._losses(u, y) + 0.5 * math.log(self.weight / (2 * math.pi))
-        return -self._losses(u, y) - (torch.lgamma(y + 1) if self.family == "poisson" else 0.0)
+            return -self.loss_of(u, y) + 0.5 * math.log(self.weight / (2 * math.pi))
+        return -self.loss_of(u, y) - (torch.lgamma(y + 1) if self.family == "poisson" else 0.0)
 
-    def predictors(self, weights: Tensor) -> Tensor:
-        """u in float64; beyond the range of floats, where it would not be a number for some
-        records and not for others, it is 0.
-        """
-        return torch.mv(self.x, weights.to(self.x.dtype)).nan_to_num(nan=0.0).to(torch.float64)
-
-    def _losses(self, u: Tensor, y: Tensor) -> Tensor:
+    def loss_of(self, u: Tensor, y: Tensor) -> Tensor:
+        """ℓ up to a constant, not clipped, of linear predictors and targets."""
         if self.family == "gaussian":
             return self.weight / 2 * (u - y).square()
         if self.family == "bernoulli":
             return torch.nn.functional.softplus(u) - y * u
         return u.clamp(max=_LARGEST_EXPONENT).exp() - y * u
 
-
-def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Tensor) -> Tensor:
-    """Σ term(rows, factors) over chunks of rows in float64, without a float64 copy of all."""
-    pairs = zip(x.split(_CHUNK), factors.split(_CHUNK), strict=True)
-    rows, some = next(pairs)
-    total = term(rows.to(torch.float64), some.to(torch.float64))
-    for rows, some in pairs:
-        total += term(rows.to(torch.float64), some.to(torch.float64))
-    return total
-
-
-class LinearTarget:
-    """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w), of :class:`Records` or those of a Softmax."""
-
-    def __init__(self, records: Any, precision: Tensor, tempering: float) -> None:
-        self._records, self._precision, self._tempering = records, precision, tempering
-
-    @property
-    def start(self) -> Tensor:
-        """The prior's mean."""
-        return torch.zeros(self._records.size, dtype=torch.float64, device=self._records.x.device)
-
-    def potential(self, theta: Tensor) -> Tensor:
-        """U, differentiable."""
-        return self._prior(theta) + self._tempering * self._records.losses(theta).sum()
-
-    def clipped_potential(self, theta: Tensor, low: float, high: float) -> Tensor:
-        """The same with log likelihoods clipped into [low, high] instead of gradients."""
-        values = self._records.log_likelihoods(theta)
-        return self._prior(theta) - self._tempering * values.clamp(low, high).sum()
-
-    def gradient(self, theta: Tensor) -> Tensor:
-        """∇U."""
-        gradient = self._records.gradient_sum(theta).mul_(self._tempering)
-        return gradient.addcmul_(self._precision, theta)
-
-    def _prior(self, theta: Tensor) -> Tensor:
-        return (self._precision * theta.square()).sum() / 2
-
-
-def require_representable(name: str, value: Any) -> None:
-    """Raise unless sums over records that this number bounds stay within what float32 can hold."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentError(f"{name} must be a positive finite public number, got {value!r}")
-    if not 1 / _LARGEST <= float(value) <= _LARGEST:
-        raise ArgumentError(
-            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, as sums over"
-            " records in float32 need: choose units in which the numbers are closer to 1."
-        )
-
-
-def _as_tensor(value: Any) -> Any:
-    """A tensor of an array or of a pandas frame of numbers; anything else as it is. The types of
-    columns decide whether it can be one, never a record.
-    """
-    if hasattr(value, "to_numpy"):
-        kinds = [dtype.kind for dtype in np.atleast_1d(value.dtypes)]
-        others = [k for k, kind in enumerate(kinds) if kind not in "biuf"]
-        if others:
-            names = [repr(value.columns[k]) for k in others] if hasattr(value, "columns") else []
-            what = f"{', '.join(names)} of the " if names else "the "
-            raise ArgumentError(
-                f"{what}{type(value).__name__} is not numeric: code categories as numbers by a list"
-                " that is fixed beforehand, or leave them out"
-            )
-        value = value.to_numpy(dtype="float64", na_value=math.nan)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.tensor(value)  # a copy: arrays of frames are not writable
-    return value
-
-
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_complex() and value.layout == torch.strided
-
-
-def _require_matrix(features: Any) -> None:
-    if not _is_dense(features) or features.dim() != 2:
-        raise ArgumentError(
-            "features must be a real dense tensor, array or frame of numbers [records, columns],"
-            f" got {_shape(features)}"
-        )
-
-
-def _shape(value: Any) -> str:
-    """For errors, without the number of records, which may be private."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"a tensor of shape [{', '.join(['n', *map(str, value.shape[1:])][: value.dim()])}]"
+    def _predictors(self, weights: Tensor) -> Tensor:
+        """u in float64; beyond the range of floats, where it would not be a number for some
+        records and not for others, it is 0.
+        """
+        return torch.mv(self.x, weights.to(self.x.dtype)).nan_to_num(nan=0.0).to(torch.float64)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -136,14 +135,14 @@ def hybrid(
     if "temperature" not in getattr(optimizer, "keywords", {}):
         optimizer = partial(optimizer, temperature=1.0)  # else the given clip norm would decide it
     module, chain, private = PrivacyEngine(accountant).make_private(
-        module=_LinearPredictor(model, x),
+        module=model.module(x.shape[1]).to(x),
         optimizer=partial(optimizer, **_prior_of(model)),
         data_loader=loader,
         max_grad_norm=max_grad_norm,
         noise_multiplier=noise,
     )
     planned = SelfComposedDpEvent(chain.event(chain.effective_noise_multiplier), steps)
-    total = epsilon_with(accountant, delta)((first.event, planned))
+    total = epsilon_with(accountant, delta)(first.event, planned)
     both = ComposedDpEvent([first.event, planned])
     if total > epsilon * ROUND_UP or not accountant.remaining(both):
         raise PrivacyBudgetExceeded(
@@ -152,33 +151,18 @@ def hybrid(
         )
     start = first.sample(features, targets)
     with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(start["weights"].reshape(p.shape))
+        module.weights.copy_(start["weights"])
     if samples is None:
-        thin = max(1, math.ceil(steps / 400))
-        binary: Literal["bernoulli"] = "bernoulli"
-        likelihood = binary if model.family == binary else None
-        samples = PosteriorSamples(likelihood, steps // 2, thin, max_samples=200)
+        samples = PosteriorSamples(
+            "bernoulli" if model.family == "bernoulli" else None, max_samples=200
+        )
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()
-            _loss(model.family, records.weight, module(inputs), outputs).mean().backward()
+            records.loss_of(module(inputs), outputs).mean().backward()
             chain.step()
             samples.collect(module)
     return Hybrid(module, samples, start, accountant, first.guarantee())
-
-
-class _LinearPredictor(nn.Module):
-    """u = xᵀw with the features clipped as the GLM clips them."""
-
-    def __init__(self, glm: GLM, like: Tensor) -> None:
-        super().__init__()
-        self._glm = glm
-        self.linear = nn.Linear(like.shape[1], 1, bias=False, dtype=like.dtype, device=like.device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(self._glm.features(x))
-        return result.squeeze(-1)
 
 
 def _prior_of(glm: GLM) -> dict[str, Any]:
@@ -191,11 +175,3 @@ def _prior_of(glm: GLM) -> dict[str, Any]:
         return -0.5 * (glm.prior_precision.to(weights) * weights.reshape(-1).square()).sum()
 
     return {"log_prior": log_prior}
-
-
-def _loss(family: str, weight: float, u: Tensor, y: Tensor) -> Tensor:
-    if family == "bernoulli":
-        return nn.functional.binary_cross_entropy_with_logits(u, y, reduction="none")
-    if family == "poisson":
-        return nn.functional.poisson_nll_loss(u, y, reduction="none")
-    return weight / 2 * (u - y).square()

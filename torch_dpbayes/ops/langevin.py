@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,42 +13,13 @@ from torch import Tensor
 from ..accounting.events import positive_count
 from ..noise import GaussianNoise, check_positive
 from ..words import shown
-from .models import Density, Target
+from .models import Density
 
 _LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
 
 
-class Sampler(Protocol):
-    """Public settings of a chain, and how it runs. Its state after the last step is a draw,
-    close to the target or not.
-    """
-
-    def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
-        """The last state, ``[d]``."""
-
-
-@torch.no_grad()
-def overdamped(
-    target: Target | Density, step_size: float, steps: int, noise: GaussianNoise
-) -> Tensor:
-    r"""The unadjusted Langevin algorithm on the full data.
-
-    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \quad \xi \sim N(0, I)
-
-    On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
-
-    **Privacy.** The last state ``[d]`` is the release, the earlier ones are not:
-    :class:`~torch_dpbayes.ops.FiniteRunLangevin` has the guarantee.
-    """
-    theta = target.start.clone()
-    for _ in shown(range(steps), "drawing one posterior sample"):
-        xi = _gaussian(theta, noise)
-        theta.sub_(target.gradient(theta), alpha=step_size).add_(xi, alpha=math.sqrt(2 * step_size))
-    return theta
-
-
 def mu_of_last_state(sensitivity: float, step_size: float, gap: float, steps: int) -> float:
-    """μ of the last step of :func:`overdamped` (Bok, Su, Altschuler 2024); ``gap``: 1 − c."""
+    """μ of the last step of :class:`Overdamped` (Bok, Su, Altschuler 2024); ``gap``: 1 − c."""
     forgotten = float(steps)
     if gap >= _LEAST_GAP:
         # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1
@@ -60,15 +30,19 @@ def mu_of_last_state(sensitivity: float, step_size: float, gap: float, steps: in
 
 @dataclass(frozen=True)
 class Overdamped:
-    """:func:`overdamped` Langevin dynamics as a sampler for :class:`~torch_dpbayes.ops.RenyiClose`
-    and :class:`~torch_dpbayes.ops.TotalVariationClose`.
+    r"""Overdamped Langevin dynamics, the unadjusted Langevin algorithm: a sampler for
+    :class:`~torch_dpbayes.ops.RenyiClose` and :class:`~torch_dpbayes.ops.TotalVariationClose`.
+
+    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \quad \xi \sim N(0, I)
+
+    On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
 
     Args:
         steps: how many.
         step_size: h, in units of θ².
 
     **Privacy.** The settings are public. How close the draw is to the target is the certificate's
-    assumption.
+    assumption. The last state is the release, the earlier ones are not.
     """
 
     steps: int
@@ -78,8 +52,13 @@ class Overdamped:
         positive_count(self.steps, "steps")
         check_positive("step_size", self.step_size)
 
+    @torch.no_grad()
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
-        return overdamped(density, self.step_size, self.steps, noise)
+        theta, h = density.start.clone(), self.step_size
+        for _ in shown(range(self.steps), "drawing one posterior sample"):
+            xi = _gaussian(theta, noise)
+            theta.sub_(density.gradient(theta), alpha=h).add_(xi, alpha=math.sqrt(2 * h))
+        return theta
 
 
 @dataclass(frozen=True)

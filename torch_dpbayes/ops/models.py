@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Pyro keeps active effects in one list for all threads, and torch its global generator: one draw
 # at a time may use them.
 using_pyro = threading.RLock()
 
 
-class Target(Protocol):
-    """A density ∝ exp(−U(θ)) over flat vectors θ in float64, with every record's part bounded."""
-
-    @property
-    def start(self) -> Tensor:
-        """Where chains begin, ``[d]``: chosen without the data."""
-
-    def gradient(self, theta: Tensor) -> Tensor:
-        """∇U(θ), ``[d]``."""
-
-    def potential(self, theta: Tensor) -> Tensor:
-        """U(θ) up to a constant, differentiable; for samplers with an accept step."""
-
-    def clipped_potential(self, theta: Tensor, low: float, high: float) -> Tensor:
-        """U(θ) with every log likelihood clipped into [low, high], differentiable."""
+Data = tuple[Any, ...]  # the user's arguments, or what a model has made of them
 
 
 class Density(NamedTuple):
-    """∝ exp(−U(θ)) over flat vectors in float64, as samplers see it."""
+    """∝ exp(−U(θ)) over flat vectors θ in float64, with every record's part bounded."""
 
     start: Tensor  # [d], chosen without the data
-    potential: Callable[[Tensor], Tensor]  # differentiable
-    gradient: Callable[[Tensor], Tensor]
+    potential: Callable[[Tensor], Tensor]  # U up to a constant, differentiable
+    gradient: Callable[[Tensor], Tensor]  # ∇U, [d]
 
 
 class Constants(NamedTuple):
@@ -48,52 +36,46 @@ class Constants(NamedTuple):
     record_smoothness: float  # of one record's clipped loss
 
 
-class Model(Protocol):
+class Model(ABC):
     """A prior and a likelihood with one term a record, over flat vectors in an unconstrained
     space.
     """
 
-    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+    @abstractmethod
+    def prepare(self, data: Data) -> Data:
         """The data in the form that the other methods take. May raise on shapes, never on
         values.
         """
 
-    def num_records(self, data: tuple[Any, ...]) -> int:
+    def num_records(self, data: Data) -> int:
         """How many records there are."""
+        return len(data[0])
 
-    def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> Target:
-        """∝ prior · Π likelihood^tempering, every record's gradient clipped to
-        ``max_grad_norm`` before tempering.
+    @abstractmethod
+    def target(
+        self,
+        data: Data,
+        *,
+        tempering: float,
+        max_grad_norm: float = math.inf,
+        log_likelihood_range: tuple[float, float] | None = None,
+    ) -> Density:
+        """∝ prior · Π likelihood^tempering. Before tempering every record's gradient is clipped to
+        ``max_grad_norm``, or its log likelihood into the range.
         """
 
+    @abstractmethod
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         """The draw as the user's named, constrained values."""
 
-    def require_unconstrained(self, certificate: str) -> None:
-        """Raises unless every latent lives on all of ℝ."""
+    def require_unconstrained(self, certificate: str) -> None:  # noqa: B027
+        """Raises, here or in :meth:`prepare`, unless every latent lives on all of ℝ."""
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants | None:
         """The constants with gradients clipped to ``max_grad_norm``; None where a caller has to
         assert them.
         """
-
-
-class LinearPredictor(nn.Module):
-    """Linear predictors of clipped features, as a module of the parameter ``weights``.
-
-    Args:
-        shape: of the weights, ``[d]`` for one predictor a record, ``[K, d]`` for K.
-        features: clips rows ``[n, d]``.
-    """
-
-    def __init__(self, shape: tuple[int, ...], features: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-        self._features = features
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self._features(x)
-        return x @ self.weights.to(x).mT if self.weights.dim() > 1 else x @ self.weights.to(x)
+        return None
 
 
 def gradient_of(potential: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .tempering import LEAST_TEMPERING, PRECISION, epsilon_with, largest_temperi
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
+_ANOTHER = "make a new OnePosteriorSample with a larger epsilon or another accountant."
 _charging = threading.Lock()
 
 
@@ -93,7 +94,11 @@ class OnePosteriorSample:
         self._certificate, self._accountant = certificate, accountant
         self._epsilon, self._delta = epsilon, None if delta is None else check_delta(delta)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
-        if not self._is_count_public and num_data is None and self._needs_num_data:
+        if (
+            not self._is_count_public
+            and num_data is None
+            and certificate.needs_num_data(self._model)
+        ):
             raise ArgumentError(
                 "the guarantee depends on the number of records, which is private here: state"
                 " num_data=, an upper bound for every data set, or use"
@@ -192,7 +197,13 @@ class OnePosteriorSample:
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
-        with _plain_arithmetic():
+        # no half precision in sums over records, and autograd for samplers
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
             data = self._model.prepare(data)
             num_data = self._count(self._model.num_records(data))
             setting = self._setting(num_data)
@@ -202,27 +213,28 @@ class OnePosteriorSample:
             return self._model.release(theta)
 
     def _charge(self, event: DpEvent) -> None:
-        def require_target(*more: DpEvent, say: str) -> None:
-            if self._epsilon is not None and self._costs()(list(more)) > self._epsilon * ROUND_UP:
-                raise PrivacyBudgetExceeded(
-                    f"{say} the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: make"
-                    " a new OnePosteriorSample with a larger epsilon or another accountant."
-                )
-
         label = f"one posterior sample ({type(self._certificate).__name__})"
         with _charging:  # two draws at a time would each refuse the other
-            require_target(event, say="n draws cost n releases, and one more would pass")
+            if self._passes_target(event):
+                raise PrivacyBudgetExceeded(
+                    "n draws cost n releases, and one more would pass the target epsilon ="
+                    f" {self._epsilon:g} at delta = {self._delta:g}: {_ANOTHER}"
+                )
             self._accountant.compose(event, label=label)
             # other threads and processes may charge the same accountant in between
-            require_target(
-                say="Nothing was drawn, but the charge stays: with what others charged it passes"
-            )
+            if self._passes_target():
+                raise PrivacyBudgetExceeded(
+                    "Nothing was drawn, but the charge stays: with what others charged it passes"
+                    f" the target epsilon = {self._epsilon:g} at delta = {self._delta:g}:"
+                    f" {_ANOTHER}"
+                )
+
+    def _passes_target(self, *more: DpEvent) -> bool:
+        if self._epsilon is None or self._delta is None:
+            return False
+        return epsilon_with(self._accountant, self._delta)(*more) > self._epsilon * ROUND_UP
 
     # --- the tempering ----------------------------------------------------------------------------
-
-    @property
-    def _needs_num_data(self) -> bool:
-        return self._certificate.needs_num_data(self._model)
 
     def _count(self, found: int) -> int | None:
         """N, as the certificate takes it; ``found`` decides only where it is public."""
@@ -238,7 +250,7 @@ class OnePosteriorSample:
         return found if self._is_count_public else stated
 
     def _setting(self, num_data: int | None = None) -> Setting:
-        if not self._needs_num_data:
+        if not self._certificate.needs_num_data(self._model):
             num_data = None
         else:
             known = (num_data, self._num_data, self._last_num_data)
@@ -253,57 +265,35 @@ class OnePosteriorSample:
             self._solved[num_data] = self._largest_tempering(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
 
-    def _event(self, tempering: float, num_data: int | None) -> DpEvent:
-        setting = Setting(tempering, num_data, self._accountant.neighboring)
-        return self._certificate.event(self._model, setting)
-
-    def _costs(self) -> Callable[[list[DpEvent]], float]:
-        """ε of what the accountant holds now and of given events."""
-        assert self._delta is not None
-        return epsilon_with(self._accountant, self._delta)
-
     def _largest_tempering(self, num_data: int | None) -> float:
-        if self._epsilon is None:
+        if self._epsilon is None or self._delta is None:
             return 1.0
-        costs, too_large = self._costs(), False
+        costs = epsilon_with(self._accountant, self._delta)
+
+        def event(tempering: float) -> DpEvent:
+            setting = Setting(tempering, num_data, self._accountant.neighboring)
+            return self._certificate.event(self._model, setting)
 
         def cost(tempering: float) -> float:
-            nonlocal too_large
             try:
-                return costs([self._event(tempering, num_data)])
+                return costs(event(tempering))
             # M grows with the tempering, and with it what a given step size and a given distance to
             # the target allow
-            except (StepTooLarge, TooFar) as error:
-                too_large |= isinstance(error, StepTooLarge)
+            except (StepTooLarge, TooFar):
                 return math.inf
 
         found = largest_tempering(cost, self._epsilon)
         if found is None:
-            self._event(LEAST_TEMPERING, num_data)  # raises if the certificate is what stopped it
+            event(LEAST_TEMPERING)  # raises if the certificate is what stopped it
             raise ArgumentError(
                 f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after what"
                 " is held: use a larger epsilon, an empty accountant, or a"
                 " certificate with a smaller delta.",
                 code="budget-spent",
             )
-        if too_large:
-            with suppress(TooFar):  # raises if a step is what stopped it
-                self._event(min(1.0, found * (1 + 10 * PRECISION)), num_data)
+        with suppress(TooFar):  # raises if a step is what stopped it
+            event(min(1.0, found * (1 + 10 * PRECISION)))
         return found
-
-
-@contextmanager
-def _plain_arithmetic() -> Iterator[None]:
-    """No half precision in sums over records, and autograd for samplers, whatever the caller's
-    context.
-    """
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-    ):
-        yield
 
 
 def _as_model(model: Any, count_is_public: bool) -> Model:

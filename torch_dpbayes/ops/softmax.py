@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CertificateError
-from .glm import GLM, LinearTarget, chunked_sum, require_representable
-from .models import Constants, LinearPredictor
+from .linear_model import LinearModel, chunked_sum, require_representable
+from .models import Constants, Data
 
 
-class Softmax:
+class Softmax(LinearModel):
     r"""Multinomial logistic regression: K linear predictors :math:`u_i = W x_i` a record.
 
     .. math::
@@ -26,8 +26,8 @@ class Softmax:
     record can make any of this raise: check labels before.
 
     The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, for ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's Lipschitz
-    constant is at most ½R_x². Gradients are never clipped, for
-    clipped ones would be no gradients of a convex function.
+    constant is at most ½R_x². Gradients are never clipped: clipped ones would be no gradients of a
+    convex function.
 
     Args:
         num_classes: K, at least 2. Of two, :class:`~torch_dpbayes.ops.GLM` needs half the weights.
@@ -46,9 +46,8 @@ class Softmax:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
             raise ArgumentError(f"num_classes must be a whole number from 2, got {num_classes!r}.")
         require_representable("prior_std", prior_std)
+        super().__init__(prior_std, max_feature_norm)
         self._num_classes = num_classes
-        # clips features alike
-        self._features = GLM("gaussian", prior_std, max_feature_norm, noise_std=1.0)
 
     def __repr__(self) -> str:
         return (
@@ -64,12 +63,7 @@ class Softmax:
     @property
     def prior_std(self) -> float:
         """Of each weight."""
-        return float(self._features.prior_std)
-
-    @property
-    def max_feature_norm(self) -> float:
-        """R_x."""
-        return self._features.max_feature_norm
+        return float(self._prior_std)
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
         """The constants above: √2·R_x, and ½R_x², the largest eigenvalue of a record's Hessian.
@@ -83,31 +77,11 @@ class Softmax:
                 f"gradients of {self!r} reach {lipschitz:g} and are never clipped: pass"
                 f" max_grad_norm={math.ceil(lipschitz * 100) / 100:g} to the certificate."
             )
-        precision = float(self._features.prior_precision)
+        precision = float(self.prior_precision)
         return Constants(lipschitz, precision, precision, self.max_feature_norm**2 / 2)
 
-    def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """Class probabilities ``[n, K]`` of rows ``[n, d]`` given a released draw, with features
-        clipped as in fitting.
-        """
-        x = self._features.features(features)
-        return torch.softmax(x @ draw["weights"].to(x).T, -1)
-
-    def module(self, num_features: int) -> LinearPredictor:
-        """The scores of classes as a network of one parameter, ``weights`` ``[K, num_features]``:
-        with it :meth:`.PosteriorSamples.from_draws` predicts as "categorical".
-        """
-        return LinearPredictor((self._num_classes, num_features), self._features.features)
-
-    # --- what certificates ask --------------------------------------------------------------------
-
-    def num_records(self, data: tuple[Any, ...]) -> int:
-        """The number of rows."""
-        return len(data[0])
-
-    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(features, labels), with shapes and types checked."""
-        features, labels = self._features.prepare(data)
+    def prepare(self, data: Data) -> Data:
+        features, labels = super().prepare(data)
         if labels.dtype == torch.bool or labels.is_floating_point():
             raise ArgumentError(
                 f"labels must be integers from 0 to {self._num_classes - 1}, got {labels.dtype}:"
@@ -115,55 +89,48 @@ class Softmax:
             )
         return features, labels
 
-    def target(
-        self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float
-    ) -> LinearTarget:
-        """∝ prior · Π likelihood^tempering; ``max_grad_norm`` is no less than any gradient."""
-        records = self.records(*data)
-        precision = self._features.prior_precision.to(records.x.device)
-        return LinearTarget(records, precision, tempering)
-
-    def release(self, theta: Tensor) -> dict[str, Tensor]:
-        """``{"weights": [K, d]}``."""
-        return {"weights": theta.reshape(self._num_classes, -1)}
-
-    def require_unconstrained(self, certificate: str) -> None:
-        """Weights live on all of ℝ^(K×d)."""
-
-    def records(self, features: Tensor, labels: Tensor) -> SoftmaxRecords:
-        """The data with every record's part bounded; nothing about their values can raise."""
-        x = self._features.features(features)
+    def records(
+        self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf
+    ) -> SoftmaxRecords:
+        x = self.features(features)
         # a narrow type would wrap the number of classes that it is compared with
-        y = labels.detach().to(x.device).long()
+        y = targets.detach().to(x.device).long()
         is_class = (y >= 0) & (y < self._num_classes)
         x.masked_fill_(~is_class[:, None], 0.0)
         return SoftmaxRecords(x, torch.where(is_class, y, 0), self._num_classes)
 
+    def _shape(self, num_features: int) -> tuple[int, ...]:
+        return (self._num_classes, num_features)
 
+    def _mean(self, predictors: Tensor) -> Tensor:
+        return torch.softmax(predictors, -1)
+
+
+@dataclass(eq=False)
 class SoftmaxRecords:
-    """Bounded records: x ``[n, d]``, no longer than R_x, and classes y ``[n]``."""
+    """Bounded records of a Softmax; a record's gradient is no longer than √2·R_x."""
 
-    def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:
-        self.x, self.y, self.num_classes = x, y, num_classes
-        self.size = num_classes * x.shape[1]  # of the weights
+    x: Tensor  # [n, d]
+    y: Tensor  # [n], classes
+    num_classes: int
 
-    def predictors(self, theta: Tensor) -> Tensor:
-        """u ``[n, K]`` for ``[K·d]``; where it is beyond the range of floats it is 0."""
-        weights = theta.reshape(self.num_classes, -1).to(self.x.dtype)
-        return (self.x @ weights.T).nan_to_num(nan=0.0)
-
-    def gradient_sum(self, theta: Tensor) -> Tensor:
-        """Σ (p − e_y) xᵀ, ``[K·d]`` in float64; a record adds at most √2·R_x."""
-        slopes = torch.softmax(self.predictors(theta), -1)
+    def gradient_sum(self, weights: Tensor) -> Tensor:
+        """Σ (p − e_y) xᵀ, ``[K·d]`` in float64: in float32 one record would change the rounding of
+        the sums of all others.
+        """
+        slopes = torch.softmax(self._predictors(weights), -1)
         slopes[torch.arange(len(self.y), device=self.y.device), self.y] -= 1
-        # in float32 one record would change the rounding of the sums of all others
         return chunked_sum(lambda x, s: s.T @ x, self.x, slopes).reshape(-1)
 
-    def losses(self, theta: Tensor) -> Tensor:
+    def losses(self, weights: Tensor) -> Tensor:
         """ℓ_i, ``[n]`` in float64, differentiable."""
-        return -self.log_likelihoods(theta)
+        u = self._predictors(weights).to(torch.float64)
+        return torch.nn.functional.cross_entropy(u, self.y, reduction="none")
 
-    def log_likelihoods(self, theta: Tensor) -> Tensor:
-        """log p(y_i | x_i, W), ``[n]`` in float64, differentiable."""
-        u = self.predictors(theta).to(torch.float64)
-        return -torch.nn.functional.cross_entropy(u, self.y, reduction="none")
+    def log_likelihoods(self, weights: Tensor) -> Tensor:
+        return -self.losses(weights)
+
+    def _predictors(self, weights: Tensor) -> Tensor:
+        """u ``[n, K]``; where it is beyond the range of floats it is 0."""
+        matrix = weights.reshape(self.num_classes, -1).to(self.x.dtype)
+        return (self.x @ matrix.T).nan_to_num(nan=0.0)

@@ -64,11 +64,7 @@ def charged_to(
     epsilon: float | None,
     delta: float | None,
 ) -> tuple[PrivacyAccountant, float]:
-    """Where a calibration is charged, and the noise multiplier of all of it.
-
-    Raises:
-        ValueError: there is no accountant or no budget, or it is not the run's.
-    """
+    """Where a calibration is charged, and the noise multiplier of all of it."""
     reserved = None
     if isinstance(loader, PoissonLoader):
         draws = loader.sampler_of_draws
@@ -129,13 +125,7 @@ def _released(total: float, multiplier: float, noise: GaussianNoise) -> float:
 
 
 def score_of(likelihood: Likelihood, compact: Tensor, y: Tensor) -> Callable[[float], float]:
-    """Σ ψ_i as a function of t; a record with a value that is not finite counts as zero.
-
-    Args:
-        likelihood: of the outputs, at temperature 1.
-        compact: ``[n, ...]``, what it needs of them.
-        y: the targets, ``[n]`` or ``[n, 1]``.
-    """
+    """Σ ψ_i as a function of t; a record with a value that is not finite counts as zero."""
     dimensions = 3 if isinstance(likelihood, Normal) else 2  # of samples' moments; of classes
     if compact.dim() != dimensions or y.numel() != len(compact):
         raise SamplesError(

@@ -33,7 +33,6 @@ class Chain:
         self.max_samples = max_samples
         self._num_collected = 0
         self._samples: list[Sample] = []
-        self._shapes: dict[str, torch.Size] | None = None
         self._buffers: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -74,10 +73,9 @@ class Chain:
         if number < 0 or number % self.thin:
             self._num_collected += 1
             return
-        parameters = _checked_parameters(model, self._shapes)
+        parameters = _checked_parameters(model, self.shapes())
         require_same_buffers(model, self._buffers)
 
-        self._shapes = {name: p.shape for name, p in parameters.items()}
         self._num_collected += 1
         # the calls that were due have the places 0, 1, ..., of which the last are kept
         place = number // self.thin
@@ -98,7 +96,7 @@ class Chain:
 
     def draws_of(self, name: str) -> np.ndarray[Any, Any]:
         """All samples of one parameter, one row each."""
-        return np.stack([_array(sample[name]) for sample in self._samples])
+        return np.stack([files.array_of(sample[name]) for sample in self._samples])
 
     def to_arviz(self, *other_chains: Self) -> Any:
         r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R` and
@@ -124,17 +122,25 @@ class Chain:
         to run longer, decided by looking at these figures, is an adaptive choice in the sense of
         :class:`~torch_dpbayes.PrivacyAccountant`.
         """
-        return files.to_arviz((self, *other_chains))
+        chains, shapes = (self, *other_chains), self.shapes()
+        if taken := shapes.keys() & {"chain", "draw"}:
+            raise SamplesError(
+                f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and"
+                " drops: rename it in the model."
+            )
+        first = (shapes, len(self), self.thin)
+        for number, chain in enumerate(chains, 1):
+            is_empty = not isinstance(chain, Chain) or not len(chain)
+            if is_empty or (chain.shapes(), len(chain), chain.thin) != first:
+                raise SamplesError(
+                    f"chain {number}, {chain!r}, is not like the first one, {self!r}: pass one by"
+                    " one runs of one model with the same burn_in, thin and max_samples, collected"
+                    " as often."
+                )
+        return files.arviz_of({n: np.stack([c.draws_of(n) for c in chains]) for n in shapes})
 
 
-def _array(sample: Tensor) -> np.ndarray[Any, Any]:
-    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
-    return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
-
-
-def _checked_parameters(
-    model: nn.Module, before: dict[str, torch.Size] | None
-) -> dict[str, nn.Parameter]:
+def _checked_parameters(model: nn.Module, before: dict[str, torch.Size]) -> dict[str, nn.Parameter]:
     """The trainable parameters, which have the shapes that they had ``before`` and are finite."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
@@ -142,7 +148,7 @@ def _checked_parameters(
         raise SamplesError(
             "The model has no trainable parameter, so there is no posterior sample to collect."
         )
-    if before is not None and shapes != before:
+    if before and shapes != before:
         raise SamplesError(
             "This model's trainable parameters are not those of the model collected before:"
             f" {outputs.difference_of(before, shapes)}. Use one PosteriorSamples for one model."

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..errors import CheckpointError, SamplesError
-from .outputs import difference_of
-
-if TYPE_CHECKING:
-    from .chain import Chain
+from ..errors import CheckpointError
 
 FORMAT = "torch_dpbayes.PosteriorSamples, version 1"
 
@@ -49,6 +45,11 @@ def load(path: str | os.PathLike[str], writer: str) -> dict[str, Any]:
     return content
 
 
+def array_of(sample: Tensor) -> np.ndarray[Any, Any]:
+    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
+    return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
+
+
 def arviz_of(posterior: dict[str, Any]) -> Any:
     """ArviZ's structure of variables ``[chain, draw, ...]``."""
     try:
@@ -62,29 +63,3 @@ def arviz_of(posterior: dict[str, Any]) -> Any:
     if int(arviz.__version__.split(".")[0]) < 1:
         return arviz.from_dict(posterior=posterior)
     return arviz.from_dict({"posterior": posterior})
-
-
-def to_arviz(chains: Sequence[Chain]) -> Any:
-    """The samples of several chains as ArviZ's data structure."""
-    first = chains[0]
-    shapes = first.shapes()
-    if taken := shapes.keys() & {"chain", "draw"}:
-        raise SamplesError(
-            f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and"
-            " drops: rename it in the model."
-        )
-    for number, chain in enumerate(chains, 1):
-        if type(chain) is not type(first) or not len(chain):
-            raise SamplesError(
-                f"chain {number} is {chain!r}: pass PosteriorSamples that hold samples one by one,"
-                " first.to_arviz(second, third)."
-            )
-        own = {"samples": len(chain), "thin": chain.thin}
-        differs = difference_of(shapes, chain.shapes())
-        if differs or own != {"samples": len(first), "thin": first.thin}:
-            raise SamplesError(
-                f"chain {number} is not like the first one, {first!r}: {differs or repr(chain)}."
-                " Pass runs of one model with the same burn_in, thin and max_samples, collected as"
-                " often."
-            )
-    return arviz_of({name: np.stack([chain.draws_of(name) for chain in chains]) for name in shapes})

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 from ..errors import ArgumentError, SamplesError
 from .outputs import average
@@ -23,11 +23,6 @@ NoiseStd = float | Callable[[nn.Module], Tensor]
 _REACH, _NODES = 7.0, 97
 _MOST_POINTS = 2**20  # of the grids of all records and samples together
 _LEAST_LOG = -1e6  # of a probability: 0 would make 0·∞ of an entropy
-_NO_NOISE = (
-    "the model's output is a mean, and this needs the noise too: write"
-    ' PosteriorSamples("normal", noise_std=...), math.sqrt(0.5) after MSELoss, or let the model'
-    " return mean and log variance"
-)
 _THREE = (
     'write PosteriorSamples("categorical") for classes, "bernoulli" for logits of targets that are'
     ' 0 or 1, or "normal" for means, or means and log variances'
@@ -113,7 +108,9 @@ class Categorical(Likelihood):
     def log_density(self, forms: Tensor, y: Tensor) -> Tensor:
         y = _without_column(y) if forms.dim() == 3 else y
         _require_shape(y, forms.shape[1:-1])
-        _require_between(y, forms.shape[-1] - 1)
+        largest = forms.shape[-1] - 1
+        if not bool(((y >= 0) & (y <= largest) & (y == y.long())).all()):
+            raise SamplesError(f"targets must be whole numbers from 0 to {largest}")
         labels = y.long().expand(forms.shape[:-1])[..., None]
         return forms.gather(-1, labels)[..., 0].reshape(*forms.shape[:2], -1)
 
@@ -162,34 +159,31 @@ class Bernoulli(Categorical):
 class Normal(Likelihood):
     """Means of targets with Gaussian noise; the form has mean and log variance last. The
     temperature is the factor of every sample's noise variance.
+
+    Args:
+        has_noise_std: outputs have gone through :func:`with_noise`.
     """
 
     def __init__(self, *, has_noise_std: bool) -> None:
-        self.has_noise_std, self._is_mean = has_noise_std, False
+        self._has_noise_std, self._has_noise = has_noise_std, True
 
     def form(self, output: Tensor) -> Tensor:
-        if self.has_noise_std:  # :func:`with_noise` has brought it to this
-            return self._scaled(output)
-        if output.dim() < 2 or output.shape[-1] == 1:
-            self._is_mean = True
-            mean = _without_column(output)  # predictions need no more
-            return torch.stack([mean, torch.full_like(mean, math.nan)], -1)
+        if not self._has_noise_std and (output.dim() < 2 or output.shape[-1] == 1):
+            self._has_noise = False  # predictions need no more
+            mean = _without_column(output)
+            return torch.stack([mean, torch.zeros_like(mean)], -1)
         if output.shape[-1] != 2:
             raise SamplesError(
                 "normal outputs are a mean, or a mean and a log variance, got shape"
                 f" {list(output.shape)}: for means of several targets pass noise_std= to"
                 " PosteriorSamples"
             )
-        return self._scaled(output)
-
-    def _scaled(self, form: Tensor) -> Tensor:
         if self.temperature == 1.0:
-            return form
-        return torch.stack([form[..., 0], form[..., 1] + math.log(self.temperature)], -1)
+            return output
+        return torch.stack([output[..., 0], output[..., 1] + math.log(self.temperature)], -1)
 
     def compact(self, forms: Tensor) -> Tensor:
-        if self._is_mean:
-            raise SamplesError(_NO_NOISE)
+        self._require_noise()
         return forms.double().transpose(0, 1)
 
     def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
@@ -201,11 +195,10 @@ class Normal(Likelihood):
         return forms[..., 0]
 
     def log_density(self, forms: Tensor, y: Tensor) -> Tensor:
-        mean, log_variance = _moments(forms)
+        components = self._components(forms)
         y = _without_column(y)
-        _require_shape(y, mean.shape[1:])
-        squared = (y.to(mean) - mean).square() * (-log_variance).exp()
-        return -0.5 * (squared + log_variance + math.log(2 * math.pi))[..., None]
+        _require_shape(y, components.loc.shape[1:])
+        return components.log_prob(y.to(components.loc))[..., None]
 
     def entropies(self, forms: Tensor) -> tuple[Tensor, Tensor]:
         """−∫ p log p of the mixture by the trapezoid rule, on the components' grids together."""
@@ -213,32 +206,46 @@ class Normal(Likelihood):
         if forms.shape[1] > rows:
             parts = [self.entropies(some) for some in forms.split(rows, 1)]
             return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-        mean, log_variance = _moments(forms.double())
-        std, grid = (log_variance / 2).exp(), torch.linspace(-_REACH, _REACH, _NODES).double()
+        components = self._components(forms)
+        mean, grid = components.loc, torch.linspace(-_REACH, _REACH, _NODES).double()
         nodes = grid.to(mean.device).view(-1, 1, *[1] * (mean.dim() - 1))
-        at = (mean + std * nodes).flatten(0, 1).sort(0).values
-
-        def log_density(points: Tensor) -> Tensor:
-            squared = ((points[:, None] - mean) / std).square()
-            each = -0.5 * (squared + log_variance + math.log(2 * math.pi))
-            return each.logsumexp(1) - math.log(len(forms))
-
-        found = torch.cat([log_density(points) for points in at.split(_NODES)])
+        at = (mean + components.scale * nodes).flatten(0, 1).sort(0).values
+        found = torch.cat(
+            [components.log_prob(points[:, None]).logsumexp(1) for points in at.split(_NODES)]
+        ) - math.log(len(forms))
         total = -torch.trapezoid(found.exp() * found, at, dim=0)
-        own = 0.5 * (log_variance + math.log(2 * math.pi * math.e)).mean(0)
-        return total, own
+        return total, components.entropy().mean(0)
 
     def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
-        mean, log_variance = _moments(forms.double())
-        return _mixture_quantiles(mean, (log_variance / 2).exp(), quantiles).to(forms.dtype)
+        """By bisection between the components' own."""
+        components, solved = self._components(forms), []
+        mean, std = components.loc, components.scale
+        for q in quantiles:
+            own = mean + std * torch.special.ndtri(mean.new_tensor(q))
+            low, high = own.amin(0), own.amax(0)
+            for _ in range(50):  # double precision of any spread below 10⁵ noise deviations
+                middle = (low + high) / 2
+                below = torch.special.ndtr((middle - mean) / std).mean(0) < q
+                low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+            solved.append((low + high) / 2)
+        return torch.stack(solved).to(forms.dtype)
+
+    def _components(self, forms: Tensor) -> distributions.Normal:
+        self._require_noise()
+        mean, log_variance = forms.double().unbind(-1)
+        return distributions.Normal(mean, (log_variance / 2).exp(), validate_args=False)
+
+    def _require_noise(self) -> None:
+        if not self._has_noise:
+            raise SamplesError(
+                "the model's output is a mean, and this needs the noise too: write"
+                ' PosteriorSamples("normal", noise_std=...), math.sqrt(0.5) after MSELoss, or let'
+                " the model return mean and log variance"
+            )
 
 
 def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | None) -> Likelihood:
-    """The likelihood of outputs of a shape; three columns or more are classes if nothing is said.
-
-    Raises:
-        SamplesError: the outputs fit several, and none is named.
-    """
+    """That of outputs of a shape; three columns or more are classes if nothing is said."""
     if name is None and len(shape) > 1 and shape[-1] > 2:
         name = "categorical"
     if name is None:
@@ -287,28 +294,6 @@ def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
     return torch.stack([mean, log_variance.expand_as(mean)], -1)
 
 
-def _mixture_quantiles(mean: Tensor, std: Tensor, quantiles: Sequence[float]) -> Tensor:
-    """Quantiles of Σ N(μ_s, σ_s²)/S by bisection between the components' own."""
-    solved = []
-    for q in quantiles:
-        at = torch.tensor(q, dtype=mean.dtype, device=mean.device)
-        own = mean + std * torch.special.ndtri(at)
-        low, high = own.amin(0), own.amax(0)
-        for _ in range(50):  # double precision of any spread below 10⁵ noise standard deviations
-            middle = (low + high) / 2
-            below = torch.special.ndtr((middle - mean) / std).mean(0) < q
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        solved.append((low + high) / 2)
-    return torch.stack(solved)
-
-
-def _moments(form: Tensor) -> tuple[Tensor, Tensor]:
-    mean, log_variance = form.unbind(-1)
-    if bool(log_variance.isnan().any()) and not bool(mean.isnan().any()):
-        raise SamplesError(_NO_NOISE)
-    return mean, log_variance
-
-
 def _without_column(values: Tensor) -> Tensor:
     """``[n, 1]`` as ``[n]``: one number a target."""
     return values[..., 0] if values.dim() > 1 and values.shape[-1] == 1 else values
@@ -320,8 +305,3 @@ def _require_shape(y: Tensor, wanted: Sequence[int]) -> None:
             f"y has the shape {list(y.shape)} for a batch of predictions of {list(wanted)}: pass"
             " one target for each, in the order of x"
         )
-
-
-def _require_between(y: Tensor, largest: int) -> None:
-    if not bool(((y >= 0) & (y <= largest) & (y == y.long())).all()):
-        raise SamplesError(f"targets must be whole numbers from 0 to {largest}")

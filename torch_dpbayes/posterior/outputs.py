@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from .. import words
-from ..errors import ArgumentTypeError, DPBayesError, SamplesError
+from ..errors import ArgumentTypeError, DPBayesError, SamplesError, StateError
 from ..per_sample.nested import TARGETS, Nested, holds_plain_sequence, named_inputs
 from ..per_sample.record_map import RecordMap, without_values
 
@@ -24,8 +24,8 @@ Inputs = Tensor | Iterable[Any]
 Sample = dict[str, Tensor]
 
 _NO_BATCHES = (
-    "x must be a tensor whose first dimension is the record, or a DataLoader; for one batch of"
-    " another kind write [batch]."
+    "x must be a tensor whose first dimension is the record (torch.as_tensor of an array), or a"
+    " DataLoader; for one batch of another kind write [batch]."
 )
 
 # of a tensor, predicted at a time: many short rows, which make up for the fixed cost of a pass
@@ -38,12 +38,19 @@ def evaluate(
     x: Inputs,
     forward: Forward | None,
     reduce: Callable[[Iterator[Tensor]], Tensor],
+    dim: int = 0,
     *,
     is_alone: bool = False,
-) -> list[Tensor]:
-    """``reduce`` of the outputs ``[rows, ...]`` under one sample after another, for each batch.
-    ``is_alone``: private records, for each of which the model is run alone, whatever it does.
+) -> Tensor:
+    """``reduce`` of the outputs ``[rows, ...]`` under one sample after another, for each batch, put
+    together along ``dim``. ``is_alone``: private records, for each of which the model is run alone,
+    whatever it does.
     """
+    if not samples:
+        raise StateError(
+            "There is no posterior sample yet: call samples.collect(model) after burn-in, before"
+            " predicting."
+        )
     batches = _batches(x)
     parameters = dict(model.named_parameters())
     shapes = {name: p.shape for name, p in samples[0].items()}
@@ -61,13 +68,7 @@ def evaluate(
     device = parameters[next(iter(shapes))].device
     called = _Called(model, output_of if forward is None else forward)
 
-    def on_model(name: str, sample: Tensor) -> Tensor:
-        return sample.to(device=parameters[name].device, dtype=parameters[name].dtype)
-
     def run(sample: Sample, batch: Any) -> Tensor:
-        return _each_alone(partial(call, sample), batch) if is_alone else call(sample, batch)
-
-    def call(sample: Sample, batch: Any) -> Tensor:
         output = functional_call(called, {f"model.{n}": p for n, p in sample.items()}, (batch,))
         if not isinstance(output, Tensor):
             raise ArgumentTypeError(
@@ -78,7 +79,8 @@ def evaluate(
 
     def of_all(batch: Any) -> Iterator[Tensor]:
         for sample in samples:
-            yield run({name: on_model(name, s) for name, s in sample.items()}, batch)
+            on_model = {name: s.to(parameters[name]) for name, s in sample.items()}
+            yield _each_alone(partial(run, on_model), batch) if is_alone else run(on_model, batch)
 
     with _evaluation_mode(model), torch.no_grad():
         # a bar would show how many private records there are
@@ -86,7 +88,7 @@ def evaluate(
         reduced = [reduce(of_all(_moved(batch, device))) for batch in shown]
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
-    return reduced
+    return torch.cat(reduced, dim)
 
 
 def target_of(batch: Any) -> Tensor:
@@ -165,12 +167,8 @@ def _batches(x: Inputs) -> Iterable[Any]:
             "x is a private loader, which draws records at random for one step each: pass"
             " DataLoader(dataset, batch_size=256)."
         )
-    if isinstance(x, np.ndarray) or hasattr(x, "to_numpy"):
-        raise ArgumentTypeError(
-            f"x is a {type(x).__name__}: pass torch.as_tensor(numpy.asarray(x),"
-            " dtype=torch.float32), of the model's type"
-        )
-    if isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
+    is_array = isinstance(x, np.ndarray) or hasattr(x, "to_numpy")
+    if is_array or isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
         raise ArgumentTypeError(_NO_BATCHES)
     return x
 
@@ -202,10 +200,8 @@ def _records_in(batch: Any) -> int:
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
-    """``function`` of every record as a batch of one, put together.
-
-    Raises:
-        SamplesError: it cannot be run so; the message does not tell what one record caused.
+    """``function`` of every record as a batch of one, put together; an error does not tell what one
+    record caused.
     """
     given = Nested(batch)
     columns = given.tensors

@@ -141,7 +141,6 @@ class PosteriorSamples(Chain):
             )
         found = cls(likelihood, burn_in=0, max_samples=max(2, len(kept)), noise_std=noise_std)
         found._samples, found._num_collected = kept, len(kept)
-        found._shapes = found.shapes()
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -188,8 +187,6 @@ class PosteriorSamples(Chain):
         loaded._temperature = content["temperature"]
         loaded._num_collected = content["num_collected"]
         loaded._samples = content["samples"]
-        if loaded._samples:
-            loaded._shapes = {name: s.shape for name, s in loaded._samples[0].items()}
         return loaded
 
     @property
@@ -252,23 +249,19 @@ class PosteriorSamples(Chain):
         require_same_buffers(model, self._buffers)
         accountant, total = calibration.charged_to(loader, accountant, epsilon, delta)
 
+        def compact(of: Likelihood, forms: Tensor) -> Tensor:
+            return of.compact(forms)
+
         def score_of(batches: Iterable[Any]) -> Callable[[float], float]:
-            targets: list[Tensor] = []
-            found: list[Likelihood] = []
-
-            def with_targets() -> Iterator[Any]:
-                for batch in batches:
-                    targets.append(outputs.target_of(batch))
-                    yield batch
-
-            def compact(of: Likelihood, forms: Tensor) -> Tensor:
-                found[:] = [of]
-                return of.compact(forms)
-
-            forms = self._by_likelihood(
-                model, with_targets(), forward, compact, is_calibrating=True
-            )
-            return calibration.score_of(found[0], forms, torch.cat(targets))
+            targets, forms = [], []
+            for batch in batches:
+                targets.append(outputs.target_of(batch))
+                forms.append(self._by_likelihood(model, [batch], forward, compact, is_private=True))
+            if not targets:
+                raise SamplesError("the loader holds no record to calibrate on")
+            found = torch.cat(forms)
+            of = likelihood_of(self.likelihood, found.shape, self.noise_std)
+            return calibration.score_of(of, found, torch.cat(targets))
 
         records = PoissonLoader.every_record(loader)
         # what does not suit is found before the charge, on a record without values
@@ -335,11 +328,13 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing; see the class about private test inputs.
         """
         if transform == "likelihood":
-            return self._by_likelihood(
-                model, x, forward, lambda of, forms: of.average(forms), is_running=True
-            )
-        return self._evaluated(
-            model, x, forward, lambda found: outputs.average(outputs.transformed(found, transform))
+            return self._by_likelihood(model, x, forward)
+        return outputs.evaluate(
+            self._samples,
+            model,
+            x,
+            forward,
+            lambda found: outputs.average(outputs.transformed(found, transform)),
         )
 
     def outputs(
@@ -359,7 +354,7 @@ class PosteriorSamples(Chain):
         def stacked(found: Iterator[Tensor]) -> Tensor:
             return torch.stack(tuple(outputs.transformed(found, transform)))
 
-        return self._evaluated(model, x, forward, stacked, dim=1)
+        return outputs.evaluate(self._samples, model, x, forward, stacked, dim=1)
 
     def log_likelihood(
         self, model: nn.Module, x: Inputs, y: Tensor, *, forward: Forward | None = None
@@ -501,14 +496,13 @@ class PosteriorSamples(Chain):
         model: nn.Module,
         x: Inputs,
         forward: Forward | None,
-        reduce: Callable[[Likelihood, Any], Tensor],
+        reduce: Callable[[Likelihood, Tensor], Tensor] | None = None,
         dim: int = 0,
         *,
-        is_running: bool = False,
-        is_calibrating: bool = False,
+        is_private: bool = False,
     ) -> Tensor:
-        """``reduce`` of the likelihood that the outputs have, and of their forms: one tensor, or
-        where it ``is_running`` the form of one sample after another.
+        """``reduce`` of the likelihood that the outputs have, and of their forms under all samples;
+        None: their average, for which one sample's is held at a time.
         """
         noise_std, call = self.noise_std, outputs.output_of if forward is None else forward
 
@@ -521,30 +515,10 @@ class PosteriorSamples(Chain):
         def reduced(found: Iterator[Tensor]) -> Tensor:
             first = next(found)
             of = likelihood_of(self.likelihood, first.shape, noise_std)
-            of.temperature = 1.0 if is_calibrating else self._temperature
+            of.temperature = 1.0 if is_private else self._temperature
             forms = map(of.form, itertools.chain([first], found))
-            return reduce(of, forms if is_running else torch.stack(tuple(forms)))
+            return of.average(forms) if reduce is None else reduce(of, torch.stack(tuple(forms)))
 
-        return self._evaluated(model, x, with_its_noise, reduced, dim, is_alone=is_calibrating)
-
-    def _evaluated(
-        self,
-        model: nn.Module,
-        x: Inputs,
-        forward: Forward | None,
-        reduce: Callable[[Iterator[Tensor]], Tensor],
-        dim: int = 0,
-        *,
-        is_alone: bool = False,
-    ) -> Tensor:
-        """``reduce`` of the outputs under all samples, of all batches."""
-        if not self._samples:
-            discarded = (
-                "" if self.burn_in is None else f" and burn_in={self.burn_in} of them are discarded"
-            )
-            raise StateError(
-                f"There is no posterior sample yet: collect() was called {self._num_collected}"
-                f" times{discarded}. Call samples.collect(model) after burn-in, before predicting."
-            )
-        found = outputs.evaluate(self._samples, model, x, forward, reduce, is_alone=is_alone)
-        return torch.cat(found, dim=dim)
+        return outputs.evaluate(
+            self._samples, model, x, with_its_noise, reduced, dim, is_alone=is_private
+        )

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
 
 from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
-from ..models import Density, Model, gradient_of
+from ..models import Data, Density, Model
 from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
 
@@ -85,10 +82,5 @@ class Bounded(ExactDraw):
         )
         return Statement([clipped, theorem], [])
 
-    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
-        target = model.target(data, tempering=setting.tempering, max_grad_norm=math.inf)
-
-        def potential(theta: Tensor) -> Tensor:
-            return target.clipped_potential(theta, *self._range)
-
-        return Density(target.start, potential, gradient_of(potential))
+    def density(self, model: Model, data: Data, setting: Setting) -> Density:
+        return model.target(data, tempering=setting.tempering, log_likelihood_range=self._range)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special
@@ -18,19 +18,20 @@ from ...accounting.events import (
     MuGaussianDpEvent,
     Neighboring,
     PureDpEvent,
+    check_delta,
     neighboring_relation,
 )
 from ...errors import ArgumentTypeError, CertificateError
 from ...noise import GaussianNoise, check_positive
-from ..langevin import Sampler
-from ..models import Density, Model
+from ..langevin import Overdamped, Underdamped
+from ..models import Data, Density, Model
 from ..nuts import no_u_turn
 
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # what an exact draw is charged for
 ROUND_UP = 1 + 1e-9  # of a cost computed in floats
 _LEAST_DELTA = 1e-290  # below it the tail of a Gaussian leaves floating point
 _LARGE_MU = 1e4  # from here on the second term of delta is left out, which only raises delta
-_GRID, _ROUNDS = np.arange(1, 1025) / 1024, 4  # of an interval that is refined: to 1e-12 of it
+_GRID, _ROUNDS = np.arange(1, 33) / 32, 8  # of an interval that is refined: to 1e-12 of it
 _NOTHING_CHECKED = "nothing was checked, because a diagnostic would itself depend on the records"
 
 
@@ -84,9 +85,7 @@ class Certificate(ABC):
         """What was proved and what was assumed."""
 
     @abstractmethod
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         """One draw, flat and unconstrained: all that a certificate makes of the data."""
 
 
@@ -105,7 +104,7 @@ class ExactDraw(Certificate):
         """What was proved and assumed, the sampler aside."""
 
     @abstractmethod
-    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+    def density(self, model: Model, data: Data, setting: Setting) -> Density:
         """The density to draw from."""
 
     def statement(self, model: Model, setting: Setting) -> Statement:
@@ -116,9 +115,7 @@ class ExactDraw(Certificate):
         )
         return Statement(proved, [*assumed, converged])
 
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         density = self.density(model, data, setting)
         return no_u_turn(density.potential, density.start, self.warmup_steps)
 
@@ -130,11 +127,12 @@ class CloseDraw(Certificate):
     """
 
     target: ExactDraw
-    sampler: Sampler | None  # None: the No-U-Turn chain of the target
+    sampler: Overdamped | Underdamped | None  # None: the No-U-Turn chain of the target
+    delta: float
 
     @abstractmethod
-    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
-        """(ε, δ) of one draw."""
+    def epsilon_given(self, event: ExactEvent) -> float:
+        """ε of (Q, Q') at ``delta``, for the event of (P, P'). TooFar: none is finite."""
 
     @abstractmethod
     def closeness(self) -> str:
@@ -142,6 +140,10 @@ class CloseDraw(Certificate):
 
     def check(self, model: Model) -> None:
         self.target.check(model)
+
+    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
+        """(ε, δ) of one draw."""
+        return self.epsilon_given(self.target.event(model, setting)), self.delta
 
     def event(self, model: Model, setting: Setting) -> DpEvent:
         """What dominates every release with the pair (Kairouz, Oh, Viswanath 2015, Theorem 3.3)."""
@@ -155,37 +157,31 @@ class CloseDraw(Certificate):
             f"if what is assumed holds, one draw is (epsilon, delta) = ({epsilon:.5g}, {delta:g})"
             "-differentially private"
         )
-        chain = (
+        chain = self.sampler or (
             f"the No-U-Turn sampler after {self.target.warmup_steps} warm-up steps"
-            if self.sampler is None
-            else f"{self.sampler!r}"
         )
         close = (
-            f"the law of the last state of {chain} is within {self.closeness()}, on every data set;"
-            f" {_NOTHING_CHECKED}"
+            f"the law of the last state of {chain} is within {self.closeness()} of an exact draw,"
+            f" on every data set; {_NOTHING_CHECKED}"
         )
         return Statement([*proved, pair], [*assumed, close])
 
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         if self.sampler is None:
             return self.target.draw(model, data, setting, noise)
         return self.sampler.draw(self.target.density(model, data, setting), noise)
 
     def _check_parts(self) -> None:
+        check_delta(self.delta)
         if not isinstance(self.target, ExactDraw):
             raise ArgumentTypeError(
                 "target must be the certificate of an exact draw, Bounded or StronglyLogConcave;"
                 f" got {self.target!r}."
             )
-        sampler = self.sampler
-        if sampler is not None and (
-            not callable(getattr(sampler, "draw", None)) or isinstance(sampler, type | Certificate)
-        ):
+        if not isinstance(self.sampler, Overdamped | Underdamped | None):
             raise ArgumentTypeError(
                 "sampler must be one of dpb.ops, as Underdamped(steps=1000, step_size=0.1); got"
-                f" {sampler!r}."
+                f" {self.sampler!r}."
             )
 
 

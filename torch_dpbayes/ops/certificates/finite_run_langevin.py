@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import GaussianNoise, check_positive
-from ..langevin import mu_of_last_state, overdamped
-from ..models import Model
+from ..langevin import Overdamped, mu_of_last_state
+from ..models import Data, Model
 from .certificate import ROUND_UP, Asserted, Setting, Statement, StepTooLarge
 
 
@@ -99,13 +98,11 @@ class FiniteRunLangevin(Asserted):
         )
         return Statement([run + ", if what is assumed holds"], [assumed])
 
-    def draw(
-        self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise
-    ) -> Tensor:
+    def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         *_, size = self.resolved(model, setting)
         clip = self.max_grad_norm if self.lipschitz is None else self.lipschitz
         target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
-        return overdamped(target, size, self.steps, noise)
+        return Overdamped(self.steps, size).draw(target, noise)
 
     def resolved(self, model: Model, setting: Setting) -> tuple[float, float, float, float]:
         """L, λ, M and h."""

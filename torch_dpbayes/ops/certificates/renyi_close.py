@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...accounting.events import check_delta
 from ...errors import CertificateError
 from ...noise import check_positive
-from ..langevin import Sampler
-from ..models import Model
-from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, Setting, TooFar, exact_epsilon
+from ..langevin import Overdamped, Underdamped
+from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, TooFar, exact_epsilon
 
 # how δ is split: to the exact draw, and of the rest to the step from Q to P; any split is valid
 _SHARES = np.array(
@@ -56,7 +54,7 @@ class RenyiClose(CloseDraw):
     """
 
     target: ExactDraw
-    sampler: Sampler
+    sampler: Overdamped | Underdamped
     divergence: float
     order: float
     delta: float
@@ -67,36 +65,28 @@ class RenyiClose(CloseDraw):
             check_positive("divergence", self.divergence)
         if isinstance(self.order, bool) or not 1 < self.order < math.inf:
             raise CertificateError(f"order must be above 1, and finite; got {self.order!r}.")
-        check_delta(self.delta)
-
-    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
-        """(ε, δ) of one draw."""
-        exact = self.target.event(model, setting)
-        return renyi_close(exact, self.divergence, self.order, self.delta), self.delta
 
     def closeness(self) -> str:
-        distance = f"Renyi divergence {self.divergence:g} of order {self.order:g}"
-        return f"{distance} of an exact draw, in both directions"
+        return f"Renyi divergence {self.divergence:g} of order {self.order:g}, in both directions,"
 
+    def epsilon_given(self, event: ExactEvent) -> float:
+        r"""Where D_β(Q‖P), D_β(P‖Q), D_β(Q'‖P'), D_β(P'‖Q') ≤ η.
 
-def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float) -> float:
-    r"""ε at ``delta`` of (Q, Q') where D_β(Q‖P), D_β(P‖Q), D_β(Q'‖P'), D_β(P'‖Q') ≤ η.
-
-    Q(S) ≤ e^a P(S) + δ₁, P(S) ≤ e^ε P'(S) + δ₂ and P'(S) ≤ e^b Q'(S) + δ₃ make Q(S) ≤ e^{a+ε+b}
-    Q'(S) + δ₁ + e^a δ₂ + e^{a+ε} δ₃, with δ₁ = e^{(β−1)(η−a)} (1−1/β)^β / (β−1) (Canonne, Kamath
-    and Steinke 2020, Proposition 12), and δ₃ alike. The weak triangle inequality for Rényi
-    divergences (Mironov 2017, Proposition 11) gives up to 10 percent more. Raises TooFar where no
-    finite ε comes out.
-    """
-    constant = order * math.log1p(-1 / order) - math.log(order - 1)
-    exact, first = delta * _SHARES.T
-    last = delta - exact - first
-    a = np.maximum(0.0, divergence + (constant - np.log(first)) / (order - 1))
-    middle = exact_epsilon(event, exact * np.exp(-a))
-    b = np.maximum(0.0, divergence + (constant + a + middle - np.log(last)) / (order - 1))
-    if math.isinf(best := float((a + middle + b).min())):
-        raise TooFar(
-            f"divergence = {divergence:g} of order {order:g} gives no finite epsilon at delta ="
-            f" {delta:g}: state a larger delta, or a sampler that is closer."
-        )
-    return best * ROUND_UP
+        Q(S) ≤ e^a P(S) + δ₁, P(S) ≤ e^ε P'(S) + δ₂ and P'(S) ≤ e^b Q'(S) + δ₃ make Q(S) ≤ e^{a+ε+b}
+        Q'(S) + δ₁ + e^a δ₂ + e^{a+ε} δ₃, with δ₁ = e^{(β−1)(η−a)} (1−1/β)^β / (β−1) (Canonne,
+        Kamath and Steinke 2020, Proposition 12), and δ₃ alike. The weak triangle inequality for
+        Rényi divergences (Mironov 2017, Proposition 11) gives up to 10 percent more.
+        """
+        divergence, order = self.divergence, self.order
+        constant = order * math.log1p(-1 / order) - math.log(order - 1)
+        exact, first = self.delta * _SHARES.T
+        last = self.delta - exact - first
+        a = np.maximum(0.0, divergence + (constant - np.log(first)) / (order - 1))
+        middle = exact_epsilon(event, exact * np.exp(-a))
+        b = np.maximum(0.0, divergence + (constant + a + middle - np.log(last)) / (order - 1))
+        if math.isinf(best := float((a + middle + b).min())):
+            raise TooFar(
+                f"divergence = {divergence:g} of order {order:g} gives no finite epsilon at delta ="
+                f" {self.delta:g}: state a larger delta, or a sampler that is closer."
+            )
+        return best * ROUND_UP

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import check_positive
-from ..models import Density, Model
+from ..models import Data, Density, Model
 from .certificate import ROUND_UP, Asserted, ExactDraw, Setting, Statement
 
 
@@ -92,10 +91,9 @@ class StronglyLogConcave(Asserted, ExactDraw):
             ],
         )
 
-    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+    def density(self, model: Model, data: Data, setting: Setting) -> Density:
         clip = self.max_grad_norm if self.lipschitz is None else math.inf
-        target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
-        return Density(target.start, target.potential, target.gradient)
+        return model.target(data, tempering=setting.tempering, max_grad_norm=clip)
 
     def _constants(self, model: Model) -> tuple[float, float]:
         if self.lipschitz is not None and self.strength is not None:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...accounting.events import check_delta
 from ...errors import CertificateError
 from ...noise import check_positive
-from ..langevin import Sampler
-from ..models import Model
-from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, Setting, TooFar, exact_delta
+from ..langevin import Overdamped, Underdamped
+from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, TooFar, exact_delta
 
 _POINTS, _ROUNDS = 401, 5  # of a grid that is refined: 1e-13 of the first one
 
@@ -47,11 +45,10 @@ class TotalVariationClose(CloseDraw):
     target: ExactDraw
     xi: float
     delta: float
-    sampler: Sampler | None = None
+    sampler: Overdamped | Underdamped | None = None
 
     def __post_init__(self) -> None:
         self._check_parts()
-        check_delta(self.delta)
         check_positive("xi", self.xi)
         if 2 * self.xi >= self.delta:
             raise CertificateError(
@@ -59,34 +56,23 @@ class TotalVariationClose(CloseDraw):
                 " delta, or a sampler that is closer."
             )
 
-    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
-        """(ε, δ) of one draw."""
-        exact = self.target.event(model, setting)
-        return total_variation_close(exact, self.xi, self.delta), self.delta
-
     def closeness(self) -> str:
-        return f"total variation distance {self.xi:g} of an exact draw"
+        return f"total variation distance {self.xi:g}"
 
-
-def total_variation_close(event: ExactEvent, distance: float, delta: float) -> float:
-    r"""ε at ``delta`` of (Q, Q') where the total variation distances of (P, Q) and (P', Q') are at
-    most ξ: Q(S) ≤ P(S) + ξ ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ.
-
-    Raises:
-        TooFar: no ε meets ``delta``.
-    """
-    if delta > 2 * distance:
-        low, high = 0.0, math.log(delta / distance - 1)  # beyond, (1 + e^ε)ξ alone is too large
+    def epsilon_given(self, event: ExactEvent) -> float:
+        """Where the total variation distances of (P, Q) and (P', Q') are at most ξ: Q(S) ≤ P(S) + ξ
+        ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ.
+        """
+        low, high = 0.0, math.log(self.delta / self.xi - 1)  # beyond, (1 + e^ε)ξ is too large
         for _ in range(_ROUNDS):
             points = np.linspace(low, high, _POINTS)
-            meets = exact_delta(event, points) + (1 + np.exp(points)) * distance <= delta
+            meets = exact_delta(event, points) + (1 + np.exp(points)) * self.xi <= self.delta
             if not meets.any():
-                break
+                raise TooFar(
+                    f"xi = {self.xi:g} is too large for delta = {self.delta:g} at every epsilon:"
+                    " state a larger delta, an exact draw that costs less, or a sampler that is"
+                    " closer."
+                )
             first = int(meets.argmax())
             low, high = float(points[max(first - 1, 0)]), float(points[first])
-        else:
-            return high * ROUND_UP
-    raise TooFar(
-        f"xi = {distance:g} is too large for delta = {delta:g} at every epsilon: state a larger"
-        " delta, an exact draw that costs less, or a sampler that is closer."
-    )
+        return high * ROUND_UP
