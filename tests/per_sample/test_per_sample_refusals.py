@@ -93,6 +93,11 @@ def noisy(out, x, y):
 
 L1 = partial(F.l1_loss, reduction="none")
 LOSSES = {
+    "outputs [B, 1] beside targets [B]": (
+        "loss-mixes",
+        of(lambda out, x, y: F.binary_cross_entropy_with_logits(out[:, :1], y / 2.0)),
+        of(lambda out, x, y: F.binary_cross_entropy_with_logits(out[:, :1].squeeze(-1), y / 2.0)),
+    ),
     "a vector": ("loss-vector", of(vector), of(lambda *a: vector(*a).mean())),
     "a constant": (
         "loss-constant",

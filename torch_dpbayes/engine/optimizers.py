@@ -120,8 +120,8 @@ def build_calibrated(
         if epsilon > accountant.epsilon or delta > accountant.delta:
             raise ArgumentError(
                 f"the target ({epsilon}, {delta}) exceeds the accountant's budget"
-                f" ({accountant.epsilon}, {accountant.delta}), which includes what was spent before:"
-                " pass a target_epsilon= and target_delta= within it",
+                f" ({accountant.epsilon}, {accountant.delta}), which includes what was spent"
+                " before: pass a target_epsilon= and target_delta= within it",
                 code="budget-target",
             )
     if is_held(accountant) and (epsilon, delta) != (accountant.epsilon, accountant.delta):

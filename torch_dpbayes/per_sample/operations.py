@@ -91,7 +91,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
         if name == "backward":
             raise
         what = without_values(error)
-    raise operation.batch.refuse(f"{name}: {what}")
+    raise operation.batch.refuse(f"{name}: {what}", remedy=operation.remedy())
 
 
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
@@ -228,6 +228,13 @@ class _Operation:
                     f"{self.name} meets a tensor outside the model that requires grad",
                     "loss-outside",
                 )
+
+    def remedy(self) -> str | None:
+        """For outputs ``[B, 1]`` beside targets ``[B]``, which torch would pair each with each."""
+        shapes = sorted((tuple(f.shape) for f in self.followed), key=len)
+        if len(shapes) == 2 and shapes[1] == (*shapes[0], 1):
+            return "Give both one shape: write out.squeeze(-1)"
+        return None
 
     def _is_detached(self) -> bool:
         return not torch.is_grad_enabled() or not any(f._rows.requires_grad for f in self.followed)
@@ -389,7 +396,7 @@ class _Operation:
             lambda n: str(int(n[0]) // PRIME * self.batch.shown or n[0]),
             in_plain_words(failure),
         )
-        return self.batch.refuse(f"{self.name}: {shown}")
+        return self.batch.refuse(f"{self.name}: {shown}", remedy=self.remedy())
 
     def _followed(self, rows: Any, meta: Tensor | None) -> Followed | None:
         """A result with the dimension of its records; None where it has none, or several."""
@@ -445,7 +452,8 @@ class _Operation:
         """
         name, batch = self.name, self.batch
         if not self._is_detached():
-            raise batch.refuse(f"{name} mixes the records of the batch")
+            what = f"{name} mixes the records of the batch"
+            raise batch.refuse(what, remedy=self.remedy())
         shapes: Sequence[Tensor | None] = [None]
         nesting = None
         with suppress(Exception):
