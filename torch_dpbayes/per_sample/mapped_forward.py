@@ -49,7 +49,8 @@ _OTHER_INPUT = (
     "the model is given a tensor of another batch, of several records, or whose records are not in"
     " dimension 0",
     "model-input",
-    "Transpose inside the model. For Trainer of transformers set net.accepts_loss_kwargs = False",
+    "Standardise by public constants; transpose inside the model; for Trainer of transformers set"
+    " net.accepts_loss_kwargs = False",
 )
 
 

@@ -478,7 +478,7 @@ class PosteriorSamples(Chain):
         adaptive choice in the sense of :class:`~torch_dpbayes.PrivacyAccountant`.
         """
         if len(self) < 4:
-            raise StateError(f"r_hat compares two halves of two samples or more, got {len(self)}")
+            raise StateError(f"r_hat compares two halves, of four samples or more, got {len(self)}")
 
         def compared(of: Likelihood, forms: Tensor) -> Tensor:
             points = of.point(forms.double())
