@@ -94,60 +94,82 @@ class PrivateRandomness:
     A mask of dropout is drawn for a place in the batch, and one record more moves the others to
     other places. What the masks are must therefore be as unknown as noise, though the seed of
     torch is 0 or 42 in many programs. The stream of the program goes on afterwards as if nothing
-    had been drawn.
+    had been drawn. (A block that seeds torch itself has the numbers of that seed.)
 
     Args:
-        generator: the caller's, from whose position the stream follows, for runs that can be
-            repeated; nothing is taken of it. None: fresh entropy from the operating system.
+        generator: the caller's, for runs that can be repeated. The numbers come from a hash of its
+            position, of what the block hides, and of how many blocks began at this position.
+            None: fresh entropy from the operating system.
         rank: of this process, as ranks with equal generators draw masks of their own.
     """
 
     def __init__(self, generator: torch.Generator | None = None, rank: int = 0) -> None:
         self._generator, self._rank = generator, rank
         self._streams: dict[torch.device, Tensor] = {}
-        self._made_at: tuple[int, bytes] | None = None
+        self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy draws its own numbers."""
         return PrivateRandomness, ()
 
     @contextmanager
-    def __call__(self, device: torch.device) -> Iterator[None]:
-        """Of the processor and of the device."""
-        with _GLOBAL_STREAM:
-            if _private_now:  # one pass inside another
+    def __call__(
+        self, devices: Iterable[torch.device], hides: Iterable[Tensor] = ()
+    ) -> Iterator[None]:
+        """Of the processor and of the devices; ``hides`` is what the block computes with."""
+        with _lock_of_process():
+            if _private_now:  # one block inside another
                 yield
                 return
-            made_at = os.getpid(), stream_position(self._generator) if self._generator else b""
-            if made_at != self._made_at:
-                self._streams.clear()
-                self._made_at = made_at
-            kinds = {torch.device("cpu"), device}
+            kinds = {torch.device("cpu"), *(d for d in devices if d.type not in ("cpu", "meta"))}
+            self._begin(kinds, hides)
             before = {kind: _global_state(kind) for kind in kinds}
             _private_now.append(self)
             try:
                 for kind in kinds:
-                    if kind not in self._streams:
-                        self._streams[kind] = self._new_stream(kind).get_state()
                     _set_global_state(kind, self._streams[kind])
+                seed = torch.initial_seed()
                 yield
+                self._streams = {kind: _global_state(kind) for kind in kinds}
+                if torch.initial_seed() != seed:
+                    self._streams.clear()
+            except BaseException:
+                self._streams.clear()
+                raise
             finally:
                 _private_now.pop()
                 for kind, state in before.items():
-                    self._streams[kind] = _global_state(kind)
                     _set_global_state(kind, state)
 
-    def _new_stream(self, device: torch.device) -> torch.Generator:
+    def _begin(self, kinds: set[torch.device], hides: Iterable[Tensor]) -> None:
+        """Have a stream for each device: of a caller's generator a new one for every block."""
+        if self._generator is not None or os.getpid() != self._pid:
+            self._streams, self._pid = {}, os.getpid()
+        new = kinds - self._streams.keys()
         if self._generator is None:
-            return fresh_generator(device)
-        assert self._made_at is not None
-        key = hashlib.shake_256(f"model {self._rank}".encode() + self._made_at[1])
-        return _generator_from(key.digest(_ENTROPY_BYTES), device)
+            self._streams.update({kind: fresh_generator(kind).get_state() for kind in new})
+            return
+        position = stream_position(self._generator)
+        number = _blocks_at[position] = _blocks_at.get(position, 0) + 1
+        for kind in new:
+            key = hashlib.shake_256(f"model {self._rank} {number} {kind}".encode() + position)
+            for part in hides:
+                key.update(digest([part], 64))
+            own = _generator_from(key.digest(_ENTROPY_BYTES), kind)
+            self._streams[kind] = own.get_state()
 
 
-# Torch's global streams are one for all threads.
-_GLOBAL_STREAM = threading.RLock()
+# Torch's global streams are one for all threads; a lock of the parent's may be held for ever.
+_locks: dict[int, threading.RLock] = {}
 _private_now: list[PrivateRandomness] = []
+_blocks_at: dict[bytes, int] = {}  # positions of callers' generators
+
+
+def _lock_of_process() -> Any:
+    if os.getpid() not in _locks:
+        _locks.clear()
+        _private_now.clear()
+    return _locks.setdefault(os.getpid(), threading.RLock())
 
 
 def _global_state(device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 import collections
 import gc
 import math
+import pickle
 from functools import partial
 
 import pytest
@@ -239,6 +240,8 @@ def test_plan_without_a_target_adds_to_what_was_spent():
         **arguments(), noise_multiplier=8.0, epochs=1, target_delta=DELTA
     )
     assert len(accountant) == 1
+    accountant.compose(events.GaussianDpEvent(5.0))  # later than the plan
+    plan = pickle.loads(pickle.dumps(plan))
     alone = dpb.PrivacyAccountant().compose(events.GaussianDpEvent(5.0))
     rate = events.PoissonSampledDpEvent(0.2, events.GaussianDpEvent(8.0))
     assert plan.epsilon == pytest.approx(alone.compose(rate, 5).get_epsilon(DELTA))

@@ -1,6 +1,8 @@
 """Masks of dropout are as unknown as noise, though torch's seed is known."""
 
 import copy
+import os
+import threading
 from functools import partial
 
 import pytest
@@ -9,9 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes import noise
 from torch_dpbayes.noise import PrivateRandomness
 
 RECORDS = 40
+CPU = torch.device("cpu")
 
 
 def made(mode):
@@ -33,11 +37,11 @@ def draws(run, steps=2):
         for (x,) in loader:
             before = torch.get_rng_state()
             out = net(x)
-            noise = torch.randn_like(x)
+            drawn = torch.randn_like(x)
             assert torch.equal(torch.get_rng_state(), before)
-            (out.square().sum(1) + noise.sum(1) * 0).mean().backward()
+            (out.square().sum(1) + drawn.sum(1) * 0).mean().backward()
             opt.step()
-            yield torch.cat([(out == 0).double(), noise], 1)
+            yield torch.cat([(out == 0).double(), drawn], 1)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
@@ -50,27 +54,75 @@ def test_masks_do_not_follow_the_programs_seed(mode):
     assert len(rows.unique(dim=0)) == len(rows)
 
 
-def test_numbers_repeat_with_the_callers_generator_and_differ_between_ranks_and_steps():
-    seed = torch.seed() % 2**62
+def test_numbers_repeat_with_the_callers_generator_and_differ_otherwise():
+    seed, data = torch.seed() % 2**62, torch.rand(3)
 
-    def drawn(rank):
+    def drawn(rank=0, hides=data):
+        noise._blocks_at.clear()  # as in another process
         generator = torch.Generator().manual_seed(seed)
-        randomness, found = PrivateRandomness(generator, rank), []
+        models = [PrivateRandomness(generator, rank) for _ in range(2)]
+        found = []
         for _ in range(2):
-            for _ in range(2):
-                with randomness(torch.device("cpu")), randomness(torch.device("cpu")):
+            for randomness in (*models, *models):
+                with randomness([CPU], [hides]), randomness([CPU]):
                     found.append(torch.rand(8))
             torch.rand(1, generator=generator)  # a release
         return torch.stack(found)
 
-    assert torch.equal(drawn(0), drawn(0))
-    assert len(torch.cat([drawn(0), drawn(1)]).unique(dim=0)) == 8
+    assert torch.equal(drawn(), drawn())
+    all_of_them = torch.cat([drawn(), drawn(rank=1), drawn(hides=2 * data)])
+    assert len(all_of_them.unique(dim=0)) == 24
 
 
-def test_an_error_gives_the_programs_stream_back():
-    before, randomness = torch.get_rng_state(), PrivateRandomness()
-    with pytest.raises(KeyError), randomness(torch.device("cpu")):
-        torch.rand(3)
+def broken(randomness):
+    with pytest.raises(KeyError), randomness([CPU]):
+        torch.manual_seed(0)
         raise KeyError
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not copy.deepcopy(randomness)._streams
+
+
+def seeding(randomness):
+    with randomness([CPU]):
+        torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("work", [broken, seeding])
+def test_a_seed_inside_is_forgotten_and_the_programs_stream_goes_on(work):
+    found = []
+    for _ in range(2):
+        before, randomness = torch.get_rng_state(), PrivateRandomness()
+        work(randomness)
+        assert torch.equal(torch.get_rng_state(), before)
+        with randomness([CPU]):
+            found.append(torch.rand(8))
+        assert not copy.deepcopy(randomness)._streams
+    assert not torch.equal(*found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_forked_inside_a_block_has_numbers_of_its_own():
+    randomness = PrivateRandomness()
+    with randomness([CPU]):
+        torch.rand(1)
+    ours, theirs = os.pipe()
+    entered, done = threading.Event(), threading.Event()
+
+    def hold():
+        with randomness([CPU]):
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+    if not (child := os.fork()):
+        with randomness([CPU]):
+            os.write(theirs, torch.rand(8).numpy().tobytes())
+        os._exit(0)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    with randomness([CPU]):
+        assert os.read(ours, 32) != torch.rand(8).numpy().tobytes()
+    os.close(ours)
+    os.close(theirs)

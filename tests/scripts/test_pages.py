@@ -288,7 +288,7 @@ def test_a_wrong_kernel_of_ones_own_layer_is_refused(tmp_path, monkeypatch):
 
     def train(factor):
         def kernel(module, given):
-            return kind.kernel(module, [c._replace(backprops=factor * c.backprops) for c in given])
+            return kind.kernel(module, [(inputs, factor * g) for inputs, g in given])
 
         scale_layer.KINDS[scale_layer.Scale] = kind._replace(kernel=kernel)
         dpb.PrivacyEngine().make_private(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import DpEvent
 from ..batches.poisson_loader import PoissonLoader
 from ..optim.base import PrivateOptimizer
 from ..posterior.calibration import event_of as event_of_calibration
@@ -144,17 +145,10 @@ def plan_of(
         released.append((event_of(optimizer, loader, z), loader.num_charges(epochs)))
     if reserved is not None:
         released.append((event_of_calibration(reserved), 1))
-    limit = _limit(accountant, delta) if is_held(accountant) else None
-
-    def epsilon_at_end() -> float:
-        if limit is not None:
-            return limit
-        after = PrivacyAccountant(
-            method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
-        )
-        for event, count in released:
-            after.compose(event, count)
-        return after.get_epsilon(delta)
+    of = {name: getattr(accountant, name) for name in ("method", "neighboring", "unit")}
+    at_end = partial(_epsilon_of, released, of, delta)
+    if is_held(accountant):
+        at_end = partial(float, _limit(accountant, delta))
 
     return Plan(
         langevin_noise_multiplier=optimizer.langevin_noise_multiplier,
@@ -174,8 +168,15 @@ def plan_of(
         calibration_noise_multiplier=reserved,
         lr=max(float(group["lr"]) for group in optimizer.param_groups),
         free_lr=optimizer.free_lr,
-        epsilon_at_end=epsilon_at_end,
+        epsilon_at_end=at_end,
     )
+
+
+def _epsilon_of(released: list[tuple[DpEvent, int]], of: dict[str, Any], delta: float) -> float:
+    accountant = PrivacyAccountant(**of)
+    for event, count in released:
+        accountant.compose(event, count)
+    return accountant.get_epsilon(delta)
 
 
 def _limit(accountant: PrivacyAccountant, delta: float) -> float:

@@ -185,7 +185,8 @@ class BookkeepingGradientSource(GradientSource):
         self._versions = [(p, p._version) for p in self._parameters]
         anchors = [layer.anchor for layer in self._layers]
         try:
-            with self.randomness(rows[0].device):
+            hides = *rows, *self._parameters
+            with self.randomness({t.device for t in hides}, hides):
                 if self._is_one_layer(rows):
                     require_no_modes()
                     self.record_map = _WholeBatch()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -81,7 +81,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name in ("backward", *kinds.METADATA):
             return operation.run()
-        with as_traced(), operation.batch.randomness(operation.followed[0].device):
+        with as_traced(), operation.private_numbers():
             return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
@@ -228,6 +228,11 @@ class _Operation:
                     f"{self.name} meets a tensor outside the model that requires grad",
                     "loss-outside",
                 )
+
+    def private_numbers(self) -> AbstractContextManager[None]:
+        """In which what the function draws is unknown."""
+        rows = [f._rows for f in self.followed]
+        return self.batch.randomness({r.device for r in rows}, rows)
 
     def remedy(self) -> str | None:
         """For outputs ``[B, 1]`` beside targets ``[B]``, which torch would pair each with each."""
