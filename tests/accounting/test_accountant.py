@@ -272,3 +272,19 @@ def test_a_loaded_history_a_hair_above_its_budget_states_its_epsilon():
     loaded = PrivacyAccountant(budget, DELTA)
     loaded.load_state_dict({**charged.state_dict(), "epsilon": budget})
     assert loaded.get_epsilon() == epsilon > budget and loaded.remaining(STEP) == 0
+
+
+def test_a_handler_that_charges_while_epsilon_is_computed_leaves_no_stale_number(monkeypatch):
+    accountant = PrivacyAccountant().compose(GaussianDpEvent(2.0))
+    compute = type(accountant._session).fixed_epsilon
+
+    def interrupted(self, delta, counts=None):
+        found = compute(self, delta, counts)
+        monkeypatch.undo()
+        accountant.compose(GaussianDpEvent(1.0), 5)
+        return found
+
+    monkeypatch.setattr(type(accountant._session), "fixed_epsilon", interrupted)
+    accountant.get_epsilon(1e-5)
+    both = PrivacyAccountant().compose(GaussianDpEvent(2.0)).compose(GaussianDpEvent(1.0), 5)
+    assert accountant.get_epsilon(1e-5) == both.get_epsilon(1e-5)

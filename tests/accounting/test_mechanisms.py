@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -65,6 +66,16 @@ def test_coordinates_with_laplace_noise_cost_no_more_than_one():
         truth = step**2 * np.maximum(p - math.exp(epsilon) * q, 0.0).sum()
         bound = (masses * -np.expm1(np.minimum(epsilon - losses, 0.0))).sum()
         assert truth <= bound * (1 + 1e-3) + 5e-4 * step / b + 2e-5
+
+
+@pytest.mark.parametrize(("rate", "scale"), [(0.5, 1e4), (1e-5, 1e4), (1 - 1e-12, 10.0)])
+def test_sampled_laplace_noise_that_is_large_takes_little_memory(rate, scale):
+    tracemalloc.start()
+    accountant = PrivacyAccountant().compose(PoissonSampledDpEvent(rate, LaplaceDpEvent(scale)))
+    found, bound = accountant.get_epsilon(1e-15), math.log1p(rate * math.expm1(1 / scale))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.9 * bound < found < bound * (1 + 1e-6) and peak < 2**29
 
 
 def test_events_that_are_others():

@@ -104,3 +104,16 @@ def test_records_that_a_factor_closes_over_are_refused():
 
     with pytest.raises(ValueError, match=r"'closed over'.*neither clipped nor charged"):
         RecordDensity(model, (Y,))
+
+
+def test_a_covariance_that_is_singular_where_all_latents_are_zero():
+    def model():
+        root = pyro.sample("root", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
+        covariance = root @ root.T
+        pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), covariance_matrix=covariance))
+
+    prior = Prior(model)
+    theta = torch.tensor([2.0, 0.0, 0.0, 1.0, 0.5, -1.0])  # the root, then x
+    expected = Normal(0.0, 1.0).log_prob(theta[:4]).sum()
+    expected += Normal(0.0, 2.0).log_prob(theta[4]) + Normal(0.0, 1.0).log_prob(theta[5])
+    assert prior.log_density(theta) == pytest.approx(expected.item(), rel=1e-5)

@@ -97,6 +97,12 @@ class Unsampled(dist.Normal):
     rsample = sample
 
 
+class Scaled(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
 def frozen_bias():
     layer = nn.Linear(2, 3).double()
     layer.bias.requires_grad_(False)
@@ -176,6 +182,7 @@ REFUSED = {
     "layer not last": of_layer(UnfitModel, nn.Sequential(NET, nn.Sigmoid()), X, Y),
     "option of a large layer": of_large_layer(ArgumentError, SOFTMAX, X, LABELS, public=[0]),
     "frozen bias": of_large_layer(UnfitModel, frozen_bias(), X, LABELS),
+    "a scale of its own": of_large_layer(UnfitModel, Scaled(2, 3), X, LABELS),
     "size": of_large_layer(UnfitModel, nn.Linear(201, 100), torch.zeros(2, 201), LABELS[:2]),
     "width": of_large_layer(UnfitModel, nn.Linear(2001, 2), torch.zeros(2, 2001), LABELS[:2]),
     "float labels": of_large_layer(ArgumentTypeError, SOFTMAX, X, Y),

@@ -221,7 +221,7 @@ class History:
             self.budget.spend(pair, count)
         _change(self.charges, key, count)
         _change(self.counts, pair, count)
-        self._epsilons.clear()
+        self._epsilons = {}
 
     # --- what it guarantees -----------------------------------------------------------------------
 
@@ -245,13 +245,14 @@ class History:
             return self.filter.epsilon(delta) if self.budget.keeps_filter else math.inf
         if self.is_adaptive:
             return math.inf
-        if delta not in self._epsilons:
+        known = self._epsilons  # a signal's handler may charge meanwhile
+        if delta not in known:
             value, budget = self.fixed_epsilon(delta), self.settings.budget
             if budget is not None and delta == budget[1] and not self.is_taken_over:
                 # a charge may have been admitted by a bound that is tighter than this one
                 value = min(value, budget[0])
-            self._epsilons[delta] = value
-        return self._epsilons[delta]
+            known[delta] = value
+        return known[delta]
 
     def delta(self, epsilon: float) -> float:
         """An upper bound on delta."""

@@ -170,7 +170,8 @@ def _(pair: DiscreteGaussian, tail: float, interval: float | None = None) -> Nod
 def _(pair: Amplified, tail: float, interval: float | None = None) -> Nodes:
     q, cuts = pair.rate, None
     if interval is not None and isinstance(pair.pair, Laplace):
-        cuts = unsampled_loss(_between(math.log1p(-q), largest_loss(pair), interval), q)
+        least = float(amplified_loss(np.array(-largest_loss(pair.pair)), q))
+        cuts = unsampled_loss(_between(least, largest_loss(pair), interval), q)
     losses, masses, _ = loss_nodes(pair.pair, tail, cuts)
     if losses.min() < -_LARGEST_EXPONENT:
         raise OverflowError(BEYOND)

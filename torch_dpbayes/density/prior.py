@@ -98,6 +98,8 @@ class Prior:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         self.device = samples[0].device
         self._sizes = [shape.numel() for shape in self._shapes.values()]
+        # where functions of θ are recorded: at 0 a covariance made of latents may be singular
+        self._drawn = torch.cat([v.reshape(-1).to(self.device, self.dtype) for v in samples])
 
     # -- coordinates -------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class Prior:
         """
         try:
             with without_value_checks(), torch.no_grad():
-                graph = recorded(lambda theta: function(self.constrain(theta)), self._zeros())
+                graph = recorded(lambda theta: function(self.constrain(theta)), self._drawn)
         except Exception:  # it computes with numbers
             return torch.ones(self.dimension, dtype=torch.bool)
         return self.read_in(graph)
@@ -188,14 +190,11 @@ class Prior:
 
     @cached_property
     def _density_program(self) -> GraphModule:
-        return self._recorded(self._log_density, self._zeros())
+        return self._recorded(self._log_density, self._drawn)
 
     @cached_property
     def _gradient_program(self) -> GraphModule:
-        return self._recorded(grad_and_value(self._log_density), self._zeros())
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self.dimension, dtype=self.dtype, device=self.device)
+        return self._recorded(grad_and_value(self._log_density), self._drawn)
 
     def log_density_with(
         self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -25,8 +25,9 @@ nS + V is diagonal, but for releases among each other, in the basis :math:`v_a u
 eigenvectors v of :math:`E[\mathrm{diag}(p) - p p^\top]` and u of features (Kronecker factors;
 Martens and Grosse 2015, arXiv:1503.05671), and constant, a mean over states of the warm-up:
 
-* simulated features have exactly the second moments G of their law, which fix the part
-  :math:`B_j x` of q that is linear in x. S is of the rest;
+* simulated features have the second moments G of their law, which fix the part :math:`B_j x` of q
+  that is linear in x: exactly, but for what shortening them to the bound takes away, which counts
+  as uncertainty. S is of the rest;
 * n²/M of what the mean over classes leaves of that rest is the simulation's error;
 * G is known up to the noise of its release. Draws of it given the release vary by ΔG, and n m by
   :math:`n B_j \, \Delta G \, A`. In hundreds of dimensions no draw is near the truth, so chains

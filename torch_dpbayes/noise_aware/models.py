@@ -114,8 +114,9 @@ class LastLayer:
             if isinstance(layer, nn.Linear) and layer.weight.requires_grad
         }
         name, layer = next(iter(layers.items()), ("", None))
-        parts = () if layer is None else [part for part, _ in layer.named_parameters()]
-        self.names = {part: f"{name}.{part}".lstrip(".") for part in parts}
+        parts = {} if layer is None else dict(layer.named_parameters())
+        own = [part for part in ("weight", "bias") if part in parts]
+        self.names: dict[str, str] = {part: f"{name}.{part}".lstrip(".") for part in own}
         if layer is None or len(layers) > 1 or set(trainable) != set(self.names.values()):
             raise UnfitModel(
                 "the trainable parameters must be those of one torch.nn.Linear, the last layer, its"
