@@ -253,8 +253,11 @@ def test_a_law_of_the_covariates_moves_the_mean_and_its_slope():
         torch.testing.assert_close(own - own[2], (wanted - wanted[2]).double(), rtol=0.02, atol=0.1)
 
 
+@pytest.mark.chance(1e-6)
 def test_pairs_give_moments_given_the_covariates():
-    """Rows of x far apart: S is what y varies by given x, not what x makes c vary by."""
+    """Rows of x far apart: S is what y varies by given x, not what x makes c vary by, which is 19
+    times as much. S of 20,000 records has a relative error of 2.1 %.
+    """
 
     def model(x, y):
         w = pyro.sample("w", dist.Normal(0 * ONE, ONE))
@@ -275,5 +278,5 @@ def test_pairs_give_moments_given_the_covariates():
     found = moments(simulator.statistics(simulated, [release]), simulated.scores, True)
     # c = x(y − x)/1000 with y ~ N(0, 1): mean −x², variance x² given x
     square = float(x.square().mean())
-    assert float(found.covariance) * 1e6 == pytest.approx(square, rel=0.05)
+    assert float(found.covariance) * 1e6 == pytest.approx(square, rel=0.11)
     assert float(found.mean) * 1e3 == pytest.approx(-square, rel=0.03)
