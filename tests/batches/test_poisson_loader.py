@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -43,9 +44,10 @@ pytestmark = pytest.mark.filterwarnings(
 def _threads_of_a_left_pass_end_in_the_test_that_left_it():
     yield
     gc.collect()
+    until = time.monotonic() + 2
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
-            thread.join(2)
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader_options):
