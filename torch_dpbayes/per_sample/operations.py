@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -81,7 +81,8 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name in ("backward", *kinds.METADATA):
             return operation.run()
-        with as_traced(), operation.private_numbers():
+        numbers = nullcontext() if name in _SPECIAL else operation.private_numbers()
+        with as_traced(), numbers:
             return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
