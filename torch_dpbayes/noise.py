@@ -124,8 +124,8 @@ class PrivateRandomness:
             kinds = {torch.device("cpu"), *(d for d in devices if d.type not in ("cpu", "meta"))}
             self._begin(kinds, hides)
             before = {kind: _global_state(kind) for kind in kinds}
-            _private_now.append(self)
             try:
+                _private_now.append(self)
                 for kind in kinds:
                     _set_global_state(kind, self._streams[kind])
                 seed = torch.initial_seed()
@@ -137,7 +137,7 @@ class PrivateRandomness:
                 self._streams.clear()
                 raise
             finally:
-                _private_now.pop()
+                _private_now.clear()
                 for kind, state in before.items():
                     _set_global_state(kind, state)
 
