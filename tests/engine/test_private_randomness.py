@@ -18,10 +18,10 @@ RECORDS = 40
 CPU = torch.device("cpu")
 
 
-def made(mode):
+def made(mode=None, generator=None):
     return dpb.PrivacyEngine().make_private(
         module=nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=generator),
         data_loader=DataLoader(TensorDataset(torch.ones(RECORDS, 8)), batch_size=RECORDS),
         max_grad_norm=1.0,
         noise_multiplier=1.0,
@@ -52,6 +52,16 @@ def test_masks_do_not_follow_the_programs_seed(mode):
     assert not any(torch.equal(a, b) for a in first for b in (second[0], second[1]))
     rows = torch.cat([*first, *second])
     assert len(rows.unique(dim=0)) == len(rows)
+
+
+def test_a_seeded_run_computes_metrics_of_values_that_several_records_make():
+    net, opt, loader = made(generator=torch.Generator().manual_seed(torch.seed() % 2**62))
+    for (x,) in loader:
+        out = net(x)
+        largest = (out.detach() - out.detach().mean(0)).abs().max()
+        out.square().mean().backward()
+        opt.step()
+        assert largest.item() > 0
 
 
 def test_numbers_repeat_with_the_callers_generator_and_differ_otherwise():

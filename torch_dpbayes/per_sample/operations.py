@@ -232,7 +232,7 @@ class _Operation:
 
     def private_numbers(self) -> AbstractContextManager[None]:
         """In which what the function draws is unknown."""
-        rows = [f._rows for f in self.followed]
+        rows = [f._rows for f in self.followed if not f._rows.is_meta]  # as sealed values are
         return self.batch.randomness({r.device for r in rows}, rows)
 
     def remedy(self) -> str | None:
