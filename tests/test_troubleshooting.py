@@ -18,8 +18,10 @@ from torch_dpbayes.ops.certificates.certificate import StepTooLarge, TooFar
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "torch_dpbayes").rglob("*.py"))
-TREES = {path.relative_to(ROOT / "torch_dpbayes").as_posix(): path.read_text() for path in FILES}
-TREES = {name: ast.parse(text) for name, text in TREES.items()}
+TREES = {
+    path.relative_to(ROOT / "torch_dpbayes").as_posix(): ast.parse(path.read_text())
+    for path in FILES
+}
 HEADINGS = re.findall(r"^### ([a-z-]+)$", (ROOT / errors.PAGE).read_text(), re.MULTILINE)
 # by file: Python's protocols, and what never leaves the library
 OF_PYTHON = {
