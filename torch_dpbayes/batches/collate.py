@@ -4,7 +4,7 @@ something else than the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -101,6 +101,43 @@ class RecordwiseCollate:
         ):
             raise ArgumentError(_DIFFERS, code="loader-collate")
         return "" if is_repeatable else _RANDOM
+
+
+class AlikeCollate:
+    """Makes batches like that of one record, also without records: one record of another dtype
+    would change that of a whole column.
+
+    Raises:
+        ArgumentError: no batch without records can be made.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], record: Any) -> None:
+        self.wrapped_collator_fn = collate_fn
+        batch = collate_fn([record])
+        self._dtypes = [t.dtype for t in tensors_in(batch)]
+        others = [v for v in pytree.tree_leaves(batch) if not (isinstance(v, Tensor) and v.dim())]
+        if others or not self._dtypes:
+            fields = record.items() if isinstance(record, Mapping) else ()
+            texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
+            what = f"{', '.join(texts)} is text" if texts else f"{type(batch).__name__} of them"
+            if not texts and others:
+                what = f"there is a value of type {type(others[0]).__name__}"
+            raise ArgumentError(
+                "no empty batch can be made of these records, which Poisson sampling delivers now"
+                f" and then: {what}. Records are tensors and numbers, in tuples, lists or dicts;"
+                " leave names and paths out.",
+                code="loader-collate",
+            )
+        self._empty = map_tensors(batch, lambda t: t.new_empty(0, *t.shape[1:]))
+
+    def __call__(self, records: list[Any]) -> Any:
+        if not records:
+            return map_tensors(self._empty, torch.clone)
+        batch = self.wrapped_collator_fn(records)
+        if [t.dtype for t in tensors_in(batch)] == self._dtypes:
+            return batch
+        dtypes = iter(self._dtypes)
+        return map_tensors(batch, lambda t: t.to(next(dtypes)))
 
 
 def _tensors(

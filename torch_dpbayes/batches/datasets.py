@@ -128,15 +128,13 @@ def register_private(loader: DataLoader[Any]) -> None:
 
 
 def reads_private_data(loader: Any) -> bool:
-    """Whether this is a private loader, or one over its data set or a part of that."""
-    data = loader
-    while data is not None:
-        if isinstance(data, DPDataLoader) or _private_data.get(id(data)) is data:
-            return True
-        if any(data is private.dataset for private in _private_loaders):
-            return True
-        data = getattr(data, "dataset", None)
-    return False
+    """Whether this is a private loader, or one over its data set, a part of that, or more."""
+    if isinstance(loader, DPDataLoader) or _private_data.get(id(loader)) is loader:
+        return True
+    if any(loader is private.dataset for private in _private_loaders):
+        return True
+    below = [getattr(loader, "dataset", None), *getattr(loader, "datasets", ())]
+    return any(reads_private_data(part) for part in below if part is not None)
 
 
 def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[str]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
+from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed import Ranks
 from ..errors import ArgumentError, StateError
-from .collate import RecordwiseCollate, users_collate
+from .collate import AlikeCollate, RecordwiseCollate, users_collate
 from .datasets import BatchedDataset, register_private, require_no_repeats, unchanged
 from .sampler import PoissonSampler
 
@@ -24,18 +24,17 @@ _TAKEN_OVER = (
 
 
 class _DeliveringCollate:
-    """A collate function of the main process that tells the sampler the size of a batch, a draw or
-    a part of one.
+    """A collate function of the main process that delivers a batch, a draw or a part of one. What
+    another loader collates by it is an ordinary batch.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], sampler: PoissonSampler) -> None:
         self.wrapped_collator_fn, self._sampler = collate_fn, sampler
 
     def __call__(self, records: list[Any]) -> Any:
-        self._sampler.part_size = len(records)
-        batch = self.wrapped_collator_fn(records)
-        deliver = self._sampler.delivery
-        return batch if deliver is None else deliver(batch, len(records))
+        batch, deliver = self.wrapped_collator_fn(records), self._sampler.delivery
+        is_own = self._sampler.collated(len(records))
+        return batch if deliver is None or not is_own else deliver(batch, len(records))
 
 
 class PoissonLoader(DPDataLoader):
@@ -79,8 +78,7 @@ class PoissonLoader(DPDataLoader):
                 before.require_own_process()
                 generator = before.generator
         self.recordwise = RecordwiseCollate(users_collate(data_loader))
-        collate_fn: Any = wrap_collate_with_empty(collate_fn=self.recordwise)
-        _require_empty_batches(collate_fn, dataset[0])
+        collate_fn: Any = AlikeCollate(self.recordwise, dataset[0])
         sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
         settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _TAKEN_OVER}
         settings["batch_sampler"] = sampler
@@ -99,7 +97,12 @@ class PoissonLoader(DPDataLoader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         dataset: Any = self.dataset
-        self.sampler_of_draws.count_records = lambda: len(dataset)
+
+        def count() -> int:
+            require_no_repeats(dataset)
+            return len(dataset)
+
+        self.sampler_of_draws.count_records = count
         register_private(self)
 
     def __repr__(self) -> str:
@@ -112,8 +115,10 @@ class PoissonLoader(DPDataLoader):
             f" average, {len(self)} batches a pass{shared})"
         )
 
-    # read-only, as steps are charged for the rate, and parts of draws need the main process
+    # read-only, as steps are charged for the rate, parts of draws need the main process, and the
+    # collate function keeps records apart
     num_workers = property(lambda self: self.__dict__["num_workers"])
+    collate_fn = property(lambda self: self.__dict__["collate_fn"])
     sample_rate = property(lambda self: self.sampler_of_draws.sample_rate)
     expected_batch_size = property(
         lambda self: self.sample_rate * self.sampler_of_draws.num_samples
@@ -158,23 +163,8 @@ class PoissonLoader(DPDataLoader):
             this = this or sampler.passes
             sampler.require_latest(this)
             sampler.delivered()
+            if self._batched is not None:
+                sampler.collated(sampler.part_size)
             if sampler.delivery is not None and (self._batched or self.num_workers > 0):
                 batch = sampler.delivery(batch, sampler.part_size)
             yield batch
-
-
-def _require_empty_batches(collate_fn: Callable[[list[Any]], Any], record: Any) -> None:
-    """Raise unless a batch without records can be made; its shapes are learned from ``record``."""
-    collate_fn([record])
-    try:
-        collate_fn([])
-    except Exception as error:
-        fields = record.items() if isinstance(record, Mapping) else ()
-        texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
-        what = f"{', '.join(texts)} is text" if texts else str(error).partition(". ")[0]
-        raise ArgumentError(
-            "no empty batch can be made of these records, which Poisson sampling delivers now and"
-            f" then: {what}. Records are tensors and numbers, in tuples, lists or dicts; leave"
-            " names and paths out.",
-            code="loader-collate",
-        ) from error

@@ -152,6 +152,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._is_ready = False  # a batch was delivered and not yet stepped on
         self._is_last = True  # it completes its draw
         self._is_missed = False  # a batch of this pass was delivered and never stepped on
+        self._uncollated: int | None = None  # records of a draw whose batch is to be made
         self.draw += 1
 
     def _enter_process(self) -> None:
@@ -191,7 +192,9 @@ class PoissonSampler(UniformWithReplacementSampler):
             if self._handed == len(self._draws):
                 self._draws.append(self._next_draw())
             self._handed += 1
-            yield self._draws[self._handed - 1].records.tolist()
+            positions = self._draws[self._handed - 1].records.tolist()
+            self._uncollated = len(positions)
+            yield positions
 
     def _left_in_pass(self) -> int:
         """How many draws a pass that begins now hands out."""
@@ -240,6 +243,16 @@ class PoissonSampler(UniformWithReplacementSampler):
             self._renew(self._stream.set_state(state))
 
     # -- one step on each draw ---------------------------------------------------------------------
+
+    def collated(self, records: int) -> bool:
+        """Whether so many records are a batch of the draw that was handed out last, or a part of
+        it. They are none of it where another loader borrowed the collate function.
+        """
+        left = self._uncollated
+        if left is None or records > left:
+            return False
+        self.part_size, self._uncollated = records, left - records or None
+        return True
 
     def delivered(self, *, is_part: bool = False, is_last: bool = True) -> None:
         """The loader hands out the next draw, or Opacus' BatchMemoryManager a part of it."""

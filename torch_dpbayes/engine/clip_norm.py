@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..accounting import events
 from ..batches.datasets import reads_private_data
 from ..batches.poisson_loader import PoissonLoader
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource
 from ..per_sample.gradient_source import GradientSource
@@ -75,7 +75,8 @@ def private_clipped_fraction(
     loader = data_loader.aside()
     draws = loader.sampler_of_draws
     draws.before_delivery = data_loader.sampler_of_draws.before_delivery
-    norms = _norms(module, source, next(iter(loader)), criterion)
+    shown = data_loader.expected_batch_size  # the number of records is data
+    norms = _norms(module, source, next(iter(loader)), criterion, shown)
     if len(norms) != draws.size:
         raise ArgumentError(
             "a record of the draw appears not exactly once in the gradients: pass each batch"
@@ -131,7 +132,18 @@ def simulate_gradient_norms(
             source.remove()
 
 
-def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Criterion) -> Tensor:
+def _norms(
+    module: nn.Module,
+    source: GradientSource,
+    batch: Any,
+    criterion: Criterion,
+    shown: float | None = None,
+) -> Tensor:
+    if not isinstance(batch, (tuple, list)) or not all(isinstance(x, Tensor) for x in batch):
+        raise ArgumentTypeError(
+            "a batch must be a tuple of tensors, the model's inputs and then the target; got"
+            f" {type(batch).__name__}"
+        )
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
     device = parameters[0].device
@@ -141,7 +153,8 @@ def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Cri
     for p in parameters:
         p.grad = None
     if source.follows:
-        inputs, target = Delivery(len(target))((inputs, target), len(target))
+        deliver = Delivery(len(target) if shown is None else shown, source.randomness)
+        inputs, target = deliver((inputs, target), len(target))
     try:
         with torch.enable_grad():
             criterion(module(*inputs), target).backward()

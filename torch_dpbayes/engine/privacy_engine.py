@@ -19,6 +19,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateErr
 from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
 from ..posterior import files
+from ..posterior.outputs import require_same_buffers
 from .attach import made_private, planned
 from .plan import Plan
 from .settings import Examples, ModuleT, OptimizerFactory, Options, Settings, settings_of
@@ -118,8 +119,13 @@ class PrivacyEngine:
             module, optimizer: as ``make_private`` returned them.
             checkpoint_dict: more to keep: tensors, numbers, strings, in dicts and lists.
 
+        Raises:
+            ValueError: a buffer or a frozen parameter changed since ``make_private``, or a key of
+                ``checkpoint_dict`` is used.
+
         **Privacy.** Post-processing of what was released, unless a generator is in it.
         """
+        require_same_buffers(module, None)
         state = {**(checkpoint_dict or {})}
         for name, of in ((_MODULE, module), (_OPTIMIZER, optimizer)):
             if name in state:

@@ -20,7 +20,7 @@ from ..errors import ArgumentError, LossError, StepError
 from ..noise import PrivateRandomness
 from .arithmetic import full_precision, joined
 from .contributions import Contribution, PerRecord, Product, set_norms
-from .followed import Followed
+from .followed import Batch, Followed
 from .nested import tensors_in
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
@@ -56,6 +56,7 @@ class GradientSource(ABC):
         follows: whether the model takes and returns followed tensors.
         passes: how often the model ran forward for this step, while gradients are recorded.
         is_empty: no record was drawn; a synthetic one stands in, and counts as none.
+        batch: what the model was given in this step.
         randomness: what the model draws while it is mapped over records.
         is_copy: it came with a copy of its model, and is only good for :meth:`remove`.
     """
@@ -63,6 +64,7 @@ class GradientSource(ABC):
     follows = False
     passes = 0
     is_empty = False
+    batch: Batch | None = None
 
     def __init__(
         self, module: nn.Module | None, loss_reduction: str, *, assume_independent: bool = False
@@ -78,11 +80,7 @@ class GradientSource(ABC):
         if module is not None:
             if (before := GradientSource.attached_to(module)) is not None:
                 before.remove()
-            self._handles = [
-                p.register_post_accumulate_grad_hook(self._refuse_gradient)
-                for p in module.parameters()
-                if p.requires_grad
-            ]
+            self._handles = [self._guarded(p) for p in module.parameters() if _may_be_trained(p)]
             module.__dict__[_ATTRIBUTE] = self  # it, and a copy of it, can be made private again
 
     @staticmethod
@@ -201,9 +199,22 @@ class GradientSource(ABC):
                 )
         return parts
 
+    def _guarded(self, parameter: Tensor) -> Any:
+        """A hook that stays when a parameter is frozen or unfrozen."""
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch takes no hook otherwise
+        handle = parameter.register_post_accumulate_grad_hook(self._refuse_gradient)
+        parameter.requires_grad_(is_trained)
+        return handle
+
     def _refuse_gradient(self, parameter: Tensor) -> None:
         """Autograd computed an ordinary gradient as well: nobody may step on it."""
         parameter.grad = None
+
+
+def _may_be_trained(parameter: Tensor) -> bool:
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_number and not parameter.is_inference()
 
 
 def require_first_backward(is_again: bool) -> None:
@@ -273,8 +284,9 @@ def add_clipped(
         second_moment.addmm_(clipped.T, clipped)
     elif second_moment is not None:
         squares = dict(zip(out, second_moment.split([p.numel() for p in out]), strict=True))
-        weights = factor.to(second_moment.dtype).square()
+        weights = factor.to(second_moment.dtype)[:, None]
         for p, g in (found for part in parts for found in part.per_record().items()):
             if p in squares:
-                squares[p].addmv_(g.to(second_moment.dtype).square().T, weights)
+                # clipped before they are squared, which large ones would not survive
+                squares[p].add_((g.to(second_moment.dtype) * weights).square_().sum(0))
     return len(norm)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import DPBayesError, LossError, ModelError, StepError
 from .derived import holds_records
@@ -274,13 +275,14 @@ class MappedForward(ReplacedForward):
             if isinstance(module, nn.RNNBase):
                 changing += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
             for hook in module._forward_pre_hooks.values():
-                if isinstance(hook, BasePruningMethod):
+                if isinstance(hook, (BasePruningMethod, WeightNorm)):
                     if module is self.module:
                         raise CannotBeMapped(
-                            "it is pruned as a whole, by a hook that runs before it: make private"
-                            " nn.Sequential(model)"
+                            "its weight is made by a hook that runs before it, of pruning or weight"
+                            " norm: make private nn.Sequential(model)"
                         )
-                    changing.append((module, hook._tensor_name))
+                    made = hook.name if isinstance(hook, WeightNorm) else hook._tensor_name
+                    changing.append((module, made))
         if is_compiled or changing:
             return partial(_as_written, self.around, is_compiled, changing)
         return self.around
@@ -301,7 +303,7 @@ class MappedForward(ReplacedForward):
             )
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
-        self.source.is_empty = batch.is_empty
+        self.source.is_empty, self.source.batch = batch.is_empty, batch
         n = len(followed[0]._rows)
         rows = []
         for t in tensors:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import DPBayesError, LossError
 from ..noise import PrivateRandomness
 from . import function_kinds as kinds
-from .derived import as_plain, derived, holds_records
+from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
 from .plain_functions import FUNCTIONS, gaussian_nll
@@ -50,13 +50,13 @@ class Delivery:
     ) -> None:
         self._shown = max(2, round(expected_batch_size))
         self._randomness = randomness or PrivateRandomness()
-        self._last: Batch | None = None
+        self.batch: Batch | None = None  # delivered last
 
     def __call__(self, delivered: Any, records: int) -> Any:
         """``delivered`` with its tensors followed, of so many records in dimension 0."""
-        if self._last is not None:
-            self._last.close()
-        self._last = batch = Batch(self._shown, _run, self._randomness, is_empty=records == 0)
+        if self.batch is not None:
+            self.batch.close()
+        self.batch = batch = Batch(self._shown, _run, self._randomness, is_empty=records == 0)
 
         def followed(t: Tensor) -> Tensor:
             if t.dim() == 0 or len(t) != records:
@@ -68,8 +68,10 @@ class Delivery:
                     " as it is stored",
                     code="loss-mixes",
                 )
-            if records == 0:
-                t = t.new_full((1, *t.shape[1:]), 1 if t.is_floating_point() else 0)
+            if records == 0:  # a number in between is a probability, and a matrix has an inverse
+                shape, stream = (1, *t.shape[1:]), torch.Generator().manual_seed(0)
+                inside = torch.rand(shape, generator=stream)
+                t = (inside if t.is_floating_point() else torch.zeros(shape)).to(t)
             return Followed(t.unsqueeze(1), batch)
 
         return map_tensors(delivered, followed)
@@ -278,7 +280,7 @@ class _Operation:
         else:
             is_ours = name == "gaussian_nll_loss"
             found = gaussian_nll(*self.args, **self.kwargs) if is_ours else self._mapped()
-            if how == "none":
+            if how == "none" or found._how == "sealed":
                 return found
             rows = found._rows
         if how == "none":
@@ -468,7 +470,7 @@ class _Operation:
 
         def result(k: int) -> Any:
             if not found:
-                values = [as_plain(f.free()) for f in self.followed]
+                values = [f.free() for f in self.followed]  # what they are written into is marked
                 found.extend(flatten(self._called(values))[0])
             return found[k]
 

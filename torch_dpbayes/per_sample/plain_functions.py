@@ -208,6 +208,23 @@ def cross_entropy(
     return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
 
 
+def binary_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """As ``F.binary_cross_entropy``; NaN of what is no probability, where torch raises an error."""
+    if size_average is not None or reduce is not None or input.shape != target.shape:
+        return None
+    wrong = ~((input >= 0) & (input <= 1))
+    how: Any = _Reduction.get_enum(reduction)
+    found = torch._C._nn.binary_cross_entropy(input.masked_fill(wrong, 0.5), target, weight, how)
+    return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
+
+
 def gaussian_nll(
     input: Any,
     target: Any,
@@ -234,6 +251,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.one_hot: one_hot,
     F.nll_loss: partial(cross_entropy, label_smoothing=None),
     F.cross_entropy: cross_entropy,
+    F.binary_cross_entropy: binary_cross_entropy,
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.gaussian_nll_loss: gaussian_nll,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DivergedError, SamplesError
-from ..per_sample.derived import same_values
 from . import files, outputs
-from .outputs import Sample
+from .outputs import Sample, require_same_buffers
 
 
 class Chain:
@@ -161,23 +160,3 @@ def _checked_parameters(model: nn.Module, before: dict[str, torch.Size]) -> dict
                 " restart from finite parameters with a smaller lr."
             )
     return parameters
-
-
-def require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
-    """Raise if a buffer is not as make_private, else the ``first`` call, saw it."""
-    own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
-    if own is None and first is None:  # of samples that were loaded, nothing is known
-        return
-    before, since = (first or {}, "the first collect()") if own is None else (own, "make_private")
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    # make_private notes frozen parameters as well
-    now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
-    for name in sorted(before.keys() | buffers.keys()):
-        if name not in before or name not in now or not same_values(before[name], now[name]):
-            raise ArgumentError(
-                f"Buffer {name!r} changed since {since}, by private records and without noise."
-                " Use a layer that keeps no statistics, as GroupNorm for BatchNorm"
-                " (opacus.validators.ModuleValidator.fix), or InstanceNorm without"
-                " track_running_stats.",
-                code="model-buffer",
-            )

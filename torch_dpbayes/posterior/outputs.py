@@ -14,7 +14,9 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from .. import words
-from ..errors import ArgumentTypeError, DPBayesError, SamplesError, StateError
+from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, SamplesError, StateError
+from ..noise import PrivateRandomness
+from ..per_sample.derived import same_values
 from ..per_sample.nested import TARGETS, Nested, holds_plain_sequence, named_inputs
 from ..per_sample.record_map import RecordMap, without_values
 
@@ -51,6 +53,7 @@ def evaluate(
             "There is no posterior sample yet: call samples.collect(model) after burn-in, before"
             " predicting."
         )
+    require_same_buffers(model, None)
     batches = _batches(x)
     parameters = dict(model.named_parameters())
     shapes = {name: p.shape for name, p in samples[0].items()}
@@ -89,6 +92,26 @@ def evaluate(
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
     return torch.cat(reduced, dim)
+
+
+def require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
+    """Raise if a buffer is not as make_private, else the ``first`` call, saw it."""
+    own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
+    if own is None and first is None:  # of samples that were loaded, nothing is known
+        return
+    before, since = (first or {}, "the first collect()") if own is None else (own, "make_private")
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    # make_private notes frozen parameters as well
+    now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+    for name in sorted(before.keys() | buffers.keys()):
+        if name not in before or name not in now or not same_values(before[name], now[name]):
+            raise ArgumentError(
+                f"Buffer {name!r} changed since {since}, by private records and without noise."
+                " Use a layer that keeps no statistics, as GroupNorm for BatchNorm"
+                " (opacus.validators.ModuleValidator.fix), or InstanceNorm without"
+                " track_running_stats.",
+                code="model-buffer",
+            )
 
 
 def target_of(batch: Any) -> Tensor:
@@ -210,11 +233,11 @@ def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
             "a batch holds what every record would see, such as texts or a number of all: deliver"
             " tensors with a row for each record."
         )
-    records = RecordMap(len(columns[0]))
+    records, rows = RecordMap(len(columns[0])), [t.unsqueeze(1) for t in columns]
     try:
-        (found,) = records(
-            lambda slices: [function(given.rebuilt(slices))[0]], [t.unsqueeze(1) for t in columns]
-        )
+        # masks are drawn for places, which one record more moves
+        with PrivateRandomness()({t.device for t in columns}):
+            (found,) = records(lambda slices: [function(given.rebuilt(slices))[0]], rows)
     except DPBayesError:
         raise
     except Exception as error:

@@ -19,7 +19,7 @@ from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError, CheckpointError, SamplesError, StateError
 from . import calibration, files, outputs
-from .chain import Chain, require_same_buffers
+from .chain import Chain
 from .likelihoods import (
     Likelihood,
     NoiseStd,
@@ -28,7 +28,7 @@ from .likelihoods import (
     require_likelihood,
     with_noise,
 )
-from .outputs import Forward, Inputs, Transform
+from .outputs import Forward, Inputs, Transform, require_same_buffers
 
 _ARGUMENTS = ("likelihood", "burn_in", "thin", "max_samples", "noise_std")
 _FUNCTION = "function"  # in a file, for a noise_std that it cannot keep

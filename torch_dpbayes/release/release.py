@@ -80,6 +80,7 @@ class Release:
         self.draws: PoissonSampler | None = None
         self.ranks: Ranks | None = None
         self._fixed: FixedTensors | None = None
+        self._delivery: Delivery | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
         self.bound_from = ""
         self.watch: Callable[[Layout], None] | None = None
@@ -124,9 +125,10 @@ class Release:
         draws.before_delivery = before_delivery
         rank = 0 if self.ranks is None else self.ranks.rank
         source.randomness = PrivateRandomness(self.noise.generator, rank)
-        draws.delivery = None
+        self._delivery = None
         if source.follows:
-            draws.delivery = Delivery(self.query.expected_batch_size, source.randomness)
+            self._delivery = Delivery(self.query.expected_batch_size, source.randomness)
+        draws.delivery = self._delivery
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
         """One that charges the same accountant and draws its own noise."""
@@ -207,7 +209,12 @@ class Release:
         records = self.query.collect(self.source, layout)
         self._pending_records += records
         if draws is not None:
-            if records != draws.part_size or (is_last and self._pending_records != draws.size):
+            is_strange = (
+                self._delivery is not None and self.source.batch is not self._delivery.batch
+            )
+            is_all = records == draws.part_size
+            is_all &= not is_last or self._pending_records == draws.size
+            if is_strange or not is_all:
                 raise StepError(
                     "the gradients of this step are not those of the batch that the private loader"
                     " delivered, every record once: pass each batch whole through the model once,"
