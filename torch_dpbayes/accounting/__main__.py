@@ -45,9 +45,12 @@ _COMMANDS = {
 _NAMES = {
     "pld": "epsilon, privacy loss distributions",
     "rdp": "epsilon, Renyi curves",
-    "gdp_lower_bound": "epsilon, central limit (below the truth)",
+    "gdp_lower_bound": "epsilon, central limit (of many steps, below)",
     "replace_one": "epsilon, privacy loss distributions, replace one",
 }
+
+
+_LARGEST_EXPONENT = 700  # whose exponential is a float
 
 
 def _finite(number: float | None) -> float | None:
@@ -165,10 +168,12 @@ def epsilon_of(
 
 
 def gdp_epsilon(plan: dict[str, Any]) -> float | None:
-    """Epsilon by the central limit of Gaussian differential privacy (Bu, Dong, Long, Su 2020),
-    which is below the truth.
+    """Epsilon by the central limit of Gaussian differential privacy (Bu, Dong, Long, Su 2020), an
+    approximation that is below the truth where there are many steps.
     """
     rate, noise, root = plan["sample_rate"], plan["noise_multiplier"], math.sqrt(plan["steps"])
+    if rate < 1 and noise**-2 > _LARGEST_EXPONENT:
+        return None
     mu = rate * root * math.sqrt(math.expm1(noise**-2)) if rate < 1 else root / noise
     return _finite(gaussian_epsilon(mu, check_delta(plan["delta"])))
 

@@ -684,6 +684,11 @@ class PrivacyAccountant:
         rate = events.sampling_rate(sample_rate)
 
         def hook(optimizer: Any) -> None:
+            if hasattr(optimizer, "unclipped_num_std"):
+                raise StateError(
+                    "Opacus' adaptive clipping also releases how many records it clips, at a lower"
+                    " price than that costs: use another clipping."
+                )
             if optimizer.accumulated_iterations != 1:
                 raise StateError(
                     f"Opacus summed {optimizer.accumulated_iterations} batches before one step, in"

@@ -339,10 +339,26 @@ def as_removed(event: Any) -> Pair:
     return pair_of(event, False)
 
 
+# releases of a sum, which a record that is zeroed out leaves as one that is removed does
+ADDITIVE: list[type[Any]] = [GaussianDpEvent, LaplaceDpEvent]
+
+
+def _sampled_where_zeroed(event: PoissonSampledDpEvent) -> Pair:
+    """Whoever is zeroed out stays in its batch, whose size other releases may tell."""
+    if event.sampling_probability < 1 and type(event.event) not in ADDITIVE:
+        raise ArgumentError(
+            f"Poisson batches do not amplify {type(event.event).__name__} under zero_out, where a"
+            " record stays in its batch: use add_or_remove_one, or charge the release itself,"
+            " without amplification."
+        )
+    return as_removed(event)
+
+
 # of each kind of event that is accounted for under "zero_out" its pair; mechanisms add theirs
 WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = dict.fromkeys(
-    (GaussianDpEvent, PoissonSampledDpEvent, LaplaceDpEvent, *_GUARANTEES), as_removed
+    (GaussianDpEvent, LaplaceDpEvent, *_GUARANTEES), as_removed
 )
+WHERE_ZEROED[PoissonSampledDpEvent] = _sampled_where_zeroed
 
 
 # --- what is known of a pair ----------------------------------------------------------------------

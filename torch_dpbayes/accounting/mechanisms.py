@@ -25,6 +25,7 @@ from scipy import special, stats
 from ..errors import ArgumentError
 from . import events
 from .dominating_pairs import (
+    ADDITIVE,
     WHERE_ZEROED,
     DiscreteGaussian,
     FewLosses,
@@ -166,10 +167,12 @@ def _(event: MixtureOfGaussiansDpEvent, count: int) -> Parts:
             "a MixtureOfGaussiansDpEvent needs as many sampling_probs, which add up to 1, as"
             f" sensitivities, none negative: got {chances} and {moves}."
         )
-    kept = [(m, c) for m, c in zip(moves, chances, strict=True) if m > 0 and c > 0]
-    if kept and not std:
+    kept = [(m, c) for m, c in zip(moves, chances, strict=True) if c > 0]
+    if not any(m for m, _ in kept):
+        return
+    if not std:
         yield NonPrivateDpEvent(), count
-    elif kept:
+    else:
         yield MixtureOfGaussiansDpEvent(std, *map(tuple, zip(*kept, strict=True))), count
 
 
@@ -201,6 +204,7 @@ for _kind in (
             lambda event, count, kind=_kind: parts_of(kind(*attr.astuple(event)), count),
         )
 events.AMPLIFIED.extend([DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent])
+ADDITIVE.extend([DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent])
 for _kind in (DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent, MixtureOfGaussiansDpEvent):
     WHERE_ZEROED[_kind] = as_removed
 
@@ -255,10 +259,12 @@ def _(event: MixtureOfGaussiansDpEvent, replace: bool) -> Pair:
             "a MixtureOfGaussiansDpEvent says what adding or removing a record does: use"
             ' PrivacyAccountant(neighboring="add_or_remove_one").'
         )
-    moves = tuple(move / event.standard_deviation for move in event.sensitivities)
+    found = zip(event.sensitivities, event.sampling_probs, strict=True)
+    moving = [(move / event.standard_deviation, chance) for move, chance in found if move > 0]
+    moves, chances = map(tuple, zip(*moving, strict=True))
     if max(moves) > _LARGEST_MOVE:
         return Gaussian(max(moves))
-    return GaussianMixture(moves, event.sampling_probs)
+    return GaussianMixture(moves, chances)
 
 
 @pair_of.register

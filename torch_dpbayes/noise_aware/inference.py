@@ -405,6 +405,7 @@ class Setup:
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
             *statement_of_charge(self.accountant, self._released(transcript)),
+            *self._assumed(),
             *note_releases(checks[0]),
             *note_prior(checks[1]),
             *note_clipped(transcript.clipped, self.num_data),
@@ -417,6 +418,15 @@ class Setup:
             (self.latents, likelihood),
         )
         return NoiseAwarePosterior(found, values, statement, transcript, checks, density)
+
+    def _assumed(self) -> list[str]:
+        """Of covariates, which are simulated so."""
+        if len(self.categories) + (self.shape is not None) < 2:
+            return []
+        return [
+            "  ASSUMED     categories are independent of each other and of columns of floats; pass"
+            " two-valued ones that are not as columns of floats"
+        ]
 
     def _released(self, transcript: Transcript) -> list[str]:
         lines = [

@@ -127,13 +127,17 @@ def half_distance(draws: Tensor) -> Tensor:
 
 
 def is_hierarchical(prior: Prior) -> bool:
-    """Whether the distribution of a latent depends on other latents, or seems to where two runs of
-    the model differ.
+    """Whether latents depend on each other, or seem to where two runs of the model differ, or their
+    density is not that of the sites' draws: with factors of the model's own, or weights.
     """
+    if prior.factors:
+        return True
     with public_randomness(), without_value_checks():
         first, second = prior.trace(), prior.trace()
         for name in prior.transforms:
             value = first.nodes[name]["value"]
+            if first.nodes[name]["scale"] != 1:
+                return True
             one, other = (trace.nodes[name]["fn"].log_prob(value) for trace in (first, second))
             if not torch.equal(one, other):
                 return True

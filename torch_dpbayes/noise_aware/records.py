@@ -80,7 +80,8 @@ class ModelRecords:
         for name in density.made_up.weighted_sites():
             raise UnfitModel(
                 f"poutine.scale weights the records' site {name!r}, and a weighted record cannot be"
-                " simulated: repeat a record as often as it counts, or use poutine.mask."
+                " simulated: repeat a record as often as it counts, or use poutine.mask, by an"
+                " argument of its own."
             )
         self.density = density
         self.read = torch.arange(density.prior.dimension)[density.read]
