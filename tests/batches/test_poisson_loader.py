@@ -241,11 +241,17 @@ def test_a_data_set_of_another_length_in_a_later_pass_is_refused(size, num_worke
     assert len(optimizer.accountant) == 2 * len(loader)
 
 
-def test_the_library_s_own_generator_is_at_no_name_that_others_seed():
-    """accelerate and Fabric look for ``generator`` on samplers and loaders."""
-    _, _, loader = private()
+def test_a_loader_that_a_framework_builds_of_this_one_gets_no_step():
+    """accelerate and Fabric also seed what is called ``generator`` on samplers and loaders."""
+    net, optimizer, loader = private()
     places = (loader, loader.batch_sampler, loader.sampler, loader._batched)
     assert not any(getattr(place, "generator", None) for place in places)
+    theirs = DataLoader(
+        loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn
+    )
+    with refused("loader-no-batch"):
+        one(net, optimizer, next(iter(theirs)))
+    assert len(optimizer.accountant) == 0
 
 
 # -- draws belong to one process -------------------------------------------------------------------
