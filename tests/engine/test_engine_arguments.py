@@ -1,6 +1,5 @@
 """What the front door refuses: tables of arguments and of runs, with the code of the error."""
 
-import itertools
 from functools import partial
 
 import opacus
@@ -229,14 +228,6 @@ def made(net=None, **options):
     given = {"optimizer": SGLD, "max_grad_norm": 1.0, "noise_multiplier": 4.0, **loader()}
     net = nn.Linear(4, 3) if net is None else net
     return engine, *engine.make_private(module=net, **{**given, **options})
-
-
-def test_a_loop_that_adds_gradients_up():
-    _, net, optimizer, private = made()
-    for x, y in itertools.islice(private, 2):
-        (nn.functional.cross_entropy(net(x), y) / 2).backward()
-    with refused("loader-no-step"):
-        optimizer.step()
 
 
 def test_a_loop_that_leaves_training_mode_or_a_layer_s_evaluation():

@@ -293,19 +293,6 @@ def test_a_model_by_name_releases_what_the_same_model_by_place_does(mode, collat
         torch.testing.assert_close(own, found[0], rtol=0, atol=1e-6)  # the noise is 1e-6·C/B
 
 
-def test_examples_may_be_given_by_name():
-    rows = [(torch.randn(1), torch.randn(4), i % 3) for i in range(40)]
-    net, optimizer, loader = make(
-        module=ByName(),
-        data_loader=DataLoader(rows, 40),
-        example_inputs={"features": torch.randn(2, 4)},
-    )
-    (batch,) = loader
-    nn.functional.cross_entropy(net(features=batch[1]), batch[2]).backward()
-    optimizer.step()
-    assert len(optimizer.accountant) == 1
-
-
 class Counting(ByPlace):
     def __init__(self):
         super().__init__()
