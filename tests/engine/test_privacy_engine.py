@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from support.ledgers import later_job
 from support.refusals import refused
 from support.steps import train
 from support.training import recorded
@@ -151,9 +152,10 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
     """The second job is held by a filter, and the third finds adaptive charges: both get the
     smallest noise whose steps all fit.
     """
-    path, noise = tmp_path / "budget.db", []
+    noise = []
     for share in (1.0, 3.0, 3.0):
-        with dpb.PrivacyAccountant(3.0, DELTA, path=path) as accountant:
+        with later_job(3.0, DELTA, path=tmp_path / "budget.db") as accountant:
+            assert accountant.is_later_job == (len(noise) > 0)
             if accountant.is_later_job:
                 with refused("budget-whole"):
                     with_epsilon(accountant, target_epsilon=2.0, epochs=1)

@@ -147,7 +147,7 @@ def test_the_end_of_the_budget_ends_the_training_after_its_last_step(tmp_path):
 
     engine, net, optimizer, loader = made(dpb.PrivacyEngine(accountant))
     fit = accountant.remaining(PoissonSampledDpEvent(1 / 6, GaussianDpEvent(2.0)))
-    trainer = trainer_of(tmp_path, callback_of(engine), Watch(), max_epochs=-1)
+    trainer = trainer_of(tmp_path, callback_of(engine), Watch(), max_epochs=fit)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         trainer.fit(module_of(net, [optimizer], seen), loader)
     assert len(accountant) == len(steps) == len(seen) - 1 == fit > 0
