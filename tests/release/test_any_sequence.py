@@ -259,7 +259,7 @@ class AnySequence(RuleBasedStateMachine):
             assert len({tuple(n.tolist()) for n in self.noise}) == len(self.noise)
 
 
-AnySequence.TestCase.settings = examples(60, stateful_step_count=50)
+AnySequence.TestCase.settings = examples(52, stateful_step_count=50)
 TestAnySequence = AnySequence.TestCase
 
 
