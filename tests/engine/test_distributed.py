@@ -2,7 +2,9 @@
 what one process does, or an error on all of them.
 """
 
+import copy
 import io
+import itertools
 import math
 import os
 import re
@@ -11,7 +13,6 @@ import signal
 import socket
 import time
 from contextlib import redirect_stdout
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import distributed
+from torch_dpbayes import distributed, noise
 from torch_dpbayes.noise import GaussianNoise
 
 RECORDS, FEATURES, CLASSES = 41, 5, 3
@@ -100,17 +101,17 @@ def close(a, b):
 
 
 def answer(call):
-    """The class of what the call raises, and its text."""
+    """The class of what the call raises."""
     try:
         call()
     except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+        return type(error).__name__
+    return "nothing"
 
 
-def fix_noise(seed):
+def fix_noise(seed, first=0):
     """Noise that is a function of the seed and of how many releases there were."""
-    counter = iter(range(10**6))
+    counter = itertools.count(first)
 
     def next_stream(self, device, hides):
         return torch.Generator().manual_seed(hash((seed, next(counter))) % 2**63)
@@ -203,8 +204,6 @@ def until_the_budget_ends(rank, seed, path):
     found = len(loader), len(accountant), accountant.get_epsilon(1e-5), optimizer.noise_multiplier
     if rank == 0:
         accountant.close()
-    if dist.is_initialized():
-        dist.barrier()
     return found
 
 
@@ -229,7 +228,7 @@ def going_back(rank, seed):
     steps.train(net, optimizer, loader, 2)
     _, net, other, loader = make(seed)
     steps.train(net, other, loader, 2)
-    return len(engine.accountant), answer(lambda: other.load_state_dict(saved[0]))[0]
+    return len(engine.accountant), answer(lambda: other.load_state_dict(saved[0]))
 
 
 def test_ranks_go_back_to_a_checkpoint_of_their_own_run_only(run, seed):
@@ -237,61 +236,61 @@ def test_ranks_go_back_to_a_checkpoint_of_their_own_run_only(run, seed):
     assert run(going_back, 2, seed=seed) == [(6, "ArgumentError"), (6, "nothing")]
 
 
-def seeded(rank, seed, change=None):
-    """Noise of a caller's generator: the parameters after a step, the first number of rank 0's
-    noise, and where the generator stands.
+def goes_on(rank, seed, path, first, number):
+    """A run's next steps after ``first``, with the noise and the draws of a seed, and the releases
+    that are counted then; rank 0 saves it, with a draw that waits.
     """
-    factory = partial(ALGORITHMS["DPSGLD"], generator=torch.Generator().manual_seed(seed + 2))
-    data = records(seed)
-    if change is not None:
-        data.tensors[0][change] += 1.0
-    _, net, optimizer, loader = make(
-        seed, optimizer=factory, draws=seed + 1, data=data, batch_size=41
-    )
-    streams, next_stream = [], optimizer.release.noise.next_stream
+    fix_noise(seed, first)
+    engine, net, optimizer, loader = make(seed, draws=seed + 1)
+    if first > 0:
+        engine.load_checkpoint(path, module=net, optimizer=optimizer)
+    steps.train(net, optimizer, loader, number)
+    if rank == 0:
+        engine.save_checkpoint(path, module=net, optimizer=optimizer)
+    return flat(net).tolist(), len(engine.accountant)
 
-    def watch(device, hides):
-        stream = next_stream(device, hides)
-        streams.append(float(torch.randn(1, generator=stream.clone_state())))
-        return stream
 
-    optimizer.release.noise.next_stream = watch
-    steps.train(net, optimizer, loader, 1)
-    return flat(net).tolist(), streams[0], optimizer.state_dict()["private_step"]["noise"].tolist()
+def test_a_run_goes_on_on_another_number_of_ranks(run, seed, tmp_path):
+    given = {"seed": seed, "path": str(tmp_path / "run.pt")}
+    ((whole, charged),) = run(goes_on, 1, **given, first=0, number=5)
+    for before, after in ((2, 1), (1, 3)):
+        run(goes_on, before, **given, first=0, number=2)
+        for own, counted in run(goes_on, after, **given, first=2, number=3):
+            assert close(own, whole) and counted == charged == 5
+
+
+def seeded(rank, seed):
+    """Of four runs that seed their noise, of which two change a record, of rank 0 and of rank 1:
+    the parameters after a step, the first number of the noise, and where the generator stands.
+    """
+    found = []
+    for change in (None, None, 0, 1):
+        noise._used_positions.clear()  # as in processes of their own
+        data = records(seed)
+        if change is not None:
+            data.tensors[0][change] += 1.0
+        factory = partial(ALGORITHMS["DPSGLD"], generator=torch.Generator().manual_seed(seed + 2))
+        _, net, optimizer, loader = make(
+            seed, optimizer=factory, draws=seed + 1, data=data, batch_size=41
+        )
+        streams, next_stream = [], optimizer.release.noise.next_stream
+
+        def watch(device, hides, next_stream=next_stream, streams=streams):
+            stream = next_stream(device, hides)
+            streams.append(float(torch.randn(1, generator=stream.clone_state())))
+            return stream
+
+        optimizer.release.noise.next_stream = watch
+        steps.train(net, optimizer, loader, 1)
+        state = optimizer.state_dict()["private_step"]["noise"].tolist()
+        found.append((flat(net).tolist(), state, streams[0]))
+    return found
 
 
 def test_a_seeded_run_repeats_bit_for_bit_and_noise_differs_where_any_rank_s_records_do(run, seed):
-    first, second = run(seeded, 2, seed=seed), run(seeded, 2, seed=seed)
-    # the generators go on alike on all ranks
-    assert first == second and first[0][0] == first[1][0] and first[0][2] == first[1][2]
-    for record in (0, 1):  # of rank 0 and of rank 1
-        assert run(seeded, 2, seed=seed, change=record)[0][1] != first[0][1]
-
-
-def traffic(rank, seed, num_records):
-    """Bytes of the tensors that this rank hands to torch.distributed in two steps."""
-    _, net, optimizer, loader = make(
-        seed, data=records(seed, num_records), batch_size=num_records // 4
-    )
-    sent = []
-    for name, own in (("all_reduce", 0), ("all_gather_into_tensor", 1)):
-        original = getattr(dist, name)
-
-        def watch(*tensors, original=original, own=own, **options):
-            sent.append(tensors[own].nbytes)
-            return original(*tensors, **options)
-
-        setattr(distributed.dist, name, watch)
-    steps.train(net, optimizer, loader, 2)
-    return sent, len(flat(net))
-
-
-def test_what_travels_does_not_depend_on_the_number_of_records(run, seed):
-    small, large = (run(traffic, 2, seed=seed, num_records=n) for n in (40, 4000))
-    assert small == large
-    sent, size = small[0]
-    # the message of a rank with its length, and the sum in float64 with a flag
-    assert sent == [8 + 1024, 8 * (size + 1)] * 2
+    of_0, of_1 = run(seeded, 2, seed=seed)
+    assert of_0[0] == of_0[1] and of_1[0] == of_1[1] and of_0[0][:2] == of_1[0][:2]
+    assert len({stream for _, _, stream in of_0}) == 3
 
 
 # -- ranks that differ, fail, stall or die ---------------------------------------------------------
@@ -328,21 +327,17 @@ def set_ups(rank, seed):
         told = answer(lambda: make(seed, **options))
         # nothing is left behind
         is_bare = not any("forward" in m.__dict__ or m._forward_hooks for m in net.modules())
-        assert is_bare or told[0] == "nothing"
-        return told[0]
-
-    def budget(*arguments, **options):
-        return {"engine": engine_of(dpb.PrivacyAccountant(*arguments, **options))}
+        assert is_bare or told == "nothing"
+        return told
 
     used = dpb.PrivacyAccountant()
     if rank == 1:
         used.step(noise_multiplier=1.0, sample_rate=0.1)
-    twice = Changing(data, own, is_reversed=other(False, True))
     differing = {
         "records": {"data": Subset(data, range(other(41, 40)))},
         "order": {"data": other(data, Subset(data, range(40, -1, -1)))},
         "order of augmented records": {"data": Changing(data, is_reversed=other(False, True))},
-        "order of what no seed repeats": {"data": twice},
+        "order of what no seed repeats": {"data": Changing(data, own, other(False, True))},
         "shapes": {"module": other(network(seed), nn.Linear(FEATURES, CLASSES).double())},
         "initial parameters": {"module": network(seed + rank)},
         "sampling rate": {"batch_size": other(6, 7)},
@@ -353,31 +348,40 @@ def set_ups(rank, seed):
         },
         "algorithm": {"optimizer": partial(other(sgld, dpb.optim.DPSGNHT), lr=0.1)},
         "reduction": {"loss_reduction": other("mean", "sum")},
-        "accountant": budget(other(1.0, 2.0), 1e-5),
+        "accountant": {"engine": engine_of(dpb.PrivacyAccountant(other(1.0, 2.0), 1e-5))},
         "history": {"engine": engine_of(used)},
         "seeds": {"draws": seed + rank},
     }
     found = {name: raises(**options) for name, options in differing.items()}
     broken = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    found["one fails"] = other(raises, lambda **_: raises(module=broken))()
+    found["one fails"] = raises(**other({}, {"module": broken}))
     fine = [{}, {"data": Changing(data)}, {"data": Changing(data, own)}]
-    return (
-        found,
-        [raises(**options) for options in fine],
-        raises(data=Changing(data, own, is_named=False)),
-    )
+    alike = raises(data=Changing(data, own, is_named=False))
+    return found, [raises(**options) for options in fine], alike
 
 
 def test_ranks_that_differ_are_told_so_before_anything_is_charged(run, seed):
-    for rank, (found, fine, anonymous) in enumerate(run(set_ups, 3, seed=seed)):
+    for rank, (found, fine, alike) in enumerate(run(set_ups, 2, seed=seed)):
         assert found.pop("one fails") == ("ModelError" if rank == 1 else "RankError")
         assert set(found.values()) == {"RankError"}, found
         assert fine == ["nothing"] * 3
-        assert anonymous == "ArgumentError"
+        assert alike == "ArgumentError"
+
+
+# what rank 1 does before a step, and what the step says there
+DEPARTURES = {
+    "lr": "RankError",
+    "parameters": "RankError",
+    "frozen": "RankError",
+    "draw": "RankError",
+    "charge": "RankError",
+    "not finite": "DivergedError",
+    "skipped": "StateError",
+    "closure": "MemoryError",
+}
 
 
 def departs(kind, engine, net, optimizer, loader, batches):
-    """What rank 1 does before a step."""
     if kind == "lr":
         optimizer.param_groups[0]["lr"] = 0.7
     elif kind == "parameters":
@@ -394,19 +398,6 @@ def departs(kind, engine, net, optimizer, loader, batches):
         engine.accountant.step(noise_multiplier=9.0, sample_rate=0.1)
 
 
-# and what the step says on rank 1; on rank 0 it is an error of the ranks
-DEPARTURES = dict.fromkeys(["lr", "parameters", "frozen", "draw", "charge"], "RankError") | {
-    "not finite": "DivergedError",
-    "skipped": "StateError",
-    "closure": "MemoryError",
-    "twice": "StepError",
-}
-
-
-def no_memory(output, targets):
-    raise MemoryError("no memory on this rank")
-
-
 def departures(rank, seed):
     """What each step says, and that all ranks go on when they are in line again."""
     told = {}
@@ -418,23 +409,21 @@ def departures(rank, seed):
             list(loader)  # looking is no departure
         batches = iter(loader)
         one(net, optimizer, next(batches))
-        charged, before = len(engine.accountant), net.state_dict()
-        before = {name: value.clone() for name, value in before.items()}
+        charged, before = len(engine.accountant), copy.deepcopy(net.state_dict())
         if kind == "charge":  # compared where a pass begins
             batches = iter(loader)
         if rank == 1:
             departs(kind, engine, net, optimizer, loader, batches)
         x, y = next(batches)
-        loss = no_memory if (kind, rank) == ("closure", 1) else nn.functional.cross_entropy
 
-        def closure(net=net, x=x, y=y, loss=loss, is_twice=(kind, rank) == ("twice", 1)):
-            if is_twice:
-                net(x)
-            total = loss(net(x), y)
+        def closure(net=net, x=x, y=y, fails=(kind, rank) == ("closure", 1)):
+            if fails:
+                raise MemoryError("no memory on this rank")
+            total = nn.functional.cross_entropy(net(x), y)
             total.backward()
             return total
 
-        told[kind] = answer(partial(optimizer.step, closure))[0]
+        told[kind] = answer(partial(optimizer.step, closure))
         if kind == "charge":
             continue
         assert len(engine.accountant) == charged
@@ -457,48 +446,37 @@ def test_what_one_rank_does_otherwise_is_an_error_on_all_and_can_be_mended(run, 
     assert second == DEPARTURES
 
 
-def loses_a_rank(rank, seed, how, folder):
-    """Rank 1 goes at its third step; what the others say, when, and what they and the ledger
-    hold.
-    """
-    path = f"{folder}/budget.db" if how == "killed" else None
-    accountant = dpb.PrivacyAccountant(50.0, 1e-5, path=path)
-    group = dist.new_group(timeout=timedelta(seconds=4)) if how == "stalled" else dist.group.WORLD
-    _, net, optimizer, loader = make(
-        seed, engine=dpb.PrivacyEngine(accountant, process_group=group)
-    )
+def loses_a_rank(rank, seed, folder):
+    """Rank 1 is killed in its third step; what the others say, when, and what they hold."""
+    accountant = dpb.PrivacyAccountant(50.0, 1e-5, path=f"{folder}/budget.db")
+    _, net, optimizer, loader = make(seed, engine=engine_of(accountant))
     batches = iter(loader)
     for _ in range(2):
         one(net, optimizer, next(batches))
     before, began = flat(net), time.monotonic()
-    if rank == 1 and how == "killed":
+    if rank == 1:
         distributed.Ranks.all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    elif rank == 1:
-        while not all(os.path.exists(f"{folder}/{other}") for other in (0, 2)):
-            time.sleep(0.05)
-        return None
-    told = answer(lambda: one(net, optimizer, next(batches)))[0]
+    told = answer(lambda: one(net, optimizer, next(batches)))
     took = time.monotonic() - began
-    Path(folder, str(rank)).touch()
-    again = answer(lambda: one(net, optimizer, next(iter(loader))))[0]
-    optimizer.state_dict()
+    again = answer(lambda: one(net, optimizer, next(iter(loader))))
     return [told, again], took, torch.equal(before, flat(net)), len(accountant)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, seed, tmp_path, how):
-    answers = run(loses_a_rank, 3, seed=seed, how=how, folder=str(tmp_path))
-    assert answers[1] is None
-    for told, took, unchanged, charged in (answers[0], answers[2]):
+def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, seed, tmp_path):
+    first, lost, third = run(loses_a_rank, 3, seed=seed, folder=str(tmp_path))
+    assert lost is None
+    for told, took, unchanged, charged in (first, third):
         assert told == ["RankError"] * 2
-        assert took < TIMEOUT / 2 and unchanged
-        assert charged >= (3 if how == "killed" else 2)
-    if how == "killed":
-        assert len(dpb.PrivacyAccountant(path=tmp_path / "budget.db")) >= 2
+        assert took < TIMEOUT / 2 and unchanged and charged >= 3
+    assert len(dpb.PrivacyAccountant(path=tmp_path / "budget.db")) >= 2
 
 
 # -- what is refused -------------------------------------------------------------------------------
+
+
+REFUSED = ["ranks-alone", "ranks-alone", "ranks-wrapped", "loader-sampler"]
+REFUSED += ["step-ddp", "step-ddp", "ranks-alone", "argument", "argument"]
 
 
 def undeclared(rank, seed):
@@ -525,7 +503,11 @@ def undeclared(rank, seed):
     )
     ranks = distributed.Ranks(dist.new_group(backend="cpu:gloo"))
     calls += [partial(ranks.require_backend_for, torch.device(p)) for p in ("cuda", "meta")]
-    told = [answer(call)[0] for call in calls]
+    told = []
+    for call in calls:
+        with pytest.raises(dpb.DPBayesError) as caught:
+            call()
+        told.append(caught.value.code)
     assert len(bare.accountant) == len(engine.accountant) == 0
     # a chain of this rank's own, on purpose
     engine, net, optimizer, loader = make(
@@ -538,14 +520,7 @@ def undeclared(rank, seed):
 def test_steps_that_ignore_the_other_ranks_are_refused(run, seed):
     for rank, (told, charged) in enumerate(run(undeclared, 2, seed=seed)):
         assert charged == 2 * (rank + 1)
-        assert "nothing" not in told, told
-
-
-def test_one_process_needs_no_group():
-    engine = dpb.PrivacyEngine(process_group=dist.group.WORLD)  # which is None here
-    _, net, optimizer, loader = make(1, engine=engine)
-    steps.train(net, optimizer, loader, 2)
-    assert len(engine.accountant) == 2
+        assert told == REFUSED
 
 
 def example(rank, port):

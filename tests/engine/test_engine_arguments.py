@@ -1,6 +1,5 @@
 """What the front door refuses: tables of arguments and of runs, with the code of the error."""
 
-import itertools
 from functools import partial
 
 import opacus
@@ -15,7 +14,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -99,7 +97,6 @@ class Skipping(nn.Module):
 
 NOT_PRIVATE = [
     torch.optim.SGD(NET.parameters(), 0.3),
-    partial(torch.optim.Adam),
     lambda parameters, **_: torch.optim.SGD([p for _, p in parameters], 0.3),
     DPOptimizer(
         torch.optim.SGD(NET.parameters(), 0.5),
@@ -116,7 +113,6 @@ REFUSED = [
     ("loader-sampler", {"data_loader": DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]])}),
     ("loader-sampler", loader(batch_size=None)),
     ("loader-sampler", loader(sampler=WeightedRandomSampler([1.0] * 60, 60))),
-    ("loader-sampler", loader(sampler=SubsetRandomSampler(range(10)))),
     ("loader-sampler", loader(sampler=RandomSampler(DATA, replacement=True))),
     ("loader-sampler", loader(sampler=RandomSampler(DATA, num_samples=10))),
     ("loader-repeats", loader(Subset(DATA, [*range(20), 0]))),
@@ -150,7 +146,6 @@ REFUSED = [
     # models
     ("argument", {"module": nn.Linear(4, 3).requires_grad_(False)}),
     ("model-eval", {"module": nn.Linear(4, 3).eval()}),
-    ("model-layer", {"module": normed(nn.BatchNorm1d(4))}),
     ("model-layer", {"module": normed(nn.BatchNorm1d(4).requires_grad_(False))}),
     ("model-eval", {"module": normed(nn.BatchNorm1d(4).requires_grad_(False)).eval()}),
     ("model-map", {"module": normed(Skipping())}),
@@ -164,7 +159,6 @@ REFUSED = [
     ("argument", {"sampling": "shuffle"}),
     ("argument", {"sampling": "fixed_size", "max_batch_size": 5}),
     ("argument", {"max_batch_size": 3}),
-    ("argument", {"max_batch_size": 5.5}),
     # users
     ("argument", {"user_ids": IDS, "accountant": dpb.PrivacyAccountant()}),
     ("argument", {"accountant": dpb.PrivacyAccountant(unit="user")}),
@@ -174,9 +168,7 @@ REFUSED = [
     ("argument", of_users(**loader(batch_size=31))),
     ("argument", {"records_per_user": 2}),
     # targets
-    ("argument", {**TARGET, "epochs": None}),
     ("argument", {**TARGET, "epochs": 0}),
-    ("argument", {**TARGET, "epochs": 1.5}),
     ("argument", {**TARGET, "target_epsilon": -1.0}),
     ("argument", {**TARGET, "target_delta": 1.5}),
     ("argument", {**TARGET, "additional_epsilon": 1.0}),
@@ -206,14 +198,11 @@ def test_arguments(code, options):
         make(**options)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", opacus.accountants.RDPAccountant()])
-def test_an_accountant_of_another_kind(accountant):
-    with refused("argument-type"):
-        dpb.PrivacyEngine(accountant)
-
-
-def test_a_factory_may_have_the_engines_accountant():
-    budget = dpb.PrivacyAccountant(0.5, 1e-5)
+def test_accountants():
+    for accountant in ("rdp", opacus.accountants.RDPAccountant()):
+        with refused("argument-type"):
+            dpb.PrivacyEngine(accountant)
+    budget = dpb.PrivacyAccountant(0.5, 1e-5)  # which a factory may have, too
     dpb.PrivacyEngine(budget).make_private(
         module=NET, optimizer=partial(SGLD, accountant=budget), max_grad_norm=1.0, **loader()
     )
@@ -241,35 +230,20 @@ def made(net=None, **options):
     return engine, *engine.make_private(module=net, **{**given, **options})
 
 
-def test_a_loop_that_adds_gradients_up():
-    _, net, optimizer, private = made()
-    for x, y in itertools.islice(private, 2):
-        (nn.functional.cross_entropy(net(x), y) / 2).backward()
-    with refused("loader-no-step"):
-        optimizer.step()
-
-
-def test_a_loop_that_evaluates_and_forgets_train():
-    _, net, optimizer, private = made()
-    batches = iter(private)
-    steps.one(net, optimizer, next(batches))
-    net.eval()
-    with torch.no_grad():
-        net(torch.randn(7, 4))
-    with refused("step-eval"):
+def test_a_loop_that_leaves_training_mode_or_a_layer_s_evaluation():
+    frozen = nn.BatchNorm1d(4).requires_grad_(False).eval()
+    for of, code in ((None, "step-eval"), (normed(frozen), "model-layer")):
+        _, net, optimizer, private = made(of)
+        batches = iter(private)
         steps.one(net, optimizer, next(batches))
-
-
-def test_a_frozen_batch_norm_that_train_switches_on_again():
-    norm = nn.BatchNorm1d(4).requires_grad_(False).eval()
-    _, net, optimizer, private = made(normed(norm))
-    batches = iter(private)
-    steps.one(net, optimizer, next(batches))
-    net.eval()
-    net.train()
-    with refused("model-layer"):
-        steps.one(net, optimizer, next(batches))
-    assert len(optimizer.accountant) == 1
+        net.eval()
+        with torch.no_grad():
+            net(torch.randn(7, 4))
+        if code == "model-layer":
+            net.train()
+        with refused(code):
+            steps.one(net, optimizer, next(batches))
+        assert len(optimizer.accountant) == 1
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -313,12 +287,12 @@ def test_another_network_is_refused_before_charges_are_taken_over(tmp_path, save
 
 def test_a_checkpoint_of_something_else_or_without_an_optimizer(tmp_path):
     path = tmp_path / "run.pt"
-    path.write_text("no checkpoint")
     engine, net, optimizer, _ = made()
-    with refused("checkpoint"):
-        engine.load_checkpoint(path, module=net, optimizer=optimizer)
     with refused("optimizer-not-private"):
         engine.load_checkpoint(path, module=net, optimizer=None)
     torch.save({}, path)
+    with refused("checkpoint"):
+        engine.load_checkpoint(path, module=net, optimizer=optimizer)
+    path.write_text("no checkpoint")
     with refused("checkpoint"):
         engine.load_checkpoint(path, module=net, optimizer=optimizer)

@@ -49,25 +49,16 @@ def make():
     )
 
 
-def files(functions):
-    return {file for file, _ in functions}
-
-
-def test_the_second_run_is_made_private_by_few_functions():
-    make()  # imports, and what is worked out once
+def test_what_a_reader_has_to_read_is_little():
+    net, optimizer, loader = make()  # imports, and what is worked out once
     _, functions, _ = run_by(make)
-    assert len(functions) <= 90 and len(files(functions)) <= 17
-
-
-def test_a_step_and_a_batch_run_few_functions():
-    net, optimizer, loader = make()
+    assert len(functions) <= 90 and len({file for file, _ in functions}) <= 17
     for _ in range(3):  # the first charge is worked out, equal ones are counted
         x, y = next(iter(loader))
         nn.functional.cross_entropy(net(x), y).backward()
         _, functions, _ = run_by(optimizer.step)
-    assert len(functions) <= 28 and len(files(functions)) <= 8
+    assert len(functions) <= 28 and len({file for file, _ in functions}) <= 8
 
-    plain = iter(DataLoader(loader.dataset, batch_size=256))
-    private = iter(loader)
+    plain, private = iter(DataLoader(loader.dataset, batch_size=256)), iter(loader)
     next(plain), next(private)
     assert run_by(lambda: next(private))[2] <= run_by(lambda: next(plain))[2]

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from support.ledgers import later_job
 from support.refusals import refused
 from support.steps import train
 from support.training import recorded
@@ -94,26 +95,20 @@ def trained_on(net, accountant, steps=1):
     return optimizer.accountant
 
 
-def says_so(accountant):
-    return any("another accountant before" in note for note in accountant.notes)
-
-
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_model_that_goes_on_under_a_new_accountant_says_so(is_kept):
-    net = nn.Linear(4, 3)
-    kept = [trained_on(net, dpb.PrivacyAccountant())]
-    if not is_kept:
-        kept.clear()
-        gc.collect()
-    assert says_so(trained_on(net, dpb.PrivacyAccountant()))
+    def says_so(accountant):
+        return any("another accountant before" in note for note in accountant.notes)
 
-
-def test_nothing_is_said_where_one_accountant_holds_both():
     net, accountant = nn.Linear(4, 3), dpb.PrivacyAccountant()
-    first = trained_on(net, dpb.PrivacyAccountant(), steps=0)  # made private, and never trained
+    kept = [trained_on(net, dpb.PrivacyAccountant(), steps=0)]  # made private, and never trained
     for _ in range(2):
         trained_on(net, accountant)
-    assert not says_so(accountant) and len(first) == 0
+    assert not says_so(accountant) and len(kept[0]) == 0
+    if not is_kept:
+        del accountant
+        gc.collect()
+    assert says_so(trained_on(net, dpb.PrivacyAccountant()))
 
 
 # -- budgets ---------------------------------------------------------------------------------------
@@ -122,7 +117,6 @@ def test_nothing_is_said_where_one_accountant_holds_both():
 @pytest.mark.parametrize(
     ("sampler", "settings"),
     [
-        (SAMPLER, {}),
         (partial(dpb.optim.DPSGFS, lr=20.0), {}),
         (
             partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0),
@@ -142,18 +136,11 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun(sampler, setti
         train(net, optimizer, loader)
 
 
-def test_the_target_is_the_budget_of_a_new_accountant():
-    engine, net, optimizer, loader = with_epsilon(target_epsilon=2.0, epochs=1)
-    assert (engine.accountant.epsilon, engine.accountant.delta) == (2.0, DELTA)
-    train(net, optimizer, loader)
-    with pytest.raises(dpb.PrivacyBudgetExceeded):
-        train(net, optimizer, loader)
-
-
-def test_a_share_of_the_target_is_kept_for_a_calibration():
+def test_the_target_is_the_budget_and_a_share_is_kept_for_a_calibration():
     target = {"target_epsilon": 3.0, "epochs": 1, "calibrate": 0.2}
     plan = dpb.PrivacyEngine().plan(**arguments(), target_delta=DELTA, **target)
     engine, net, optimizer, loader = with_epsilon(**target)
+    assert (engine.accountant.epsilon, engine.accountant.delta) == (3.0, DELTA)
     train(net, optimizer, loader)
     assert engine.get_epsilon() < 2.8
     engine.accountant.compose(event_of(loader.sampler_of_draws.reserved))
@@ -165,9 +152,10 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
     """The second job is held by a filter, and the third finds adaptive charges: both get the
     smallest noise whose steps all fit.
     """
-    path, noise = tmp_path / "budget.db", []
+    noise = []
     for share in (1.0, 3.0, 3.0):
-        with dpb.PrivacyAccountant(3.0, DELTA, path=path) as accountant:
+        with later_job(3.0, DELTA, path=tmp_path / "budget.db") as accountant:
+            assert accountant.is_later_job == (len(noise) > 0)
             if accountant.is_later_job:
                 with refused("budget-whole"):
                     with_epsilon(accountant, target_epsilon=2.0, epochs=1)
@@ -183,25 +171,17 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
 
 @pytest.mark.thorough
 def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
-    def small(**options):
-        given = {"optimizer": partial(dpb.optim.DPSGLD, lr="free", temperature=1.0), "epochs": 2}
-        return {**given, **options}
-
-    def said():
-        return [m for m in caplog.messages if "was spent before" in m]
-
-    accountant, noise = dpb.PrivacyAccountant(), []
+    accountant = dpb.PrivacyAccountant()
+    given = {"optimizer": partial(dpb.optim.DPSGLD, lr="free", temperature=1.0), "epochs": 2}
     for target in (1.5, 1.51):
-        assert not said()
-        _, *made = with_epsilon(accountant, **small(target_epsilon=target))
+        assert "was spent before" not in caplog.text
+        _, *made = with_epsilon(accountant, **given, target_epsilon=target)
         train(*made, epochs=2)
-        noise.append(made[1].noise_multiplier)
-    assert noise[1] > 3 * noise[0] and len(said()) == 1
-    before, share = accountant.get_epsilon(DELTA), small(additional_epsilon=1.5)
+    assert "was spent before" in caplog.text
+    before, share = accountant.get_epsilon(DELTA), {**given, "additional_epsilon": 1.5}
     planned = dpb.PrivacyEngine(accountant).plan(**arguments(**share), target_delta=DELTA)
     _, *made = with_epsilon(accountant, **share)
     train(*made, epochs=2)
-    assert len(said()) == 1
     assert before + 1.45 < accountant.get_epsilon(DELTA) <= before + 1.5
     assert math.isclose(planned.epsilon, accountant.get_epsilon(DELTA), rel_tol=1e-3)
 
@@ -313,18 +293,6 @@ def test_a_model_by_name_releases_what_the_same_model_by_place_does(mode, collat
         found.append([p.detach().clone() for p in net.parameters()])
     for own in found[1:]:
         torch.testing.assert_close(own, found[0], rtol=0, atol=1e-6)  # the noise is 1e-6·C/B
-
-
-def test_examples_may_be_given_by_name():
-    rows = [(torch.randn(1), torch.randn(4), i % 3) for i in range(40)]
-    for examples in (None, {"features": torch.randn(2, 4)}):
-        net, optimizer, loader = make(
-            module=ByName(), data_loader=DataLoader(rows, 40), example_inputs=examples
-        )
-        (batch,) = loader
-        nn.functional.cross_entropy(net(features=batch[1]), batch[2]).backward()
-        optimizer.step()
-        assert len(optimizer.accountant) == 1
 
 
 class Counting(ByPlace):

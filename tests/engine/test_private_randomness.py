@@ -1,12 +1,12 @@
 """Masks of dropout are as unknown as noise, though torch's seed is known."""
 
 import copy
-import os
 import threading
 from functools import partial
 
 import pytest
 import torch
+from support.children import in_child
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -112,31 +112,25 @@ def test_a_seed_inside_is_forgotten_and_the_programs_stream_goes_on(work):
     assert len(torch.stack(found).unique(dim=0)) == 4
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_process_forked_inside_a_block_has_numbers_of_its_own():
     randomness = PrivateRandomness()
-    with randomness([CPU]):
-        torch.rand(1)
-    ours, theirs = os.pipe()
     entered, done = threading.Event(), threading.Event()
+
+    def drawn():
+        with randomness([CPU]):
+            return torch.rand(8).tolist()
 
     def hold():
         with randomness([CPU]):
             entered.set()
             done.wait(60)
 
+    drawn()
     thread = threading.Thread(target=hold)
     thread.start()
     entered.wait(60)
-    if not (child := os.fork()):
-        with randomness([CPU]):
-            os.write(theirs, torch.rand(8).numpy().tobytes())
-        os._exit(0)
+    theirs = in_child(drawn)
     done.set()
     thread.join()
-    assert os.waitpid(child, 0)[1] == 0
-    with randomness([CPU]):
-        assert os.read(ours, 32) != torch.rand(8).numpy().tobytes()
-    os.close(ours)
-    os.close(theirs)
+    assert len(theirs) == 8 and theirs != drawn()

@@ -17,6 +17,7 @@ from support.examples import examples
 from support.steps import bare, fill, zeros
 
 from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.accountant import PrivacyBudgetExceeded
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 
 STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
@@ -80,6 +81,21 @@ def test_a_run_that_goes_back_within_itself_rests_on_nothing(is_kept, times, tmp
     optimizer = step(run_on(PrivacyAccountant(path=place)), times)
     optimizer.load_state_dict(saved(optimizer))
     assert not is_one_of_several(step(optimizer))
+
+
+def test_what_an_open_block_reserves_is_not_given_away(tmp_path):
+    """Releases of another kind, until none fits, leave room for those that a block holds."""
+    reserved, other = GaussianDpEvent(12.0), PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
+    total, alone = PrivacyAccountant(4.0, 1e-5, path=tmp_path / "budget.db"), PrivacyAccountant()
+    for _ in range(2):
+        total.compose(reserved)
+    for event in (other, reserved):
+        with pytest.raises(PrivacyBudgetExceeded):
+            for _ in range(1000):
+                total.compose(event)
+    for charge in total.history:
+        alone.compose(charge.event, charge.count)
+    assert alone.get_epsilon(1e-5) <= 4.0
 
 
 # -- any sequence ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The recipes of docs/how_to/frameworks.md run as they stand there."""
 
+import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.frameworks import LIGHTNING_WARNS
+from support.frameworks import LIGHTNING_WARNS, made, moves_nothing
+from support.training import recorded
 from test_transformers import classifier, sentences
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,21 +20,27 @@ PAGE = Path(__file__).parents[2] / "docs/how_to/frameworks.md"
 pytestmark = [pytest.mark.slow, *LIGHTNING_WARNS]
 
 
-@pytest.mark.parametrize("place", range(3), ids=["Lightning", "accelerate", "Trainer"])
-def test_the_recipe_runs(place, tmp_path, monkeypatch):
+@pytest.fixture
+def accelerator(monkeypatch):
     import accelerate
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    accelerate.state.AcceleratorState._reset_state(True)
+    return accelerate.Accelerator()
+
+
+@pytest.mark.parametrize("place", range(3), ids=["Lightning", "accelerate", "Trainer"])
+def test_the_recipe_runs(place, accelerator, tmp_path, monkeypatch):
     import transformers
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    accelerate.state.AcceleratorState._reset_state(True)
     data = TensorDataset(torch.randn(64, 4), torch.randint(3, (64,)))
     names = {
         "dpb": dpb,
         "F": F,
         "partial": partial,
         "DataLoader": DataLoader,
-        "Accelerator": accelerate.Accelerator,
+        "Accelerator": type(accelerator),
         "Trainer": transformers.Trainer,
         "TrainingArguments": transformers.TrainingArguments,
         "engine": dpb.PrivacyEngine(),
@@ -46,3 +54,25 @@ def test_the_recipe_runs(place, tmp_path, monkeypatch):
     exec(code, names)
     epochs = (2, 1, 3)[place]
     assert len(names["engine"].accountant) == epochs * len(names["loader"])
+
+
+@pytest.mark.parametrize("mode", [None, "hooks"])
+@pytest.mark.parametrize("prepared", [*itertools.product([False, True], repeat=3)])
+def test_accelerate_may_prepare_all_but_the_loader(prepared, mode, accelerator):
+    engine, *private = made(**recorded(mode))
+    net, *_, loader = private
+    net_, optimizer, batches = (
+        accelerator.prepare(of) if is_prepared else of for of, is_prepared in zip(private, prepared)
+    )
+
+    def train():
+        for x, y in batches:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(net_(x), y))
+            optimizer.step()
+
+    if prepared[2]:
+        moves_nothing(train, engine, net)
+    else:
+        train()
+        assert len(engine.accountant) == len(loader)

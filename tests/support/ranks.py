@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import traceback
+import warnings
 from datetime import timedelta
 
 import torch
@@ -26,10 +27,15 @@ class Server:
     def __init__(self, module, folder):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(theirs, module)
+        # autograd's threads, which it has where there is an accelerator, do not survive a fork
+        context = multiprocessing.get_context(
+            "spawn" if torch.accelerator.is_available() else "fork"
         )
-        self._process.start()
+        self._process = context.Process(target=_serve, args=(theirs, self._pipe, module))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This process .* multi-threaded", DeprecationWarning)
+            self._process.start()
+        theirs.close()
         self._folder, self._groups = folder, 0
         self._pipe.recv()  # it has imported the module
 
@@ -48,7 +54,9 @@ class Server:
         self._process.join()
 
 
-def _serve(requests, module):
+def _serve(requests, other_end, module):
+    other_end.close()  # or nothing would say that the tests are gone
+    warnings.simplefilter("default")
     tests = importlib.import_module(module)
     requests.send("ready")
     context = multiprocessing.get_context("fork")
