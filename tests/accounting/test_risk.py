@@ -14,16 +14,8 @@ from scipy import special, stats
 from support.examples import examples
 from support.ledgers import later_job
 
-from torch_dpbayes.accounting import PrivacyAccountant, bounds
+from torch_dpbayes.accounting import PrivacyAccountant, bounds, events
 from torch_dpbayes.accounting.dominating_pairs import Failure, Gaussian, NonPrivate, Pure, Sampled
-from torch_dpbayes.accounting.events import (
-    ComposedDpEvent,
-    FailureDpEvent,
-    GaussianDpEvent,
-    NonPrivateDpEvent,
-    PoissonSampledDpEvent,
-    PureDpEvent,
-)
 from torch_dpbayes.accounting.risk import Profile, TradeOff, profiles, trade_offs
 
 RATES = np.array([1e-12, 1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 0.999])
@@ -125,7 +117,7 @@ def test_lines_that_do_not_form_a_profile_are_bounds_all_the_same():
 
 # --- the risk of a history ------------------------------------------------------------------------
 
-STEP = PoissonSampledDpEvent(0.05, GaussianDpEvent(1.2))
+STEP = events.PoissonSampledDpEvent(0.05, events.GaussianDpEvent(1.2))
 
 
 def near(value, truth, excess=1e-3):
@@ -134,7 +126,7 @@ def near(value, truth, excess=1e-3):
 
 @pytest.mark.parametrize(("neighboring", "mu"), [("add_or_remove_one", 1.0), ("replace_one", 2.0)])
 def test_a_gaussian_release(neighboring, mu):
-    accountant = PrivacyAccountant(neighboring=neighboring).compose(GaussianDpEvent(2.0), 4)
+    accountant = PrivacyAccountant(neighboring=neighboring).compose(events.GaussianDpEvent(2.0), 4)
     risk = accountant.risk(prior=0.2, false_positive_rate=0.01)
     rate = stats.norm.cdf(stats.norm.ppf(0.01) + mu)
     assert near(risk.advantage, special.erf(mu / math.sqrt(8)))
@@ -152,7 +144,7 @@ def test_a_gaussian_release(neighboring, mu):
 def test_the_numbers_are_those_of_the_stronger_attack():
     """Against thresholds on one sampled release."""
     q, z, prior = 0.3, 0.5, 0.2
-    event = PoissonSampledDpEvent(q, GaussianDpEvent(z))
+    event = events.PoissonSampledDpEvent(q, events.GaussianDpEvent(z))
     risk = PrivacyAccountant().compose(event).risk(prior=prior)
     at = np.linspace(-3.0, 4.0, 4001)
     out, kept = stats.norm.sf(at / z), stats.norm.cdf(at / z)
@@ -184,7 +176,7 @@ def test_each_guarantee_has_its_own_risk(tmp_path):
     assert advantage["later"] == 1.0
     assert advantage["fixed"] < advantage["budget"]
     assert budget.risk().epsilon == 3.0
-    gaussian = PrivacyAccountant(3.0, 1e-5).compose(GaussianDpEvent(9.0), adaptive=True)
+    gaussian = PrivacyAccountant(3.0, 1e-5).compose(events.GaussianDpEvent(9.0), adaptive=True)
     limit = gaussian._session.filter.limit
     assert gaussian.risk().gdp_mu == pytest.approx(math.sqrt(limit), rel=1e-3)
     nothing = PrivacyAccountant().risk(prior=0.3, false_positive_rate=0.02)
@@ -193,18 +185,18 @@ def test_each_guarantee_has_its_own_risk(tmp_path):
 
 
 def test_what_fails_or_has_no_noise():
-    risk = PrivacyAccountant().compose(NonPrivateDpEvent()).risk()
+    risk = PrivacyAccountant().compose(events.NonPrivateDpEvent()).risk()
     assert (risk.advantage, risk.true_positive_rate, risk.best_guess) == (1.0, 1.0, 1.0)
     assert math.inf == risk.epsilon == risk.gdp_mu
     assert json.loads(json.dumps(risk.as_dict()))["gdp_mu"] is None
-    event = ComposedDpEvent([PureDpEvent(1.0), FailureDpEvent(1e-6)])
+    event = events.ComposedDpEvent([events.PureDpEvent(1.0), events.FailureDpEvent(1e-6)])
     risk = PrivacyAccountant().compose(event).risk(false_positive_rate=0.01)
     assert near(risk.true_positive_rate, 1e-6 + (1 - 1e-6) * math.e * 0.01)
 
 
 def test_the_page_shows_what_is_printed():
     page = Path(__file__).parents[2] / "docs/how_to/what_epsilon_means.md"
-    step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    step = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
     assert str(PrivacyAccountant().compose(step, 10_000).risk()) in page.read_text()
 
 
