@@ -36,32 +36,29 @@ OF_ADDED_RECORDS = {"MixtureOfGaussiansDpEvent"}  # refused where records are re
 STEP = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
 
 EXAMPLES = {
-    "GaussianDpEvent": events.GaussianDpEvent(2.0),
-    "PoissonSampledDpEvent": events.PoissonSampledDpEvent(0.1, events.GaussianDpEvent(2.0)),
-    "SampledWithoutReplacementDpEvent": events.SampledWithoutReplacementDpEvent(
-        100, 10, events.GaussianDpEvent(2.0)
-    ),
-    "UnspecifiedBatchGaussianDpEvent": events.UnspecifiedBatchGaussianDpEvent(2.0),
-    "RecordwiseBatchGaussianDpEvent": events.RecordwiseBatchGaussianDpEvent(2.0),
-    "ShuffledEpochDpEvent": events.ShuffledEpochDpEvent(2.0),
-    "TruncatedSubsampledGaussianDpEvent": dpa.dp_event.TruncatedSubsampledGaussianDpEvent(
-        100, 0.1, 14, 2.0
-    ),
-    "RandomAllocationDpEvent": RandomAllocationDpEvent(20, events.GaussianDpEvent(2.0)),
-    "LaplaceDpEvent": dpa.LaplaceDpEvent(3.0),
-    "DiscreteLaplaceDpEvent": dpa.dp_event.DiscreteLaplaceDpEvent(0.2, 2),
-    "DiscreteGaussianDpEvent": DiscreteGaussianDpEvent(4.0, 2, 1),
-    "RandomizedResponseDpEvent": dpa.dp_event.RandomizedResponseDpEvent(0.6, 4),
-    "MixtureOfGaussiansDpEvent": dpa.dp_event.MixtureOfGaussiansDpEvent(
-        2.0, (1.0, 2.0, 0.0), (0.2, 0.1, 0.7)
-    ),
-    "MuGaussianDpEvent": events.MuGaussianDpEvent(0.5),
-    "ZCDpEvent": events.ZCDpEvent(0.1, 0.05),
-    "PureDpEvent": events.PureDpEvent(0.3),
-    "BoundedRangeDpEvent": events.BoundedRangeDpEvent(0.3),
-    "FailureDpEvent": events.FailureDpEvent(1e-6),
-    "NonPrivateDpEvent": events.NonPrivateDpEvent(),
-    "NoOpDpEvent": events.NoOpDpEvent(),
+    type(event).__name__: event
+    for event in [
+        events.GaussianDpEvent(2.0),
+        events.PoissonSampledDpEvent(0.1, events.GaussianDpEvent(2.0)),
+        events.SampledWithoutReplacementDpEvent(100, 10, events.GaussianDpEvent(2.0)),
+        events.UnspecifiedBatchGaussianDpEvent(2.0),
+        events.RecordwiseBatchGaussianDpEvent(2.0),
+        events.ShuffledEpochDpEvent(2.0),
+        dpa.dp_event.TruncatedSubsampledGaussianDpEvent(100, 0.1, 14, 2.0),
+        RandomAllocationDpEvent(20, events.GaussianDpEvent(2.0)),
+        dpa.LaplaceDpEvent(3.0),
+        dpa.dp_event.DiscreteLaplaceDpEvent(0.2, 2),
+        DiscreteGaussianDpEvent(4.0, 2, 1),
+        dpa.dp_event.RandomizedResponseDpEvent(0.6, 4),
+        dpa.dp_event.MixtureOfGaussiansDpEvent(2.0, (1.0, 2.0, 0.0), (0.2, 0.1, 0.7)),
+        events.MuGaussianDpEvent(0.5),
+        events.ZCDpEvent(0.1, 0.05),
+        events.PureDpEvent(0.3),
+        events.BoundedRangeDpEvent(0.3),
+        events.FailureDpEvent(1e-6),
+        events.NonPrivateDpEvent(),
+        events.NoOpDpEvent(),
+    ]
 }
 
 

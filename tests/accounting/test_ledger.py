@@ -401,19 +401,16 @@ def test_a_state_from_memory_moves_into_an_empty_file(path):
     assert PrivacyAccountant(path=file.path).remaining(STEP) == filtered.remaining(STEP)
 
 
+@forks
 def test_a_descendant_with_its_ancestors_pid_is_another_process(path, monkeypatch):
     """A pid comes again; a session, and the block that it reserved, must not."""
-    accountant = PrivacyAccountant(3.0, DELTA, path=path)
-    accountant.compose(STEP, 5)
-    reader, writer = os.pipe()
-    parent = os.getpid()
-    if (child := os.fork()) == 0:
+    accountant, parent = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 5), os.getpid()
+
+    def child():
         monkeypatch.setattr(os, "getpid", lambda: parent)
-        accountant.compose(STEP, 7)
-        accountant.close()
-        os.write(writer, str(len(accountant)).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
+        accountant.compose(STEP, 7).close()
+        return len(accountant)
+
+    assert in_child(child) == 12
     accountant.close()
-    assert int(os.read(reader, 10)) == 12
     assert len(PrivacyAccountant(path=path)) == 12
