@@ -290,7 +290,7 @@ def test_every_use_of_a_relation_tells_the_two_apart_and_takes_nothing_else(use,
         REPLACE: [REPLACE, dpa.NeighboringRelation.REPLACE_ONE, Spelled.REPLACE],
     }
     found = {
-        name: {use(given, tmp_path / f"{name}{i}") for i, given in enumerate(spellings)}
+        name: {repr(use(given, tmp_path / f"{name}{i}")) for i, given in enumerate(spellings)}
         for name, spellings in right.items()
     }
     assert len(found[ADD]) == len(found[REPLACE]) == 1 and found[ADD] != found[REPLACE]

@@ -54,12 +54,12 @@ def listened(monkeypatch, owner, name, note):
 
 def test_blocks_of_ones_own_that_are_not_used_up_take_their_part_of_a_budget(path):
     """What comes after them is decided by what they may still cover, or they are given back."""
-    accountant, other = PrivacyAccountant(1.0, DELTA, path=path), sampled(1.1, 0.02)
+    accountant, other = PrivacyAccountant(2.0, DELTA, path=path), sampled(1.1)
     accountant.compose(STEP, 2)  # a block stays open
     accountant.compose(other, accountant.remaining(other))
-    assert charge_until_refused(accountant) == 0 and accountant.get_epsilon() <= 1.0
+    assert charge_until_refused(accountant) == 0 and accountant.get_epsilon() <= 2.0
     accountant.close()
-    assert PrivacyAccountant(path=path).get_epsilon() <= 1.0
+    assert PrivacyAccountant(path=path).get_epsilon() <= 2.0
 
 
 # --- the history ----------------------------------------------------------------------------------

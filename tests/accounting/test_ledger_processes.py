@@ -46,7 +46,7 @@ pytestmark = forks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def charge(accountant, path, steps, opened, answers):
+def release(accountant, path, steps, opened, answers):
     """A worker, with the parent's accountant or its own: it tells how often it was let through."""
     accountant = accountant or PrivacyAccountant(path=path)
     if opened is not None:
@@ -71,7 +71,7 @@ def test_no_charge_is_lost_and_no_budget_passed(path, number, steps, budget, how
     # who opened the file before the first charge is no later job
     opened, answers = fork.Barrier(number) if budget == 25.0 else None, fork.Queue()
     given = (parent if how == "forked" else None, path, steps, opened, answers)
-    workers = [fork.Process(target=charge, args=given) for _ in range(number)]
+    workers = [fork.Process(target=release, args=given) for _ in range(number)]
     for worker in workers:
         worker.start()
     told = dict(answers.get(timeout=500) for _ in workers)

@@ -85,7 +85,7 @@ def test_what_fails_or_reveals_everything():
 def test_lines_that_do_not_form_a_profile_are_bounds_all_the_same():
     """Of a profile that is nowhere convex the envelope takes the lowest lines."""
     epsilons = np.array([0.0, 0.5, 1.0, 800.0])
-    profile = Profile(epsilons, np.array([0.3, 0.29, 0.01, 1e-9]))
+    profile = Profile(epsilons, np.array([0.3, 0.32, 0.01, 1e-9]))
     curve = TradeOff.of_profiles(profile, profile)
     x = np.linspace(0.0, 1.0, 101)
     lines = [math.exp(e) * x + d for e, d in zip(epsilons[:3], profile.deltas[:3], strict=True)]
