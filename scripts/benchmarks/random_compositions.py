@@ -341,7 +341,7 @@ class Reference:
             total += count * special.logsumexp(np.multiply.outer(tilts, losses) + logs, axis=-1)
         return total
 
-    def along(self, theta: float, step: float) -> Iterator[Array]:
+    def along(self, theta: float, step: float) -> Iterator[Any]:
         """K at theta + i k step for k = 0, 1, ...: 16 rows of 8 at a time, as a product of two
         matrices of exponentials.
         """

@@ -432,8 +432,12 @@ class TestOfPld(pld_privacy_accountant_test.PldPrivacyAccountantTest):
             mock.patch.object(pld_privacy_accountant, "PLDAccountant", DpAccountingAdapter)
         )
 
-    test_poisson_subsampled_laplace = pytest.mark.thorough(
-        pld_privacy_accountant_test.PldPrivacyAccountantTest.test_poisson_subsampled_laplace
+    test_poisson_subsampled_laplace, test_laplace_basic = map(
+        pytest.mark.thorough,
+        (
+            pld_privacy_accountant_test.PldPrivacyAccountantTest.test_poisson_subsampled_laplace,
+            pld_privacy_accountant_test.PldPrivacyAccountantTest.test_laplace_basic,
+        ),
     )
 
     def _make_test_accountants(self):

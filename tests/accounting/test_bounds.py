@@ -143,7 +143,7 @@ def test_two_rare_releases_against_an_integral(rate, noise, delta):
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
-@pytest.mark.parametrize("delta", [1e-5, 1e-10])
+@pytest.mark.parametrize("delta", [pytest.param(1e-5, marks=pytest.mark.thorough), 1e-10])
 @pytest.mark.parametrize(
     "others", [{(0.002, 0.7): 30}, {0.05: 1}], ids=["different rates", "a Gaussian"]
 )

@@ -92,9 +92,9 @@ def test_an_added_record_whose_losses_are_bounded_beside_a_gaussian():
 
 @given(
     st.lists(
-        st.tuples(st.floats(2e-3, 0.1), st.floats(0.8, 3.0)), min_size=1, max_size=3, unique=True
+        st.tuples(st.floats(4e-3, 0.1), st.floats(0.8, 2.0)), min_size=1, max_size=2, unique=True
     ),
-    st.floats(0.5, 4.0),
+    st.floats(0.5, 2.0),
     st.builds(Random, st.integers(0, 10**6)),
 )
 @examples(8)

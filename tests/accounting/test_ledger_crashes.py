@@ -111,7 +111,7 @@ def test_an_interruption_in_memory_loses_no_charge(times):
 
 
 @forks
-@pytest.mark.parametrize("times", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [8, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_at_least_what_it_released(path, times):
     """A pipe, written after each charge, says what a forked child released."""
     parent, released = PrivacyAccountant(3e3, DELTA, path=path).compose(STEP), 1

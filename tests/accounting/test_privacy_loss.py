@@ -112,14 +112,15 @@ def profile(kind, rate, noise, epsilons):
     return np.maximum(upper - np.exp(epsilons) * lower, 0.0)
 
 
+@pytest.mark.thorough
 def test_groups_of_close_releases_stand_for_them(monkeypatch):
     """The mean of a group, and the bound on what that changes, against each release by itself."""
     rng = np.random.default_rng(12)
-    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 300))
-    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 300))
+    noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 900))
+    rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 900))
     counts = {Sampled("directed", float(q), float(z)): 1 for z, q in zip(noise, rate, strict=True)}
     found = []
-    for groups in (4096, 100):
+    for groups in (4096, 300):
         monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", groups)
         (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
         found.append((composed.upper_epsilon(DELTA), composed.transform.left_out))
