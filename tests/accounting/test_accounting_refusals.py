@@ -1,5 +1,6 @@
 """What accounting refuses: each wrong input is an error with its code, and nothing is recorded."""
 
+import enum
 import math
 from functools import partial
 
@@ -7,41 +8,33 @@ import dp_accounting as dpa
 import pytest
 from dp_accounting import dp_event as upstream
 from support.training import bare, made_private
+from torch import nn
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
+    events,
     get_noise_multiplier,
     get_num_steps,
     noise_multiplier_for,
 )
-from torch_dpbayes.accounting.events import (
-    BoundedRangeDpEvent,
-    ComposedDpEvent,
-    FailureDpEvent,
-    GaussianDpEvent,
-    LaplaceDpEvent,
-    MuGaussianDpEvent,
-    NonPrivateDpEvent,
-    PoissonSampledDpEvent,
-    PureDpEvent,
-    SampledWithoutReplacementDpEvent,
-    SelfComposedDpEvent,
-    ShuffledEpochDpEvent,
-    UnspecifiedBatchGaussianDpEvent,
-    UserLevelDpEvent,
-    ZCDpEvent,
-)
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.mechanisms import DiscreteGaussianDpEvent, EpsilonDeltaDpEvent
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon, selection_event
+from torch_dpbayes.ops.certificates import Setting
+from torch_dpbayes.optim.fisher_sum import FisherSum
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 DELTA = 1e-5
-STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
-JOINT = ComposedDpEvent([GaussianDpEvent(1.0), PureDpEvent(1.0)])
+STEP = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.0))
+JOINT = events.ComposedDpEvent([events.GaussianDpEvent(1.0), events.PureDpEvent(1.0)])
 ADD, REPLACE = "add_or_remove_one", "replace_one"
-PLAN = {"target_epsilon": 1.0, "target_delta": DELTA, "sample_rate": 0.1, "steps": 10}
+TARGET = {"target_epsilon": 1.0, "target_delta": DELTA}
+PLAN = {**TARGET, "sample_rate": 0.1, "steps": 10}
+PLANNED = partial(dpb.mcmc.plan, dpb.mcmc.DPPenalty, **TARGET)
 
 
 def is_refused(work, kind=ValueError, code="argument"):
@@ -117,47 +110,47 @@ def test_statements_that_say_nothing(statement):
 
 ABSURD = 1e51
 OUT_OF_RANGE = [
-    *map(GaussianDpEvent, (-1.0, math.nan, math.inf, ABSURD, 1e-60)),
-    PoissonSampledDpEvent(0.01, GaussianDpEvent(ABSURD)),
-    SampledWithoutReplacementDpEvent(100, 1, GaussianDpEvent(ABSURD)),
-    UnspecifiedBatchGaussianDpEvent(ABSURD),
-    ShuffledEpochDpEvent(ABSURD),
-    MuGaussianDpEvent(ABSURD),
-    PureDpEvent(ABSURD),
-    BoundedRangeDpEvent(1.7e308),
-    ZCDpEvent(ABSURD, 0.0),
-    ZCDpEvent(0.1, ABSURD),
-    PoissonSampledDpEvent(1.5, GaussianDpEvent(1.0)),
-    PoissonSampledDpEvent(-0.1, GaussianDpEvent(1.0)),
-    PoissonSampledDpEvent(1.1, PureDpEvent(1.0)),
-    PoissonSampledDpEvent(0.1, FailureDpEvent(1.0)),
-    SampledWithoutReplacementDpEvent(10, 11, GaussianDpEvent(1.0)),
-    SelfComposedDpEvent(STEP, -1),
-    PureDpEvent(-1.0),
-    *map(FailureDpEvent, (0.0, 1.0, -1e-6, math.nan)),
-    ZCDpEvent(math.nan),
-    RandomAllocationDpEvent(0, GaussianDpEvent(1.0)),
+    *map(events.GaussianDpEvent, (-1.0, math.nan, math.inf, ABSURD, 1e-60)),
+    events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(ABSURD)),
+    events.SampledWithoutReplacementDpEvent(100, 1, events.GaussianDpEvent(ABSURD)),
+    events.UnspecifiedBatchGaussianDpEvent(ABSURD),
+    events.ShuffledEpochDpEvent(ABSURD),
+    events.MuGaussianDpEvent(ABSURD),
+    events.PureDpEvent(ABSURD),
+    events.BoundedRangeDpEvent(1.7e308),
+    events.ZCDpEvent(ABSURD, 0.0),
+    events.ZCDpEvent(0.1, ABSURD),
+    events.PoissonSampledDpEvent(1.5, events.GaussianDpEvent(1.0)),
+    events.PoissonSampledDpEvent(-0.1, events.GaussianDpEvent(1.0)),
+    events.PoissonSampledDpEvent(1.1, events.PureDpEvent(1.0)),
+    events.PoissonSampledDpEvent(0.1, events.FailureDpEvent(1.0)),
+    events.SampledWithoutReplacementDpEvent(10, 11, events.GaussianDpEvent(1.0)),
+    events.SelfComposedDpEvent(STEP, -1),
+    events.PureDpEvent(-1.0),
+    *map(events.FailureDpEvent, (0.0, 1.0, -1e-6, math.nan)),
+    events.ZCDpEvent(math.nan),
+    RandomAllocationDpEvent(0, events.GaussianDpEvent(1.0)),
     upstream.TruncatedSubsampledGaussianDpEvent(9, 1.1, 3, 1.0),
     upstream.MixtureOfGaussiansDpEvent(1.0, [1.0, 2.0], [0.5, 0.4]),
     upstream.MixtureOfGaussiansDpEvent(1.0, [-1.0], [1.0]),
     upstream.RandomizedResponseDpEvent(1.3, 2),
-    UserLevelDpEvent(STEP),
+    events.UserLevelDpEvent(STEP),
 ]
 UNKNOWN = [
-    GaussianDpEvent("loud"),
-    FailureDpEvent("rarely"),
-    PoissonSampledDpEvent(0.1, JOINT),
-    SampledWithoutReplacementDpEvent(9, 3, JOINT),
-    RandomAllocationDpEvent(3, PureDpEvent(1.0)),
-    UserLevelDpEvent(UserLevelDpEvent(STEP)),
+    events.GaussianDpEvent("loud"),
+    events.FailureDpEvent("rarely"),
+    events.PoissonSampledDpEvent(0.1, JOINT),
+    events.SampledWithoutReplacementDpEvent(9, 3, JOINT),
+    RandomAllocationDpEvent(3, events.PureDpEvent(1.0)),
+    events.UserLevelDpEvent(events.UserLevelDpEvent(STEP)),
     upstream.UnsupportedDpEvent(),
-    dpa.SampledWithReplacementDpEvent(10, 2, GaussianDpEvent(1.0)),
+    dpa.SampledWithReplacementDpEvent(10, 2, events.GaussianDpEvent(1.0)),
     1.0,
 ]
 UNDER = [
     (ADD, upstream.RandomizedResponseDpEvent(0.3, 2)),
-    (REPLACE, PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0))),
-    (REPLACE, PoissonSampledDpEvent(0.1, EpsilonDeltaDpEvent(1.0, 1e-7))),
+    (REPLACE, events.PoissonSampledDpEvent(0.1, events.LaplaceDpEvent(1.0))),
+    (REPLACE, events.PoissonSampledDpEvent(0.1, EpsilonDeltaDpEvent(1.0, 1e-7))),
     (REPLACE, upstream.MixtureOfGaussiansDpEvent(1.0, [1.0], [1.0])),
     (ADD, DiscreteGaussianDpEvent(1e6, 1)),
 ]
@@ -192,31 +185,29 @@ def test_laws_of_a_selection_out_of_range(mean, shape):
     is_refused(lambda: Repetitions(mean, shape))
 
 
-@pytest.mark.parametrize("event", [NonPrivateDpEvent(), FailureDpEvent(1e-7)])
+@pytest.mark.parametrize("event", [events.NonPrivateDpEvent(), events.FailureDpEvent(1e-7)])
 def test_what_is_not_private_cannot_be_selected(event):
     is_refused(lambda: selection_event([(event, 1)], Repetitions(10.0), 1e-7, ADD))
-    is_refused(lambda: selection_epsilon([(PureDpEvent(1.0), 1)], Repetitions(10.0), 1e-26))
+    is_refused(lambda: selection_epsilon([(events.PureDpEvent(1.0), 1)], Repetitions(10.0), 1e-26))
 
 
 def test_an_absurd_size_is_refused_wherever_it_comes_in():
-    event, accountant = GaussianDpEvent(ABSURD), PrivacyAccountant(3.0, DELTA)
-    target = {name: PLAN[name] for name in ("target_epsilon", "target_delta")}
-    steps = {"sample_rate": 0.1, **target}
-    plan = partial(dpb.mcmc.plan, dpb.mcmc.DPPenalty, **target)
+    event, accountant = events.GaussianDpEvent(ABSURD), PrivacyAccountant(3.0, DELTA)
+    steps = {"sample_rate": 0.1, **TARGET}
     penalty = {"proposal_scale": 0.1, "log_ratio_slope": 1.0, "accountant": accountant}
     for use in (
-        lambda: accountant.compose(SelfComposedDpEvent(event, 3)),
+        lambda: accountant.compose(events.SelfComposedDpEvent(event, 3)),
         lambda: accountant.remaining(event),
-        lambda: accountant.compose(SelfComposedDpEvent(STEP, 2**40), 2**40),
+        lambda: accountant.compose(events.SelfComposedDpEvent(STEP, 2**40), 2**40),
         lambda: get_noise_multiplier(**PLAN, history=[(event, 2)]),
-        lambda: noise_multiplier_for(lambda _: event, **target, steps=9),
+        lambda: noise_multiplier_for(lambda _: event, **TARGET, steps=9),
         *(
             partial(call, noise)
             for noise in (ABSURD, 1e-60)
             for call in (
                 lambda z: accountant.step(noise_multiplier=z, sample_rate=0.1),
                 lambda z: get_num_steps(**steps, noise_multiplier=z),
-                lambda z: plan(noise_multiplier=z),
+                lambda z: PLANNED(noise_multiplier=z),
                 lambda z: dpb.mcmc.DPPenalty(print, **penalty, noise_multiplier=z),
                 lambda z: made_private(noise_multiplier=z),
                 lambda z: bare(dpb.optim.DPSGLD, noise_multiplier=z),
@@ -250,3 +241,85 @@ def test_a_saved_charge_says_whether_it_was_adaptive(flag):
     state = PrivacyAccountant(3.0, DELTA).compose(STEP, adaptive=True).state_dict()
     state["history"] = [[*line[:3], flag, line[4]] for line in state["history"]]
     is_refused(lambda: PrivacyAccountant(3.0, DELTA).load_state_dict(state))
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+class Spelled(enum.StrEnum):
+    REPLACE = "replace_one"
+
+
+def spent(relation, **setting):
+    accountant = PrivacyAccountant(neighboring=relation, **setting)
+    return accountant.compose(events.GaussianDpEvent(1.5)).get_epsilon(DELTA)
+
+
+# from a relation, and a path that is free, to something that the relation decides
+USES = {
+    "PrivacyAccountant": lambda relation, _: spent(relation),
+    "PrivacyAccountant, rdp": lambda relation, _: spent(relation, method="rdp"),
+    "ledger": lambda relation, path: spent(relation, path=path),
+    "get_noise_multiplier": lambda relation, _: get_noise_multiplier(
+        **TARGET, sample_rate=1.0, steps=9, neighboring=relation
+    ),
+    "get_num_steps": lambda relation, _: get_num_steps(
+        **TARGET, sample_rate=1.0, noise_multiplier=30.0, neighboring=relation
+    ),
+    "noise_multiplier_for": lambda relation, _: noise_multiplier_for(
+        events.GaussianDpEvent, **TARGET, steps=9, neighboring=relation
+    ),
+    "plan, noise": lambda relation, _: (
+        PLANNED(num_iterations=50, neighboring=relation).noise_multipliers
+    ),
+    "plan, iterations": lambda relation, _: (
+        PLANNED(noise_multiplier=30.0, neighboring=relation).num_iterations
+    ),
+    "dominating_pair": lambda relation, _: repr(dominating_pair(STEP, relation)),
+    "a certificate's setting": lambda relation, _: Setting(1.0, None, relation).records_changed,
+    "a second moment beside the sum": lambda relation, _: FisherSum(
+        1.0, 10.0, is_full=False, share=0.5
+    ).equivalent_noise_multiplier(1.0, is_full=True, sampling=None, neighboring=relation),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_of_a_relation_tells_the_two_apart_and_takes_nothing_else(use, tmp_path):
+    right = {
+        ADD: [ADD, dpa.NeighboringRelation.ADD_OR_REMOVE_ONE],
+        REPLACE: [REPLACE, dpa.NeighboringRelation.REPLACE_ONE, Spelled.REPLACE],
+    }
+    found = {
+        name: {repr(use(given, tmp_path / f"{name}{i}")) for i, given in enumerate(spellings)}
+        for name, spellings in right.items()
+    }
+    assert len(found[ADD]) == len(found[REPLACE]) == 1 and found[ADD] != found[REPLACE]
+    for i, given in enumerate(("replace-one", "", dpa.NeighboringRelation, None)):
+        is_refused(lambda i=i, given=given: use(given, tmp_path / f"wrong{i}"))
+    assert not list(tmp_path.glob("wrong*"))
+
+
+OPTIONS = {
+    "method": lambda word: PrivacyAccountant(method=word),
+    "method of noise_multiplier_for": lambda word: noise_multiplier_for(
+        events.GaussianDpEvent, **TARGET, steps=100, method=word
+    ),
+    "sampling": lambda word: bare(dpb.optim.DPSGLD, sampling=word),
+    "momentum": lambda word: bare(dpb.optim.DPSGHMC, momentum=word),
+    "fisher": lambda word: bare(dpb.optim.DPSGFS, fisher=word),
+    "grad_sample_mode": lambda word: made_private(grad_sample_mode=word),
+    "loss_reduction": lambda word: made_private(loss_reduction=word),
+    "loss_reduction of book-keeping": lambda word: BookkeepingGradientSource(
+        nn.Linear(3, 1), loss_reduction=word
+    ),
+    "loss_reduction of hooks": lambda word: HooksGradientSource(
+        nn.Linear(3, 1), loss_reduction=word
+    ),
+    "family": lambda word: dpb.ops.GLM(family=word),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
+def test_a_misspelt_option_is_an_error(option):
+    for word in ("", "none", "Poisson", "RDP", "Full", "Hooks"):
+        is_refused(lambda word=word: option(word))

@@ -10,9 +10,7 @@ import shutil
 import signal
 import sqlite3
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
@@ -21,8 +19,7 @@ from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, l
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.accounting.ledger import LedgerError, Row, open_blocks
-
-# --- one harness ----------------------------------------------------------------------------------
+from torch_dpbayes.errors import StateError
 
 EVENTS = [STEP, STEP, GaussianDpEvent(1e3), *(sampled(z) for z in (1.5, 1.9, 2.4, 3.0))]
 MOST = 5  # releases of one charge
@@ -76,7 +73,7 @@ IN_GENERATORS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcep
 
 
 @IN_GENERATORS
-@pytest.mark.parametrize("times", [60, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [40, pytest.param(800, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strike", [interrupt, lose_the_disk])
 def test_an_interruption_at_any_moment_loses_no_charge(path, strike, times):
     """It costs at most the charge that it met, and what it left in doubt is returned."""
@@ -114,7 +111,7 @@ def test_an_interruption_in_memory_loses_no_charge(times):
 
 
 @forks
-@pytest.mark.parametrize("times", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [8, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_at_least_what_it_released(path, times):
     """A pipe, written after each charge, says what a forked child released."""
     parent, released = PrivacyAccountant(3e3, DELTA, path=path).compose(STEP), 1
@@ -137,28 +134,19 @@ def test_a_killed_process_leaves_at_least_what_it_released(path, times):
     assert len(open_blocks(look_at(path)[1])) <= len(EVENTS) * times + 1
 
 
-# --- handlers, finalizers -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("owner", "moment", "what"),
     [
-        (session.Session, "block_for", "close"),
-        (session.Session, "block_for", "compose"),
-        (ledger.Ledger, "append", "get_epsilon"),
-        (ledger.Ledger, "append", "state_dict"),
+        (session.Session, "block_for", PrivacyAccountant.close),
+        (session.Session, "block_for", lambda accountant: accountant.compose(STEP)),
+        (ledger.Ledger, "append", PrivacyAccountant.get_epsilon),
     ],
 )
 def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(
     path, monkeypatch, owner, moment, what
 ):
-    """Else ``close`` could give back the block that a charge is about to be taken from, or a
-    read could pass for the check before a commit.
-    """
+    """Else it could give back the block that the charge is about to be taken from."""
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
-    work = {name: getattr(accountant, name) for name in ("close", "get_epsilon", "state_dict")} | {
-        "compose": lambda: accountant.compose(STEP)
-    }
     original = getattr(owner, moment)
 
     def interrupted(*arguments, **options):
@@ -166,21 +154,19 @@ def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(
         os.kill(os.getpid(), signal.SIGUSR1)
         return result
 
-    before = signal.signal(signal.SIGUSR1, lambda *_: work[what]())
+    before = signal.signal(signal.SIGUSR1, lambda *_: what(accountant))
     released = 1
     try:
-        monkeypatch.setattr(owner, moment, interrupted)
-        with pytest.raises(RuntimeError, match="signal handler"):
+        with monkeypatch.context() as patch, pytest.raises(StateError):
+            patch.setattr(owner, moment, interrupted)
             for _ in range(100):
                 accountant.compose(STEP)
                 released += 1
     finally:
         signal.signal(signal.SIGUSR1, before)
-        monkeypatch.setattr(owner, moment, original)
     assert counted(path) >= released
     accountant.compose(STEP).close()
-    assert released + 1 <= counted(path) <= released + 2
-    assert len(accountant) == counted(path)
+    assert released + 1 <= counted(path) == len(accountant) <= released + 2
     assert not open_blocks(look_at(path)[1])
 
 
@@ -244,32 +230,6 @@ def test_a_full_disk_is_an_error_and_no_release(path):
 
     assert in_child(child) == 17
     assert len(PrivacyAccountant(path=path)) == counted(path)
-
-
-@forks
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_read_only_file_is_an_error_and_no_release(what):
-    folder = Path(tempfile.mkdtemp())  # where another user may go, unlike pytest's
-    try:
-        folder.chmod(0o777)
-        path = folder / "budget.db"
-        PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).close()
-        (path if what == "file" else folder).chmod(0o444 if what == "file" else 0o555)
-
-        def child():
-            if os.getuid() == 0:
-                os.setuid(65534)
-            assert look_at(path)[0].get_epsilon() > 0
-            try:
-                PrivacyAccountant(path=path).compose(STEP)
-            except LedgerError:
-                return 17
-
-        assert in_child(child) == 17
-        folder.chmod(0o777)
-        assert counted(path) == 1
-    finally:
-        shutil.rmtree(folder)
 
 
 def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):

@@ -44,56 +44,28 @@ def told(accountant):
 # --- damage ---------------------------------------------------------------------------------------
 
 
-def flipped_bits(rng, content):
-    for _ in range(rng.choice([1, 1, 2, 8, 64])):
-        content[rng.randrange(len(content) if rng.random() < 0.6 else 200)] ^= 1 << rng.randrange(8)
-
-
-def a_range_overwritten(rng, content):
-    start = rng.randrange(len(content))
-    size = min(rng.choice([1, 4, 16, 100, 1000, 4096]), len(content) - start)
-    filled = rng.choice([bytes(size), b"\xff" * size, rng.randbytes(size)])
-    content[start : start + size] = filled
-
-
-def another_length(rng, content):
-    if rng.random() < 0.8:
-        del content[rng.randrange(1, len(content)) :]
-    else:
-        content += rng.randbytes(rng.randrange(9000))
-
-
-def a_page_in_the_place_of_another(rng, content):
-    first, second = (4096 * rng.randrange(len(content) // 4096) for _ in range(2))
-    page = content[first : first + 4096]
-    if rng.random() < 0.5:
-        content[first : first + 4096] = content[second : second + 4096]
-    content[second : second + 4096] = page
-
-
-OF_BYTES = [
-    flipped_bits,
-    a_range_overwritten,
-    another_length,
-    a_page_in_the_place_of_another,
-]
-
-
 def damage(rng, path):
-    content = bytearray(path.read_bytes())
-    rng.choice(OF_BYTES)(rng, content)
+    """Bits flipped, a range overwritten, another length, or a page in the place of another."""
+    content, what = bytearray(path.read_bytes()), rng.randrange(4)
+    start = rng.randrange(1, len(content))
+    if what == 0:
+        for _ in range(rng.choice([1, 1, 2, 8, 64])):
+            place = rng.randrange(len(content) if rng.random() < 0.6 else 200)
+            content[place] ^= 1 << rng.randrange(8)
+    elif what == 1:
+        size = min(rng.choice([1, 4, 16, 100, 1000, 4096]), len(content) - start)
+        content[start : start + size] = rng.choice([bytes(size), rng.randbytes(size)])
+    elif what == 2 and rng.random() < 0.8:
+        del content[start:]
+    elif what == 2:
+        content += rng.randbytes(rng.randrange(9000))
+    else:
+        first, second = (4096 * rng.randrange(len(content) // 4096) for _ in range(2))
+        content[second : second + 4096] = content[first : first + 4096]
     path.write_bytes(content)
     for end, size in (("-wal", rng.randrange(5000)), ("-shm", 32768)):
         if rng.random() < 0.1:
             path.with_name(path.name + end).write_bytes(rng.randbytes(size))
-
-
-def read(path):
-    return told(PrivacyAccountant(path=path, neighboring="replace_one"))
-
-
-def read_with_its_budget(path):
-    return told(PrivacyAccountant(path=path, **BUDGET))
 
 
 def charged(path):
@@ -104,10 +76,7 @@ def charged(path):
     return before
 
 
-WAYS = [read, read_with_its_budget, charged]
-
-
-@pytest.mark.parametrize("times", [120, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [80, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
     errors = 0
@@ -133,7 +102,7 @@ def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, m
                 found = found if use is told else expected
             else:
                 damage(rng, path)
-                found = rng.choice(WAYS)(path)
+                found = charged(path)
         except LedgerError:
             errors += 1
         except BaseException as error:

@@ -92,27 +92,6 @@ def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, lo
     assert found <= (2 + shape) * epsilon * count + 1e-5  # pure: Liu, Talwar 2019; P., S. 2022
 
 
-@given(mu=st.floats(0.05, 2.0), mean=means, shape=shapes, log_delta=st.floats(-9.0, -2.0),
-       up=st.booleans())  # fmt: skip
-@examples(40)
-def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
-    """Scored by the released number, or by its negative, with densities by quadrature."""
-    repetitions, delta = Repetitions(mean, shape), 10**log_delta
-    gamma = repetitions.gamma
-    x = np.linspace(-10.0, 10.0 + mu, 40_001)
-
-    def density(center):
-        above = stats.norm.sf(x - center) if up else stats.norm.cdf(x - center)
-        weight = mean * (gamma / (gamma + (1 - gamma) * above)) ** (1 + shape)
-        return stats.norm.pdf(x - center) * weight * (x[1] - x[0])
-
-    there, absent = density(mu), density(0.0)
-    assert there.sum() == pytest.approx(1, abs=1e-6)
-    price = selection._by_profile({Gaussian(mu): 1}, repetitions, delta)
-    for one, other in ((there, absent), (absent, there)):
-        assert np.maximum(one - math.exp(price) * other, 0).sum() <= delta
-
-
 def test_the_price_of_a_gaussian_is_that_of_its_trade_off_curve():
     """delta(epsilon) <= E[K] delta_M(epsilon - c), with c from T(u) = Phi(Phi^-1(u) + mu)."""
     mu, repetitions, delta = 0.7, Repetitions(20.0, 0.5), 1e-6

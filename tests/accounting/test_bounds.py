@@ -1,6 +1,4 @@
-"""One or few releases at small rates: closed forms against 50 digits, compositions against an
-integral of the closed form.
-"""
+"""Bounds on one or few releases against closed forms and integrals, however extreme the numbers."""
 
 import itertools
 import math
@@ -8,9 +6,17 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import integrate, optimize
+from support.examples import examples
 
-from torch_dpbayes.accounting import PrivacyAccountant, bounds
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    bounds,
+    events,
+)
 from torch_dpbayes.accounting.bounds import epsilon_by_cut
 from torch_dpbayes.accounting.dominating_pairs import (
     Gaussian,
@@ -18,9 +24,14 @@ from torch_dpbayes.accounting.dominating_pairs import (
     Sampled,
     directions,
 )
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.fft_composition import compose
-from torch_dpbayes.accounting.gdp import advantage_sum, sampled_delta, sampled_epsilon
+from torch_dpbayes.accounting.gdp import (
+    advantage_sum,
+    gaussian_delta,
+    gaussian_epsilon,
+    sampled_delta,
+    sampled_epsilon,
+)
 
 mpmath.mp.dps = 50
 
@@ -88,7 +99,7 @@ def test_what_no_attack_sees_at_delta_costs_nothing():
 
 def test_a_replaced_record_of_a_sampled_release_is_seen_at_twice_the_shift():
     """Where no attack sees an added record at delta, the best one still sees a replaced record."""
-    event = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
+    event = events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(1.5))
     added, replaced = (0.01 * math.erf(shift / 1.5 / math.sqrt(8)) for shift in (1, 2))
     delta = (added + replaced) / 2
     costs = {
@@ -132,7 +143,7 @@ def test_two_rare_releases_against_an_integral(rate, noise, delta):
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
-@pytest.mark.parametrize("delta", [1e-5, 1e-10])
+@pytest.mark.parametrize("delta", [pytest.param(1e-5, marks=pytest.mark.thorough), 1e-10])
 @pytest.mark.parametrize(
     "others", [{(0.002, 0.7): 30}, {0.05: 1}], ids=["different rates", "a Gaussian"]
 )
@@ -167,3 +178,145 @@ def test_a_profile_below_0_keeps_its_digits(rate):
             [np.geomspace(1e-15, 1e-3, 300), -found.losses[found.losses < 0][::97]]
         )
         assert (found.profile()(at) >= -np.expm1(at)).all()
+
+
+# --- extreme numbers ------------------------------------------------------------------------------
+
+SIZES = st.sampled_from(
+    [1e-320, 1e-60, 1e-50, 1e-20, 1e-9, 1e-3, 0.3, 30.0, 499.0, 501.0, 1e4, 1e7, 1e50]
+)
+COUNTS = st.sampled_from([1, 2, 1000, 10**6, 10**9])
+RELATIONS = st.sampled_from(["add_or_remove_one", "replace_one"])
+METHODS = st.sampled_from(["pld", "rdp"])
+
+
+def exact_epsilon(event, delta):
+    """Of one release, in 60 digits."""
+    with mpmath.workdps(60):
+        delta, size = mpmath.mpf(delta), mpmath.mpf(event.epsilon)
+        if isinstance(event, events.PureDpEvent):
+            found = size + mpmath.log1p(-delta * (1 + mpmath.exp(-size)))
+        else:
+            found = size + 2 * mpmath.log1p(-mpmath.sqrt(delta * -mpmath.expm1(-size)))
+        return max(float(mpmath.re(found)), 0.0)
+
+
+@pytest.mark.parametrize("delta", [1e-10, 1e-5, 0.5])
+@pytest.mark.parametrize("size", [1e-320, 1e-50, 1e-9, 0.3, 2.0, 501.0, 1e4, 1e50])
+@pytest.mark.parametrize("kind", [events.PureDpEvent, events.BoundedRangeDpEvent])
+def test_one_release_of_bounded_loss_costs_at_least_the_truth(kind, size, delta):
+    for method in ("pld", "rdp"):
+        one = PrivacyAccountant(method=method).compose(kind(size))
+        exact = exact_epsilon(kind(size), delta)
+        assert exact * (1 - 1e-12) <= one.get_epsilon(delta)
+        if method == "pld" and exact > 1e-6:
+            assert one.get_epsilon(delta) <= exact * (1 + 1e-9)
+        for epsilon in (1e-300, 1e300):
+            assert 0 <= one.get_delta(epsilon) <= 1
+
+
+@given(
+    kind=st.sampled_from([events.PureDpEvent, events.BoundedRangeDpEvent]),
+    size=SIZES,
+    count=st.sampled_from([2, 100]),
+    method=METHODS,
+    delta=st.sampled_from([1e-10, 1e-5, 0.5]),
+)
+@examples(15)
+def test_several_extreme_releases_cost_at_least_one(kind, size, count, method, delta):
+    stated = PrivacyAccountant(method=method).compose(kind(size)).get_epsilon(delta)
+    several = PrivacyAccountant(method=method).compose(kind(size), count)
+    assert stated <= several.get_epsilon(delta) * (1 + 1e-9)
+    if method == "pld":
+        assert several.get_epsilon(delta) <= count * max(size, 1e-50) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", [events.PureDpEvent, events.BoundedRangeDpEvent])
+@pytest.mark.parametrize(("size", "count"), [(1e-320, 10**6), (1e-30, 10**6)])
+def test_losses_too_small_for_the_smallest_delta_have_a_risk(kind, size, count):
+    """Of the sum, the advantage is that of an almost normal variable."""
+    risk = PrivacyAccountant().compose(kind(size), count).risk(delta=1e-5)
+    assert 0.2 * size * math.sqrt(count) < risk.advantage < 1e-6
+
+
+def of_any_kind(size):
+    noise = min(max(size, 1e-50), 1e50)
+    return [
+        events.GaussianDpEvent(noise),
+        events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(noise)),
+        events.PoissonSampledDpEvent(1e-320, events.GaussianDpEvent(noise)),
+        events.PoissonSampledDpEvent(1 - 1e-16, events.GaussianDpEvent(noise)),
+        events.SampledWithoutReplacementDpEvent(2**53, 1, events.GaussianDpEvent(noise)),
+        events.MuGaussianDpEvent(size),
+        events.PureDpEvent(size),
+        events.BoundedRangeDpEvent(size),
+        events.FailureDpEvent(min(size, 0.5)),
+    ]
+
+
+EVENTS = SIZES.flatmap(lambda size: st.sampled_from(of_any_kind(size)))
+
+
+@pytest.mark.slow
+@given(
+    releases=st.lists(st.tuples(EVENTS, COUNTS), min_size=2, max_size=3),
+    method=METHODS,
+    relation=RELATIONS,
+)
+@examples(12)
+def test_extreme_releases_together_cost_at_least_each(releases, method, relation):
+    """Warnings of NumPy are errors here."""
+    together = PrivacyAccountant(method=method, neighboring=relation)
+    for event, count in releases:
+        together.compose(event, count)
+    epsilon = together.get_epsilon(1e-5)
+    assert not math.isnan(epsilon)
+    for event, count in releases:
+        alone = PrivacyAccountant(method=method, neighboring=relation).compose(event, count)
+        assert alone.get_epsilon(1e-5, return_bounds=True).lower <= epsilon * (1 + 1e-9)
+    for size in (0.0, 1.0, 1e300):
+        assert 0 <= together.get_delta(size) <= 1
+
+
+def test_beside_a_huge_gaussian_nothing_is_amplified():
+    counts = {Gaussian(1.1e4): 1, Sampled("directed", 0.9, 0.05): 9}
+    mu = math.sqrt(1.1e4**2 + 9 * 20.0**2)
+    assert bounds.upper_epsilon(counts, 1e-5) == pytest.approx(gaussian_epsilon(mu, 1e-5), 1e-9)
+    for epsilon in (mu**2 / 2 - mu, mu**2 / 2 + 2 * mu):
+        assert bounds.upper_delta(counts, epsilon) == pytest.approx(
+            gaussian_delta(mu, epsilon), rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("epsilon", [1e-300, 1e-9, 1e300])
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_extreme_budgets(epsilon, method):
+    accountant = PrivacyAccountant(epsilon, 1e-5, method=method)
+    for event in (
+        events.GaussianDpEvent(1e50),
+        events.MuGaussianDpEvent(1e-50),
+        events.GaussianDpEvent(1e-3),
+    ):
+        left = accountant.remaining(event)
+        try:
+            accountant.compose(event, 2)
+        except PrivacyBudgetExceeded:
+            assert left < 2
+        else:
+            assert left >= 2
+    assert accountant.get_epsilon() <= epsilon
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("noise", [1e-8, 1.4e-3])
+def test_laplace_noise_that_hides_nothing_has_a_large_epsilon(noise, method):
+    accountant = PrivacyAccountant(method=method).compose(events.LaplaceDpEvent(noise), 5)
+    assert 4.9 / noise < accountant.get_epsilon(1e-5) <= 5 / noise * (1 + 1e-9)
+    accountant.summary()
+    with pytest.raises(PrivacyBudgetExceeded):
+        PrivacyAccountant(1.0, 1e-5, method=method).compose(events.LaplaceDpEvent(noise))
+
+
+@pytest.mark.parametrize("size", [1e4, 2e4, 1e50])
+def test_a_bounded_range_beyond_all_nodes_has_a_summary(size):
+    assert "epsilon" in PrivacyAccountant().compose(events.BoundedRangeDpEvent(size)).summary()
