@@ -1,5 +1,5 @@
-"""Schedules against their formulas, and every scheduler of torch charged step by step at the z of
-the lr that was used.
+"""Schedules against their formulas; torch's are charged step by step at the z of the lr that was
+used.
 """
 
 import math
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from support.steps import bare, fill, zeros
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
 
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
@@ -53,7 +52,7 @@ def run(schedule, steps):
         seen.append(now | {"collects": getattr(schedule, "is_sampling", None)})
         fill(group["params"], records=7)
         schedule.optimizer.step()
-        schedule.step(*[1.0] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
+        schedule.step()
     return seen
 
 
@@ -105,9 +104,9 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 5, 9])
 @pytest.mark.parametrize("make", OURS.values(), ids=OURS)
-def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
+def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make):
+    at = 5
     whole, first = run(make(private()), 12), make(private())
     before = run(first, at)
     saved = {"optimizer": first.optimizer.state_dict(), "schedule": first.state_dict()}
@@ -123,17 +122,12 @@ def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
 
 # -- torch's schedulers ----------------------------------------------------------------------------
 
-ONE_CYCLE = partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=STEPS + 1)
-CYCLIC = partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.4, step_size_up=3)
 SCHEDULES = {
-    "LambdaLR": (DPSGLD, lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t))),
     "CosineAnnealingLR": (DPSGLD, partial(lr_scheduler.CosineAnnealingLR, T_max=6)),  # reaches 0
-    "ReduceLROnPlateau": (DPSGLD, partial(lr_scheduler.ReduceLROnPlateau, patience=2, factor=0.5)),
-    "CyclicLR": (DPSGLD, partial(CYCLIC, cycle_momentum=False)),
-    "OneCycleLR": (DPSGLD, partial(ONE_CYCLE, cycle_momentum=False)),
-    "CyclicLR with momentum": (DPSGHMC, CYCLIC),
-    "OneCycleLR with momentum": (DPSGHMC, ONE_CYCLE),
-    "SWALR": (DPSGLD, partial(SWALR, swa_lr=0.05, anneal_epochs=5)),
+    "OneCycleLR with momentum": (
+        DPSGHMC,
+        partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=STEPS + 1),
+    ),
     "a sequence": (
         DPSGLD,
         lambda o: lr_scheduler.SequentialLR(
@@ -158,6 +152,6 @@ def test_every_step_is_charged_at_the_noise_of_its_own_lr(name, has_floor):
     expected = [max(wanted_noise(now, kind), least) if now["lr"] > 0 else least for now in seen]
     assert charged(optimizer) == pytest.approx(sorted(z for z in expected if z > 0))
     assert len({now["lr"] for now in seen}) > 1 and max(now["lr"] for now in seen) <= 0.4 + 1e-12
-    if "momentum" in seen[0] and kind is DPSGHMC and "with" in name:
+    if kind is DPSGHMC:
         assert len({now["momentum"] for now in seen}) > 1
     assert torch.isfinite(optimizer.param_groups[0]["params"][0]).all()

@@ -5,6 +5,7 @@ Record 0 is an outlier. Most programs turn the sign of all gradients if it is th
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,8 @@ MIXING: dict[str, Program] = {
     ),
     "tolist": lambda out, t: turned(out, t, max(t.tolist())),
     "NumPy's asarray": lambda out, t: turned(out, t, np.asarray(t).max()),
+    "pickled": lambda out, t: turned(out, t, pickle.loads(pickle.dumps(t)).max()),
+    "formatted": lambda out, t: turned(out, t, float(f"{t.max():.2f}")),
     "copy.deepcopy": lambda out, t: turned(out, t, copy.deepcopy(t).max()),
     "DLPack": lambda out, t: turned(out, t, torch.from_dlpack(t).max()),
     "as_subclass": lambda out, t: (out.as_subclass(torch.Tensor).std(0) * out).mean(),
@@ -328,9 +331,23 @@ def an_average_of_the_outputs(net, optimizer, x, t):
     STATE["centre"] = 10 * out.detach().mean(0)
 
 
+def a_total_that_goes_on(net, optimizer, x, t):
+    out = net(x)
+    loss = rows(out, t).mean()
+    STATE["total"] = STATE.get("total", torch.zeros(())) + loss.detach().clone() * 2
+    step(optimizer, loss + STATE["total"])
+
+
+def a_total_as_an_input(net, optimizer, x, t):
+    total = STATE.get("total", torch.zeros(()))
+    out = net(x * 0 + total)
+    STATE["total"] = total + out.detach().mean()
+    step(optimizer, rows(out, t).mean())
+
+
 EARLIER = (
     *(a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before),
-    an_average_of_the_outputs,
+    *(an_average_of_the_outputs, a_total_that_goes_on, a_total_as_an_input),
 )
 
 # loop(net, optimizer, x, t) with a tensor outside the model, STATE["p"], that would be trained ----
