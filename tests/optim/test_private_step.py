@@ -134,17 +134,6 @@ def test_a_skipped_part_is_refused():
     refused(lambda: bare([zeros(2)]).signal_skip_step(True), "loader-memory-manager")
 
 
-def test_rows_that_are_repeated_stay_with_their_record():
-    """Each record is clipped once, with all of its rows."""
-    found = []
-    for change in (lambda x: x, lambda x: x.repeat_interleave(2, 0)):
-        torch.manual_seed(0)
-        net, optimizer, loader = private(batch_size=60, temperature=0.0, prior_std=math.inf)
-        one(net, optimizer, [*map(change, next(iter(loader)))])
-        found.append([p.detach() for p in net.parameters()])
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]]), lambda x: x])
 def test_on_whole_batches_too_every_record_comes_once(change):
     """Opacus' hooks see neither records nor the loader."""
