@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.steps import bare, fill, zeros
+from support.steps import bare, fill, train, zeros
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,14 +119,16 @@ def test_noise_beyond_what_was_asked_for_is_said_once(clip, is_said, is_alone, c
     """Where the sampler's own noise is larger, which is what is charged."""
     given = {"noise_multiplier": 0.5, "max_grad_norm": clip}
     if is_alone:
-        optimizer = built(DPSGLD, [p := zeros(4)], temperature=1.0, **given)
-        for _ in range(2):
-            fill([p])
+        optimizer = built(DPSGLD, [p := zeros(4), q := zeros(2)], temperature=1.0, **given)
+        for is_frozen in (False, True):
+            q.requires_grad_(not is_frozen)
+            fill([p, q])
             optimizer.step()
     else:
         targeted = arguments(partial(DPSGLD, temperature=1.0))
         given |= {k: v for k, v in targeted.items() if not k.startswith(("target", "epochs"))}
-        _, optimizer, _ = dpb.PrivacyEngine().make_private(**given)
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(**given)
+        train(net, optimizer, loader, 1)
     own = optimizer.langevin_noise_multiplier
     assert (own > 0.51) == is_said and optimizer.effective_noise_multiplier == pytest.approx(
         max(own, 0.5)
