@@ -151,14 +151,6 @@ def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padd
 KEPT: list[Tensor] = []
 
 
-def keep_attribute(net, h):
-    net.kept = h
-
-
-def keep_global(net, h):
-    KEPT.append(h)
-
-
 def keep_what_is_filled(net, h):
     net.kept = torch.empty_like(h)
     net.kept[:] = h
@@ -172,9 +164,12 @@ def keep_in_a_cycle(net, h):
 @pytest.mark.parametrize(
     ("keep", "mode"),
     [
-        *((keep_attribute, "vmap"), (keep_global, "bookkeeping")),
-        *((keep_in_a_cycle, "bookkeeping"), (keep_what_is_filled, "bookkeeping")),
+        (lambda net, h: setattr(net, "kept", h), "vmap"),
+        (lambda net, h: KEPT.append(h), "bookkeeping"),
+        (keep_in_a_cycle, "bookkeeping"),
+        (keep_what_is_filled, "bookkeeping"),
     ],
+    ids=["attribute", "global", "cycle", "filled"],
 )
 def test_a_tensor_that_outlives_the_pass_is_refused(keep, mode):
     def function(net, x):
