@@ -200,8 +200,10 @@ def test_copies_and_resumes_never_repeat_noise():
     seeded = torch.Generator().manual_seed(torch.seed())
     original = bare([p], prior_std=math.inf, generator=seeded)
     seen = [noise_of(original, p)]
-    duplicate = copy.deepcopy(original)
-    seen += [noise_of(duplicate, duplicate.param_groups[0]["params"][0]), noise_of(original, p)]
+    duplicate, place = copy.deepcopy(original), seeded.get_state()
+    seen += [noise_of(duplicate, duplicate.param_groups[0]["params"][0])]
+    assert torch.equal(seeded.get_state(), place)  # a copy draws from a stream of its own
+    seen += [noise_of(original, p)]
     plain, resumed = (bare([p], prior_std=math.inf) for _ in range(2))
     seen += [noise_of(plain, p)]
     resumed.load_state_dict(plain.state_dict())

@@ -148,6 +148,12 @@ def test_every_view_of_memory_that_a_batch_was_written_into_is_marked():
     assert all(isinstance(v * 1, Derived) for v in views)
 
 
+def test_tensors_of_two_loaders_do_not_meet():
+    (x,), (other,) = (delivered(torch.randn(3, 6)) for _ in range(2))
+    with refused("loss-mixes"):
+        x + other
+
+
 def test_batches_keep_their_types_and_what_is_no_row_is_of_several_records():
     net, _, x, y, _, _ = batch()
     given = Delivery(3)({"x": x, "rest": [(y, "text"), None], "mean": x.mean(0)}, 3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from attacks import Scaled
 from helpers import clipped_rows, gradients_of_records, mlp, private, sum_of
 from opacus.layers import DPLSTM
 from opacus.validators import ModuleValidator
@@ -73,6 +74,7 @@ LOSSES = {
         "loss-mixes",
         lambda out, x, y: (F.gumbel_softmax(out, dim=0) * x[:, :3]).mean(),
     ),
+    "a Function": ("loss-mixes", lambda out, x, y: entropy(Scaled.apply(out), y)),
     "sparse values of a batch": ("loss-mixes", ragged),
 }
 
