@@ -5,14 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+from support.refusals import refused
 from support.steps import bare, fill
+from support.training import deliver
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import torch_dpbayes as dpb
 from torch_dpbayes.errors import ArgumentError, ArgumentTypeError
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 
 NONE_GIVEN = {"max_grad_norm": None, "temperature": None, "noise_multiplier": 1.0}
 MATCHED = {"momentum": "matched", "noise_multiplier": 1.0}
@@ -84,7 +85,6 @@ def test_arguments(kind, options):
         partial(PolynomialDecay, offset=math.inf),
         partial(PolynomialDecay, offset=1, gamma=0),
         partial(Cyclical, total_steps=10.0, cycles=1),
-        partial(Cyclical, total_steps=10, cycles=True),
         partial(Cyclical, total_steps=10, cycles=11),
         partial(Cyclical, total_steps=10, cycles=1, exploration=1.0),
     ],
@@ -109,13 +109,13 @@ def test_a_bad_group_is_not_added(group):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("momentum", [1.0, -0.1, math.nan, "matched"])
-def test_momentum_has_its_limits_whoever_sets_it(momentum):
+def test_momentum_has_its_limits_whoever_sets_it():
     optimizer = bare([p := nn.Parameter(torch.zeros(2))], DPSGHMC)
-    optimizer.param_groups[0]["momentum"] = momentum
     fill([p])
-    with pytest.raises(ArgumentError):
-        optimizer.step()
+    for momentum in (1.0, -0.1, math.nan, "matched"):
+        optimizer.param_groups[0]["momentum"] = momentum
+        with refused("argument"):
+            optimizer.step()
     assert len(optimizer.accountant) == 0
 
 
@@ -132,25 +132,22 @@ def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes():
 
 
 def test_no_setting_is_computed_from_records():
-    model, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=nn.Linear(2, 1),
-        optimizer=partial(DPSGLD, lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(40, 2), torch.randn(40, 1)), 20),
-        noise_multiplier=1.0,
-    )
-    x, y = next(iter(loader))
-    nn.functional.mse_loss(model(x), y).backward()
+    x, y = deliver(torch.randn(4, 2), torch.randn(4, 1))
+    source = BookkeepingGradientSource(net := nn.Linear(2, 1))
+    nn.functional.mse_loss(net(x), y).backward()
+    source.remove()
     number = x.norm()
+    optimizer = bare([p := nn.Parameter(torch.zeros(4))], DPSGLD)
+    fill([p])
     for options in ({"max_grad_norm": number}, {"lr": number}, {"prior_std": {"0": number}}):
-        with pytest.raises(dpb.DPBayesError) as error:
+        with refused("model-written"):
             made(DPSGLD, **options)
-        assert error.value.code == "model-written"
-    with pytest.raises(dpb.DPBayesError):
+    with refused("model-written"):
         bare([{"params": [nn.Parameter(torch.zeros(4))], "lr": number}])
-    for name in ("prior_std", "lr"):
+    for name, value in (("prior_std", {"weight": number}), ("lr", number)):
         before = optimizer.param_groups[0][name]
-        optimizer.param_groups[0][name] = {"weight": number} if name == "prior_std" else number
-        with pytest.raises(dpb.DPBayesError) as error:
+        optimizer.param_groups[0][name] = value
+        with refused("model-written"):
             optimizer.step()
-        assert error.value.code == "model-written" and len(optimizer.accountant) == 0
+        assert len(optimizer.accountant) == 0
         optimizer.param_groups[0][name] = before

@@ -65,7 +65,7 @@ def test_the_charge_is_the_noise_that_was_added(name, batches, neighboring):
     """Measured: the standard deviation of S of either group, and of M where there is one, in units
     of F, against the event in the accountant.
     """
-    size, clip, share, steps = 40, 0.5, 0.2, 150
+    size, clip, share, steps = 50, 0.5, 0.2, 120
     is_full, is_fisher = batches == "full", name.startswith("sgfs")
     options = {"sampling": batches, "expected_batch_size": 40 if is_full else 10}
     options["sampling"] = None if batches in ("full", "unspecified") else batches
@@ -131,30 +131,33 @@ def test_joint_sensitivity_of_gradient_and_fisher():
         assert event.noise_multiplier == pytest.approx(2 * 1.7 / math.sqrt(bound))
 
 
+def everything(optimizer):
+    """Copies of all that a step changes."""
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    return copy.deepcopy([parameters, [*optimizer.state.values()], options])
+
+
 @every_sampler
 def test_a_refused_charge_leaves_everything_as_it_was(make):
     """Parameters, state and history; no noise was drawn, and no sum without noise is left."""
-    accountant, generator = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5), torch.Generator()
-    generator.manual_seed(int(torch.randint(2**40, ())))
+    accountant, generator = dpb.PrivacyAccountant(epsilon=3.0, delta=1e-5), torch.Generator()
+    generator.manual_seed(torch.seed())
     options = {"accountant": accountant, "generator": generator, "noise_multiplier": 2.0}
-    optimizer, parameters = built(make, lr=0.5, **options)
+    optimizer, parameters = built(make, lr=20.0, expected_batch_size=20, **options)
     steps, refusals = 0, 0
     while refusals < 2:  # the error is the same twice
         fill(parameters)
-        before = copy.deepcopy(
-            [[*map(torch.Tensor.detach, parameters)], [*optimizer.state.values()]]
-        )
-        place = generator.get_state()
+        before, place = everything(optimizer), generator.get_state()
         try:
             optimizer.step()
             steps += 1
         except dpb.PrivacyBudgetExceeded:
             refusals += 1
-            now = [[*map(torch.Tensor.detach, parameters)], [*optimizer.state.values()]]
-            torch.testing.assert_close(now, before, rtol=0, atol=0)
+            torch.testing.assert_close(everything(optimizer), before, rtol=0, atol=0)
             assert torch.equal(generator.get_state(), place)
             assert not optimizer._layout.buffer.any()
-        assert len(accountant) == steps < 10_000
+        assert len(accountant) == steps < 100
     assert steps > 0
 
 
@@ -168,17 +171,23 @@ GPU = pytest.param(
 
 @every_sampler
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_dtypes_devices_and_what_is_trained(make, dtype, device):
-    """Parameters are frozen and thawed between steps; the state is resumed in its own dtype."""
+    """Parameters are frozen and thawed between steps; the state is resumed in its own dtype, and a
+    copy shares the accountant only.
+    """
     optimizer, parameters = built(make, dtype=dtype, device=device)
-    for step in range(4):
-        parameters[0].requires_grad_(step != 2)
-        before = parameters[0].detach().clone()
+
+    def one_step(optimizer, parameters):
         fill(parameters)
         for p in parameters:
             p.grad_sample = p.grad_sample.to(device)
         optimizer.step()
+
+    for step in range(4):
+        parameters[0].requires_grad_(step != 2)
+        before = parameters[0].detach().clone()
+        one_step(optimizer, parameters)
         assert torch.equal(parameters[0], before) or step != 2
     assert all(p.dtype is dtype and p.device.type == device for p in parameters)
     assert all(bool(torch.isfinite(p).all()) for p in parameters)
@@ -188,6 +197,10 @@ def test_dtypes_devices_and_what_is_trained(make, dtype, device):
         saved, found = optimizer.state[p], other.state[twin]
         assert saved.keys() == found.keys()
         torch.testing.assert_close(list(found.values()), list(saved.values()), rtol=0, atol=0)
+    copied, before = copy.deepcopy(optimizer), everything(optimizer)
+    one_step(copied, [p for group in copied.param_groups for p in group["params"]])
+    assert copied.accountant is optimizer.accountant and len(optimizer.accountant) == 5
+    torch.testing.assert_close(everything(optimizer), before, rtol=0, atol=0)
 
 
 @every_sampler
@@ -211,7 +224,7 @@ def test_a_parameter_of_another_dtype_and_a_group_that_is_added(make):
 def seeded(make):
     """A private model, every random number of which comes from generators."""
     first, second = (torch.Generator().manual_seed(int(torch.randint(2**40, ()))) for _ in "ab")
-    data = TensorDataset(torch.randn(64, 4), torch.randint(3, (64,)))
+    data = TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
     return dpb.PrivacyEngine().make_private(
         module=nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
         optimizer=partial(make, lr=0.05, generator=second),
@@ -223,9 +236,7 @@ def seeded(make):
 
 @every_sampler
 def test_resume_is_bit_for_bit_with_generators(make):
-    """The state after two epochs in one go, and after one, save, load and another: equal,
-    velocities, friction and Fisher estimate included.
-    """
+    """Two passes in one go, and one, save, load and another: equal in all."""
     net, optimizer, loader = seeded(make)
     train(net, optimizer, loader)
     weights, file = copy.deepcopy(net.state_dict()), io.BytesIO()
@@ -242,22 +253,6 @@ def test_resume_is_bit_for_bit_with_generators(make):
     for p, q in zip(net.parameters(), other.parameters()):
         assert torch.equal(p, q)
     assert len(resumed.accountant) == len(optimizer.accountant)
-
-
-@every_sampler
-def test_a_copy_shares_the_accountant_and_not_the_state(make):
-    optimizer, parameters = built(make)
-    fill(parameters)
-    optimizer.step()
-    twin = copy.deepcopy(optimizer)
-    assert twin.accountant is optimizer.accountant
-    copies = [p for group in twin.param_groups for p in group["params"]]
-    before = copy.deepcopy([[p.detach() for p in parameters], list(optimizer.state.values())])
-    fill(copies)
-    twin.step()
-    assert len(optimizer.accountant) == 2
-    now = [[p.detach() for p in parameters], list(optimizer.state.values())]
-    torch.testing.assert_close(now, before, rtol=0, atol=0)
 
 
 # -- steps that fail -------------------------------------------------------------------------------
@@ -291,26 +286,19 @@ def test_a_full_fisher_that_does_not_fit_is_refused_before_it_is_allocated():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
     """A prior far too narrow for the lr: the iterates grow without bound until the dtype ends."""
-    optimizer, parameters = built(make, lr=1e-3, prior_std=1e-4, dtype=dtype)
-
-    def everything():
-        states = [optimizer.state[p] for p in parameters]
-        options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        return copy.deepcopy([[p.detach() for p in parameters], states, options])
-
+    optimizer, parameters = built(make, lr=1e-2, prior_std=1e-4, dtype=dtype)
     with pytest.raises(FloatingPointError, match="smaller lr"):
         for _ in range(300):
-            before, charged = everything(), len(optimizer.accountant)
+            before, charged = everything(optimizer), len(optimizer.accountant)
             fill(parameters)
             optimizer.step()
     assert len(optimizer.accountant) == charged + 1
-    torch.testing.assert_close(everything(), before, rtol=0, atol=0)
+    torch.testing.assert_close(everything(optimizer), before, rtol=0, atol=0)
     assert all(torch.isfinite(p).all() for p in parameters)
 
 
 def test_the_fisher_estimate_survives_a_resume():
     """Î in the units of the parameters is the same before and after, whatever F is given."""
-    scale = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
 
     def in_parameter_units(optimizer):
         f = optimizer.sensitivity_scale
@@ -318,7 +306,7 @@ def test_the_fisher_estimate_survives_a_resume():
         (p,) = optimizer.param_groups[0]["params"]
         return f[:, None] * optimizer.state[p]["fisher"] * f
 
-    for given in (None, scale):
+    for given in (None, torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)):
         optimizer, parameters = built(DPSGFS, ((3,),), sensitivity_scale=given)
         fill(parameters)
         optimizer.step()

@@ -1,5 +1,5 @@
-"""Schedules against their formulas, and every scheduler of torch charged step by step at the z of
-the lr that was used.
+"""Schedules against their formulas; torch's are charged step by step at the z of the lr that was
+used.
 """
 
 import math
@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from support.steps import bare, fill, zeros
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
 
-from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
+from torch_dpbayes.optim import DPSGHMC, DPSGLD
 from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
 
 N, B, C, T, STEPS = 100, 10, 0.5, 1.0, 14
@@ -26,21 +25,17 @@ def private(kind=DPSGLD, **options):
     return bare([zeros(2)], kind, 0.4, **numbers, **options)
 
 
-def wanted_noise(group, kind=DPSGLD):
+def wanted_noise(group):
     """z_L as in the table of the samplers, from the numbers alone."""
-    friction = 1 - group.get("momentum", 0.9 if kind is DPSGNHT else 0.0)
-    return B / C * math.sqrt(2 * friction * T / (group["lr"] * N))
+    return B / C * math.sqrt(2 * (1 - group["momentum"]) * T / (group["lr"] * N))
 
 
 def charged(optimizer):
-    """z of the Gaussian on the gradient for each charge; SGFS releases its Fisher with it, at share
-    1/2.
-    """
-    released_too = math.sqrt(1.5) if isinstance(optimizer, DPSGFS) else 1.0
+    """z of each charge."""
     found = []
     for charge in optimizer.accountant.history:
         assert charge.event.sampling_probability == B / N
-        found += [charge.event.event.noise_multiplier * released_too] * int(charge.count)
+        found += [charge.event.event.noise_multiplier] * int(charge.count)
     return sorted(found)
 
 
@@ -53,7 +48,7 @@ def run(schedule, steps):
         seen.append(now | {"collects": getattr(schedule, "is_sampling", None)})
         fill(group["params"], records=7)
         schedule.optimizer.step()
-        schedule.step(*[1.0] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
+        schedule.step()
     return seen
 
 
@@ -105,9 +100,9 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 5, 9])
 @pytest.mark.parametrize("make", OURS.values(), ids=OURS)
-def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
+def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make):
+    at = 5
     whole, first = run(make(private()), 12), make(private())
     before = run(first, at)
     saved = {"optimizer": first.optimizer.state_dict(), "schedule": first.state_dict()}
@@ -123,41 +118,24 @@ def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
 
 # -- torch's schedulers ----------------------------------------------------------------------------
 
-ONE_CYCLE = partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=STEPS + 1)
-CYCLIC = partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.4, step_size_up=3)
 SCHEDULES = {
-    "LambdaLR": (DPSGLD, lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t))),
-    "CosineAnnealingLR": (DPSGLD, partial(lr_scheduler.CosineAnnealingLR, T_max=6)),  # reaches 0
-    "ReduceLROnPlateau": (DPSGLD, partial(lr_scheduler.ReduceLROnPlateau, patience=2, factor=0.5)),
-    "CyclicLR": (DPSGLD, partial(CYCLIC, cycle_momentum=False)),
-    "OneCycleLR": (DPSGLD, partial(ONE_CYCLE, cycle_momentum=False)),
-    "CyclicLR with momentum": (DPSGHMC, CYCLIC),
-    "OneCycleLR with momentum": (DPSGHMC, ONE_CYCLE),
-    "SWALR": (DPSGLD, partial(SWALR, swa_lr=0.05, anneal_epochs=5)),
-    "a sequence": (
-        DPSGLD,
-        lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o, 0.2, total_iters=4), Cyclical(o, 10, 2)], milestones=[4]
-        ),
+    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=6),  # reaches 0
+    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=STEPS + 1),
+    "a sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.2, total_iters=4), Cyclical(o, 10, 2)], milestones=[4]
     ),
-    **{f"ours, {kind.__name__}": (kind, OURS["cyclical"]) for kind in (DPSGNHT, DPSGFS)},
 }
 
 
 @pytest.mark.parametrize("has_floor", [True, False])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_step_is_charged_at_the_noise_of_its_own_lr(name, has_floor):
+def test_every_step_is_charged_at_the_noise_of_its_own_lr_and_momentum(name, has_floor):
     """A step at lr 0 is charged at the floor, and free without one."""
-    kind, make = SCHEDULES[name]
-    optimizer = private(kind)
-    if has_floor:  # reached in the middle of most schedules
-        floor = math.sqrt(2) * wanted_noise(optimizer.param_groups[0], kind)
-        optimizer = private(kind, noise_multiplier=floor)
-    seen = run(make(optimizer), STEPS)
-    least = floor if has_floor else 0.0
-    expected = [max(wanted_noise(now, kind), least) if now["lr"] > 0 else least for now in seen]
+    # reached in the middle of the schedules
+    floor = 1.5 * wanted_noise({"lr": 0.4, "momentum": 0.9}) * has_floor
+    optimizer = private(DPSGHMC, noise_multiplier=floor)
+    seen = run(SCHEDULES[name](optimizer), STEPS)
+    expected = [max(wanted_noise(now), floor) if now["lr"] > 0 else floor for now in seen]
     assert charged(optimizer) == pytest.approx(sorted(z for z in expected if z > 0))
-    assert len({now["lr"] for now in seen}) > 1 and max(now["lr"] for now in seen) <= 0.4 + 1e-12
-    if "momentum" in seen[0] and kind is DPSGHMC and "with" in name:
-        assert len({now["momentum"] for now in seen}) > 1
-    assert torch.isfinite(optimizer.param_groups[0]["params"][0]).all()
+    assert len({now["lr"] for now in seen}) > 1
+    assert len({now["momentum"] for now in seen}) > 1 or name != "OneCycleLR"

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import math
 import re
 from functools import partial
@@ -98,36 +97,41 @@ def arguments(make=DPSGLD, lr=LR, **options):
     }
 
 
-def test_a_run_uses_all_of_its_target_at_temperature_one():
-    engine, given = dpb.PrivacyEngine(), arguments(HMC)
-    plan = engine.plan(**given)
-    net, optimizer, loader = engine.make_private_with_epsilon(**given)
-    z = optimizer.noise_multiplier
-    assert optimizer.max_grad_norm == pytest.approx(20 / z * math.sqrt(2 * 0.3 / (LR * 200)))
-    assert plan.max_grad_norm == pytest.approx(optimizer.max_grad_norm)
-    assert plan.effective_temperature == pytest.approx(1.0)
-    train(net, optimizer, loader, epochs=2)
-    assert 1.98 < engine.get_epsilon() <= 2.0
-    assert f"clip norm {optimizer.max_grad_norm:.4g}, derived" in engine.accountant.summary()
+def test_a_plan_for_a_target_uses_all_of_it_at_temperature_one():
+    given = arguments(HMC)
+    plan = dpb.PrivacyEngine().plan(**given)
+    assert plan.effective_temperature == pytest.approx(1.0) and plan.warnings == []
+    assert 1.98 < plan.epsilon <= 2.0
+    engine = dpb.PrivacyEngine()
+    _, optimizer, _ = engine.make_private_with_epsilon(**given)
+    derived = 20 / optimizer.noise_multiplier * math.sqrt(2 * 0.3 / (LR * 200))
+    assert optimizer.max_grad_norm == pytest.approx(derived)
+    assert plan.max_grad_norm == pytest.approx(derived)
+    assert plan.noise_multiplier == optimizer.noise_multiplier
 
 
-def test_noise_that_leaves_nothing_to_learn_is_said_before_it_is_spent(caplog):
-    hot = dpb.PrivacyEngine().plan(**arguments(max_grad_norm=1.0, lr=50.0))
-    assert hot.effective_temperature > 1 and hot.warnings
-    assert f"max_grad_norm = {hot.max_grad_norm / math.sqrt(hot.effective_temperature):.4g}" in str(
-        hot
+# -- by itself, and by the engine ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize(("clip", "is_said"), [(0.01, True), (50.0, False), (None, False)])
+def test_noise_beyond_what_was_asked_for_is_said_once(clip, is_said, is_alone, caplog):
+    """Where the sampler's own noise is larger, which is what is charged."""
+    given = {"noise_multiplier": 0.5, "max_grad_norm": clip}
+    if is_alone:
+        optimizer = built(DPSGLD, [p := zeros(4), q := zeros(2)], temperature=1.0, **given)
+        for is_frozen in (False, True):
+            q.requires_grad_(not is_frozen)
+            fill([p, q])
+            optimizer.step()
+    else:
+        targeted = arguments(partial(DPSGLD, temperature=1.0))
+        given |= {k: v for k, v in targeted.items() if not k.startswith(("target", "epochs"))}
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(**given)
+        train(net, optimizer, loader, 1)
+    own = optimizer.langevin_noise_multiplier
+    assert (own > 0.51) == is_said and optimizer.effective_noise_multiplier == pytest.approx(
+        max(own, 0.5)
     )
-    assert dpb.PrivacyEngine().plan(**arguments()).warnings == []
-    net = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 3))
-    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
-        dpb.PrivacyEngine().make_private_with_epsilon(**arguments(target_epsilon=0.01, module=net))
-    assert "cannot train the model" in caplog.text
-
-
-def test_make_private_needs_a_noise_or_a_clip_norm():
-    given = {k: v for k, v in arguments().items() if not k.startswith(("target", "epochs"))}
-    with pytest.raises(dpb.DPBayesError) as error:
-        dpb.PrivacyEngine().make_private(**given)
-    assert error.value.code == "argument"
-    _, optimizer, _ = dpb.PrivacyEngine().make_private(**given, noise_multiplier=1.5)
-    assert optimizer.derives_clip_norm and optimizer.effective_temperature == pytest.approx(1.0)
+    said = [record.message for record in caplog.records if f"{own:.4g}" in record.message]
+    assert len(said) == is_said

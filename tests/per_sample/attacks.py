@@ -5,6 +5,7 @@ Record 0 is an outlier. Most programs turn the sign of all gradients if it is th
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,19 @@ def caught(work: Callable[[], Any]) -> bool:
     return False
 
 
+class Scaled(torch.autograd.Function):
+    """Turns the gradient if the outlier is there."""
+
+    @staticmethod
+    def forward(ctx, out):
+        ctx.save_for_backward(out)
+        return out * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * flip(ctx.saved_tensors[0].abs().max())
+
+
 # loss(out, t) of the regression: what it does to other records ------------------------------------
 
 MIXING: dict[str, Program] = {
@@ -99,6 +113,8 @@ MIXING: dict[str, Program] = {
     ),
     "tolist": lambda out, t: turned(out, t, max(t.tolist())),
     "NumPy's asarray": lambda out, t: turned(out, t, np.asarray(t).max()),
+    "pickled": lambda out, t: turned(out, t, pickle.loads(pickle.dumps(t)).max()),
+    "formatted": lambda out, t: turned(out, t, float(f"{t.max():.2f}")),
     "copy.deepcopy": lambda out, t: turned(out, t, copy.deepcopy(t).max()),
     "DLPack": lambda out, t: turned(out, t, torch.from_dlpack(t).max()),
     "as_subclass": lambda out, t: (out.as_subclass(torch.Tensor).std(0) * out).mean(),
@@ -113,6 +129,8 @@ MIXING: dict[str, Program] = {
     "checkpoint": lambda out, t: checkpoint(
         lambda o, u: rows(o - o.mean(0), u).mean(), out, t, use_reentrant=False
     ),
+    "a Function of its own": lambda out, t: rows(Scaled.apply(out), t).mean(),
+    "targets changed in place": lambda out, t: rows(out, t.sub_(t.mean())).mean(),
     "a generator seeded by the batch": lambda out, t: (
         rows(out, t) * torch.randn((), generator=torch.Generator().manual_seed(int(t.max())))
     ).mean(),
@@ -163,23 +181,6 @@ def step(optimizer: Any, loss: Tensor) -> None:
     optimizer.step()
 
 
-class Scaled(torch.autograd.Function):
-    """Turns the gradient if the outlier is there."""
-
-    @staticmethod
-    def forward(ctx, out):
-        ctx.save_for_backward(out)
-        return out * 1.0
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * flip(ctx.saved_tensors[0].abs().max())
-
-
-def custom_function(net, optimizer, x, t):
-    step(optimizer, rows(Scaled.apply(net(x)), t).mean())
-
-
 def without_torch_functions(net, optimizer, x, t):
     out = net(x)
     with torch._C.DisableTorchFunctionSubclass():
@@ -226,15 +227,14 @@ def a_refusal_that_is_caught(net, optimizer, x, t):
     step(optimizer, rows(net(x), t).mean() * flip(STATE.get("top", 0.0)))
 
 
-def targets_changed_in_place(net, optimizer, x, t):
-    out = net(x)
-    t.sub_(t.mean())
-    step(optimizer, rows(out, t).mean())
-
-
 def weights_beside_the_model(net, optimizer, x, t):
     out = net(x)
     step(optimizer, rows(out, t).mean() + (x - x.mean(0)).matmul(net[0].weight.T).pow(2).mean())
+
+
+def rows_that_are_repeated(net, optimizer, x, t):
+    x, t = x.repeat_interleave(2, 0), t.repeat_interleave(2, 0)
+    step(optimizer, rows(net(x), t).mean())
 
 
 def a_penalty(net, optimizer, x, t):
@@ -242,10 +242,10 @@ def a_penalty(net, optimizer, x, t):
 
 
 LOOPS = (
-    *(custom_function, without_torch_functions, hook_on_the_outputs, backward_with_a_gradient),
+    *(without_torch_functions, hook_on_the_outputs, backward_with_a_gradient),
     *(gradients_by_autograd, a_second_pass_with_what_is_known, a_backward_pass_of_zero),
-    *(a_refusal_that_is_caught, targets_changed_in_place, weights_beside_the_model),
-    a_penalty,
+    *(a_refusal_that_is_caught, weights_beside_the_model, a_penalty),
+    rows_that_are_repeated,
 )
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------
@@ -278,6 +278,11 @@ class Centres(nn.ReLU):
         return torch.relu(x - x.mean(0))
 
 
+class Centred(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "forward hook on a layer": lambda net: net[0].register_forward_hook(mix),
     "forward hook on the model": lambda net: net.register_forward_hook(mix),
@@ -294,7 +299,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "forward of a layer": lambda net: setattr(
         net[2], "forward", lambda h: F.linear(h - h.mean(0), net[2].weight, net[2].bias)
     ),
-    "class of a layer": lambda net: setattr(net[1], "__class__", Centres),
+    "class of a layer": lambda net: setattr(net[2], "__class__", Centred),
     "another layer": lambda net: net.__setitem__(1, Centres()),
 }
 
@@ -328,9 +333,23 @@ def an_average_of_the_outputs(net, optimizer, x, t):
     STATE["centre"] = 10 * out.detach().mean(0)
 
 
+def a_total_that_goes_on(net, optimizer, x, t):
+    out = net(x)
+    loss = rows(out, t).mean()
+    STATE["total"] = STATE.get("total", torch.zeros(())) + loss.detach().clone() * 2
+    step(optimizer, loss + STATE["total"])
+
+
+def a_total_as_an_input(net, optimizer, x, t):
+    total = STATE.get("total", torch.zeros(()))
+    out = net(x * 0 + total)
+    STATE["total"] = total + out.detach().mean()
+    step(optimizer, rows(out, t).mean())
+
+
 EARLIER = (
     *(a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before),
-    an_average_of_the_outputs,
+    *(an_average_of_the_outputs, a_total_that_goes_on, a_total_as_an_input),
 )
 
 # loop(net, optimizer, x, t) with a tensor outside the model, STATE["p"], that would be trained ----

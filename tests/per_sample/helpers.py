@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -96,6 +97,10 @@ def vector(net: nn.Module) -> Tensor:
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def entropy(net: nn.Module, *batch: Tensor) -> Tensor:
+    return F.cross_entropy(net(*batch[:-1]).flatten(1), batch[-1])
 
 
 # -- linear losses of given weights ----------------------------------------------------------------

@@ -137,6 +137,7 @@ def in_a_loop(out, y, t):
     return loss / (K + 1)
 
 
+WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
 FROZEN = nn.Linear(6, K).requires_grad_(False).eval()
 
 
@@ -146,6 +147,11 @@ add("cross entropy", lambda out, y: ce(out, y))
 add("cross entropy, sum over len", lambda out, y: ce(out, y, reduction="sum") / len(y))
 add("cross entropy, sum", lambda out, y: ce(out, y, reduction="sum"), loss_reduction="sum")
 add("cross entropy, none then mean", lambda out, y: rows(out, y).mean())
+add("cross entropy, added to zeros", lambda out, y: torch.zeros(()) + ce(out, y))
+add("cross entropy, class weights", lambda out, y: (WEIGHT[y] * rows(out, y)).mean())
+add(
+    "a disabled scaler", lambda out, y: torch.amp.GradScaler("cpu", enabled=False).scale(ce(out, y))
+)
 add("log-probability by arange", lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean())
 add("Brier score", lambda out, y: ((out.softmax(-1) - F.one_hot(y, K)) ** 2).sum(-1).mean())
 add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(3.0)), 1, BITS)

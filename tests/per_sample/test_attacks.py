@@ -327,21 +327,11 @@ OF_CLASSES = {
 )
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_a_class_that_does_not_exist_counts_as_zero(name, is_given, mode):
-    x, y = regression()[0], labelled()[1].long() % 2
+    x, y = regression()[0], labelled()[1] % 2
     y[0] = 7
-    loss = OF_CLASSES[name]
+    loop, options = of_loss(OF_CLASSES[name]), {"mode": mode}
     if is_given:
-        found = [
-            released(
-                lambda net, optimizer, x, t: step(optimizer, net.private_loss(x, t)),
-                (x[k:], y[k:]),
-                mode,
-                expected=N - k,
-                loss=loss,
-            )
-            for k in (0, 1)
-        ]
-    else:
-        found = [released(of_loss(loss), (x[k:], y[k:]), mode, expected=N - k) for k in (0, 1)]
+        loop, options = given, {"mode": mode, "loss": OF_CLASSES[name]}
+    whole, rest = (released(loop, (x[k:], y[k:]), expected=N - k, **options) for k in (0, 1))
     # rounding: parameters are float32, and a difference of two is taken N / CLIP = 1,280 times
-    assert float((found[0] - found[1]).norm()) < 0.01
+    assert float((whole - rest).norm()) < 0.01

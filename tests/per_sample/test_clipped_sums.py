@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 import zoo
 from helpers import (
     H200,
@@ -13,6 +12,7 @@ from helpers import (
     clipped,
     clipped_rows,
     delivered,
+    entropy,
     forced,
     gradients_of_records,
     loss_of,
@@ -185,10 +185,6 @@ def test_a_record_that_is_not_finite_contributes_nothing(name, broken):
 
 
 # -- programs and losses ---------------------------------------------------------------------------
-
-
-def entropy(net, *batch):
-    return F.cross_entropy(net(*batch[:-1]).flatten(1), batch[-1])
 
 
 OF_PROGRAMS = [*zoo.PROGRAMS, "linear", "cnn", "instance norm 2d", "language model"]

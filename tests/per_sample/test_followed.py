@@ -6,18 +6,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    clipped_rows,
-    delivered,
-    gradients_of_records,
-    middle_norm,
-    private,
-    sum_of,
-    vector,
-)
+from helpers import clipped_rows, delivered, entropy, gradients_of_records, sum_of
+from support.refusals import refused
 from torch import Tensor, nn
 
-from torch_dpbayes.errors import DPBayesError, LossError
+from torch_dpbayes.errors import LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.derived import Derived
 from torch_dpbayes.per_sample.followed import Followed
@@ -31,12 +24,6 @@ def batch(records=3, shown=5):
     source = BookkeepingGradientSource(net)
     x, y = torch.randn(records, 6), torch.randint(4, (records,))
     return net, source, x, y, *delivered(x, y, shown=shown)
-
-
-def refused(code, work):
-    with pytest.raises(DPBayesError) as error:
-        work()
-    assert error.value.code == code, error.value
 
 
 @pytest.mark.parametrize("records", [0, 1, 3, 8])
@@ -81,6 +68,7 @@ def test_values_after_backward_are_those_of_torch():
     each = F.cross_entropy(out, b, reduction="none")
     loss, hits, squares = each.mean(), (out.argmax(1) == b).float().mean(), out.square()
     top, spread = out.detach().amax(), out.detach().std(0)
+    scaled, total = 2 * loss.detach() * spread, torch.zeros(()) + loss.detach()
     loss.backward()
     with source.paused(), torch.no_grad():
         true = net(x)
@@ -94,6 +82,8 @@ def test_values_after_backward_are_those_of_torch():
         (squares, true.square()),
         (top, true.amax()),
         (spread, true.std(0)),
+        (scaled, 2 * F.cross_entropy(true, y) * true.std(0)),
+        (total, F.cross_entropy(true, y)),
         (out.softmax(1), true.softmax(1)),
     ):
         found = found.detach() if isinstance(found, Followed) else found
@@ -104,33 +94,11 @@ def test_values_after_backward_are_those_of_torch():
     assert torch.equal(pickle.loads(pickle.dumps(b)), y) and torch.equal(copy.deepcopy(b), y)
 
 
-READS = {
-    "item": lambda out, y: F.cross_entropy(out, y).item(),
-    "float": lambda out, y: float(F.cross_entropy(out, y)),
-    "truth": lambda out, y: bool((y > 1).any()),
-    "item of an output": lambda out, y: int(out[:, 0].detach().max().item()),
-    "tolist": lambda out, y: y.tolist(),
-    "numpy": lambda out, y: out.detach().numpy(),
-    "deepcopy": lambda out, y: copy.deepcopy(y),
-    "pickle": lambda out, y: pickle.dumps(y),
-    "format": lambda out, y: f"{y.float().mean():.2f}",
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_values_are_not_read_before_backward(name):
-    net, _, _, _, a, b = batch()
-    out = net(a)
-    refused("loss-number", lambda: READS[name](out, b))
-    # and the batch stays refused: what could have been learned is used no more
-    with pytest.raises(LossError):
-        F.cross_entropy(out, b).backward()
-
-
-def running(net, deliver, source, steps, before=lambda out, y, total: None):
-    """A mean over batches as Lightning and torchmetrics keep it, and its true value."""
+def test_a_running_mean_goes_on_over_batches():
+    """As Lightning and torchmetrics keep it: of values before they show."""
+    source, deliver = BookkeepingGradientSource(net := nn.Linear(6, 4)), Delivery(5)
     total, count, true = torch.zeros(()), torch.zeros((), dtype=torch.long), []
-    for _ in range(steps):
+    for _ in range(20):
         x, y = torch.randn(3, 6), torch.randint(4, (3,))
         with source.paused(), torch.no_grad():
             out = net(x)
@@ -140,44 +108,11 @@ def running(net, deliver, source, steps, before=lambda out, y, total: None):
         loss = F.cross_entropy(out, y)
         total = total + loss.detach().clone() * 2
         count = 3 * 1 - (3 * 1 - (count + (out.argmax(1) == y).sum()).to(count.device))
-        before(out, y, total)
         loss.backward()
         source.discard(())
-    return total, count, true
-
-
-def test_a_running_mean_goes_on_over_batches():
-    net = nn.Linear(6, 4)
-    source = BookkeepingGradientSource(net)
-    total, count, true = running(net, Delivery(5), source, steps=60)
     total, count = (torch.as_tensor(t.detach().tolist()) for t in (total, count))
     torch.testing.assert_close(total, 2 * torch.stack([t for t, _ in true]).sum())
     assert count == sum(hits for _, hits in true)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda net, out, y, total: F.cross_entropy(out, y) * total,
-        lambda net, out, y, total: F.cross_entropy(out, y) + total,
-        lambda net, out, y, total: F.cross_entropy(out * total, y),
-        lambda net, out, y, total: float(total),
-        lambda net, out, y, total: F.cross_entropy(net(torch.zeros_like(out)[:, :1] + total), y),
-    ],
-)
-def test_a_running_mean_meets_no_loss(use):
-    net = nn.Linear(6, 4)
-    source = BookkeepingGradientSource(net)
-
-    def before(out, y, total):
-        if len(steps) == 2:
-            use(net, out, y, total).backward()
-        steps.append(0)
-
-    steps = []
-    with pytest.raises(LossError):
-        running(net, Delivery(5), source, 4, before)
-    assert len(steps) == 2
 
 
 @pytest.mark.parametrize(
@@ -198,7 +133,8 @@ def test_torch_makes_no_unmarked_tensor_of_values(read):
     loss, count = F.cross_entropy(net(a), b), b.sum()
     loss.backward()
     for t in (loss.detach(), count.detach() + 2):
-        refused("loss-mixes", lambda t=t: read(t))
+        with refused("loss-mixes"):
+            read(t)
         assert float(t) == t.item() and int(t) == int(t.item()) and (t > 0) is not False
         assert not torch.equal(t, t + 1) and torch.allclose(t, t) and t in torch.stack([t, t])
 
@@ -212,32 +148,20 @@ def test_every_view_of_memory_that_a_batch_was_written_into_is_marked():
     assert all(isinstance(v * 1, Derived) for v in views)
 
 
-def test_one_backward_pass_for_each_batch():
-    net, source, x, y, a, b = batch()
-    loss = F.cross_entropy(net(a), b)
-    loss.backward()
-    refused("loss-twice", loss.backward)
-    deliver = Delivery(3)
-    first = deliver((x, y), 3)
-    late = F.cross_entropy(net(first[0]), first[1])
-    deliver((x, y), 3)
-    refused("loss-twice", late.backward)
+def test_tensors_of_two_loaders_do_not_meet():
+    (x,), (other,) = (delivered(torch.randn(3, 6)) for _ in range(2))
+    with refused("loss-mixes"):
+        x + other
 
 
-def test_what_is_collated_of_several_records_is_no_row():
-    """A tensor without a row for each record may have been made of all of them."""
+def test_batches_keep_their_types_and_what_is_no_row_is_of_several_records():
     net, _, x, y, _, _ = batch()
-    a, mean = Delivery(3)((x, x.mean(0)), 3)
-    assert isinstance(a, Followed) and isinstance(mean, Derived)
-    with pytest.raises(LossError):
-        net(a - mean)
-
-
-def test_mappings_and_nested_batches_keep_their_types():
-    x, y = torch.randn(3, 6), torch.randint(4, (3,))
-    given = Delivery(4)({"x": x, "rest": [(y, "text"), None]}, 3)
+    given = Delivery(3)({"x": x, "rest": [(y, "text"), None], "mean": x.mean(0)}, 3)
     assert isinstance(given["x"], Followed) and isinstance(given["rest"][0][0], Followed)
     assert given["rest"][0][1] == "text" and given["rest"][1] is None
+    assert isinstance(given["mean"], Derived)
+    with pytest.raises(LossError):
+        net(given["x"] - given["mean"])
 
 
 @pytest.mark.parametrize(
@@ -257,52 +181,8 @@ def test_a_batch_that_is_written_to_after_backward_changes_no_sum(write):
     assert not torch.equal(a.detach(), x)  # and what is written stays
     found = sum_of(source, net, 0.5)
     with source.paused():
-        gradients = gradients_of_records(net, lambda n, x, y: F.cross_entropy(n(x), y), (x, y))
+        gradients = gradients_of_records(net, entropy, (x, y))
     torch.testing.assert_close(found, clipped_rows(gradients, 0.5), rtol=1e-4, atol=1e-6)
-
-
-# -- what is written around a loss -----------------------------------------------------------------
-
-
-def metrics(net, x, y):
-    out = net(x)
-    loss = F.cross_entropy(out, y)
-    hits = (out.argmax(1) == y).float().mean()
-    with torch.no_grad():
-        spread = (out - out.mean(0)).square().mean().sqrt()
-        scaled, total = 2 * loss * spread, torch.zeros(()) + loss.detach()
-    yield loss
-    expected = float((out - out.mean(0)).square().mean().sqrt())
-    assert hits.item() == float((out.argmax(1) == y).float().mean())
-    assert float(spread) == pytest.approx(expected) and float(total) == pytest.approx(float(loss))
-    assert float(scaled) == pytest.approx(float(2 * loss * expected))
-
-
-def added_to_zeros(net, x, y):
-    yield torch.zeros(()) + F.cross_entropy(net(x), y)
-
-
-def a_disabled_scaler(net, x, y):
-    yield torch.amp.GradScaler("cpu", enabled=False).scale(F.cross_entropy(net(x), y))
-
-
-@pytest.mark.parametrize("loop", [metrics, added_to_zeros, a_disabled_scaler])
-def test_a_usual_loop_runs_as_it_is(loop):
-    net, data = nn.Linear(6, 4), (torch.randn(8, 6), torch.randint(4, (8,)))
-    gradients = gradients_of_records(net, lambda n, x, y: F.cross_entropy(n(x), y), data)
-    clip = middle_norm(gradients)
-    net, optimizer, loader = private(net, *data, clip=clip)
-    start = vector(net)
-    for x, y in loader:
-        optimizer.zero_grad()
-        for loss in loop(net, x, y):
-            loss.backward()
-            optimizer.step()
-    found, expected = (start - vector(net)) * 8, clipped_rows(gradients, clip).double()
-    assert float((found - expected).norm()) < 1e-3 * float(expected.norm())
-    net.eval()
-    with torch.no_grad():  # evaluation is torch's own
-        torch.testing.assert_close(net(data[0]), F.linear(data[0], net.weight, net.bias))
 
 
 @pytest.mark.parametrize("ignored", [-100, 0])
@@ -324,29 +204,20 @@ def test_ignored_labels_change_no_divisor(ignored):
     assert float(loss) == pytest.approx(value, rel=1e-5)
 
 
-def test_functions_in_place_of_torchs_give_its_results():
+HOWS = [{"reduction": how} for how in ("mean", "sum", "none")]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: how["reduction"])
+def test_functions_in_place_of_torchs_give_its_results(how):
     scores, labels, weight = torch.randn(5, 4), torch.tensor([0, 3, -100, 2, 1]), torch.rand(4)
-    tokens, table, x, gain = (
-        torch.randint(6, (3, 4)),
-        torch.randn(6, 2),
-        torch.randn(3, 6),
-        torch.rand(6),
-    )
-    hows = [{"reduction": how} for how in ("mean", "sum", "none")]
+    tokens, table, means = torch.randint(6, (3, 4)), torch.randn(6, 2), torch.randn(4)
+    of_classes = [(scores, labels), (scores, labels, weight)]
     cases = [
-        *((f, (scores, labels), how) for f in (F.cross_entropy, F.nll_loss) for how in hows),
-        *(
-            (f, (scores, labels, weight), how)
-            for f in (F.cross_entropy, F.nll_loss)
-            for how in hows
-        ),
+        *((f, given, how) for f in (F.cross_entropy, F.nll_loss) for given in of_classes),
         (F.cross_entropy, (scores, labels), {"label_smoothing": 0.1, "reduction": "none"}),
-        *(
-            (F.gaussian_nll_loss, (scores, x[0, :4], scores.exp()), {**how, "full": True})
-            for how in hows
-        ),
+        (F.gaussian_nll_loss, (scores, means, scores.exp()), {**how, "full": True}),
         *((F.embedding_bag, (tokens, table), {"mode": mode}) for mode in ("sum", "mean", "max")),
-        (F.rms_norm, (x, (6,), gain), {}),
+        (F.rms_norm, (scores, (4,), weight), {}),
     ]
     for torchs, args, options in cases:
         found = FUNCTIONS[torchs](*args, **options)
