@@ -16,7 +16,10 @@ from support.pyro_models import gaussian, ordered, weights
 from torch import nn
 
 from torch_dpbayes.density import RecordDensity, UnfitModel
+from torch_dpbayes.density.arguments import Arguments
 from torch_dpbayes.density.locality import MadeUpRecords
+from torch_dpbayes.density.pyro_runs import without_value_checks
+from torch_dpbayes.density.structure import find_structure
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -227,6 +230,16 @@ def test_a_whole_number_shared_by_all_rows_is_refused():
 # -- and what only looks like it is not ------------------------------------------------------------
 
 
+def made_up_for(model, *args):
+    """Records that were made up for these, on which the check has found nothing."""
+    arguments = Arguments(args, {})
+    with without_value_checks():
+        structure = find_structure(model, arguments, "data")
+        made_up = MadeUpRecords(model, arguments.without_rows(), structure)
+        made_up.require_local("data")
+    return made_up
+
+
 def test_a_model_that_most_parameters_are_outside_of_is_seen_where_it_can_be_evaluated():
     """In an eighth of all points; that 120 of them are outside has a probability of 1e-7."""
 
@@ -235,11 +248,10 @@ def test_a_model_that_most_parameters_are_outside_of_is_seen_where_it_can_be_eva
         with pyro.plate("data", len(y)):
             pyro.factor("y", -((y - sum(scales)) ** 2))
 
-    for _ in range(2):
-        RecordDensity(model, (torch.randn(20),), gradients=False)
+    made_up_for(model, torch.randn(20))
 
 
-def test_rounding_is_no_dependence_on_other_rows(monkeypatch):
+def test_rounding_is_no_dependence_on_other_rows():
     """Where eleven products of 10⁴ cancel, their sum is rounding, and another one in a matrix of
     other height: 111 of 150 such models were refused.
     """
@@ -249,16 +261,11 @@ def test_rounding_is_no_dependence_on_other_rows(monkeypatch):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
-    check = MadeUpRecords.require_local
-
-    def where_they_cancel(self, plate):
-        self.theta[-1] = -self.theta[:-1].sum()
-        check(self, plate)
-
-    monkeypatch.setattr(MadeUpRecords, "require_local", where_they_cancel)
+    x = torch.randn(50, 11, dtype=torch.float32)
     for _ in range(6):
-        x = torch.randn(50, 11, dtype=torch.float32)
-        RecordDensity(model, (x, torch.bernoulli(x[:, 0].sigmoid())), gradients=False)
+        made_up = made_up_for(model, x, torch.ones(50, dtype=torch.float32))
+        made_up.theta[-1] = -made_up.theta[:-1].sum()
+        made_up.require_local("data")
 
 
 def of_large_means(x, y):
@@ -272,27 +279,27 @@ def test_terms_that_are_nothing_but_rounding_are_not_compared():
     quarter to three quarters of such models were refused.
     """
     x, ones = torch.randn(50, 100, dtype=torch.float32), torch.ones(50, dtype=torch.float32)
-    for _ in range(4):
-        RecordDensity(of_large_means, (x, ones), gradients=False)
+    for _ in range(6):
+        made_up_for(of_large_means, x, ones)
 
     def mixing(x, y):
         of_large_means(x * (1 + 0.01 * x.mean()), y)
 
     with pytest.raises(UnfitModel):
-        RecordDensity(mixing, (x, ones), gradients=False)
+        made_up_for(mixing, x, ones)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_digits_do_not_excuse_a_dependence(dtype):
+def test_few_digits_do_not_excuse_a_dependence():
     """Of terms of 10⁴ a perturbation in the last digits of bfloat16 would be hundreds."""
 
     def model(y):
-        m = pyro.sample("m", dist.Normal(torch.zeros((), dtype=dtype), 1.0))
+        m = pyro.sample("m", dist.Normal(torch.zeros((), dtype=y.dtype), 1.0))
         with pyro.plate("data", len(y)):
             pyro.factor("y", m * y.abs())
 
-    made_up = RecordDensity(model, (torch.randn(20).to(dtype),)).made_up
-    assert made_up._rounding([torch.full((8,), 1e4, dtype=dtype)], 3) < 0.1
+    for dtype in (torch.float32, torch.bfloat16):
+        made_up = made_up_for(model, torch.randn(20).to(dtype))
+        assert made_up._rounding([torch.full((8,), 1e4, dtype=dtype)], 3) < 0.1
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -340,7 +347,7 @@ def test_frozen_parameters_are_constants_and_stay_frozen():
     pyro.clear_param_store()
     model, y = Shifted().requires_grad_(False), torch.randn(20)
     for _ in range(2):
-        density = RecordDensity(model, (y,))
+        density = RecordDensity(model, (y,), gradients=False)
         assert list(density.prior.transforms) == ["m"]
     assert not model.shift.requires_grad and not list(pyro.get_param_store())
     at_minus_one = density.log_likelihoods(torch.tensor([-1.0]))

@@ -212,7 +212,7 @@ def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(accountant, l
 
 def wide_prior():
     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
-    pyro.sample("scale", dist.LogNormal(torch.zeros(50_000), 1.0).to_event(1))
+    pyro.sample("scale", dist.LogNormal(torch.zeros(300_000), 1.0).to_event(1))
     return mean
 
 
@@ -232,14 +232,14 @@ def test_a_draw_larger_than_a_pipes_buffer_arrives_whole(accountant, monkeypatch
     assert ours.recv()[0] == "value"  # the shapes
     assert ours.poll(60)
     ours.send_bytes(b"stop")
-    process.join(0.3)  # in the middle of the draw: nobody reads
+    process.join(0.5)  # in the middle of the draw: nobody reads
     messages = []
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             messages.append(ours.recv())
     process.join()
     (draw,) = [value for kind, value in messages if kind == "draw"]
-    assert draw["scale"].shape == (50_000,) and counts(accountant) == {50.0: 1}
+    assert draw["scale"].shape == (300_000,) and counts(accountant) == {50.0: 1}
 
 
 class TwoWords(Exception):

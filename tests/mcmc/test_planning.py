@@ -10,7 +10,7 @@ from pyro.ops.stats import effective_sample_size
 from scipy.integrate import quad
 from scipy.optimize import brentq, minimize_scalar
 from scipy.stats import norm
-from support.conjugate_chains import Gaussian, hmc, penalty
+from support.conjugate_chains import Gaussian, family, hmc, penalty
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
@@ -79,18 +79,21 @@ def test_the_iterations_are_the_most_that_fit(neighboring, sensitivity):
     assert plan(DPHMC, **{**noise, "grad_noise_multiplier": 0.1}, **TARGET).num_iterations == 0
 
 
-@pytest.mark.parametrize("make, options", [(penalty, {}), (hmc, OF_HMC)])
+@pytest.mark.parametrize("make, options", [(family, {}), (hmc, OF_HMC)])
 def test_a_run_costs_what_was_planned_after_what_was_charged_before(make, options):
     accountant = dpb.PrivacyAccountant(2.0, 1e-5).compose(events.GaussianDpEvent(5.0), 3)
-    kind = DPPenalty if make is penalty else DPHMC
-    wanted = {"num_iterations": 24, "num_chains": 2, "history": accountant.history}
+    kind = ExponentialFamilyPenalty if make is family else DPHMC
+    wanted = {"num_iterations": 12, "history": accountant.history}
     found = plan(kind, **wanted, **options, **TARGET)
-    kernel = make(Gaussian(), accountant=accountant, **options, **found.noise_multipliers)
-    for _ in range(2):
-        MCMC(kernel, 9, 3, disable_progbar=True).run(*Gaussian().args)
+    relation = {"neighboring": "add_or_remove_one"}
+    options = {**relation, **options, **found.noise_multipliers}
+    kernel = make(Gaussian(), accountant=accountant, **options)
+    runner = MCMC(kernel, 9, 3, disable_progbar=True)
+    runner.run(*Gaussian().args)
     assert accountant.get_epsilon() == pytest.approx(found.epsilon, rel=1e-9)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
-        MCMC(kernel, 1, 0, disable_progbar=True).run(*Gaussian().args)
+        kernel.setup(0, *Gaussian().args)
+        kernel.sample(kernel.initial_params)
 
 
 # -- how far a budget carries ----------------------------------------------------------------------
