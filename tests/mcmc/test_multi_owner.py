@@ -34,10 +34,6 @@ DIMENSION = 3
 # -- processes -------------------------------------------------------------------------------------
 
 
-class Failed(Exception):
-    """What a process raised."""
-
-
 def serve(function, rank, size, place, timeout, pipe, arguments):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch, for its own functions
@@ -85,7 +81,7 @@ def owners(tmp_path):
                 except EOFError:
                     right, result = True, None
                 if not right:
-                    raise Failed(result)
+                    raise AssertionError(result)
                 results.append(result)
         finally:
             for process, _ in started:
