@@ -205,23 +205,6 @@ def test_what_has_no_guarantee_is_refused(table):
         assert "\n" not in str(caught.value).partition("why:")[0].rstrip()
 
 
-def test_a_whole_number_shared_by_all_rows_is_refused():
-    def most_frequent(y, label):
-        gaussian(y, weights("m") * label.max())
-
-    def only_if_large(number, y):
-        # made-up numbers may all be 0
-        ordered((number + 1) / number.max().clamp(min=10), y)
-
-    with pytest.raises(UnfitModel):
-        RecordDensity(most_frequent, (torch.randn(20), torch.randint(0, 2, (20,))))
-    with pytest.raises(UnfitModel):
-        RecordDensity(only_if_large, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))
-
-
-# -- and what only looks like it is not ------------------------------------------------------------
-
-
 def made_up_for(model, *args):
     """Records that were made up for these, on which the check has found nothing."""
     arguments = Arguments(args, {})
@@ -230,6 +213,29 @@ def made_up_for(model, *args):
         made_up = MadeUpRecords(model, arguments.without_rows(), structure)
         made_up.require_local("data")
     return made_up
+
+
+def test_a_whole_number_shared_by_all_rows_is_refused():
+    def most_frequent(y, label):
+        gaussian(y, weights("m") * label.max())
+
+    def only_if_large(number, y):
+        # made-up numbers may all be 0
+        ordered((number + 1) / number.max().clamp(min=10), y)
+
+    def counted(label):
+        # a large label is no index, so that nothing can be seen of one
+        gaussian(label.double(), weights("m", 2)[label] * len(label))
+
+    with pytest.raises(UnfitModel):
+        made_up_for(counted, torch.randint(0, 2, (20,)))
+    with pytest.raises(UnfitModel):
+        RecordDensity(most_frequent, (torch.randn(20), torch.randint(0, 2, (20,))))
+    with pytest.raises(UnfitModel):
+        RecordDensity(only_if_large, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))
+
+
+# -- and what only looks like it is not ------------------------------------------------------------
 
 
 def test_a_model_that_most_parameters_are_outside_of_is_seen_where_it_can_be_evaluated():
