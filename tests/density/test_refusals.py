@@ -189,6 +189,8 @@ ROWS = {  # what happens to a record when others change
     # an outlier on its own is its column's median
     "cut": lambda y: gaussian(torch.where(y.abs() > 100, y.median(), y), weights("m")),
     "batch norm": model_of(batch_norm),
+}
+RECORDED = {  # what cannot be recorded as operations on one row
     "branch on one": model_of(lambda m, y: m * (2.0 if float(y[0]) > 0 else 1.0)),
     "one-hot": one_hot,
     "numpy": model_of(lambda m, y: m * torch.as_tensor(np.tanh(y.numpy()))),
@@ -196,7 +198,9 @@ ROWS = {  # what happens to a record when others change
 }
 
 
-@pytest.mark.parametrize("table", [STRUCTURE, ROWS], ids=["structure", "rows"])
+@pytest.mark.parametrize(
+    "table", [STRUCTURE, ROWS, RECORDED], ids=["structure", "rows", "recorded"]
+)
 def test_what_has_no_guarantee_is_refused(table):
     for name, model in table.items():
         with pytest.raises(UnfitModel) as caught:
