@@ -227,16 +227,18 @@ def test_a_whole_number_shared_by_all_rows_is_refused():
         # made-up numbers may all be 0
         ordered((number + 1) / number.max().clamp(min=10), y)
 
-    def counted(label):
-        # a large label is no index, so that nothing can be seen of one
-        gaussian(label.double(), weights("m", 2)[label] * len(label))
-
-    with pytest.raises(UnfitModel):
-        made_up_for(counted, torch.randint(0, 2, (20,)))
     with pytest.raises(UnfitModel):
         RecordDensity(most_frequent, (torch.randn(20), torch.randint(0, 2, (20,))))
     with pytest.raises(UnfitModel):
         RecordDensity(only_if_large, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))
+
+
+def test_a_record_that_stands_for_another_is_found_on_made_up_rows():
+    def model(y):
+        gaussian(torch.where(torch.arange(len(y)) == 0, y[-1], y), weights("m"))
+
+    with pytest.raises(UnfitModel):
+        made_up_for(model, torch.randn(20))
 
 
 # -- and what only looks like it is not ------------------------------------------------------------
