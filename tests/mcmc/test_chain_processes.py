@@ -3,12 +3,15 @@ their draws are kept. And Pyro's ways of keeping them.
 """
 
 import contextlib
+import json
 import math
 import multiprocessing
 import os
 import pickle
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -255,43 +258,53 @@ def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(accountant)
     assert multiprocessing.active_children() == []
 
 
-def interrupted(number, path, told):
-    os.setsid()
-    # a test run in the background hands it down ignored
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+INTERRUPTED = """
+import json, os, signal, sys
+# a test run in the background hands it down ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, {tests!r})
+import torch_dpbayes as dpb
+import test_chain_processes as t
 
-    def started(kernel, params, stage, i):
-        if stage.startswith("Sample") and i == 20:
-            os.write(told.fileno(), b"s")
+def started(kernel, params, stage, i):
+    if stage.startswith("Sample") and i == 20:
+        os.write(1, b"started\\n")  # at once: chains share the pipe
 
-    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=path)
-    kernel = make("penalty", accountant, noise=200.0)
-    with pytest.raises(KeyboardInterrupt):
-        run(kernel, number, num_samples=10**6, warmup_steps=5, hook_fn=started)
-    draws = [len(chain["mean"]) for chain in kernel.get_samples(group_by_chain=True)]
-    told.send((draws, counts(accountant)[200.0], accountant.get_epsilon()))
+if __name__ == "__main__":
+    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path={path!r})
+    kernel = t.make("penalty", accountant, noise=200.0)
+    try:
+        t.run(kernel, {chains}, num_samples=10**6, warmup_steps=5, hook_fn=started)
+    except KeyboardInterrupt:
+        draws = [len(chain["mean"]) for chain in kernel.get_samples(group_by_chain=True)]
+        charged, epsilon = t.counts(accountant)[200.0], accountant.get_epsilon()
+        print(json.dumps({{"draws": draws, "charged": charged, "epsilon": epsilon}}), flush=True)
+"""
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [1, 2])
-def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(number, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    told, tell = context.Pipe()
-    process = context.Process(target=interrupted, args=(number, tmp_path / "budget.db", tell))
-    process.start()
-    try:
-        for _ in range(number):
-            assert told.poll(300) and os.read(told.fileno(), 1) == b"s"
+@pytest.mark.parametrize("chains", [1, 2])
+def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, tmp_path):
+    script, tests = tmp_path / "interrupted.py", os.path.dirname(__file__)
+    path = str(tmp_path / "budget.db")
+    script.write_text(INTERRUPTED.format(tests=tests, path=path, chains=chains))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, start_new_session=True, env=environment, **pipes) as process:
+        for _ in range(chains):
+            assert process.stdout.readline() == "started\n"
         time.sleep(0.3)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        assert told.poll(300)
-        draws, charged, epsilon = told.recv()
-    finally:
-        process.kill()
-        process.join()
-    assert len(draws) == number and min(draws) > 20
-    assert 0 <= charged - sum(draws) - 5 * number <= number
-    assert 0 < epsilon < 8
+        try:
+            out, _ = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    told = json.loads(out.splitlines()[-1])
+    assert len(told["draws"]) == chains and min(told["draws"]) > 20
+    assert 0 <= told["charged"] - sum(told["draws"]) - 5 * chains <= chains
+    assert 0 < told["epsilon"] < 8
 
 
 def wait_for_ever(told, *_):
