@@ -35,31 +35,31 @@ def pairs(group, other, y):
     gaussian(y, ability[group] - ability[other])
 
 
-def scaled(group, x, y):
-    """What is picked is a function of several latents."""
-    gaussian(y, (pyro.sample("spread", dist.Normal(0.0, 1.0)).exp() * effects())[group])
+def linear(group, x, y):
+    """Of which the gradient needs no entry, but its place alone."""
+    effect = effects()
+    with pyro.plate("data", len(y)):
+        pyro.factor("term", effect[group] * x * y)
 
 
-def groups():
-    return torch.randint(GROUPS, (COUNT,))
+def indices(count):
+    return torch.randint(GROUPS, (count,))
+
+
+def normal(mean):
+    return lambda t, g, x, y: NORMAL.log_prob(y - mean(t, g, x))
 
 
 def at(values, number):
     return values[number[None]][0]  # vmap would look at a number alone
 
 
-MODELS = {  # the mean of a record, θ being the sites sorted by name; and whether pieces are used
-    "picking": (picking, torch.randn, lambda t, g, x: at(t, g) + t[GROUPS] * x, True),
-    "crossed": (crossed, groups, lambda t, g, o: at(t, g) * at(t[GROUPS:], o), True),
-    "pairs": (pairs, groups, lambda t, g, o: at(t, g) - at(t, o), False),
-    "scaled": (scaled, torch.randn, lambda t, g, x: at(t[GROUPS].exp() * t[:GROUPS], g), None),
+MODELS = {  # a record's term, θ being the sites sorted by name; and whether pieces are used
+    "picking": (picking, torch.randn, normal(lambda t, g, x: at(t, g) + t[GROUPS] * x), True),
+    "crossed": (crossed, indices, normal(lambda t, g, o: at(t, g) * at(t[GROUPS:], o)), True),
+    "pairs": (pairs, indices, normal(lambda t, g, o: at(t, g) - at(t, o)), False),
+    "linear": (linear, torch.randn, lambda t, g, x, y: at(t, g) * x * y, True),
 }
-
-
-def made(name):
-    model, second, mean, used = MODELS[name]
-    data = groups(), second(COUNT) if second is torch.randn else second(), 3 * torch.randn(COUNT)
-    return model, data, lambda t, g, x, y: NORMAL.log_prob(y - mean(t, g, x)), used
 
 
 def expected(term, theta, data, bound):
@@ -71,34 +71,31 @@ def expected(term, theta, data, bound):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_are_those_of_whole_vectors(name, monkeypatch):
+    """Of records some of which count their index from the end; odd ones count as zero."""
     monkeypatch.setattr(program, "_CHUNK_BYTES", 2**14)  # more than one chunk
-    model, data, term, used = made(name)
-    density = RecordDensity(model, data)
-    theta = torch.randn(density.prior.dimension)
+    model, second, term, used = MODELS[name]
+    group, others = indices(COUNT), [second(COUNT), 3 * torch.randn(COUNT)]
+    from_the_end = torch.where(torch.rand(COUNT) < 0.5, group, group - GROUPS)
+    density = RecordDensity(model, (from_the_end, *others))
+    data, theta = (group, *others), torch.randn(density.prior.dimension)
     for bound in (0.5, 1e9):
         total = expected(term, theta, data, bound)
         torch.testing.assert_close(density.clipped_gradient_sum(theta, bound), total)
     chosen = torch.rand(COUNT) < 0.5
     some = expected(term, theta, [values[chosen] for values in data], 1e9)
     torch.testing.assert_close(density.gradient_sum(theta, chosen), some)
+    terms = vmap(term, in_dims=(None, 0, 0, 0))(theta, *data)
+    few = torch.randperm(COUNT)[:50]
+    torch.testing.assert_close(density.of(few).log_likelihoods(theta), terms[few])
     # where a record picks one entry its zeros are left out
     gradients = density._gradients
     pieces = gradients(theta, density.made_up.rows(gradients.rows), gradients.rows)
-    assert used is None or any(piece.column is not None for piece in pieces) == used
-
-
-def test_indices_may_count_from_the_end_and_odd_records_count_as_zero():
-    model, (group, x, y), term, _ = made("picking")
-    theta = torch.randn(GROUPS + 1)
-    from_the_end = torch.where(torch.rand(COUNT) < 0.5, group, group - GROUPS)
-    density = RecordDensity(model, (from_the_end, x, y))
-    total = expected(term, theta, (group, x, y), 0.7)
-    torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.7), total)
+    assert any(piece.column is not None for piece in pieces) == used
     kept = torch.arange(COUNT) != 3
-    total = expected(term, theta, [values[kept] for values in (group, x, y)], 0.7)
+    total = expected(term, theta, [values[kept] for values in data], 0.7)
     for wrong in (GROUPS, -GROUPS - 1, 10**12):
-        odd = density.with_rows([torch.where(kept, group, wrong), x, y])
+        odd = density.with_rows([torch.where(kept, group, wrong), *others])
         torch.testing.assert_close(odd.clipped_gradient_sum(theta, 0.7), total)
     for value in (torch.nan, torch.inf):
-        odd = density.with_rows([group, x, torch.where(kept, y, value)])
+        odd = density.with_rows([group, others[0], torch.where(kept, others[1], value)])
         torch.testing.assert_close(odd.clipped_gradient_sum(theta, 0.7), total)

@@ -42,7 +42,6 @@ TWO = partial(Gaussian, 2)
 
 LAWS = {
     "penalty, tosses": (Tosses, penalty),
-    "HMC, L=3": (Gaussian, partial(hmc, num_steps=3)),
     "family, private number of records": (Tosses, partial(family, **PRIVATE_COUNT)),
 }
 MORE_LAWS = {
@@ -91,7 +90,7 @@ def test_the_noise_of_a_ratio_is_paid_for_by_half_its_variance(ratio):
     e^R times as often as the move back (Ceperley and Dewing 1999).
     """
     bound, multiplier, rest, draws = 0.5, 3.0, 0.2, 4000
-    kernel, std = penalty(Gaussian(), noise_multiplier=multiplier), multiplier * bound
+    kernel, std = family(Gaussian(), noise_multiplier=multiplier), multiplier * bound
     kernel.setup(0, *Gaussian().args)
     candidate = Candidate(torch.zeros(1), 0.0, ratio - rest, rest, bound, {})
     accepted = sum(kernel._metropolis(candidate)[0] for _ in range(draws)) / draws
@@ -171,15 +170,15 @@ def test_paid_moves_are_those_of_latents_that_records_read(name):
     assert kernel._read.tolist() == [0, 1, 2] and kernel._unread.tolist() == [3]
     assert kernel._distance(torch.zeros(4), torch.tensor([3.0, 4.0, 0.0, 100.0])) == 5.0
     params = kernel.initial_params
-    for _ in range(10):
-        params = kernel.sample(params)
+    for _ in range(5):
+        before, params = params, kernel.sample(params)
+        assert params["mu"] != before["mu"]
         # paid moves start from the prior after the free one
         assert kernel._log_prior == pytest.approx(kernel._prior.log_density(kernel._theta))
-    if name != "family":
-        argument = {"penalty": "proposal_scale", "HMC": "mass_matrix"}[name]
+    if name == "family":
+        kernel = family(Hierarchy(), proposal_scale=torch.ones(GROUPS + 1))
         with pytest.raises(ValueError, match="records read 3"):
-            wrong = {argument: torch.ones(GROUPS + 1)}
-            MAKERS[name](Hierarchy(), **wrong).setup(0, *Hierarchy.args)
+            kernel.setup(0, *Hierarchy.args)
 
 
 def uniforms():
@@ -188,7 +187,7 @@ def uniforms():
 
 
 @pytest.mark.chance(CHANCE)
-@pytest.mark.parametrize("scale", [0.01, 300.0], ids=["narrow", "wide"])
+@pytest.mark.parametrize("scale", [0.02, 30.0], ids=["narrow", "wide"])
 def test_slices_keep_a_law_with_two_modes(scale):
     """An even mixture of N(-2s, s²/4) and N(s, s²)."""
 
@@ -197,11 +196,11 @@ def test_slices_keep_a_law_with_two_modes(scale):
         return math.log(2 * math.exp(-2 * (x + 2) ** 2) + math.exp(-((x - 1) ** 2) / 2) + 1e-300)
 
     ends, unread, uniform = [], torch.tensor([0]), uniforms()
-    for _ in range(2000):
+    for _ in range(1000):
         x = -2 + torch.randn(1) / 2 if torch.rand(()) < 0.5 else 1 + torch.randn(1)
         theta = scale * x.double()
         value = log_density(theta)
-        for _ in range(3):
+        for _ in range(2):
             theta, value = proposals.free_move(log_density, theta, value, unread, uniform)
         assert value == pytest.approx(log_density(theta))
         ends.append(float(theta[0]) / scale)
@@ -230,7 +229,10 @@ def test_the_kept_gradient_is_the_one_where_the_chain_stays():
         accepted.add(torch.equal(before["mean"], params["mean"]))
         assert torch.equal(drawn[kernel._gradient], params["mean"])
         assert len(drawn) == 3 * (k + 1) + 1
+        assert counts(kernel.accountant) == {0.25: k + 1, 0.2: len(drawn)}
     assert accepted == {True, False}
+    kernel.sample(target.draw())  # another chain begins with another gradient
+    assert counts(kernel.accountant) == {0.25: 41, 0.2: 3 * 41 + 2}
 
 
 def test_short_steps_keep_the_energy(monkeypatch):
@@ -239,20 +241,15 @@ def test_short_steps_keep_the_energy(monkeypatch):
     target, kernel, found = Gaussian(), hmc(Gaussian(), 20, step_size=0.01, **noiseless), []
     monkeypatch.setattr(kernel, "_metropolis", lambda c: (True, found.append(c)))
     kernel.setup(0, *target.args)
-    for _ in range(15):
+    for _ in range(8):
         kernel.sample(target.draw())
     assert max(abs(candidate.log_ratio + candidate.rest) for candidate in found) < 0.05
 
 
-@pytest.mark.parametrize(("steps", "reuse"), [(1, False), (4, True)])
-def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
-    noises = {"ratio_noise_multiplier": 7.0, "grad_noise_multiplier": 5.0}
-    kernel = hmc(Gaussian(), steps, reuse_gradients=reuse, **noises)
-    runner = MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True)
-    gradients = 10 * steps + 1 if reuse else 10 * (steps + 1)
-    for runs in (1, 2):  # another chain begins with another gradient
-        runner.run(*Gaussian().args)
-        assert counts(kernel.accountant) == {7.0: 10 * runs, 5.0: gradients * runs}
+def test_without_reuse_an_iteration_is_num_steps_plus_1_gradients():
+    kernel = hmc(Gaussian(), 2, reuse_gradients=False)
+    MCMC(kernel, num_samples=3, warmup_steps=2, disable_progbar=True).run(*Gaussian().args)
+    assert counts(kernel.accountant) == {0.25: 5, 0.2: 5 * 3}
 
 
 class Noting(Drift):

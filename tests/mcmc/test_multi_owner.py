@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from functools import partial
 
@@ -16,6 +17,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+import torch._dynamo  # here, not in every process
 import torch.distributed
 from pyro.infer import MCMC
 
@@ -32,12 +34,9 @@ DIMENSION = 3
 # -- processes -------------------------------------------------------------------------------------
 
 
-class Failed(Exception):
-    """What a process raised."""
-
-
 def serve(function, rank, size, place, timeout, pipe, arguments):
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of torch, for its own functions
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group(
         "gloo",
@@ -54,18 +53,13 @@ def serve(function, rank, size, place, timeout, pipe, arguments):
     os._exit(0)  # what tears the group down waits for ranks that are gone
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Forked from one that has imported everything and computed nothing: torch may have started
-    threads here.
-    """
-    preloaded = ["torch_dpbayes.mcmc", "torch_dpbayes.density", "torch._dynamo", "pytest"]
-    multiprocessing.set_forkserver_preload(preloaded)
-    return multiprocessing.get_context("forkserver")
+# where torch started threads for gradients, which it does if there is a GPU, a fork cannot compute
+# any
+PROCESSES = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
 
 
 @pytest.fixture
-def owners(processes, tmp_path):
+def owners(tmp_path):
     """Run ``function(rank, *arguments)`` on ``size`` ranks: what each returns, or None for
     one that died.
     """
@@ -73,9 +67,9 @@ def owners(processes, tmp_path):
     def run(size, function, *arguments, timeout=30):
         started = []
         for rank in range(size):
-            mine, theirs = processes.Pipe()
+            mine, theirs = PROCESSES.Pipe()
             settings = function, rank, size, tmp_path / "store", timeout, theirs, arguments
-            process = processes.Process(target=serve, args=settings)
+            process = PROCESSES.Process(target=serve, args=settings)
             process.start()
             theirs.close()
             started.append((process, mine))
@@ -87,7 +81,7 @@ def owners(processes, tmp_path):
                 except EOFError:
                     right, result = True, None
                 if not right:
-                    raise Failed(result)
+                    raise AssertionError(result)
                 results.append(result)
         finally:
             for process, _ in started:
@@ -264,7 +258,7 @@ def by_kind(sums):
 NOISES = (1.0, 1.5, 3.0)
 
 
-def hospital(rank, kind, folder):
+def hospital(rank, folder):
     """One of three, which differ in budget, relation, method and noise, and one of which has no
     records: what it sends, the noise it drew, the exact sums that this hid, draws and charges.
     """
@@ -273,7 +267,7 @@ def hospital(rank, kind, folder):
         dpb.PrivacyAccountant(6000.0, 1e-6, neighboring="replace_one", path=folder / "budget.db"),
         dpb.PrivacyAccountant(method="rdp"),
     ][rank]
-    kernel, sums = make(kind, NOISES[rank], accountant, target_accept_prob=0.5), []
+    kernel, sums = make("HMC", NOISES[rank], accountant, target_accept_prob=0.5), []
     x = records(rank, (25, 0, 4))
     if rank == 2:
         x[1] = math.nan
@@ -292,7 +286,7 @@ def hospital(rank, kind, folder):
     kernel._density.clipped_gradient_sum = noted
     kernel_module.clipped_ratio_sum = noted_ratio
     params = {"mean": torch.zeros(DIMENSION)}
-    for _ in range(8):
+    for _ in range(5):
         params = kernel.sample(params)
     return (
         numbers,
@@ -304,16 +298,15 @@ def hospital(rank, kind, folder):
     )
 
 
-@pytest.mark.parametrize("kind", ["penalty", "HMC"])
-def test_what_leaves_an_owner_is_its_noisy_sums_which_it_pays_for(owners, kind, tmp_path):
+def test_what_leaves_an_owner_is_its_noisy_sums_which_it_pays_for(owners, tmp_path):
     """And all get the same draws."""
-    results = owners(3, hospital, kind, tmp_path)
+    results = owners(3, hospital, tmp_path)
     every = [n for _, _, drawn, *_ in results for draw in drawn for n in draw]
     assert len(set(every)) == len(every)
     for rank, (numbers, sent, drawn, sums, draws, charges) in enumerate(results):
         ratio = NOISES[rank] * PRECISION**0.5 / SLOPE
-        assert charges == {round(ratio, 9): 8 if kind == "penalty" else 8 + 8 * 3 + 1}
-        assert draws.shape == (6, DIMENSION) and np.array_equal(draws, results[0][4])
+        assert charges == {round(ratio, 9): 5 + 5 * 3 + 1}
+        assert draws.shape == (3, DIMENSION) and np.array_equal(draws, results[0][4])
         assert np.isfinite(draws).all()
         assert numbers == results[0][0]  # nothing of its own
         hidden = iter(zip(sums, drawn, strict=True))  # every draw of noise hides one sum
@@ -357,39 +350,29 @@ def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_numb
 
 
 def a_budget_ends(rank):
-    accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else (30.0, 1e-5)))
-    kernel = make("HMC", 20.0, accountant)
-    fitting = accountant.remaining(GaussianDpEvent(20.0 * PRECISION**0.5 / SLOPE))
-    ending = how_it_ends(kernel, records(rank, (9, 9, 9)), num_samples=10_000)
-    other = make("penalty", 20.0)  # the group is still of use
-    runner(other, 3).run(records(rank, (9, 9, 9)))
-    return ending, fitting, charged(other.accountant)
+    """And another run: between the question whether an iteration can be paid and the charge another
+    job spends what was left.
+    """
+    endings = []
+    for _ in range(2):
+        accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else (30.0, 1e-5)))
+        fitting = accountant.remaining(GaussianDpEvent(20.0 * PRECISION**0.5 / SLOPE))
+        if endings:
+            accountant.remaining = lambda event: 10
+        kernel = make("penalty", 20.0, accountant)
+        endings.append(how_it_ends(kernel, records(rank, (9, 9, 9)), num_samples=10_000))
+    return endings, fitting
 
 
 def test_the_tightest_budget_stops_all_in_the_same_iteration(owners):
     results = owners(3, a_budget_ends)
-    (*_, tightest), fitting, _ = results[1]
-    assert fitting - 4 < tightest <= fitting
-    for rank, ((name, text, draws, charges), _, after) in enumerate(results):
-        assert name == "PrivacyBudgetExceeded" and (rank == 1 or "rank 1" in text)
-        assert charges == tightest and draws == (charges - 1) // 4 > 2
-        assert sum(after.values()) == 3
-
-
-def refused_after_all(rank):
-    """Between the question whether an iteration can be paid and the charge another job spends
-    what was left.
-    """
-    accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else ()))
-    accountant.remaining = lambda event: 10
-    return how_it_ends(make("penalty", 20.0, accountant), records(rank), num_samples=10_000)
-
-
-def test_a_charge_that_is_refused_after_all_stops_all(owners):
-    (name, text, draws, charges), own = owners(2, refused_after_all)
-    assert name == own[0] == "PrivacyBudgetExceeded" and "rank 1" in text
-    # the other had charged, and keeps that
-    assert draws == own[2] == own[3] == charges - 1 > 5
+    fitting = results[1][1]
+    for rank, (((name, text, draws, charges), after_all), _) in enumerate(results):
+        assert name == after_all[0] == "PrivacyBudgetExceeded"
+        assert rank == 1 or ("rank 1" in text and "rank 1" in after_all[1])
+        assert draws == charges == fitting > 5
+        # the others had charged, and keep that
+        assert after_all[2:] == (fitting, fitting + (rank != 1))
 
 
 def interrupt(what, when, kernel):
@@ -468,7 +451,6 @@ DIFFERENCES = {  # of owner 1
     "likelihood": {"the_model": partial(scaled, factor=1.001)},
     "kernel": {"kind": "HMC"},
     "model": {"the_model": local},
-    "nothing": {},
 }
 
 
@@ -487,13 +469,12 @@ def different(rank):
 
 def test_owners_that_differ_find_out_before_a_charge(owners):
     for rank, result in enumerate(owners(2, different)):
-        assert result.pop("nothing") == ("", "", 2, 2)
         for name, (error, _, *nothing) in result.items():
             assert nothing == [0, 0], name
             assert error == ("UnfitModel" if rank and name == "model" else "OwnerError"), name
 
 
-UNREADABLE = ("{", "[" * 900, '["", [[1, 2]], 0, 0, ""]', f'["", {{}}, 0, {10**400}, ""]')
+UNREADABLE = ("[" * 900, f'["", {{}}, 0, {10**400}, ""]')
 
 
 def unreadable(text, gather, own, size):

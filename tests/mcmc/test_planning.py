@@ -10,7 +10,7 @@ from pyro.ops.stats import effective_sample_size
 from scipy.integrate import quad
 from scipy.optimize import brentq, minimize_scalar
 from scipy.stats import norm
-from support.conjugate_chains import Gaussian, hmc, penalty
+from support.conjugate_chains import Gaussian, family, hmc, penalty
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
@@ -49,48 +49,44 @@ def mu(plan, num_steps=0, num_chains=1, reuse=True, sensitivity=1):
 
 
 @pytest.mark.parametrize("neighboring, sensitivity", RELATIONS)
-def test_the_noise_spends_the_budget_and_no_more(neighboring, sensitivity):
-    wanted = {"num_iterations": 300, "neighboring": neighboring, **TARGET}
+def test_the_noise_spends_the_budget_on_the_iterations_and_they_are_the_most_that_fit(
+    neighboring, sensitivity
+):
+    wanted = {"neighboring": neighboring, **TARGET}
     for kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
-        found = plan(kernel, **wanted)
+        found = plan(kernel, num_iterations=300, **wanted)
         assert set(found.noise_multipliers) == {"noise_multiplier"}
         assert 0.999 * LARGEST_MU < mu(found, sensitivity=sensitivity) <= LARGEST_MU
         assert 1.99 < found.epsilon <= 2.0
+        assert plan(kernel, **found.noise_multipliers, **wanted).num_iterations == 300
     for kernel, reuse in ((DPHMC, True), (DPHMC, False), (MultiOwnerHMC, True)):
-        found = plan(kernel, num_chains=5, reuse_gradients=reuse, **OF_HMC, **wanted)
+        given = {"num_chains": 5, "reuse_gradients": reuse, **OF_HMC, **wanted}
+        found = plan(kernel, num_iterations=300, **given)
         assert 0.999 * LARGEST_MU < mu(found, 4, 5, reuse, sensitivity) <= LARGEST_MU
-
-
-@pytest.mark.parametrize("neighboring, sensitivity", RELATIONS)
-def test_the_iterations_are_the_most_that_fit(neighboring, sensitivity):
-    def more(found):
-        return found._replace(num_iterations=found.num_iterations + 1)
-
-    found = plan(DPPenalty, noise_multiplier=20.0, neighboring=neighboring, **TARGET)
-    both = [mu(each, sensitivity=sensitivity) for each in (found, more(found))]
-    assert both[0] <= LARGEST_MU < both[1]
-    noise = {"ratio_noise_multiplier": 20.0, "grad_noise_multiplier": 30.0, "num_steps": 4}
-    wanted = {"num_chains": 3, "neighboring": neighboring, **noise, **TARGET}
-    for reuse in (True, False):
-        found = plan(DPHMC, reuse_gradients=reuse, **wanted)
-        both = [mu(each, 4, 3, reuse, sensitivity) for each in (found, more(found))]
+        again = plan(kernel, **found.noise_multipliers, **given)
+        more = again._replace(num_iterations=again.num_iterations + 1)
+        both = [mu(each, 4, 5, reuse, sensitivity) for each in (again, more)]
         assert both[0] <= LARGEST_MU < both[1]
-    assert plan(DPPenalty, noise_multiplier=0.1, **TARGET).num_iterations == 0
-    assert plan(DPHMC, **{**noise, "grad_noise_multiplier": 0.1}, **TARGET).num_iterations == 0
+    noise = {"ratio_noise_multiplier": 20.0, "grad_noise_multiplier": 0.1, "num_steps": 4}
+    assert plan(DPHMC, **noise, **wanted).num_iterations == 0
+    assert plan(DPPenalty, noise_multiplier=0.1, **wanted).num_iterations == 0
 
 
-@pytest.mark.parametrize("make, options", [(penalty, {}), (hmc, OF_HMC)])
+@pytest.mark.parametrize("make, options", [(family, {}), (hmc, OF_HMC)])
 def test_a_run_costs_what_was_planned_after_what_was_charged_before(make, options):
     accountant = dpb.PrivacyAccountant(2.0, 1e-5).compose(events.GaussianDpEvent(5.0), 3)
-    kind = DPPenalty if make is penalty else DPHMC
-    wanted = {"num_iterations": 24, "num_chains": 2, "history": accountant.history}
+    kind = ExponentialFamilyPenalty if make is family else DPHMC
+    wanted = {"num_iterations": 12, "history": accountant.history}
     found = plan(kind, **wanted, **options, **TARGET)
-    kernel = make(Gaussian(), accountant=accountant, **options, **found.noise_multipliers)
-    for _ in range(2):
-        MCMC(kernel, 9, 3, disable_progbar=True).run(*Gaussian().args)
+    relation = {"neighboring": "add_or_remove_one"}
+    options = {**relation, **options, **found.noise_multipliers}
+    kernel = make(Gaussian(), accountant=accountant, **options)
+    runner = MCMC(kernel, 9, 3, disable_progbar=True)
+    runner.run(*Gaussian().args)
     assert accountant.get_epsilon() == pytest.approx(found.epsilon, rel=1e-9)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
-        MCMC(kernel, 1, 0, disable_progbar=True).run(*Gaussian().args)
+        kernel.setup(0, *Gaussian().args)
+        kernel.sample(kernel.initial_params)
 
 
 # -- how far a budget carries ----------------------------------------------------------------------

@@ -145,6 +145,8 @@ class Recorder:
         made_up = self._made_up
         few = made_up.rows(FEW_ROWS)
         of_few = recorded(way, made_up.theta, *few)
+        if self._num_records <= FEW_ROWS:
+            return kind(of_few, FEW_ROWS, of_few)
         each = most_bytes(of_few, made_up.theta, *few) / FEW_ROWS
         limit = max(1, int(_CHUNK_BYTES / max(each, 1)))
         chunks = math.ceil(self._num_records / limit)

@@ -182,7 +182,9 @@ class _ParallelChains:
 
     def _ended(self, number: int) -> StateError:
         process = self._processes[number]
-        process.join(_SECONDS_TO_STOP)
+        process.join(_SECONDS_TO_NOTICE)
+        process.kill()
+        process.join()
         return StateError(
             f"chain {number} ended without a word (exit code {process.exitcode}), so the run ends."
             " Draws of all chains are in kernel.get_samples(); what was charged or reserved stays"
@@ -225,6 +227,8 @@ class Chain:
         self._sending = threading.Lock()
         warmup_steps, num_samples, hook = settings
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the chain asks it to stop
+        # else the pipe would go on after the chain, as long as a process that it forked
+        os.register_at_fork(after_in_child=self.pipe.close)
         pyro.set_rng_seed(seed)
         torch.set_default_dtype(defaults[0])
         torch.set_default_device(defaults[1])
