@@ -43,10 +43,10 @@ def test_no_record_passes_its_bounds(classes, size):
     model = dpb.ops.Softmax(classes, max_feature_norm=size)
     constants = model.derived_constants(math.inf)
     for spread in (0.0, 0.1, 1.0, 10.0, 1000.0):
-        x = torch.randn(20, 5, dtype=torch.float64) * 100 * size
-        y = torch.randint(0, classes, (20,))
+        x = torch.randn(4, 5, dtype=torch.float64) * 100 * size
+        y = torch.randint(0, classes, (4,))
         w = spread * torch.randn(classes * 5, dtype=torch.float64) / size
-        for k in range(5):
+        for k in range(4):
             one = model.records(x[k : k + 1], y[k : k + 1])
             assert one.gradient_sum(w).norm() <= constants.lipschitz
             curvatures = torch.linalg.eigvalsh(hessian(one, w))
