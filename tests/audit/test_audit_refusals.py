@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+from support.refusals import refused
 from test_training_run import private, records, train
 
 import torch_dpbayes as dpb
@@ -56,9 +57,8 @@ OF_SCORES = {
 
 @pytest.mark.parametrize("name", OF_SCORES)
 def test_scores_that_make_no_audit(name):
-    with pytest.raises(dpb.DPBayesError) as caught:
+    with refused("audit"):
         OF_SCORES[name]()
-    assert caught.value.code == "audit"
 
 
 def without_a_step(dataset, engine):
@@ -101,6 +101,5 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_that_make_no_audit(name):
     training, options = RUNS[name]
-    with pytest.raises(dpb.DPBayesError) as caught:
+    with refused("argument-type" if name == "no model" else "audit"):
         one_run(training, records(), **{"num_canaries": 100, "delta": 1e-5, **options})
-    assert caught.value.code == ("argument-type" if name == "no model" else "audit")

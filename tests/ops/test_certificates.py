@@ -42,13 +42,10 @@ def excess_and_share(p, q, event):
 # --- exact draws ----------------------------------------------------------------------------------
 
 
-def of_exact_draws(glm, neighbours, certificate, setting, is_clipped=True):
+def of_exact_draws(glm, neighbours, certificate, setting):
     coarse, laws = torch.linspace(-14, 14, 1001, dtype=torch.float64), []
     for records in neighbours:
-        data = tensors(records)
-        density = certificate.density(glm, data, setting)
-        if not is_clipped:
-            density = glm.target(data, tempering=setting.tempering, max_grad_norm=1e9)
+        density = certificate.density(glm, tensors(records), setting)
         potentials = torch.vmap(density.potential)(coarse[:, None])
         fine = np.interp(np.linspace(-14, 14, 20001), coarse, potentials.flatten())
         weights = np.exp(fine.min() - fine)
@@ -79,7 +76,7 @@ STEEP = 1e4  # a logistic curve so steep is a step: its log likelihood is at one
 
 
 @pytest.mark.parametrize("neighboring", RELATIONS)
-def test_stated_deltas_are_reached_and_an_attack_succeeds_without_the_clips(neighboring):
+def test_stated_deltas_are_reached(neighboring):
     setting = Setting(1.0, None, neighboring)
     step = ops.GLM(prior_std=1.0, max_feature_norm=STEEP)
     neighbours = neighbours_of([], (STEEP, 1.0), (STEEP, 0.0), neighboring)
@@ -89,44 +86,37 @@ def test_stated_deltas_are_reached_and_an_attack_succeeds_without_the_clips(neig
     neighbours = neighbours_of([], (1.0, 1e6), (1.0, -1e6), neighboring)
     excess, share = of_exact_draws(line, neighbours, concave, setting)
     assert excess < 1e-5 and share > 0.99
-    neighbours = neighbours_of([], (1.0, 3.0), (1.0, -3.0), neighboring)
-    for certificate in (ops.Bounded((-1.0, 0.0)), ops.StronglyLogConcave()):
-        assert of_exact_draws(line, neighbours, certificate, setting, is_clipped=False)[0] > 0.1
 
 
 # --- a finite run ---------------------------------------------------------------------------------
 
 
-def density_of_a_run(glm, records, certificate, setting, h, *, grid, max_grad_norm=None):
+def density_of_a_run(glm, records, run, setting, grid):
     """Of the last state on a grid, by exact iteration of the library's own step."""
-    clip = max_grad_norm or certificate.max_grad_norm
+    clip, h = run.max_grad_norm, run.resolved(glm, setting)[3]
     target = glm.target(tensors(records), tempering=setting.tempering, max_grad_norm=clip)
     points = torch.from_numpy(grid)[:, None]
     slope = torch.stack([target.gradient(point) for point in points]).numpy()
     density = stats.norm.pdf(grid, -h * float(target.gradient(target.start)), math.sqrt(2 * h))
     kernel = stats.norm.pdf(grid, grid[:, None] - h * slope, math.sqrt(2 * h))
-    for _ in range(certificate.steps - 1):
+    for _ in range(run.steps - 1):
         density = density @ kernel * (grid[1] - grid[0])
     return density
 
 
-def of_runs(glm, neighbours, certificate, setting, claimed=None, **options):
-    claimed = claimed or glm
-    h = certificate.resolved(claimed, setting)[3]
+def of_runs(glm, neighbours, run, setting):
+    h = run.resolved(glm, setting)[3]
     for width in (6, 12, 25, 50, 100):
         # fine enough for the trapezoidal rule, which converges exponentially on Gaussians
         grid = np.linspace(-width, width, 1 + int(2 * width * 8 / math.sqrt(2 * h)))
-        laws = [
-            density_of_a_run(glm, records, certificate, setting, h, grid=grid, **options)
-            for records in neighbours
-        ]
+        laws = [density_of_a_run(glm, records, run, setting, grid) for records in neighbours]
         if all(abs(law.sum() * (grid[1] - grid[0]) - 1) < 1e-9 for law in laws):
             break
     else:
         raise AssertionError("no grid is wide enough")
     fine = np.linspace(-width, width, 16 * len(grid))
     p, q = (CubicSpline(grid, law)(fine) * (fine[1] - fine[0]) for law in laws)
-    return excess_and_share(p, q, certificate.event(claimed, setting))
+    return excess_and_share(p, q, run.event(glm, setting))
 
 
 @examples(80)
@@ -153,23 +143,13 @@ def test_exact_output_densities_of_runs_never_exceed_the_stated_delta(
     assert of_runs(glm, neighbours_of(base, record, other, neighboring), run, setting)[0] < 1e-6
 
 
+@pytest.mark.parametrize("std", [math.inf, 1.0])
 @pytest.mark.parametrize("neighboring", RELATIONS)
-def test_the_delta_of_a_run_is_reached_and_an_attack_succeeds_without_either_clip(neighboring):
-    def found(glm, first, second, certificate, **options):
-        neighbours = neighbours_of([], first, second, neighboring)
-        return of_runs(glm, neighbours, certificate, Setting(1.0, 1, neighboring), **options)
-
-    run = ops.FiniteRunLangevin(steps=10)
-    for std in (math.inf, 1.0):
-        glm = glm_of("gaussian", prior_std=std)
-        excess, share = found(glm, (1.0, 1e6), (1.0, -1e6), run)
-        assert excess < 1e-6 and share > 0.999
-    assert found(glm, (1.0, 8.0), (1.0, -8.0), run, max_grad_norm=1e9)[0] > 0.05
-    long, claimed = ops.GLM(prior_std=1.0, max_feature_norm=6.0), ops.GLM(prior_std=1.0)
-    slow = ops.FiniteRunLangevin(steps=10, step_size=0.05)
-    unclipped = {"claimed": claimed, "max_grad_norm": 1e9}
-    assert found(long, (6.0, 1.0), (6.0, 0.0), slow, **unclipped)[0] > 0.05
-    assert found(claimed, (6.0, 1.0), (6.0, 0.0), slow)[0] < 1e-6
+def test_the_delta_of_a_run_is_reached(neighboring, std):
+    glm, run = glm_of("gaussian", prior_std=std), ops.FiniteRunLangevin(steps=10)
+    neighbours = neighbours_of([], (1.0, 1e6), (1.0, -1e6), neighboring)
+    excess, share = of_runs(glm, neighbours, run, Setting(1.0, 1, neighboring))
+    assert excess < 1e-6 and share > 0.999
 
 
 def mu_of_a_run(steps, size=None, *, strength, smoothness):
@@ -212,7 +192,7 @@ def test_draws_follow_the_exact_law_of_the_chain():
     x, y = torch.eye(COLUMNS, dtype=torch.float64), torch.ones(COLUMNS, dtype=torch.float64)
     draws = [ops.OnePosteriorSample(glm, run).sample(x, y)["weights"] for _ in range(10)]
     setting, grid = Setting(1.0, COLUMNS, "replace_one"), np.linspace(-10, 10, 1001)
-    density = density_of_a_run(glm, [(1.0, 1.0)], run, setting, h, grid=grid)
+    density = density_of_a_run(glm, [(1.0, 1.0)], run, setting, grid)
     cumulative = (np.cumsum(density) - density / 2) * (grid[1] - grid[0])
     uniform = np.interp(torch.cat(draws).numpy(), grid, cumulative)
     assert stats.kstest(uniform, "uniform").pvalue > LEVEL
@@ -278,13 +258,6 @@ def test_a_rare_set_that_all_three_steps_favour_stays_below_the_stated_pair(b, d
                 eta = max(two_point_divergence(*pair, order) for pair in laws)
                 epsilon = renyi_close(BoundedRangeDpEvent(b), eta, order, delta)
                 assert epsilon > 700 or q - math.exp(epsilon) * q_other <= delta * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("event", [MuGaussianDpEvent(0.5), BoundedRangeDpEvent(0.8)], ids=str)
-def test_a_close_pair_tends_to_the_exact_one(event):
-    exact = optimize.brentq(lambda e: stated(event, e) - 1e-6, 0, 10)
-    assert exact <= renyi_close(event, 1e-9, 1e5, 1e-6) <= exact * 1.02
-    assert total_variation_close(event, 1e-13, 1e-6) == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("xi", [1e-7, 1e-5, 1e-4])

@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_clipped_losses(family):
         "gaussian": lambda u, y, **_: (u - y) ** 2 / (2 * 0.7**2),
         "poisson": functional.poisson_nll_loss,
     }
-    x, y = torch.randn(30, 4, dtype=torch.float64), torch.randn(30, dtype=torch.float64).abs()
+    x, y = torch.randn(30, 4, dtype=torch.float64), 2 * torch.randn(30, dtype=torch.float64)
     w = torch.randn(4, dtype=torch.float64, requires_grad=True)
     glm = glm_with(family, max_feature_norm=1.5)
     ends = {"bernoulli": (0, 1), "poisson": (0, 2)}.get(family, (None, math.inf))
