@@ -138,8 +138,8 @@ def test_a_pair_with_delta_is_never_charged_as_less_tempered_and_used_up(certifi
         assert accountant.get_epsilon() <= 1.0 and 0 < release.tempering <= 1
         if release.tempering < 1:
             assert accountant.get_epsilon() == pytest.approx(1.0, rel=1e-3)
-        # each uses up a tenth of delta, and their losses are bounded
-        assert held(1e3, 1e-5, method=method).remaining(release.event) == 10
+    # each uses up a tenth of delta, and their losses are bounded
+    assert held(1e3, 1e-5, method="rdp").remaining(release.event) == 10
     with pytest.raises(ValueError, match="cannot be met"):  # a delta below that of the certificate
         one(None, certificate, 1.0, 0.9e-6).tempering  # noqa: B018
 
