@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+from support.audits import charged
 from support.refusals import refused
 from test_training_run import private, records, train
 
@@ -15,13 +16,6 @@ from torch_dpbayes.audit import from_scores, one_run, repeated, transcripts
 from torch_dpbayes.optim import DPSGFS
 
 GAUSSIAN = GaussianDpEvent(2.0)
-
-
-def charged(*events, **options):
-    accountant = dpb.PrivacyAccountant(**options)
-    for event in events:
-        accountant.compose(event)
-    return accountant
 
 
 def scores(values=(1.0, 2.0), included=(True, False), **options):

@@ -4,10 +4,9 @@ from bisect import bisect_left
 
 import numpy as np
 import pytest
-import torch
 from scipy import special, stats
+from support.audits import charged, fresh
 
-from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     GaussianDpEvent,
@@ -28,11 +27,6 @@ from torch_dpbayes.audit.bounds import (
 from torch_dpbayes.audit.transcripts import guess
 
 DELTA = 1e-5
-
-
-def fresh():
-    """A generator of NumPy's that the test's seed decides."""
-    return np.random.default_rng(torch.randint(2**62, ()).item())
 
 
 def inverse_of(epsilons, deltas):
@@ -138,8 +132,7 @@ def test_an_accountants_whole_curve_is_tested(event, count, is_gaussian):
     a draw of bounded range reveals more of it than the Gaussian of the same ε, and is not refuted
     for that.
     """
-    accountant = PrivacyAccountant()
-    accountant.compose(event, count)
+    accountant = charged(*count * [event])
     epsilon, risk = accountant.get_epsilon(DELTA), accountant.risk(prior=0.5, delta=DELTA)
     best = (1 + accountant.get_delta(0.0)) / 2  # accuracy of one guess
     for kind, number in (("gaussian", 250), ("independent", 1000)):
@@ -169,9 +162,8 @@ def test_a_stated_curve_is_that_of_the_worse_direction():
     """What is wrong with this probability is right with that one at most, under either data set.
     A Gaussian's is its own.
     """
-    sampled, plain = PrivacyAccountant(), PrivacyAccountant()
-    sampled.compose(PoissonSampledDpEvent(0.2, GaussianDpEvent(0.7)), 3)
-    plain.compose(GaussianDpEvent(0.5))
+    sampled = charged(*3 * [PoissonSampledDpEvent(0.2, GaussianDpEvent(0.7))])
+    plain = charged(GaussianDpEvent(0.5))
     risk, right = sampled.risk(delta=DELTA), np.linspace(0.05, 0.95, 50)
     assert len(risk.curves) == 2
     worst = np.max([curve(stated_inverse(risk)(right)) for curve in risk.curves], axis=0)

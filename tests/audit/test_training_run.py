@@ -10,11 +10,13 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support.audits import charged
 from support.training import recorded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.audit import one_run, training_run
 from torch_dpbayes.audit.bounds import gaussian_epsilon
 from torch_dpbayes.audit.transcripts import generator_of
@@ -212,8 +214,7 @@ def test_the_bound_of_a_run():
     """Above 0 beyond doubt, and below the stated ε, which it passes in less than one run of 10¹⁰:
     the bound of a typical run is half of it. An earlier charge of the account counts.
     """
-    accountant = dpb.PrivacyAccountant()
-    accountant.compose(dpb.accounting.events.GaussianDpEvent(5.0))
+    accountant = charged(GaussianDpEvent(5.0))
     options = {"num_canaries": 120, "delta": 1e-5, "confidence": 0.99, "accountant": accountant}
     result = one_run(partial(train, z=0.5, steps=2), records(), **options)
     assert 0 < result.epsilon_lower_bound < result.epsilon and not result.is_refuted

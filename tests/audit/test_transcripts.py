@@ -4,28 +4,15 @@ from dataclasses import replace
 from functools import partial
 
 import matplotlib
-import numpy as np
 import pytest
-import torch
 from scipy import special
+from support.audits import charged, fresh
 
-from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import GaussianDpEvent, PureDpEvent
 from torch_dpbayes.audit import AuditResult, from_scores, repeated
 from torch_dpbayes.audit.bounds import Guesses, gaussian_epsilon
 
 DELTA = 1e-5
-
-
-def fresh():
-    return np.random.default_rng(torch.randint(2**62, ()).item())
-
-
-def charged(*events):
-    accountant = PrivacyAccountant()
-    for event in events:
-        accountant.compose(event)
-    return accountant
 
 
 def gaussian_release(rng, mu, is_in):
