@@ -20,6 +20,7 @@ from pyro.infer.autoguide import (
 from pyro.nn import PyroModule
 from scipy.stats import chi2
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
+from support.refusals import refused
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
@@ -276,9 +277,9 @@ def test_where_gradients_cannot_be_computed_is_decided_without_the_data():
     start = pyro.infer.autoguide.init_to_value(values={"w": torch.tensor(-30.0)})
     guide = AutoNormal(singular_where_made_up, init_loc_fn=start)
     svi = make(singular_where_made_up, guide, expected_batch_size=20)
-    with pytest.raises(dpb.errors.ArgumentError) as caught:
+    with refused("pyro-start"):
         svi.step(with_and_without_a_record_that_fails()[0])
-    assert caught.value.code == "pyro-start" and not len(svi.accountant)
+    assert not len(svi.accountant)
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -391,12 +392,12 @@ def test_what_a_run_without_privacy_left_is_refused():
     x, guide = rows(), AutoNormal(model)
     svi = make(guide=guide)
     guide(x)
-    with pytest.raises(dpb.errors.ArgumentError):
+    with refused("pyro-guide"):
         svi.step(x)
     pyro.clear_param_store()
     pyro.infer.SVI(model, AutoNormal(model), adam(), Trace_ELBO()).step(x)
     svi = make(guide=AutoNormal(model))
-    with pytest.raises(dpb.errors.ArgumentError):
+    with refused("pyro-guide"):
         svi.step(x)
     assert not len(svi.accountant)
 
@@ -411,17 +412,15 @@ def test_what_is_written_between_steps_is_not_used_or_refused():
     svi.step(x)
     assert float(svi.released[-1][0].abs().max()) < 100
     for other in (x.clone(), x[:200]):
-        with pytest.raises(dpb.errors.ArgumentError):
+        with refused("data-changed"):
             svi.step(other)
     svi.step(x.view_as(x))
     x.sub_(x.mean(0))
-    with pytest.raises(dpb.errors.StateError) as caught:
+    with refused("data-changed"):
         svi.step(x)
-    assert caught.value.code == "data-changed"
     svi.guide.locs.mean = torch.nn.Parameter(x.mean(0))
-    with pytest.raises(dpb.errors.StateError) as caught:
+    with refused("pyro-guide"):
         svi.step(x)
-    assert caught.value.code == "pyro-guide"
     assert len(svi.released) == 3
 
 

@@ -11,32 +11,18 @@ from scipy import optimize, stats
 from scipy.interpolate import CubicSpline
 from support.examples import examples
 from support.one_draw import RELATIONS, glm_of, tensors
-from support.profiles import stated
+from support.profiles import excess_and_share, stated
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 from torch_dpbayes.ops.certificates import Setting
 
-EPSILONS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
 BASES = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
 RECORDS = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
 
 
 def neighbours_of(base, record, other, neighboring):
     return [*base, record], [*base, other] if neighboring == "replace_one" else base
-
-
-def excess_and_share(p, q, event):
-    """Of the exact δ of two laws of cells over the stated one, in the worse direction; and their
-    largest ratio where it is not tiny.
-    """
-    excess, share = -math.inf, 0.0
-    for epsilon in EPSILONS:
-        odds, claimed = math.exp(epsilon), stated(event, epsilon)
-        exact = max(np.clip(a - odds * b, 0, None).sum() for a, b in ((p, q), (q, p)))
-        excess = max(excess, exact - claimed)
-        share = max(share, exact / claimed if claimed > 1e-3 else 0.0)
-    return excess, share
 
 
 # --- exact draws ----------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_clipped_losses(family):
         factors = (clip / gradients.norm(dim=1, keepdim=True)).clamp(max=1.0)
         records = glm.records(x, y, clip)
         found = records.gradient_sum(w.detach())
-        assert torch.allclose(found, (gradients * factors).sum(0), rtol=1e-4, atol=1e-6)
+        assert torch.allclose(found, (gradients * factors).sum(0), rtol=1e-4, atol=1e-4)
         (of_losses,) = torch.autograd.grad(records.losses(w).sum(), w)
         assert torch.allclose(of_losses, found, rtol=1e-9)
 
