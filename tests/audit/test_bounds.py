@@ -1,14 +1,12 @@
 """Lower bounds from guesses: never above the truth but with the stated probability, and sharp."""
 
 from bisect import bisect_left
-from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from scipy import special, stats
+from support.audits import charged, fresh
 
-from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     GaussianDpEvent,
@@ -31,28 +29,12 @@ from torch_dpbayes.audit.transcripts import guess
 DELTA = 1e-5
 
 
-def fresh():
-    """A generator of NumPy's that the test's seed decides."""
-    return np.random.default_rng(torch.randint(2**62, ()).item())
-
-
 def inverse_of(epsilons, deltas):
     """f̄⁻¹ if all of (ε_k, δ_k) hold, in both directions."""
     odds, delta = np.exp(np.asarray(epsilons))[:, None], np.asarray(deltas)[:, None]
     return lambda right: np.maximum(
         np.maximum((right - delta) / odds, 1 - delta - (1 - right) * odds).max(0), 0.0
     )
-
-
-@cache
-def basic(guesses, delta=DELTA):
-    return epsilon_lower_bound(guesses, delta)
-
-
-def gaussian_guesses(rng, canaries, made, mu):
-    """What an attack on a Gaussian that is this private guesses."""
-    included = rng.random(canaries) < 0.5
-    return guess(rng.normal(size=canaries) + mu * included, included, made)
 
 
 @pytest.mark.parametrize(("made", "epsilon"), [(20, 0.0), (100, 0.3), (100, 3.0), (1000, 1.0)])
@@ -65,9 +47,8 @@ def test_randomised_response_is_bounded_as_by_clopper_and_pearson(epsilon, made)
         exact = max(0.0, min(float(special.logit(low)), 40.0))
         found = epsilon_lower_bound(Guesses(1000, made, correct), 0.0)
         assert found == pytest.approx(exact, abs=2e-4)
-    first = bisect_left(
-        range(made + 1), True, key=lambda v: basic(Guesses(1000, made, v), 0.0) > epsilon
-    )
+    of_all = [Guesses(1000, made, v) for v in range(made + 1)]
+    first = bisect_left(of_all, True, key=lambda g: epsilon_lower_bound(g, 0.0) > epsilon)
     assert law.sf(first - 1) <= 0.05
 
 
@@ -129,10 +110,13 @@ def test_bounds_are_sharp(canaries, epsilon, of_basic, of_gaussian):
     """
     rng, mu = fresh(), gaussian_mu(epsilon, DELTA)
     for kind, least in (("basic", of_basic), ("gaussian", of_gaussian)):
-        bound = LowerBound(kind, DELTA, 0.95)
+        bound, right = LowerBound(kind, DELTA, 0.95), []
         made = bound.best_guesses(canaries, epsilon).made
-        runs = [gaussian_guesses(rng, canaries, made, mu).correct for _ in range(1000)]
-        assert least < bound(Guesses(canaries, made, int(np.median(runs)))) < epsilon
+        for _ in range(1000):
+            included = rng.random(canaries) < 0.5
+            scores = rng.normal(size=canaries) + mu * included
+            right.append(guess(scores, included, made).correct)
+        assert least < bound(Guesses(canaries, made, int(np.median(right)))) < epsilon
 
 
 @pytest.mark.parametrize(
@@ -148,8 +132,7 @@ def test_an_accountants_whole_curve_is_tested(event, count, is_gaussian):
     a draw of bounded range reveals more of it than the Gaussian of the same ε, and is not refuted
     for that.
     """
-    accountant = PrivacyAccountant()
-    accountant.compose(event, count)
+    accountant = charged(*count * [event])
     epsilon, risk = accountant.get_epsilon(DELTA), accountant.risk(prior=0.5, delta=DELTA)
     best = (1 + accountant.get_delta(0.0)) / 2  # accuracy of one guess
     for kind, number in (("gaussian", 250), ("independent", 1000)):
@@ -179,9 +162,8 @@ def test_a_stated_curve_is_that_of_the_worse_direction():
     """What is wrong with this probability is right with that one at most, under either data set.
     A Gaussian's is its own.
     """
-    sampled, plain = PrivacyAccountant(), PrivacyAccountant()
-    sampled.compose(PoissonSampledDpEvent(0.2, GaussianDpEvent(0.7)), 3)
-    plain.compose(GaussianDpEvent(0.5))
+    sampled = charged(*3 * [PoissonSampledDpEvent(0.2, GaussianDpEvent(0.7))])
+    plain = charged(GaussianDpEvent(0.5))
     risk, right = sampled.risk(delta=DELTA), np.linspace(0.05, 0.95, 50)
     assert len(risk.curves) == 2
     worst = np.max([curve(stated_inverse(risk)(right)) for curve in risk.curves], axis=0)

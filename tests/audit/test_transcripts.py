@@ -4,28 +4,15 @@ from dataclasses import replace
 from functools import partial
 
 import matplotlib
-import numpy as np
 import pytest
-import torch
 from scipy import special
+from support.audits import charged, fresh
 
-from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import GaussianDpEvent, PureDpEvent
 from torch_dpbayes.audit import AuditResult, from_scores, repeated
 from torch_dpbayes.audit.bounds import Guesses, gaussian_epsilon
 
 DELTA = 1e-5
-
-
-def fresh():
-    return np.random.default_rng(torch.randint(2**62, ()).item())
-
-
-def charged(*events):
-    accountant = PrivacyAccountant()
-    for event in events:
-        accountant.compose(event)
-    return accountant
 
 
 def gaussian_release(rng, mu, is_in):
@@ -89,22 +76,14 @@ def test_randomised_response_is_not_refuted_for_being_no_gaussian():
     assert not audit(partial(response, rng, 1.0), bound="basic").is_refuted
 
 
-RESULT = AuditResult(
-    1.25, 2.0, 1e-5, 0.99, "white-box: all is seen", "gaussian", Guesses(1000, 250, 200), "replace"
-)
-REFUTED = replace(RESULT, epsilon=1.0, neighboring=None)
-
-
-def test_a_report_in_words_and_as_a_picture():
-    assert str(RESULT).splitlines() == [
-        "epsilon at least  1.25  (delta = 1e-05, 99% confidence, gaussian bound)",
-        "epsilon stated    2  (replace): not refuted",
-        "guesses           200 of 250 right, 1000 canaries",
-        "threat            white-box: all is seen",
-    ]
-    assert "REFUTED" in str(REFUTED) and REFUTED.is_refuted and not RESULT.is_refuted
+def test_a_report_and_its_picture():
+    threat, guesses = "white-box: all is seen", Guesses(1000, 250, 200)
+    stands = AuditResult(1.25, 2.0, 1e-5, 0.99, threat, "gaussian", guesses, "replace")
+    passed = replace(stands, epsilon=1.0, neighboring=None)
+    assert passed.is_refuted and not stands.is_refuted
     matplotlib.use("Agg")
-    for result in (RESULT, REFUTED):
+    for result, word in ((stands, "not refuted"), (passed, "REFUTED")):
+        assert word in str(result) and "200 of 250 right, 1000 canaries" in str(result)
         ax = result.plot()
         bars = [bar.get_width() for bar in ax.patches]
         assert bars == [result.epsilon, result.epsilon_lower_bound]

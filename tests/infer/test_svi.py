@@ -19,10 +19,11 @@ from pyro.infer.autoguide import (
 )
 from pyro.nn import PyroModule
 from scipy.stats import chi2
+from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
+from support.refusals import refused
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.density import RecordDensity
 from torch_dpbayes.infer import DPSVI
 
 DOUBLE = torch.float64
@@ -117,56 +118,41 @@ def test_latents_in_other_supports_and_in_sorted_order():
 
 @pytest.mark.chance(CHANCE)
 @pytest.mark.parametrize(("batch", "multiplier"), [(60, 0.01), (400, 0.8)])
-def test_the_draw_and_the_noise_are_those_that_are_charged(batch, multiplier, monkeypatch):
-    """What is released scatters by both: first by the draw of records, then by the noise."""
-    x, bound, steps = rows(), 50.0, 80
+def test_the_draw_and_the_noise_are_those_that_are_charged(batch, multiplier):
+    """What is released scatters by the draw of records, or by the noise."""
+    x, bound, steps = rows(), 50.0, 60
     svi = make(expected_batch_size=batch, noise_multiplier=multiplier, max_grad_norm=bound)
-    drawn, of = [], RecordDensity.of
-    monkeypatch.setattr(RecordDensity, "of", lambda d, rows: drawn.append(rows) or of(d, rows))
     svi.run(steps, x)
-    rate = batch / len(x)
-    assert len({tuple(rows.tolist()) for rows in drawn}) == (1 if rate == 1 else steps)
-    gaussian = GaussianDpEvent(multiplier)
+    rate, gaussian = batch / len(x), GaussianDpEvent(multiplier)
     event = gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
     assert [(e, count) for e, count, *_ in svi.accountant.history] == [(event, steps)]
-    total = of_noise = 0.0
-    for (theta, value), rows_drawn in zip(svi.released, drawn, strict=True):
+    total = 0.0
+    for theta, value in svi.released:
         gradients = theta - x  # of −log p, none of them clipped
-        noise = (rate * value - gradients[rows_drawn].sum(0)) / (multiplier * bound)
-        of_noise += float(noise.square().sum())
         apart = value - gradients.sum(0)
         sampling = (1 - rate) / rate * gradients.T @ gradients
         covariance = (multiplier * bound / rate) ** 2 * torch.eye(2, dtype=DOUBLE) + sampling
         total += float(apart @ torch.linalg.solve(covariance, apart))
-    degrees = 2 * steps
-    for found in (total, of_noise):
-        assert chi2.ppf(CHANCE / 4, degrees) < found < chi2.isf(CHANCE / 4, degrees)
+    assert chi2.ppf(CHANCE / 2, 2 * steps) < total < chi2.isf(CHANCE / 2, 2 * steps)
 
 
-def first_release(x, **how):
-    """At a θ that is the same whenever torch's seed is, without noise."""
-    torch.manual_seed(0)
-    pyro.clear_param_store()
+def test_each_record_moves_the_sum_by_its_clipped_gradient():
+    """Without noise. θ is drawn by the caller's generator, which draws nothing else."""
+    x = rows()
+    x[:3, 1] = torch.tensor([-1e300, 1e300, math.nan])
     start = pyro.infer.autoguide.init_to_value(values={"mean": torch.zeros(2, dtype=DOUBLE)})
-    svi = make(
-        guide=AutoNormal(how.get("model", model), init_loc_fn=start),
-        noise_multiplier=0.0,
-        max_grad_norm=1.5,
-        **{"expected_batch_size": 400, "num_data": 400} | how,
-        accountant=dpb.PrivacyAccountant(),
-    )
+    guide = AutoNormal(model, init_loc_fn=start)
+    svi = make(guide=guide, noise_multiplier=0.0, max_grad_norm=1.5)
+    state = torch.get_rng_state()
     svi.step(x)
-    return svi.released[0]
-
-
-def test_one_record_moves_the_sum_by_at_most_the_bound():
-    x = rows(399)
-    without = first_release(x)
-    for value in (-1e300, math.nan):
-        with_it = first_release(torch.cat([x, torch.full((1, 2), value, dtype=DOUBLE)]))
-        assert torch.equal(without[0], with_it[0])
-        apart = float((without[1] - with_it[1]).norm())
-        assert apart <= (1.5 * (1 + 1e-9) if math.isfinite(value) else 0.0)
+    ((theta, found),) = svi.released
+    torch.set_rng_state(state)
+    assert torch.allclose(theta, 0.1 * torch.randn(2, dtype=DOUBLE))
+    gradients = torch.cat([theta - x[:2].sign() * 1e6, theta - x[3:]])
+    gradients[:2, 0] = 0.0
+    expected = gradients * (1.5 / gradients.norm(dim=1, keepdim=True)).clamp(max=1)
+    assert torch.allclose(found, expected.sum(0), atol=1e-4)
+    assert svi.accountant.get_epsilon(1e-5) == math.inf
 
 
 def test_the_budget_cannot_be_overrun():
@@ -258,20 +244,17 @@ def test_neither_model_nor_guide_ever_run_on_the_data():
             assert not found & known
 
 
-def test_under_add_or_remove_no_error_tells_the_number_of_records():
-    def regression(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+def regression(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
+
+def test_under_add_or_remove_no_error_tells_the_number_of_records():
     texts = set()
-    for n in (0, 4, 37):
-        svi = make(
-            regression,
-            num_data=40,
-            expected_batch_size=10,
-            accountant=dpb.PrivacyAccountant(neighboring="add_or_remove_one"),
-        )
+    for n in (0, 37):
+        accountant = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
+        svi = make(regression, num_data=40, expected_batch_size=10, accountant=accountant)
         with pytest.raises(ValueError) as caught:
             svi.step(torch.randn(n, 4, dtype=DOUBLE), torch.randn(n, dtype=DOUBLE))
         texts.add(str(caught.value))
@@ -280,30 +263,23 @@ def test_under_add_or_remove_no_error_tells_the_number_of_records():
 
 
 def test_under_add_or_remove_a_stated_number_decides_whatever_the_real_one_is():
-    for count in (0, 37):
-        pyro.clear_param_store()
-        accountant = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
-        settings = {"accountant": accountant, "expected_batch_size": 10}
-        with pytest.raises(dpb.errors.ArgumentError):
-            make(**settings).step(rows(count))
-        pyro.clear_param_store()
-        make(**settings, num_data=40).run(2, rows(count))
-        ((event, charged, *_),) = accountant.history
-        assert event.sampling_probability == 0.25 and charged == 2
+    accountant = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
+    settings = {"accountant": accountant, "expected_batch_size": 10}
+    with pytest.raises(dpb.errors.ArgumentError):
+        make(**settings).step(rows(37))
+    pyro.clear_param_store()
+    make(**settings, num_data=40).run(2, rows(0))
+    ((event, charged, *_),) = accountant.history
+    assert event.sampling_probability == 0.25 and charged == 2
 
 
-def test_where_gradients_cannot_be_computed_is_decided_without_the_data(monkeypatch):
-    x = rows()
-    svi = make()
-    svi.step(x)
-
-    def fails(*_):
-        raise ArithmeticError
-
-    monkeypatch.setattr(svi._density._gradients, "_few", fails)
-    with pytest.raises(ValueError, match="cannot be evaluated"):
-        svi.step(x)
-    assert len(svi.accountant) == 1
+def test_where_gradients_cannot_be_computed_is_decided_without_the_data():
+    start = pyro.infer.autoguide.init_to_value(values={"w": torch.tensor(-30.0)})
+    guide = AutoNormal(singular_where_made_up, init_loc_fn=start)
+    svi = make(singular_where_made_up, guide, expected_batch_size=20)
+    with refused("pyro-start"):
+        svi.step(with_and_without_a_record_that_fails()[0])
+    assert not len(svi.accountant)
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -322,18 +298,6 @@ def by_hand(x):
 
 def prior():
     return pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
-
-
-def trained(x):
-    scale = pyro.param("scale", torch.tensor(1.0, dtype=DOUBLE))
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(prior(), scale).to_event(1), obs=x)
-
-
-def centred(x):
-    mean = prior()
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x - x.mean(0))
 
 
 class Module(PyroModule):
@@ -360,15 +324,12 @@ def used_guide():
 def used_optim(state=None):
     optim = adam()
     if state is None:
-        make(optim=optim).step(rows())
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.ones(2)
+        optim([parameter])
     else:
         optim.set_state(state)
     return optim
-
-
-class AsksForAClosure(torch.optim.SGD):
-    def step(self, closure):
-        raise AssertionError("it is called without a closure")
 
 
 WRONG = [  # no guide, optimizer, loss or number
@@ -391,15 +352,11 @@ WRONG = [  # no guide, optimizer, loss or number
     {"accountant": "mine"},
 ]
 AT_THE_FIRST_STEP = [
-    {"model": trained},
     {"model": Module(True)},
-    {"model": centred},
     {"guide": lambda _: AutoNormal(lambda x: pyro.sample("b", dist.Normal(0, 1)))},
     {"guide": lambda _: AutoNormal(positive)},
     {"expected_batch_size": 401},
     {"optim": lambda: pyro.optim.Adam({"learning_rate": 1})},
-    {"optim": lambda: pyro.optim.SGD({"lr": -1.0})},
-    {"optim": lambda: pyro.optim.PyroOptim(AsksForAClosure, {"lr": 0.1})},
 ]
 
 
@@ -423,30 +380,24 @@ def test_refusals():
             svi.step(rows())
             pytest.fail(f"accepted: {how}")
         assert not len(svi.accountant) and not svi.released
-    pyro.clear_param_store()
-    svi = make(noise_multiplier=0.0, accountant=dpb.PrivacyAccountant(3.0, 1e-5), num_data=400)
-    with pytest.raises(dpb.PrivacyBudgetExceeded):
-        svi.step(rows())
-    assert not svi.released
 
 
 def test_frozen_parameters_of_a_model_stay_frozen():
     frozen = Module(False)
-    for _ in range(2):  # Pyro lets its parameters be trained when the guide runs it
-        pyro.clear_param_store()
-        make(frozen).step(rows())
+    make(frozen).step(rows())
+    assert not frozen.shift.requires_grad
 
 
 def test_what_a_run_without_privacy_left_is_refused():
     x, guide = rows(), AutoNormal(model)
     svi = make(guide=guide)
     guide(x)
-    with pytest.raises(dpb.errors.ArgumentError):
+    with refused("pyro-guide"):
         svi.step(x)
     pyro.clear_param_store()
     pyro.infer.SVI(model, AutoNormal(model), adam(), Trace_ELBO()).step(x)
     svi = make(guide=AutoNormal(model))
-    with pytest.raises(dpb.errors.ArgumentError):
+    with refused("pyro-guide"):
         svi.step(x)
     assert not len(svi.accountant)
 
@@ -461,35 +412,39 @@ def test_what_is_written_between_steps_is_not_used_or_refused():
     svi.step(x)
     assert float(svi.released[-1][0].abs().max()) < 100
     for other in (x.clone(), x[:200]):
-        with pytest.raises(dpb.errors.ArgumentError):
+        with refused("data-changed"):
             svi.step(other)
     svi.step(x.view_as(x))
     x.sub_(x.mean(0))
-    with pytest.raises(dpb.errors.StateError) as caught:
+    with refused("data-changed"):
         svi.step(x)
-    assert caught.value.code == "data-changed"
     svi.guide.locs.mean = torch.nn.Parameter(x.mean(0))
-    with pytest.raises(dpb.errors.StateError) as caught:
+    with refused("pyro-guide"):
         svi.step(x)
-    assert caught.value.code == "pyro-guide"
     assert len(svi.released) == 3
 
 
-def test_that_it_was_tried_leaves_an_optimizer_as_it_was():
-    """One that decays has decayed once."""
+def decays():
     inner = {"optimizer": torch.optim.Adam, "optim_args": {"lr": torch.tensor(0.05)}}
-    for optim, rate in (
-        (pyro.optim.ExponentialLR(inner | {"gamma": 0.9}), 0.05),  # its user steps it
-        (pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.9}), 0.045),
-    ):
-        pyro.clear_param_store()
-        svi = make(optim=optim)
-        svi.step(rows())
-        states = [getattr(o, "optimizer", o).state_dict() for o in svi.optim.optim_objs.values()]
-        assert len(states) == 2  # of the locations and the scales
-        for state in states:
-            assert float(state["param_groups"][0]["lr"]) == pytest.approx(rate)
-            assert int(state["state"][0]["step"]) == 1
+    return pyro.optim.ExponentialLR(inner | {"gamma": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("optim", "rate"),
+    [
+        (lambda: pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.9}), 0.045),
+        pytest.param(decays, 0.05, marks=pytest.mark.thorough),  # its user steps it
+    ],
+)
+def test_that_it_was_tried_leaves_an_optimizer_as_it_was(optim, rate):
+    """One that decays has decayed once."""
+    svi = make(optim=optim())
+    svi.step(rows())
+    states = [getattr(o, "optimizer", o).state_dict() for o in svi.optim.optim_objs.values()]
+    assert len(states) == 2  # of the locations and the scales
+    for state in states:
+        assert float(state["param_groups"][0]["lr"]) == pytest.approx(rate)
+        assert int(state["state"][0]["step"]) == 1
 
 
 def test_an_overflowing_step_leaves_the_parameters():

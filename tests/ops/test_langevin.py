@@ -25,28 +25,28 @@ def quadratic():
     )
 
 
-def overdamped_variance(kappa, h):
-    return 1 / (kappa * (1 - h * kappa / 2))
+def moments(h, gamma, u):
+    """What a step of the linear equation multiplies (x, v) by, and the covariance of its noise, by
+    Van Loan's matrix exponential.
+    """
+    drift = np.array([[0.0, 1.0], [0.0, -gamma]])
+    noise = np.diag([0.0, 2 * gamma * u])
+    block = linalg.expm(np.block([[-drift, noise], [np.zeros((2, 2)), drift.T]]) * h)
+    flow = block[2:, 2:].T
+    return drift, flow, flow @ block[:2, 2:]
 
 
 def underdamped_variance(kappa, h, gamma, u):
-    """Of the chain with frozen gradients: the moments of one step by Van Loan's matrix
-    exponential, then a Lyapunov equation.
-    """
-    drift = np.array([[0.0, 1.0], [0.0, -gamma]])
-    noise = np.array([[0.0, 0.0], [0.0, 2 * gamma * u]])
-    block = linalg.expm(np.block([[-drift, noise], [np.zeros((2, 2)), drift.T]]) * h)
-    flow = block[2:, 2:].T
-    covariance = flow @ block[:2, 2:]
-    push = linalg.expm(
-        np.block([[drift, np.array([[0.0], [-u * kappa]])], [np.zeros((1, 3))]]) * h
-    )[:2, 2:]
+    """Of the chain with frozen gradients, by a Lyapunov equation."""
+    drift, flow, covariance = moments(h, gamma, u)
+    force = np.array([[0.0], [-u * kappa]])
+    push = linalg.expm(np.block([[drift, force], [np.zeros((1, 3))]]) * h)[:2, 2:]
     step = flow + push @ np.array([[1.0, 0.0]])
     return linalg.solve_discrete_lyapunov(step, covariance)[0, 0]
 
 
 SAMPLERS = [
-    (ops.Overdamped(60, 0.3), lambda k: overdamped_variance(k, 0.3)),
+    (ops.Overdamped(60, 0.3), lambda k: 1 / (k * (1 - 0.3 * k / 2))),
     (
         ops.Underdamped(120, 0.5, friction=2.0, inverse_mass=0.5),
         lambda k: underdamped_variance(k, 0.5, 2.0, 0.5),
@@ -75,14 +75,9 @@ def test_the_exact_step_of_underdamped_dynamics_has_the_moments_of_the_equation(
     zero = Density(
         torch.zeros(20_000, dtype=torch.float64), lambda x: 0 * x.sum(), torch.zeros_like
     )
+    gamma, u = 2.0, 0.7
     for h in (1e-3, 0.03, 1.0):
-        gamma, u = 2.0, 0.7
         x = ops.Underdamped(1, h, gamma, u).draw(zero, GaussianNoise()).numpy()
-        gone = (1 - math.exp(-gamma * h)) / gamma
-        drift = np.array([[0.0, 1.0], [0.0, -gamma]])
-        block = linalg.expm(
-            np.block([[-drift, np.diag([0.0, 2 * gamma * u])], [np.zeros((2, 2)), drift.T]]) * h
-        )
-        # with the velocity that it starts with
-        variance = (block[2:, 2:].T @ block[:2, 2:])[0, 0] + u * gone**2
+        _, flow, covariance = moments(h, gamma, u)
+        variance = covariance[0, 0] + u * flow[0, 1] ** 2  # with the velocity that it starts with
         assert abs(np.mean(x**2) / variance - 1) < 5.5 * math.sqrt(2 / len(x))

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import sys
 import threading
 import time
 from functools import partial
@@ -40,60 +39,55 @@ def held(*budget, **options):
     return PrivacyAccountant(*budget, **{"neighboring": "replace_one", **options})
 
 
+def one(model=None, certificate=None, *target, **options):
+    return ops.OnePosteriorSample(model or ops.GLM(), certificate or finite(), *target, **options)
+
+
 # --- charging -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["pld", "rdp"])
-@pytest.mark.parametrize("neighboring", RELATIONS)
-def test_the_target_is_met_with_what_the_accountant_holds(neighboring, method):
-    for before in (0, 50):
-        accountant = PrivacyAccountant(method=method, neighboring=neighboring)
-        if before:
-            accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0)), before)
-        sampler = ops.OnePosteriorSample(ops.GLM(), finite(500), 1.0, 1e-5, accountant, num_data=50)
-        draw = sampler.sample(*problem())
-        assert list(draw) == ["weights"] and draw["weights"].shape == (3,)
-        assert not draw["weights"].requires_grad and len(accountant) == before + 1
-        assert accountant.history[-1].event == sampler.event
-        assert 1.0 - 1e-4 <= accountant.get_epsilon(1e-5) <= 1.0 + 1e-9
-        assert 0 < sampler.tempering < 1
-        assert sampler.variance_inflation == 1 + 1 / sampler.tempering
-        with pytest.raises(PrivacyBudgetExceeded, match="n draws cost n releases"):
-            sampler.sample(*problem())
-
-
-def test_a_target_above_the_cost_leaves_the_likelihood_alone():
-    glm = ops.GLM(prior_std=0.5)
-    sampler = ops.OnePosteriorSample(glm, finite(10_000), 50.0, 1e-5, num_data=32561)
-    assert sampler.tempering == 1.0 and "epsilon = 4.3395" in sampler.guarantee()
-    assert sampler.event == ops.OnePosteriorSample(glm, num_data=32561).event  # the default
-
-
-class Noting(ops.FiniteRunLangevin):
-    """Notes how many draws were made, and how much was charged by then."""
-
-    def draw(self, *arguments):
-        seen.append(len(charged[0]))
-        return super().draw(*arguments)
-
-
-seen, charged = [], [None]
+@pytest.mark.parametrize(
+    ("neighboring", "method", "before"),
+    [("replace_one", "pld", 0), ("replace_one", "rdp", 50), ("add_or_remove_one", "pld", 50)],
+)
+def test_the_target_is_met_with_what_the_accountant_holds(neighboring, method, before):
+    accountant = PrivacyAccountant(method=method, neighboring=neighboring)
+    if before:
+        accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0)), before)
+    sampler = one(None, finite(500), 1.0, 1e-5, accountant, num_data=50)
+    draw = sampler.sample(*problem())
+    assert list(draw) == ["weights"] and draw["weights"].shape == (3,)
+    assert not draw["weights"].requires_grad and len(accountant) == before + 1
+    assert accountant.history[-1].event == sampler.event
+    assert 1.0 - 1e-4 <= accountant.get_epsilon(1e-5) <= 1.0 + 1e-9
+    assert 0 < sampler.tempering < 1
+    assert sampler.variance_inflation == 1 + 1 / sampler.tempering
+    with pytest.raises(PrivacyBudgetExceeded):
+        sampler.sample(*problem())
 
 
 def test_nothing_is_drawn_where_the_charge_is_refused_or_another_comes_in_between():
-    seen.clear()
-    charged[0] = held(1e-3, 1e-5)
+    seen = []
+
+    def sampler(accountant, *target, **options):
+        class Noting(ops.FiniteRunLangevin):
+            def draw(self, *arguments):
+                seen.append(len(accountant))
+                return super().draw(*arguments)
+
+        return one(None, Noting(5), *target, accountant=accountant, **options)
+
+    small = held(1e-3, 1e-5)
     with pytest.raises(PrivacyBudgetExceeded):
-        ops.OnePosteriorSample(ops.GLM(), Noting(5), accountant=charged[0]).sample(*problem())
-    assert not seen and len(charged[0]) == 0
-    charged[0] = Interrupted(neighboring="replace_one")
-    sampler = ops.OnePosteriorSample(ops.GLM(), Noting(5), 1.0, 1e-5, charged[0], num_data=60)
-    sampler.tempering  # noqa: B018  solved before the other charge
+        sampler(small).sample(*problem())
+    assert not seen and len(small) == 0
+    shared = Interrupted(neighboring="replace_one")
+    late = sampler(shared, 1.0, 1e-5, num_data=50)
+    late.tempering  # noqa: B018  solved before the other charge
     with pytest.raises(PrivacyBudgetExceeded, match="Nothing was drawn, but the charge stays"):
-        sampler.sample(*problem(60))
-    assert not seen and len(charged[0]) == 4
-    charged[0] = held()
-    ops.OnePosteriorSample(ops.GLM(), Noting(5), accountant=charged[0]).sample(*problem())
+        late.sample(*problem())
+    assert not seen and len(shared) == 4
+    sampler(held()).sample(*problem())
     assert seen == [1]
 
 
@@ -107,31 +101,31 @@ class Slow(PrivacyAccountant):
 
 def test_of_many_threads_one_gets_the_draw():
     accountant, results = Slow(neighboring="replace_one"), []
-    sampler = ops.OnePosteriorSample(ops.GLM(), finite(5), 1.0, 1e-5, accountant, num_data=60)
+    sampler = one(None, finite(5), 1.0, 1e-5, accountant, num_data=50)
     sampler.tempering  # noqa: B018
 
     def run():
         try:
-            results.append(sampler.sample(*problem(60)))
+            results.append(sampler.sample(*problem()))
         except PrivacyBudgetExceeded:
             results.append(None)
 
-    threads = [threading.Thread(target=run) for _ in range(6)]
+    threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 6 and sum(result is not None for result in results) == 1
+    assert len(results) == 4 and sum(result is not None for result in results) == 1
     assert len(accountant) == 1 and accountant.get_epsilon(1e-5) <= 1.0
 
 
 @pytest.mark.parametrize("certificate", PAIRS)
 def test_a_pair_with_delta_is_never_charged_as_less_tempered_and_used_up(certificate):
-    glm = ops.GLM(prior_std=0.2)
-    epsilon, delta = certificate.single_guarantee(glm, Setting(1.0, None, "replace_one"))
-    exact = certificate.target.event(glm, Setting(1.0, None, "replace_one"))
+    glm, setting = ops.GLM(prior_std=0.2), Setting(1.0, None, "replace_one")
+    epsilon, delta = certificate.single_guarantee(glm, setting)
+    exact = certificate.target.event(glm, setting)
     assert epsilon > optimize.brentq(lambda e: stated(exact, e) - delta, 0, 40) and delta == 1e-6
-    release = ops.OnePosteriorSample(glm, certificate)
+    release = one(glm, certificate)
     assert f"({epsilon:.5g}, 1e-06)" in release.guarantee()
     assert release.event == ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(1e-6)])
     alone = held().compose(release.event)
@@ -139,23 +133,21 @@ def test_a_pair_with_delta_is_never_charged_as_less_tempered_and_used_up(certifi
     assert alone.get_epsilon(0.9e-6) == math.inf
     for method in ("pld", "rdp"):
         accountant = held(1.0, 1e-5, method=method)
-        release = ops.OnePosteriorSample(ops.GLM(), certificate, epsilon=1.0, accountant=accountant)
+        release = one(None, certificate, 1.0, accountant=accountant)
         assert torch.isfinite(release.sample(*problem())["weights"]).all()
         assert accountant.get_epsilon() <= 1.0 and 0 < release.tempering <= 1
         if release.tempering < 1:
             assert accountant.get_epsilon() == pytest.approx(1.0, rel=1e-3)
-        # each uses up a tenth of delta, and their losses are bounded
-        assert held(1e3, 1e-5, method=method).remaining(release.event) == 10
+    # each uses up a tenth of delta, and their losses are bounded
+    assert held(1e3, 1e-5, method="rdp").remaining(release.event) == 10
     with pytest.raises(ValueError, match="cannot be met"):  # a delta below that of the certificate
-        ops.OnePosteriorSample(ops.GLM(), certificate, 1.0, 0.9e-6).tempering  # noqa: B018
+        one(None, certificate, 1.0, 0.9e-6).tempering  # noqa: B018
 
 
 def test_a_distance_that_is_too_large_for_a_full_likelihood_is_met_by_tempering():
     glm, certificate = ops.GLM(prior_std=2.0), ops.TotalVariationClose(LOG_CONCAVE, 2e-7, 1e-6)
-    release = ops.OnePosteriorSample(glm, certificate, 30.0, 1e-5)
-    assert 0 < release.tempering < 1 and math.isfinite(
-        certificate.single_guarantee(glm, release._setting())[0]
-    )
+    release = one(glm, certificate, 30.0, 1e-5)
+    assert 0 < release.tempering < 1 and math.isfinite(release.event.events[0].epsilon)
     far = ops.RenyiClose(LOG_CONCAVE, WALK, divergence=1e4, order=50.0, delta=1e-6)
     for held_to, epsilon, message in (
         (certificate, None, "too large"),
@@ -163,7 +155,7 @@ def test_a_distance_that_is_too_large_for_a_full_likelihood_is_met_by_tempering(
         (far, 1.0, "no finite epsilon|cannot be met"),
     ):
         with pytest.raises(ValueError, match=message):
-            ops.OnePosteriorSample(glm, held_to, epsilon, 1e-5).event  # noqa: B018
+            one(glm, held_to, epsilon, 1e-5).event  # noqa: B018
 
 
 # --- the tempering --------------------------------------------------------------------------------
@@ -193,27 +185,12 @@ def test_the_tempering_of_a_guarantee_is_that_of_its_closed_form(neighboring):
     """G/√λ = 2ρ/√λ or ρ/√λ, beside a Gaussian that the accountant holds."""
     accountant = PrivacyAccountant(neighboring=neighboring).compose(MuGaussianDpEvent(0.05), 4)
     glm = ops.GLM(prior_std=2.0)
-    sampler = ops.OnePosteriorSample(glm, LOG_CONCAVE, 0.8, 1e-6, accountant)
+    sampler = one(glm, LOG_CONCAVE, 0.8, 1e-6, accountant)
     mu = optimize.brentq(lambda m: stated(MuGaussianDpEvent(m), 0.8) - 1e-6, 0.01, 2)
     expected = math.sqrt(mu**2 - 0.1**2) / 2 / (2 if neighboring == "replace_one" else 1)
     assert sampler.tempering == pytest.approx(expected, rel=1e-6)
-    bounded = ops.OnePosteriorSample(glm, ops.Bounded(10.0), epsilon=1.0, delta=1e-5).event
+    bounded = one(glm, ops.Bounded(10.0), 1.0, 1e-5).event
     assert stated(bounded, 1.0) <= 1e-5 < stated(BoundedRangeDpEvent(bounded.epsilon * 1.001), 1.0)
-
-
-def test_a_draw_makes_few_calls_besides_its_sampler(monkeypatch):
-    """10,000 and more where each trial of the search built an accountant."""
-    nothing, calls, data = torch.zeros(3, dtype=torch.float64), [], problem(100)
-    monkeypatch.setattr(ops.RenyiClose, "draw", lambda *_: nothing)
-    for epsilon in (1.3, 1.0):  # the first imports and caches
-        sampler = ops.OnePosteriorSample(ops.GLM(prior_std=3.0), RENYI, epsilon, 1e-5)
-        calls.clear()
-        sys.setprofile(lambda frame, event, _: calls.append(event))
-        try:
-            sampler.sample(*data)
-        finally:
-            sys.setprofile(None)
-    assert calls.count("call") <= 3000
 
 
 # --- what leaves, and what is said ----------------------------------------------------------------
@@ -230,20 +207,17 @@ def test_nothing_but_the_draw_leaves_whatever_the_caller_has_switched_on(
     x, y = problem()
     before, draws = (x.clone(), y.clone()), []
     with caplog.at_level(logging.DEBUG):
-        for data in ((x, y), (x, y), (torch.zeros_like(x), 1 - y)):
+        for _ in range(2):
             torch.manual_seed(0)
-            state = torch.get_rng_state()
-            sampler = ops.OnePosteriorSample(ops.GLM(), certificate)
+            state, sampler = torch.get_rng_state(), one(None, certificate)
             with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-                draws.append(sampler.sample(*data)["weights"])
+                draws.append(sampler.sample(x, y)["weights"])
             assert torch.equal(torch.get_rng_state(), state)
             assert draws[-1].dtype == torch.float64 and not draws[-1].is_inference()
             assert not any(isinstance(value, torch.Tensor) for value in vars(sampler).values())
-            assert len({sampler.guarantee(), draws and sampler.guarantee()}) == 1
     assert not torch.equal(draws[0], draws[1])  # seeds do not repeat it
     assert torch.equal(x, before[0]) and torch.equal(y, before[1])
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
+    assert capsys.readouterr() == ("", "")
     assert not [record for record in caplog.records if record.name.startswith(("torch", "pyro"))]
 
 
@@ -262,29 +236,27 @@ def test_a_seed_that_another_thread_sets_does_not_reach_the_chain():
 
 def test_a_guarantee_says_what_is_assumed():
     assert "ASSUMED" not in one(num_data=100).guarantee()
-    for certificate in (ops.Bounded(5.0), LOG_CONCAVE, RENYI, VARIATION):
-        assert "ASSUMED" in one(None, certificate, num_data=100).guarantee()
+    asserted = finite(lipschitz=1.0, strength=1.0, smoothness=2.0)
+    for certificate in (ops.Bounded(5.0), LOG_CONCAVE, RENYI, VARIATION, asserted):
+        model = (lambda x: None) if certificate is asserted else None
+        assert "ASSUMED" in one(model, certificate, num_data=100).guarantee()
 
 
-def test_the_number_of_records_under_both_relations():
+def test_the_number_of_records_under_add_or_remove():
     x, y = problem()
     accountant = PrivacyAccountant()
-    bounded = ops.OnePosteriorSample(ops.GLM(), finite(), accountant=accountant, num_data=50)
-    event = bounded.event
-    for n in (0, 1, 49, 50):
-        bounded.sample(x[:n], y[:n])
+    sampler = one(accountant=accountant, num_data=50)
+    event = sampler.event
+    for n in (0, 1, 50):
+        sampler.sample(x[:n], y[:n])
     # the size that came changes nothing
-    assert bounded.event == event and {charge.event for charge in accountant.history} == {event}
+    assert sampler.event == event and {charge.event for charge in accountant.history} == {event}
     with pytest.raises(ValueError, match="upper bound") as error:
-        bounded.sample(torch.cat([x, x]), torch.cat([y, y]))
+        sampler.sample(torch.cat([x, x]), torch.cat([y, y]))
     assert "100" not in str(error.value)
 
 
 # --- refusals -------------------------------------------------------------------------------------
-
-
-def one(model=None, certificate=None, *target, **options):
-    return ops.OnePosteriorSample(model or ops.GLM(), certificate or finite(), *target, **options)
 
 
 def close(divergence=0.1, sampler=WALK, target=ops.Bounded(1.0), order=20.0, delta=1e-6):  # noqa: B008

@@ -38,30 +38,21 @@ def test_the_gradient_is_that_of_the_loss():
 
 
 @pytest.mark.parametrize("classes, size", [(2, 1e-2), (3, 1.0), (10, 1e2)])
-def test_no_record_passes_its_bounds(classes, size):
+def test_no_record_passes_its_bounds_which_two_classes_reach(classes, size):
     """Probabilities from even ones to certain ones, and features far beyond the bound."""
     model = dpb.ops.Softmax(classes, max_feature_norm=size)
-    constants = model.derived_constants(math.inf)
+    constants, slopes, curvatures = model.derived_constants(math.inf), [], []
     for spread in (0.0, 0.1, 1.0, 10.0, 1000.0):
-        x = torch.randn(20, 5, dtype=torch.float64) * 100 * size
-        y = torch.randint(0, classes, (20,))
+        x = torch.randn(4, 5, dtype=torch.float64) * 100 * size
+        y = torch.randint(0, classes, (4,))
         w = spread * torch.randn(classes * 5, dtype=torch.float64) / size
-        for k in range(5):
+        for k in range(4):
             one = model.records(x[k : k + 1], y[k : k + 1])
-            assert one.gradient_sum(w).norm() <= constants.lipschitz
-            curvatures = torch.linalg.eigvalsh(hessian(one, w))
-            assert curvatures[-1] <= constants.record_smoothness
-            assert curvatures[0] >= -1e-9 * size**2
-
-
-def test_the_bounds_are_reached():
-    """By two classes, an even one and one that is certain and wrong."""
-    model = dpb.ops.Softmax(2, max_feature_norm=3.0)
-    one = model.records(torch.tensor([[3.0, 0.0]]), torch.tensor([0]))
-    even = hessian(one, torch.zeros(4, dtype=torch.float64))
-    assert float(torch.linalg.matrix_norm(even, 2)) == pytest.approx(4.5, rel=1e-4)
-    wrong = torch.tensor([-50.0, 0.0, 50.0, 0.0], dtype=torch.float64)
-    assert float(one.gradient_sum(wrong).norm()) == pytest.approx(3 * math.sqrt(2), rel=1e-4)
+            slopes.append(float(one.gradient_sum(w).norm()) / constants.lipschitz)
+            curvatures.append(torch.linalg.eigvalsh(hessian(one, w)) / constants.record_smoothness)
+    assert max(slopes) <= 1 and torch.cat(curvatures).max() <= 1
+    assert torch.cat(curvatures).min() >= -1e-8
+    assert classes > 2 or torch.cat(curvatures).max() > 0.99
 
 
 def test_records_that_cannot_be_used_contribute_nothing():

@@ -21,6 +21,18 @@ DELTA, STATED, STEPS, BOUND = 1e-5, 2.0, 4, 1.0
 CANARIES = 10_000
 
 
+def fresh():
+    """A generator of NumPy's that the test's seed decides."""
+    return np.random.default_rng(torch.randint(2**62, ()).item())
+
+
+def charged(*events, **options):
+    accountant = dpb.PrivacyAccountant(**options)
+    for event in events:
+        accountant.compose(event)
+    return accountant
+
+
 class Rows(Dataset):
     """Each record is a row of an embedding, another one in each step; row 0 stands for nobody."""
 

@@ -79,8 +79,9 @@ class Likelihood(ABC):
     def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
         """Of the predictive distribution; of the probabilities where the target is discrete."""
         points = self.point(forms)
-        at = torch.tensor(quantiles, dtype=points.dtype, device=points.device)
-        return torch.quantile(points, at, dim=0)
+        wide = points.to(torch.promote_types(points.dtype, torch.float32))
+        at = torch.tensor(quantiles, dtype=wide.dtype, device=wide.device)
+        return torch.quantile(wide, at, dim=0).to(points.dtype)
 
     def log_likelihood(self, forms: Tensor, y: Tensor) -> Tensor:
         """log (1/S) Σ_s p(y | x, θ_s) of each record, over all of its targets together."""
