@@ -256,9 +256,15 @@ def test_opacus_accumulated_batches_are_refused():
         noise_multiplier = 1.0
         accumulated_iterations = 2
 
+    class Adaptive(Optimizer):
+        """Its noisy count of clipped records is a release that the hook does not see."""
+
+        accumulated_iterations, unclipped_num_std = 1, 2.0
+
     accountant = PrivacyAccountant()
-    with pytest.raises(RuntimeError, match="BatchMemoryManager"):
-        accountant.get_optimizer_hook_fn(0.1)(Optimizer())
+    for optimizer, why in ((Optimizer(), "BatchMemoryManager"), (Adaptive(), "adaptive clipping")):
+        with pytest.raises(RuntimeError, match=why):
+            accountant.get_optimizer_hook_fn(0.1)(optimizer)
     assert len(accountant) == 0
 
 

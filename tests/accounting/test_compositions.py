@@ -9,6 +9,7 @@ import math
 import random
 import secrets
 
+import dp_accounting
 import numpy as np
 import pytest
 from support.random_compositions import (
@@ -116,6 +117,28 @@ def test_a_zeroed_record_stays_in_its_batch(event, same):
         PrivacyAccountant(neighboring="zero_out").compose(
             events.SampledWithoutReplacementDpEvent(10, 2, GaussianDpEvent(1.0))
         )
+
+
+@pytest.mark.parametrize("release", [events.PureDpEvent(3.0), events.ZCDpEvent(0.5)])
+def test_batches_of_a_zeroed_record_amplify_sums_alone(release):
+    """Whether it is in a batch shows in the batch's size, which such releases may tell."""
+    sampled = PoissonSampledDpEvent(0.01, release)
+    method = "rdp" if isinstance(release, events.ZCDpEvent) else "pld"
+    with pytest.raises(ValueError, match="stays in its batch"):
+        PrivacyAccountant(neighboring="zero_out", method=method).compose(sampled)
+    assert PrivacyAccountant(method=method).compose(sampled).get_epsilon(1e-3) < 1
+
+
+def test_a_mixture_with_a_record_that_moves_nothing_is_what_it_was_charged_as():
+    mixture = mechanisms.MixtureOfGaussiansDpEvent(2.0, [0.0, 1.0, 2.0], [0.98, 0.01, 0.01])
+    accountant = PrivacyAccountant().compose(mixture, 5)
+    loaded = PrivacyAccountant()
+    loaded.load_state_dict(accountant.state_dict())
+    (charge,) = loaded.history
+    again = PrivacyAccountant().compose(charge.event, charge.count)
+    theirs = dp_accounting.pld.PLDAccountant().compose(again.to_dp_event())
+    for one in (accountant, loaded, again):
+        assert one.get_epsilon(1e-5) == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-3)
 
 
 @pytest.mark.parametrize(("p", "buckets"), [(0.1, 2), (0.5, 4)])

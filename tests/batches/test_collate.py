@@ -3,6 +3,7 @@ else of a record alone is refused on what it makes of synthetic ones.
 """
 
 import random
+from collections import UserDict, namedtuple
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches.collate import RecordwiseCollate
+from torch_dpbayes.batches.collate import AlikeCollate, RecordwiseCollate
 
 PICTURES = [(torch.rand(3, 4, 4), 1), (torch.rand(3, 4, 4), 0)]
 LENGTHS = [(torch.randn(n, 2), n % 2) for n in (5, 7, 6)]
@@ -138,3 +139,20 @@ def test_the_engine_asks_and_the_user_may_vouch():
     with refused("loader-collate"):
         make(changed(mixed_labels), False)
     make(changed(mixed_labels), True)
+
+
+@pytest.mark.parametrize("kind", [lambda x, y: UserDict(x=x, y=y), namedtuple("Record", "x y")])
+def test_batches_are_like_that_of_one_record(kind):
+    """No record changes the type of the others, and an empty batch is of the same kind."""
+
+    def collate(records):
+        return kind(*map(torch.stack, zip(*records, strict=True)))
+
+    records = [(torch.randn(3), torch.tensor(1)) for _ in range(4)]
+    odd = (torch.randn(3).double(), torch.tensor(1.5))
+    alike = AlikeCollate(collate, records[0])
+    for given in ([*records, odd], records, []):
+        batch = alike(given)
+        x, y = batch.values() if isinstance(batch, UserDict) else batch
+        assert type(batch) is type(collate(records))
+        assert (x.dtype, x.shape, y.dtype) == (torch.float32, (len(given), 3), torch.int64)

@@ -21,7 +21,7 @@ from support.refusals import refused
 from support.steps import one as step_on
 from support.training import values
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
@@ -197,6 +197,46 @@ def test_parts_of_draws_need_the_main_process():
         next(iter(parts))
 
 
+def test_a_step_is_on_a_batch_of_its_own_loader():
+    """Records of another loader are drawn at another rate, whatever their number is."""
+    net, optimizer, loader = private(batch_size=40)
+    *_, others = private(batch_size=40)
+    batch, other = next(iter(loader)), next(iter(others))
+    with refused("step-records"):
+        one(net, optimizer, other)
+    assert len(optimizer.accountant) == 0
+    one(net, optimizer, next(iter(loader)))
+    # while the batch waits, the collate function makes ordinary batches for others
+    for batch in loader:
+        ((x, y),) = DataLoader(loader.dataset, 40, collate_fn=loader.collate_fn)
+        assert type(x) is torch.Tensor
+        with refused("model-input"):
+            net(x)
+        one(net, optimizer, batch)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_borrowed_collate_function_takes_no_part_of_a_draw(parts):
+    """The part of the draw that comes then is none any more."""
+    net, optimizer, loader = private(rows=10, batch_size=10)
+    other = DataLoader(loader.dataset, 2, collate_fn=loader.collate_fn)
+    with parts_of(loader, optimizer) if parts else nullcontext(loader) as taken:
+        with refused("model-input"):
+            for batch in taken:
+                one(net, optimizer, next(iter(other)))
+                one(net, optimizer, batch)
+                one(net, optimizer, batch)
+    assert len(optimizer.accountant) == 0
+
+
+def test_each_pass_looks_for_records_that_repeat():
+    data = Subset(TensorDataset(torch.rand(40, 1), torch.zeros(40, 1)), list(range(20)))
+    _, _, loader = private(dataset=data)
+    data.indices = [0] * 20
+    with refused("loader-repeats"):
+        next(iter(loader))
+
+
 # -- what is charged for stays as it was -----------------------------------------------------------
 
 
@@ -204,7 +244,7 @@ def test_the_rate_cannot_be_changed_behind_the_accountant():
     _, _, loader = private()
     for target, names in (
         (loader.batch_sampler, ("sample_rate", "num_samples", "generator", "steps")),
-        (loader, ("sample_rate", "num_workers")),
+        (loader, ("sample_rate", "num_workers", "collate_fn")),
     ):
         for name in names:
             with pytest.raises(AttributeError):

@@ -203,8 +203,8 @@ def test_two_owners_make_the_chain_of_one_kernel_on_the_pooled_data(owners, kind
 
 # -- what leaves a rank ----------------------------------------------------------------------------
 
-OTHER_COLLECTIVES = """all_gather all_gather_object broadcast broadcast_object_list gather
-gather_object reduce reduce_scatter reduce_scatter_tensor scatter send isend all_to_all
+OTHER_COLLECTIVES = """all_gather_into_tensor all_gather_object broadcast broadcast_object_list
+gather gather_object reduce reduce_scatter reduce_scatter_tensor scatter send isend all_to_all
 batch_isend_irecv barrier monitored_barrier""".split()
 
 
@@ -224,7 +224,7 @@ def tap():
     where it is, and sums.
     """
     numbers, sums = [], []
-    all_reduce, gather = torch.distributed.all_reduce, torch.distributed.all_gather_into_tensor
+    all_reduce, gather = torch.distributed.all_reduce, torch.distributed.all_gather
 
     def noted_sum(message, **options):
         sums.append(message.tolist())
@@ -238,7 +238,7 @@ def tap():
         raise AssertionError("another way of communicating")
 
     torch.distributed.all_reduce = noted_sum
-    torch.distributed.all_gather_into_tensor = noted_numbers
+    torch.distributed.all_gather = noted_numbers
     for name in OTHER_COLLECTIVES:
         setattr(torch.distributed, name, forbidden)
     return numbers, sums

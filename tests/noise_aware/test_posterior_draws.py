@@ -90,6 +90,24 @@ def test_draws_are_relied_on_where_weights_have_no_heavy_tail():
         assert drawing.is_reliable(draws) == is_reliable
 
 
+def tied():
+    a = pyro.sample("a", dist.Normal(0 * ONE, ONE))
+    b = pyro.sample("b", dist.Normal(0 * ONE, ONE))
+    pyro.factor("tie", dist.Normal(a, 0.1).log_prob(b))
+
+
+def weighted():
+    pyro.sample("a", dist.Normal(0 * ONE, ONE))
+    with pyro.poutine.scale(scale=4.0):
+        pyro.sample("b", dist.Normal(0 * ONE, ONE))
+
+
+@pytest.mark.parametrize(("model", "factors"), [(tied, ("tie",)), (weighted, ())])
+def test_a_prior_whose_density_is_not_that_of_its_draws_is_sampled_by_chains(model, factors):
+    assert Latents(Prior(model, factors=factors), torch.arange(1)).is_hierarchical
+    assert not Latents(Prior(tied), torch.arange(1)).is_hierarchical
+
+
 def test_a_hierarchical_prior_is_sampled():
     """log s ~ N(0, 1), a | s ~ N(0, s²), y ~ N(a, 1/2): the posterior of log s by quadrature."""
 

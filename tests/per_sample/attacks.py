@@ -421,6 +421,10 @@ ONE_RECORD = {
     "out of support": lambda out, t: (
         -torch.distributions.Beta(out[:, 0].exp() + 1, 2.0).log_prob(t / 50).mean()
     ),
+    "probability above 1": lambda out, t: F.binary_cross_entropy(out[:, 0].sigmoid(), t / 50),
+    "no probability": lambda out, t: F.binary_cross_entropy(
+        torch.where(t > 50, torch.nan, out[:, 0].sigmoid()), (t / 50).clamp(0, 1)
+    ),
     "negative variance": lambda out, t: F.gaussian_nll_loss(
         out[:, 0], t, torch.where(t > 50, -1.0, 1.0)
     ),
@@ -428,7 +432,6 @@ ONE_RECORD = {
 ERRORS = {
     "label out of range": lambda out, t: F.cross_entropy(out, (t > 50).long() * 7),
     "index out of range": lambda out, t: out.gather(1, ((t > 50).long() * 7)[:, None]).mean(),
-    "probability above 1": lambda out, t: F.binary_cross_entropy(out[:, 0].sigmoid(), t / 50),
     "no factor": lambda out, t: torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(2)),
 }
 

@@ -162,6 +162,18 @@ def test_second_moments_and_scales(name, options):
         assert float((mine - true).norm()) <= 1e-12 * float(true.norm())
 
 
+def test_squares_of_a_huge_gradient_are_those_of_its_direction():
+    """Its squares are beyond float32, though it is finite."""
+    net, x = nn.Linear(6, 3, bias=False), torch.randn(9, 6)
+    x[0] *= 1e12
+    weights = weights_of(net, x, 1.0)
+    weights[0] *= 1e10
+    moment = torch.zeros(18)
+    source = BookkeepingGradientSource(net)
+    clipped(source, net, x, weights, 1e-3, second_moment=moment)
+    assert float(moment.sum()) == pytest.approx(len(x) * 1e-6, rel=1e-3)
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("name", [n for n, (_, shape) in zoo.LAYERS.items() if shape is not None])
 def test_a_record_that_is_not_finite_contributes_nothing(name, broken):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_dpbayes.errors import LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
-from torch_dpbayes.per_sample.derived import Derived
+from torch_dpbayes.per_sample.derived import Derived, holds_records
 from torch_dpbayes.per_sample.followed import Followed
 from torch_dpbayes.per_sample.operations import Delivery
 from torch_dpbayes.per_sample.plain_functions import FUNCTIONS
@@ -148,6 +148,25 @@ def test_every_view_of_memory_that_a_batch_was_written_into_is_marked():
     assert all(isinstance(v * 1, Derived) for v in views)
 
 
+def test_what_a_value_of_several_records_writes_is_marked():
+    """Running statistics, when the value is read after ``backward()``."""
+    net, _, _, _, a, b = batch()
+    norm = nn.BatchNorm1d(a.shape[1])
+    with torch.no_grad():
+        value = norm(a)
+    F.cross_entropy(net(a), b).backward()
+    assert value.isfinite().all() and holds_records(norm.running_mean)
+
+
+def test_a_metric_that_fails_says_why_after_backward():
+    net, _, _, _, a, b = batch()
+    out = net(a)
+    metric = F.multi_margin_loss(out.detach(), b + 100)
+    F.cross_entropy(out, b).backward()
+    with pytest.raises(RuntimeError, match="target out of range"):
+        metric.item()
+
+
 def test_tensors_of_two_loaders_do_not_meet():
     (x,), (other,) = (delivered(torch.randn(3, 6)) for _ in range(2))
     with refused("loss-mixes"):
@@ -216,6 +235,8 @@ def test_functions_in_place_of_torchs_give_its_results(how):
         *((f, given, how) for f in (F.cross_entropy, F.nll_loss) for given in of_classes),
         (F.cross_entropy, (scores, labels), {"label_smoothing": 0.1, "reduction": "none"}),
         (F.gaussian_nll_loss, (scores, means, scores.exp()), {**how, "full": True}),
+        (F.binary_cross_entropy, (weight, torch.rand(4)), how),
+        (F.binary_cross_entropy, (weight, torch.rand(4), torch.rand(4)), how),
         *((F.embedding_bag, (tokens, table), {"mode": mode}) for mode in ("sum", "mean", "max")),
         (F.rms_norm, (scores, (4,), weight), {}),
     ]

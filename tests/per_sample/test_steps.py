@@ -131,6 +131,18 @@ def test_an_ordinary_optimizer_finds_no_gradient(is_evaluating, mode):
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_a_parameter_that_is_unfrozen_later_gets_no_gradient_either():
+    source = BookkeepingGradientSource(
+        net := nn.Sequential(mlp().requires_grad_(False), nn.Linear(3, 3))
+    )
+    assert not net[0][0].weight.requires_grad
+    net.requires_grad_(True).eval()
+    with refused("step-unclipped"):
+        entropy(net, torch.randn(4, 6), torch.randint(3, (4,))).backward()
+    assert net[0][0].weight.grad is None
+    source.remove()
+
+
 def test_what_is_done_to_whole_batches_that_are_vouched_for_is_refused():
     x, y = torch.randn(4, 6), torch.randint(3, (4,))
     source = BookkeepingGradientSource(net := mlp(), assume_independent=True)

@@ -1,6 +1,7 @@
 """The zoo of models: layers that book-keeping knows, programs, and models as they are published."""
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -147,6 +148,12 @@ def a_layers_derivative(net, x):
     return net.head(torch.func.grad(lambda x: net.first(x).tanh().sum())(x))
 
 
+def old_weight_norm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 6)), head())
+
+
 def program(function, **layers):
     """With a head, and layers that are made anew each time."""
     return lambda: Of(function, **copy.deepcopy({"head": head(), **layers}))
@@ -176,6 +183,7 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
         lambda: nn.Sequential(nn.utils.prune.l1_unstructured(nn.Linear(6, 6), "weight", 9), head()),
         FLAT,
     ),
+    "weight norm by a hook": (old_weight_norm, FLAT),
     "rrelu": (of(*RRELUS), FLAT),
     "a layer's derivative": (program(a_layers_derivative, first=nn.Linear(6, 6)), FLAT),
     # what mixes records on whole batches does not here

@@ -145,6 +145,19 @@ def test_a_warning_says_so_and_no_bar_tells_the_number_of_records(monkeypatch):
 # -- the charge ------------------------------------------------------------------------------------
 
 
+def test_what_the_model_draws_does_not_follow_the_programs_seed():
+    samples, model, records = problem("categorical", n=10)
+    seen = []
+
+    def forward(net, batch):
+        seen.append(torch.initial_seed())
+        return net(batch[0])
+
+    torch.manual_seed(7)
+    calibrated(samples, model, records, forward=forward)
+    assert seen and 7 not in seen
+
+
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
 def test_the_noise_that_is_added_is_charged(relation, monkeypatch):
     """Every standard normal number is 1: a release less its sum is its noise's std."""

@@ -92,6 +92,10 @@ def test_buffers_that_changed_are_refused():
     ):
         with refused("model-buffer"):
             samples.collect(model)
+    with refused("model-buffer"):  # nor do they leave with predictions, or a checkpoint
+        first.predict(since_private.eval(), torch.randn(5, 1, 4, 4).double())
+    with refused("model-buffer"):
+        dpb.PrivacyEngine().save_checkpoint(os.devnull, module=since_private, optimizer=None)
     since_first.scale[0] = 1
     other.collect(since_first)
     since_first.register_buffer("added", torch.zeros(()))

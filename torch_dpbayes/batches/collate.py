@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from ..errors import ArgumentError
 from ..noise import seeded
-from ..per_sample.nested import map_tensors, tensors_in
+from ..per_sample.nested import leaves_in, map_tensors, tensors_in
 
 _RECORDS = 5  # synthetic ones, which are compared
 _TOLERANCE = 1e-4  # of sums in another order
@@ -112,32 +112,35 @@ class AlikeCollate:
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], record: Any) -> None:
-        self.wrapped_collator_fn = collate_fn
-        batch = collate_fn([record])
-        self._dtypes = [t.dtype for t in tensors_in(batch)]
-        others = [v for v in pytree.tree_leaves(batch) if not (isinstance(v, Tensor) and v.dim())]
-        if others or not self._dtypes:
-            fields = record.items() if isinstance(record, Mapping) else ()
-            texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
-            what = f"{', '.join(texts)} is text" if texts else f"{type(batch).__name__} of them"
-            if not texts and others:
-                what = f"there is a value of type {type(others[0]).__name__}"
-            raise ArgumentError(
-                "no empty batch can be made of these records, which Poisson sampling delivers now"
-                f" and then: {what}. Records are tensors and numbers, in tuples, lists or dicts;"
-                " leave names and paths out.",
-                code="loader-collate",
-            )
-        self._empty = map_tensors(batch, lambda t: t.new_empty(0, *t.shape[1:]))
+        self.wrapped_collator_fn, batch = collate_fn, collate_fn([record])
+        self._dtypes = list(map(attrgetter("dtype"), tensors_in(batch)))
+        for leaf in leaves_in(batch):
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                raise _no_empty_batch(record, f"there is a value of type {type(leaf).__name__}")
+        if not self._dtypes:
+            raise _no_empty_batch(record, "they hold no tensor")
+        self._empty = map_tensors(batch, itemgetter(slice(0, 0)))
 
     def __call__(self, records: list[Any]) -> Any:
         if not records:
             return map_tensors(self._empty, torch.clone)
         batch = self.wrapped_collator_fn(records)
-        if [t.dtype for t in tensors_in(batch)] == self._dtypes:
+        if list(map(attrgetter("dtype"), tensors_in(batch))) == self._dtypes:
             return batch
         dtypes = iter(self._dtypes)
         return map_tensors(batch, lambda t: t.to(next(dtypes)))
+
+
+def _no_empty_batch(record: Any, what: str) -> ArgumentError:
+    fields = record.items() if isinstance(record, Mapping) else ()
+    texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
+    what = f"{', '.join(texts)} is text" if texts else what
+    return ArgumentError(
+        "no empty batch can be made of these records, which Poisson sampling delivers now and then:"
+        f" {what}. Records are tensors and numbers, in tuples, lists or dicts; leave names and"
+        " paths out.",
+        code="loader-collate",
+    )
 
 
 def _tensors(

@@ -80,7 +80,11 @@ class GradientSource(ABC):
         if module is not None:
             if (before := GradientSource.attached_to(module)) is not None:
                 before.remove()
-            self._handles = [self._guarded(p) for p in module.parameters() if _may_be_trained(p)]
+            self._handles = [
+                self._guarded(p)
+                for p in module.parameters()
+                if (p.is_floating_point() or p.is_complex()) and not p.is_inference()
+            ]
             module.__dict__[_ATTRIBUTE] = self  # it, and a copy of it, can be made private again
 
     @staticmethod
@@ -210,11 +214,6 @@ class GradientSource(ABC):
     def _refuse_gradient(self, parameter: Tensor) -> None:
         """Autograd computed an ordinary gradient as well: nobody may step on it."""
         parameter.grad = None
-
-
-def _may_be_trained(parameter: Tensor) -> bool:
-    is_number = parameter.is_floating_point() or parameter.is_complex()
-    return is_number and not parameter.is_inference()
 
 
 def require_first_backward(is_again: bool) -> None:

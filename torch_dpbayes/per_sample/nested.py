@@ -57,13 +57,21 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return _with_children(value, [map_tensors(child, function) for child in children])
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors that :func:`map_tensors` finds."""
-    if isinstance(value, Tensor):
+def leaves_in(value: Any) -> Iterator[Any]:
+    """The tensors that :func:`map_tensors` finds, and what holds no other values."""
+    children = None if isinstance(value, Tensor) else _children(value)
+    if children is None:
         yield value
     else:
-        for child in _children(value) or ():
-            yield from tensors_in(child)
+        for child in children:
+            yield from leaves_in(child)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among them."""
+    for leaf in leaves_in(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 class Nested:

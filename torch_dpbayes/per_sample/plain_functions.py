@@ -219,9 +219,10 @@ def binary_cross_entropy(
     """As ``F.binary_cross_entropy``; NaN of what is no probability, where torch raises an error."""
     if size_average is not None or reduce is not None or input.shape != target.shape:
         return None
-    wrong = ~((input >= 0) & (input <= 1))
+    wrong = ~((input >= 0) & (input <= 1) & (target >= 0) & (target <= 1))
     how: Any = _Reduction.get_enum(reduction)
-    found = torch._C._nn.binary_cross_entropy(input.masked_fill(wrong, 0.5), target, weight, how)
+    inside = input.masked_fill(wrong, 0.5), target.masked_fill(wrong, 0.5)
+    found = torch._C._nn.binary_cross_entropy(*inside, weight, how)
     return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
 
 
