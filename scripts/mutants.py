@@ -15,18 +15,22 @@ the lines that it takes out and those that it puts in their place:
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ROOT / "tests" / "mutants"  # one of each room
 MOST_SECONDS = 600  # of a mutant's tests; one that never ends is found, too
+REWRITTEN = "ignore::pytest.PytestAssertRewriteWarning"  # of what was imported before the fork
 
 
 class Mutant(NamedTuple):
@@ -57,25 +61,55 @@ def mutants() -> list[Mutant]:
     return found
 
 
+def load_what_tests_import() -> None:
+    """Once for all mutants, whose tests run in forked processes; not this library itself."""
+    for (
+        name
+    ) in "pyro.infer opacus dp_accounting.pld scipy.stats hypothesis sklearn torch.func".split():
+        importlib.import_module(name)
+
+
 def fails(mutant: Mutant, tree: Path) -> bool:
     """Whether the mutant's tests fail in this copy of the project."""
     path = tree / "torch_dpbayes" / mutant.file
     text = path.read_text()
     path.write_text(mutant.applied_to(tree / "torch_dpbayes"))
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-n", "0", "-m", "not slow"]
-    own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        command = [*pytest, "-p", "no:cacheprovider", *mutant.tests]
-        run = subprocess.run(
-            command, cwd=tree, env=os.environ | own, capture_output=True, timeout=MOST_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return True
+        code = code_of(mutant.tests, tree)
     finally:
         path.write_text(text)
-    if run.returncode not in (0, 1):  # pytest's codes of a run that did not happen
-        raise RuntimeError(f"{mutant}: {run.stdout.decode()}{run.stderr.decode()}")
-    return run.returncode == 1
+    if code not in (0, 1, None):  # pytest's codes of a run that did not happen
+        raise RuntimeError(f"{mutant}: pytest ended with {code}")
+    return code != 0
+
+
+def code_of(tests: list[str], tree: Path) -> int | None:
+    """The exit code of pytest on these tests; None: they took too long."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        code = 70
+        try:
+            os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+            os.chdir(tree)
+            sys.path.insert(0, str(tree))
+            sys.dont_write_bytecode = True
+            out = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            options = "-x -q --tb=no -n 0 -p no:cacheprovider"
+            code = int(pytest.main([*options.split(), "-m", "not slow", "-W", REWRITTEN, *tests]))
+        finally:
+            os._exit(code)
+    until = time.monotonic() + MOST_SECONDS
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
 
 
 def main() -> int:
@@ -84,6 +118,7 @@ def main() -> int:
     texts = parser.parse_args().texts or [""]
     wanted = [m for m in mutants() if any(text in m.file for text in texts)]
     survivors = 0
+    load_what_tests_import()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "project"
         ignored = shutil.ignore_patterns(".*", "build", "__pycache__", "*.egg-info")

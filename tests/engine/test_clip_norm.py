@@ -175,7 +175,8 @@ def test_no_loader_over_private_records_is_taken_for_a_public_one(kind):
         ways = [loader, parts, DPDataLoader.from_data_loader(DataLoader(data, batch_size=8))]
     kept = [loader, optimizer] if kind is list else []
     del loader, parts, optimizer
-    ways += [DataLoader(of, batch_size=8) for of in (data, Subset(Subset(data, range(9)), [1, 2]))]
+    parts_and_more = data, Subset(Subset(data, range(9)), [1, 2]), ConcatDataset([data])
+    ways += [DataLoader(of, batch_size=8) for of in parts_and_more]
     assert bool(kept) is (kind is list)
     while ways:
         with refused("data-private"):
