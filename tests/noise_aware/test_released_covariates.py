@@ -175,6 +175,9 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     """Noise hides small directions of the features: the mean law alone tells too much of them, by a
     fifth or more of the width.
     """
+    monkeypatch.setattr(inference, "_DRAWS", 400)
+    monkeypatch.setattr(noisy_gram, "_WARM_UP", 30)
+    monkeypatch.setattr(noisy_gram, "_APART", 3)
     fits = []
 
     def noted(fit, simulators, releases):
@@ -186,7 +189,7 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     x = torch.randn(1000, 6, dtype=DOUBLE) * scales / scales.norm()
     y = x @ torch.randn(6, dtype=DOUBLE) + torch.randn(1000, dtype=DOUBLE)
     accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
-    options = {"num_data": 1000, "num_simulated": 1000, "num_releases": 2}
+    options = {"num_data": 1000, "num_simulated": 500, "num_releases": 2}
     found = posterior(linear, x, y, accountant=accountant, **options)
     alone = torch.linalg.inv(fits[0].precision).diagonal().sqrt().mean()
     assert float(found.unconstrained_stddev.mean()) > 1.1 * float(alone)
