@@ -40,18 +40,10 @@ def logistic(x, y):
         pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
-def mean_of(prior, likelihood=lambda m: dist.Normal(m, 1.0)):
-    def model(y):
-        m = pyro.sample("m", prior)
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", likelihood(m), obs=y)
-
-    return model
-
-
-def without_plate(y):
+def unsampled(y):
     m = pyro.sample("m", dist.Normal(ZERO, ONE))
-    pyro.sample("y", dist.Normal(m.expand(y.shape), 1.0).to_event(1), obs=y)
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", Unsampled(m, 1.0), obs=y)
 
 
 def factor(y):
@@ -115,9 +107,7 @@ def trainable_body():
 
 X, Y = data()
 LABELS = torch.randint(3, (N,))
-NORMAL = dist.Normal(ZERO, ONE)
 NET, SOFTMAX = nn.Linear(2, 1).double(), nn.Linear(2, 3).double()
-IMPROPER = dist.ImproperUniform(dist.constraints.real, (), ())
 
 
 def refused(kind, call, *args, **options):
@@ -134,18 +124,16 @@ def of_layer(kind, module, x, y, likelihood="bernoulli", prior_std=1.0):
 
 
 def of_large_layer(kind, module, x, y, **options):
-    options |= {"likelihood": "categorical", "prior_std": 1.0}
-    return posterior_for_module, (module, x, y), options, kind
+    call, args, fixed, _ = of_layer(kind, module, x, y, "categorical")
+    return call, args, fixed | options, kind
 
 
 REFUSED = {
-    "improper prior": refused(UnfitModel, posterior, mean_of(IMPROPER), Y),
     "improper GLM": refused(ArgumentError, posterior, dpb.ops.GLM(prior_std=math.inf), X, Y),
-    "no sample": refused(UnfitModel, posterior, mean_of(NORMAL, lambda m: Unsampled(m, 1.0)), Y),
+    "no sample": refused(UnfitModel, posterior, unsampled, Y),
     "factor": refused(UnfitModel, posterior, factor, Y),
     "derived": refused(UnfitModel, posterior, derived, Y),
     "weighted records": refused(UnfitModel, posterior, weighted, Y),
-    "no plate": refused(UnfitModel, posterior, without_plate, Y),
     "matrix of categories": refused(UnfitModel, posterior, grouped, torch.randint(3, (N, 2)), Y),
     "whole numbers": refused(UnfitModel, posterior, with_number, torch.randint(9, (N,)), Y),
     "complex": refused(UnfitModel, posterior, with_number, X[:, 0] * 1j, Y),

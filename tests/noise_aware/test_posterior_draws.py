@@ -22,8 +22,8 @@ from torch_dpbayes.noise_aware import (
     gamma_poisson,
     sufficient_statistics,
 )
-from torch_dpbayes.noise_aware.hamiltonian import mixing
 from torch_dpbayes.noise_aware import latents as latents_module
+from torch_dpbayes.noise_aware.hamiltonian import mixing
 from torch_dpbayes.noise_aware.latents import Latents, NonCentred
 from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
 
@@ -200,7 +200,7 @@ def test_chains_end_in_the_posterior(is_followed):
     assert found.method == ("weighted " if is_followed else "") + "Hamiltonian chains"
     own = found.weights @ found.theta
     white = (found.theta - mean) * math.sqrt(precision)
-    # worth about 100 draws in each of five dimensions, or more: 5 standard deviations are .22 and .32
+    # worth about 100 draws in each dimension, or more: 5 standard deviations are .22 and .32
     assert float((own - mean).mean()) * math.sqrt(precision) == pytest.approx(0.0, abs=0.22)
     assert float(white.square().mean()) == pytest.approx(1.0, abs=0.32)
 
@@ -307,17 +307,13 @@ def test_mixing_is_that_of_the_worst_number():
     states[0, :, 3] += 3  # one chain is elsewhere
     worth, r_hat = mixing(states)
     assert worth < 20 and r_hat > 1.3
-
-
-def test_states_that_alternate_are_worth_no_less_than_independent_ones():
+    # states that alternate are worth no less than independent ones
     signs = torch.tensor([1.0, -1.0]).repeat(15)
-    states = signs[:, None] + 0.1 * torch.randn(4, 30, 3)
-    assert mixing(states)[0] == 120.0
+    assert mixing(signs[:, None] + 0.1 * torch.randn(4, 30, 3))[0] == 120.0
 
 
 def test_a_chain_that_never_moves_is_worth_nothing():
-    for states in (torch.full((4, 30, 2), 0.1), torch.randn(4, 1, 2).expand(4, 30, 2)):
-        assert mixing(states) == (0.0, math.inf)
     states = torch.randn(4, 30, 2)
     states[2] = 0.1
-    assert mixing(states) == (0.0, math.inf)
+    for still in (states, torch.full((4, 30, 2), 0.1), torch.randn(4, 1, 2).expand(4, 30, 2)):
+        assert mixing(still) == (0.0, math.inf)

@@ -21,6 +21,7 @@ from torch_dpbayes.noise_aware.noisy_gram import _hyperparameters, gram_draws
 from torch_dpbayes.noise_aware.records import ModelRecords
 
 DOUBLE = torch.float64
+pytestmark = pytest.mark.usefixtures("recorded_once")
 
 
 def linear(x, y):
@@ -171,11 +172,13 @@ def test_categories_are_as_frequent_as_their_histogram_tells():
     assert 0.025 < float(others.std(0).mean()) < 0.08
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     """Noise hides small directions of the features: the mean law alone tells too much of them, by a
     fifth or more of the width.
     """
     monkeypatch.setattr(inference, "_DRAWS", 400)
+    monkeypatch.setattr(inference, "_LAWS", 32)
     monkeypatch.setattr(noisy_gram, "_WARM_UP", 30)
     monkeypatch.setattr(noisy_gram, "_APART", 3)
     fits = []

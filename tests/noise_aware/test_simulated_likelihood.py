@@ -3,6 +3,7 @@ releases is known exactly, and moments by quadrature.
 """
 
 import math
+from functools import cache
 
 import pyro
 import pyro.distributions as dist
@@ -24,6 +25,7 @@ from torch_dpbayes.noise_aware.likelihood import (
 )
 from torch_dpbayes.noise_aware.records import ModelRecords
 
+pytestmark = pytest.mark.usefixtures("recorded_once")
 PRIOR_STD, NOISE_STD, N = 2.0, 1.5, 4000
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -49,16 +51,23 @@ def release_at(place, bound, value=0.0, noise=1.0):
     return Release(theta, whitening, torch.tensor([value]).double(), noise)
 
 
+@cache
 def gaussian_records():
     return records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+
+
+@cache
+def gaussian_latents():
+    return Latents(gaussian_records().density.prior, gaussian_records().read)
 
 
 def likelihood_of(releases, count=20_000, few=4000, most_batches=1, n=N):
     """With the fit that it is made of."""
     records = gaussian_records()
     simulator = simulator_of(records, count, n=n)
-    latents = Latents(records.density.prior, records.read)
-    fit = find_mode(simulator, releases, latents, torch.zeros(1, dtype=torch.float64), 20)
+    fit = find_mode(
+        simulator, releases, gaussian_latents(), torch.zeros(1, dtype=torch.float64), 20
+    )
     laws = law_differences(fit, [simulator], releases)
     made = SyntheticLikelihood(simulator, releases, fit, laws, few=few, most_batches=most_batches)
     return made, fit
