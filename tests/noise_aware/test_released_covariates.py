@@ -198,20 +198,6 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     assert float(found.unconstrained_stddev.mean()) > 1.1 * float(alone)
 
 
-@pytest.mark.usefixtures("few_draws")
-def test_a_public_sample_stands_for_covariates_of_any_kind():
-    def model(x, g, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=x.dtype), 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w * x * g.sum(1), 1.0), obs=y)
-
-    x, y = torch.randn(2, 100, dtype=DOUBLE)
-    g = torch.randint(3, (100, 2))
-    options = {"num_simulated": 500, "num_releases": 2, "epsilon": 1.0, "delta": 1e-5}
-    found = posterior(model, x, g, y, covariates=(x[:20], g[:20]), **options)
-    assert found.transcript.moments is None and not found.transcript.histograms
-
-
 # -- sensitivities ---------------------------------------------------------------------------------
 
 
