@@ -28,7 +28,7 @@ from torch_dpbayes.noise_aware import (
 )
 from torch_dpbayes.noise_aware.covariates import feature_shape
 from torch_dpbayes.noise_aware.records import ModelRecords
-from torch_dpbayes.noise_aware.run import Mechanism
+from torch_dpbayes.noise_aware.run import Mechanism, run
 
 DOUBLE = torch.float64
 pytestmark = [
@@ -50,6 +50,29 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(GaussianNoise, "standard_normal", ones)
     return sizes
+
+
+class Released(Exception):
+    """All releases were made."""
+
+
+@pytest.fixture
+def transcript_of(monkeypatch):
+    """What a door releases; of most the posterior is not computed."""
+    found = []
+
+    def noted(*args):
+        found.append(run(*args)[0])
+        raise Released
+
+    def call(door, *args, **options):
+        try:
+            return door(*args, **options).transcript
+        except Released:
+            return found.pop()
+
+    monkeypatch.setattr(inference, "run", noted)
+    return call
 
 
 def accountant(relation):
@@ -106,11 +129,12 @@ def model(x, g, h, y):
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_a_run_charges_the_noise_of_all_of_its_releases(relation, drawn):
+def test_a_run_charges_the_noise_of_all_of_its_releases(relation, drawn, transcript_of):
     x, g, h = torch.randn(N, 2, dtype=DOUBLE), torch.randint(3, (N,)), torch.randint(2, (N,))
     y = torch.randint(2, (N,)).double()
     spent = accountant(relation)
-    found = posterior(model, x, g, h, y, accountant=spent, num_data=N, num_simulated=500).transcript
+    options = {"accountant": spent, "num_data": N, "num_simulated": 500}
+    found = transcript_of(posterior, model, x, g, h, y, **options)
     check_moments(found.moments, x)
     for number, values in ((1, g), (2, h)):
         counts, std = found.histograms[number]
@@ -149,7 +173,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_doors_charge_the_noise_of_their_releases(name, drawn, monkeypatch):
+def test_doors_charge_the_noise_of_their_releases(name, drawn, transcript_of, monkeypatch):
     door, model, options, bound = DOORS[name]
     is_large, relation = name == "large module", "replace_one"
     if is_large:
@@ -159,7 +183,7 @@ def test_doors_charge_the_noise_of_their_releases(name, drawn, monkeypatch):
     x, y = torch.randn(N, 3, dtype=DOUBLE) / 2, torch.randint(3, (N,))
     y = y.double() if name == "linear regression" else y
     spent = accountant(relation)
-    found = door(model, x, y, accountant=spent, **options).transcript
+    found = transcript_of(door, model, x, y, accountant=spent, **options)
     short = x / (x.norm(dim=1, keepdim=True) / bound).clamp_min(1.0)
     check_moments(found.moments, short / bound)
     assert len(found.scores) == options.get("num_releases", 7)

@@ -141,6 +141,7 @@ def test_warnings_come_with_small_p_values_alone():
         note_releases([math.nan])
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_a_prior_far_off_is_reported():
     def model(x):
         m = pyro.sample("m", dist.Normal(torch.zeros((), dtype=torch.float64), 0.1))
@@ -149,5 +150,5 @@ def test_a_prior_far_off_is_reported():
 
     x = 1.5 + torch.randn(2000, dtype=torch.float64)
     with pytest.warns(UserWarning, match="contradict the prior") as told:
-        found = posterior(model, x, epsilon=1.0, delta=1e-5, num_simulated=2000, num_releases=4)
+        found = posterior(model, x, epsilon=1.0, delta=1e-5, num_simulated=1000, num_releases=4)
     assert "NOT LIKELY" in found.guarantee() and told[0].filename == __file__

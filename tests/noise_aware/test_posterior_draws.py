@@ -22,11 +22,20 @@ from torch_dpbayes.noise_aware import (
     gamma_poisson,
     sufficient_statistics,
 )
+from torch_dpbayes.noise_aware import latents as latents_module
 from torch_dpbayes.noise_aware.hamiltonian import mixing
 from torch_dpbayes.noise_aware.latents import Latents, NonCentred
 from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
 
 ONE = torch.ones((), dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Chains are run until they are worth enough, whatever their number of draws is."""
+    monkeypatch.setattr(latents_module, "_DRAWS", 200)
+    monkeypatch.setattr(drawing, "_WARM_UP", 20)
+    monkeypatch.setattr(drawing, "_KEPT", 16)
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
@@ -52,8 +61,10 @@ class OneObservation:
     def __init__(self, latents, y, std):
         self.centre, self.y, self.std = latents.median, y, std
         slope, precision = latents.slope_and_precision(self.centre)
-        self.precisions = (precision + torch.eye(len(latents.read)) / std**2)[None]
-        self.modes = self.centre[latents.read][None]
+        precision = precision + torch.eye(len(latents.read)) / std**2
+        middle = self.centre[latents.read]
+        step = torch.linalg.solve(precision, slope + (y - middle) / std**2)
+        self.precisions, self.modes = precision[None], (middle + step)[None]
         self._read = latents.read
 
     def gaussian(self, theta):
@@ -71,6 +82,7 @@ def test_what_no_record_reads_has_its_prior():
     latents = Latents(Prior(model), torch.arange(1))
     likelihood = OneObservation(latents, torch.ones(1, dtype=torch.float64), 0.5)
     found = drawing.draw_posterior(latents, likelihood, 300)
+    assert found.method == "importance sampling"
     b = found.theta[:, 1]
     assert float(found.weights @ b) == pytest.approx(5.0, abs=0.7)
     assert float(b.std()) == pytest.approx(2.0, rel=0.25)
@@ -154,7 +166,7 @@ def test_non_centred_coordinates_have_the_law_of_the_prior():
     assert [name for name in own.transforms if "decentered" in name] == [
         *("effect_decentered", "heavy_decentered", "mean_decentered", "rate_base_decentered"),
     ]
-    theta, _ = frame(own.samples(250))
+    theta, _ = frame(own.samples(200))
     for k, moved in enumerate(latents.draws.T):
         assert stats.ks_2samp(moved, theta[:, k]).pvalue > 1e-3 / 6
     xi = torch.zeros(2, own.dimension, dtype=torch.float64)
@@ -183,33 +195,32 @@ def test_the_weight_of_a_latent_is_not_that_of_its_other_coordinates():
 
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_chains_end_in_the_posterior(is_followed):
-    """In 40 dimensions from two Gaussians that are 1.3 times too wide and half a deviation off; the
-    gradients that trajectories follow are right, or of a likelihood that is off likewise.
+    """In five dimensions from two Gaussians that are 1.6 times too wide and two deviations off; the
+    gradients that trajectories follow are right, or of a likelihood that is off.
     """
 
     def model():
-        pyro.sample("w", dist.Normal(torch.zeros(40, dtype=torch.float64), ONE).to_event(1))
+        pyro.sample("w", dist.Normal(torch.zeros(5, dtype=torch.float64), ONE).to_event(1))
 
-    latents = Latents(Prior(model), torch.arange(40))
-    y, std = torch.linspace(-1, 1, 40, dtype=torch.float64), 0.5
+    latents = Latents(Prior(model), torch.arange(5))
+    y, std = torch.linspace(-1, 1, 5, dtype=torch.float64), 0.5
     likelihood = OneObservation(latents, y, std)
     precision = 1 + std**-2
     mean = y / std**2 / precision
-    apart = 0.5 / math.sqrt(precision)
-    likelihood.modes = torch.stack([mean + apart, mean - apart])
-    eye = torch.eye(40, dtype=torch.float64)
-    likelihood.precisions = (precision / 1.3**2 * eye).expand(2, 40, 40)
+    apart = 1 / math.sqrt(precision)
+    likelihood.modes = torch.stack([mean + 2 * apart, mean - 2 * apart])
+    eye = torch.eye(5, dtype=torch.float64)
+    likelihood.precisions = (precision / 1.6**2 * eye).expand(2, 5, 5)
     if not is_followed:
-        moved = lambda theta: OneObservation.gaussian(likelihood, theta - 1.5 * apart) / 1.3**2  # noqa: E731
+        moved = lambda theta: OneObservation.gaussian(likelihood, theta - 1.7 * apart) / 1.2**2  # noqa: E731
         likelihood.gaussian = moved
     found = drawing.draw_posterior(latents, likelihood, 2000)
     assert found.method == ("weighted " if is_followed else "") + "Hamiltonian chains"
-    assert drawing.is_reliable(found)
     own = found.weights @ found.theta
     white = (found.theta - mean) * math.sqrt(precision)
-    # worth 100 draws at least in each of 40 dimensions: 5 standard deviations are .08 and .11
-    assert float((own - mean).mean()) * math.sqrt(precision) == pytest.approx(0.0, abs=0.08)
-    assert float(white.square().mean()) == pytest.approx(1.0, abs=0.11)
+    # worth about 100 draws in each dimension, or more: 5 standard deviations are .22 and .32
+    assert float((own - mean).mean()) * math.sqrt(precision) == pytest.approx(0.0, abs=0.22)
+    assert float(white.square().mean()) == pytest.approx(1.0, abs=0.32)
 
 
 def test_bernoulli_posterior_is_that_of_all_counts():
@@ -314,17 +325,13 @@ def test_mixing_is_that_of_the_worst_number():
     states[0, :, 3] += 3  # one chain is elsewhere
     worth, r_hat = mixing(states)
     assert worth < 20 and r_hat > 1.3
-
-
-def test_states_that_alternate_are_worth_no_less_than_independent_ones():
+    # states that alternate are worth no less than independent ones
     signs = torch.tensor([1.0, -1.0]).repeat(15)
-    states = signs[:, None] + 0.1 * torch.randn(4, 30, 3)
-    assert mixing(states)[0] == 120.0
+    assert mixing(signs[:, None] + 0.1 * torch.randn(4, 30, 3))[0] == 120.0
 
 
 def test_a_chain_that_never_moves_is_worth_nothing():
-    for states in (torch.full((4, 30, 2), 0.1), torch.randn(4, 1, 2).expand(4, 30, 2)):
-        assert mixing(states) == (0.0, math.inf)
     states = torch.randn(4, 30, 2)
     states[2] = 0.1
-    assert mixing(states) == (0.0, math.inf)
+    for still in (states, torch.full((4, 30, 2), 0.1), torch.randn(4, 1, 2).expand(4, 30, 2)):
+        assert mixing(still) == (0.0, math.inf)

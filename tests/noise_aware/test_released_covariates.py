@@ -21,6 +21,7 @@ from torch_dpbayes.noise_aware.noisy_gram import _hyperparameters, gram_draws
 from torch_dpbayes.noise_aware.records import ModelRecords
 
 DOUBLE = torch.float64
+pytestmark = pytest.mark.usefixtures("recorded_once")
 
 
 def linear(x, y):
@@ -171,10 +172,15 @@ def test_categories_are_as_frequent_as_their_histogram_tells():
     assert 0.025 < float(others.std(0).mean()) < 0.08
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     """Noise hides small directions of the features: the mean law alone tells too much of them, by a
     fifth or more of the width.
     """
+    monkeypatch.setattr(inference, "_DRAWS", 400)
+    monkeypatch.setattr(inference, "_LAWS", 32)
+    monkeypatch.setattr(noisy_gram, "_WARM_UP", 30)
+    monkeypatch.setattr(noisy_gram, "_APART", 3)
     fits = []
 
     def noted(fit, simulators, releases):
@@ -186,24 +192,10 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     x = torch.randn(1000, 6, dtype=DOUBLE) * scales / scales.norm()
     y = x @ torch.randn(6, dtype=DOUBLE) + torch.randn(1000, dtype=DOUBLE)
     accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
-    options = {"num_data": 1000, "num_simulated": 1000, "num_releases": 2}
+    options = {"num_data": 1000, "num_simulated": 500, "num_releases": 2}
     found = posterior(linear, x, y, accountant=accountant, **options)
     alone = torch.linalg.inv(fits[0].precision).diagonal().sqrt().mean()
     assert float(found.unconstrained_stddev.mean()) > 1.1 * float(alone)
-
-
-@pytest.mark.usefixtures("few_draws")
-def test_a_public_sample_stands_for_covariates_of_any_kind():
-    def model(x, g, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=x.dtype), 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w * x * g.sum(1), 1.0), obs=y)
-
-    x, y = torch.randn(2, 100, dtype=DOUBLE)
-    g = torch.randint(3, (100, 2))
-    options = {"num_simulated": 500, "num_releases": 2, "epsilon": 1.0, "delta": 1e-5}
-    found = posterior(model, x, g, y, covariates=(x[:20], g[:20]), **options)
-    assert found.transcript.moments is None and not found.transcript.histograms
 
 
 # -- sensitivities ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ releases is known exactly, and moments by quadrature.
 """
 
 import math
+from functools import cache
 
 import pyro
 import pyro.distributions as dist
@@ -10,7 +11,6 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import posterior
 from torch_dpbayes.noise_aware.covariates import PublicRows, Released
 from torch_dpbayes.noise_aware.latents import Latents
@@ -25,6 +25,7 @@ from torch_dpbayes.noise_aware.likelihood import (
 )
 from torch_dpbayes.noise_aware.records import ModelRecords
 
+pytestmark = pytest.mark.usefixtures("recorded_once")
 PRIOR_STD, NOISE_STD, N = 2.0, 1.5, 4000
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -50,16 +51,23 @@ def release_at(place, bound, value=0.0, noise=1.0):
     return Release(theta, whitening, torch.tensor([value]).double(), noise)
 
 
+@cache
 def gaussian_records():
     return records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+
+
+@cache
+def gaussian_latents():
+    return Latents(gaussian_records().density.prior, gaussian_records().read)
 
 
 def likelihood_of(releases, count=20_000, few=4000, most_batches=1, n=N):
     """With the fit that it is made of."""
     records = gaussian_records()
     simulator = simulator_of(records, count, n=n)
-    latents = Latents(records.density.prior, records.read)
-    fit = find_mode(simulator, releases, latents, torch.zeros(1, dtype=torch.float64), 20)
+    fit = find_mode(
+        simulator, releases, gaussian_latents(), torch.zeros(1, dtype=torch.float64), 20
+    )
     laws = law_differences(fit, [simulator], releases)
     made = SyntheticLikelihood(simulator, releases, fit, laws, few=few, most_batches=most_batches)
     return made, fit
@@ -81,16 +89,14 @@ def exact_posterior(releases, bound):
     return float(precision * mean / total), float(total**-0.5)
 
 
-@pytest.mark.parametrize("epsilon", [0.05, 0.3, 20.0])  # V, both, and S decide the width
-def test_posterior_of_a_gaussian_mean_is_exact(epsilon):
+def test_posterior_of_a_gaussian_mean_is_exact():
+    """At a budget where the noise and the records count alike."""
     x = 0.7 + NOISE_STD * torch.randn(N, dtype=torch.float64)
-    bound = 40.0  # standard deviations of a score: nothing is clipped
-    accountant = dpb.PrivacyAccountant(epsilon=epsilon, delta=1e-5)
+    bound = 40.0 / NOISE_STD  # 40 standard deviations of a score: nothing is clipped
     found = posterior(
-        gaussian_mean, x, accountant=accountant, num_data=N, max_grad_norm=bound / NOISE_STD
+        gaussian_mean, x, epsilon=0.3, delta=1e-5, max_grad_norm=bound, num_simulated=8000
     )
-    releases = found.transcript.scores
-    mean, std = exact_posterior(releases, bound / NOISE_STD)
+    mean, std = exact_posterior(found.transcript.scores, bound)
     # 2000 draws and the simulation's own error: 5 standard deviations of either
     assert abs(float(found.mean["mean"]) - mean) < 0.25 * std
     assert float(found.stddev["mean"]) == pytest.approx(std, rel=0.1)

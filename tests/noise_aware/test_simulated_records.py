@@ -13,6 +13,7 @@ from torch_dpbayes.noise_aware.models import LastLayer, model_of
 from torch_dpbayes.noise_aware.records import ModelRecords, clipped, scores
 from torch_dpbayes.noise_aware.run import Mechanism
 
+pytestmark = pytest.mark.usefixtures("recorded_once")
 ONE = torch.ones((), dtype=torch.float64)
 
 

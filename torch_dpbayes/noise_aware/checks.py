@@ -159,11 +159,10 @@ def note_prior_width(draws: Draws, latents: Latents) -> list[str]:
     read, count = latents.read, len(draws.theta)
     chosen = torch.multinomial(draws.weights, count, replacement=True)
     spread = half_distance(draws.theta[chosen][:, read])
-    of_prior = half_distance(latents.sample(count)[:, read])
     # of their ratio if nothing is told: of draws, of choosing among them, of the prior's
-    error = _QUANTILE_ERROR * math.sqrt(1 / max(draws.effective, 1.0) + 2 / count)
-    least = 1 - float(norm.isf(FALSE_ALARMS / len(read))) * error
-    as_wide = int((spread > least * of_prior).sum())
+    variance = 1 / max(draws.effective, 1.0) + 1 / count + 1 / len(latents.draws)
+    least = 1 - float(norm.isf(FALSE_ALARMS / len(read))) * _QUANTILE_ERROR * math.sqrt(variance)
+    as_wide = int((spread > least * latents.stddev[read]).sum())
     if not as_wide:
         return []
     if as_wide == len(read):

@@ -303,7 +303,7 @@ class Setup:
             data_plate=data_plate,
             count_is_public=self.accountant.neighboring == "replace_one",
             public=public,
-            chunk=_FEW,
+            chunk=min(_FEW, self.count),
         )
         self.latents = Latents(self.records.density.prior, self.records.read)
         found = self.records.density.num_records
