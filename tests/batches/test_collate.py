@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches.collate import AlikeCollate, RecordwiseCollate
+from torch_dpbayes.batches.collate import CollateWithEmpty, RecordwiseCollate
 
 PICTURES = [(torch.rand(3, 4, 4), 1), (torch.rand(3, 4, 4), 0)]
 LENGTHS = [(torch.randn(n, 2), n % 2) for n in (5, 7, 6)]
@@ -142,17 +142,21 @@ def test_the_engine_asks_and_the_user_may_vouch():
 
 
 @pytest.mark.parametrize("kind", [lambda x, y: UserDict(x=x, y=y), namedtuple("Record", "x y")])
-def test_batches_are_like_that_of_one_record(kind):
-    """No record changes the type of the others, and an empty batch is of the same kind."""
-
+def test_a_batch_without_records_is_like_that_of_one(kind):
     def collate(records):
         return kind(*map(torch.stack, zip(*records, strict=True)))
 
     records = [(torch.randn(3), torch.tensor(1)) for _ in range(4)]
-    odd = (torch.randn(3).double(), torch.tensor(1.5))
-    alike = AlikeCollate(collate, records[0])
-    for given in ([*records, odd], records, []):
+    alike = CollateWithEmpty(collate, records[0])
+    for given in (records, []):
         batch = alike(given)
         x, y = batch.values() if isinstance(batch, UserDict) else batch
         assert type(batch) is type(collate(records))
         assert (x.dtype, x.shape, y.dtype) == (torch.float32, (len(given), 3), torch.int64)
+
+
+def test_no_record_decides_what_becomes_of_the_values_of_others():
+    """Numbers of Python, the first one an int."""
+    collate = CollateWithEmpty(default_collate, (torch.zeros(1), 0))
+    _, y = collate([(torch.zeros(1), number) for number in (0.9, 0, 0.9)])
+    assert y.tolist() == [0.9, 0.0, 0.9]

@@ -15,7 +15,7 @@ from support.refusals import refused
 from support.training import deliver, values
 from test_samplers_of_draws import draws_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
@@ -274,6 +274,16 @@ def test_parts_and_workers():
 
 
 # -- users -----------------------------------------------------------------------------------------
+
+
+def test_records_of_users_may_repeat():
+    data = TensorDataset(torch.rand(6, 1), torch.zeros(6, 1))
+    data = ConcatDataset([data, Subset(data, [0, 0, 3])])
+    loader = DataLoader(data, batch_size=3)
+    net, optimizer, loader = private(data_loader=loader, user_ids=[0, 1, 2, 3, 4, 5, 0, 0, 3])
+    for batch in loader:
+        one(net, optimizer, batch)
+    assert len(optimizer.accountant) == len(loader)
 
 
 @pytest.mark.parametrize("most", [1, 3])

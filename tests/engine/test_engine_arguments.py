@@ -263,6 +263,24 @@ class Net(nn.Module):
         return getattr(self, self.name)(x)
 
 
+def test_a_resumed_run_predicts_and_saves_before_its_first_batch(tmp_path):
+    """With the frozen numbers that the file has."""
+    path, nets = tmp_path / "run.pt", [nn.Linear(4, 3) for _ in range(2)]
+    for net in nets:
+        net.bias.requires_grad_(False).normal_()
+    samples = dpb.PosteriorSamples(burn_in=0)
+    engine, net, optimizer, private = made(nets[0])
+    steps.train(net, optimizer, private, 2)
+    samples.collect(net)
+    engine.save_checkpoint(path, module=net, optimizer=optimizer)
+    engine, net, optimizer, private = made(nets[1])
+    engine.load_checkpoint(path, module=net, optimizer=optimizer)
+    engine.save_checkpoint(path, module=net, optimizer=optimizer)
+    samples.predict(net, torch.randn(3, 4))
+    steps.train(net, optimizer, private, 2)
+    samples.collect(net)
+
+
 @pytest.mark.parametrize(
     ("saved", "other"),
     [

@@ -137,6 +137,7 @@ def test_a_parameter_that_is_unfrozen_later_gets_no_gradient_either():
     )
     assert not net[0][0].weight.requires_grad
     net.requires_grad_(True).eval()
+    net[1].requires_grad_(False)
     with refused("step-unclipped"):
         entropy(net, torch.randn(4, 6), torch.randint(3, (4,))).backward()
     assert net[0][0].weight.grad is None

@@ -103,32 +103,25 @@ class RecordwiseCollate:
         return "" if is_repeatable else _RANDOM
 
 
-class AlikeCollate:
-    """Makes batches like that of one record, also without records: one record of another dtype
-    would change that of a whole column.
+class CollateWithEmpty:
+    """Makes a batch without records, too, like that of one record.
 
     Raises:
-        ArgumentError: no batch without records can be made.
+        ArgumentError: it cannot be made.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], record: Any) -> None:
         self.wrapped_collator_fn, batch = collate_fn, collate_fn([record])
-        self._dtypes = list(map(attrgetter("dtype"), tensors_in(batch)))
-        for leaf in leaves_in(batch):
+        leaves = list(leaves_in(batch))
+        for leaf in leaves or [None]:
             if not isinstance(leaf, Tensor) or not leaf.dim():
                 raise _no_empty_batch(record, f"there is a value of type {type(leaf).__name__}")
-        if not self._dtypes:
-            raise _no_empty_batch(record, "they hold no tensor")
         self._empty = map_tensors(batch, itemgetter(slice(0, 0)))
 
     def __call__(self, records: list[Any]) -> Any:
-        if not records:
-            return map_tensors(self._empty, torch.clone)
-        batch = self.wrapped_collator_fn(records)
-        if list(map(attrgetter("dtype"), tensors_in(batch))) == self._dtypes:
-            return batch
-        dtypes = iter(self._dtypes)
-        return map_tensors(batch, lambda t: t.to(next(dtypes)))
+        return (
+            self.wrapped_collator_fn(records) if records else map_tensors(self._empty, torch.clone)
+        )
 
 
 def _no_empty_batch(record: Any, what: str) -> ArgumentError:

@@ -97,6 +97,16 @@ def require_no_repeats(dataset: Any) -> None:
             )
 
 
+def arrangement(dataset: Any) -> list[int]:
+    """What changes where a ``Subset`` or ``ConcatDataset`` is given other records."""
+    if type(dataset) is Subset:
+        own = [id(dataset.indices), len(dataset.indices)]
+        return [*own, *arrangement(dataset.dataset)]
+    if type(dataset) is ConcatDataset:
+        return [number for part in dataset.datasets for number in arrangement(part)]
+    return [id(dataset), len(dataset)]
+
+
 def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[int, _Positions]]:
     """Identities of the data sets that hold these records (None: all), and their places there."""
     if type(dataset) is ConcatDataset:
@@ -133,7 +143,8 @@ def reads_private_data(loader: Any) -> bool:
         return True
     if any(loader is private.dataset for private in _private_loaders):
         return True
-    below = [getattr(loader, "dataset", None), *getattr(loader, "datasets", ())]
+    parts = loader.datasets if type(loader) is ConcatDataset else ()
+    below = [getattr(loader, "dataset", None), *parts]
     return any(reads_private_data(part) for part in below if part is not None)
 
 

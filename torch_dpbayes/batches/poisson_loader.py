@@ -12,8 +12,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed import Ranks
 from ..errors import ArgumentError, StateError
-from .collate import AlikeCollate, RecordwiseCollate, users_collate
-from .datasets import BatchedDataset, register_private, require_no_repeats, unchanged
+from .collate import CollateWithEmpty, RecordwiseCollate, users_collate
+from .datasets import (
+    BatchedDataset,
+    arrangement,
+    register_private,
+    require_no_repeats,
+    unchanged,
+)
 from .sampler import PoissonSampler
 
 _ROWS = 256  # of a batch of all records
@@ -24,17 +30,17 @@ _TAKEN_OVER = (
 
 
 class _DeliveringCollate:
-    """A collate function of the main process that delivers a batch, a draw or a part of one. What
-    another loader collates by it is an ordinary batch.
+    """A collate function of the main process, which delivers the parts of a draw that Opacus'
+    BatchMemoryManager takes. All else is delivered by the loader, or is an ordinary batch.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], sampler: PoissonSampler) -> None:
         self.wrapped_collator_fn, self._sampler = collate_fn, sampler
 
     def __call__(self, records: list[Any]) -> Any:
+        is_part = self._sampler.takes_part(len(records))
         batch, deliver = self.wrapped_collator_fn(records), self._sampler.delivery
-        is_own = self._sampler.collated(len(records))
-        return batch if deliver is None or not is_own else deliver(batch, len(records))
+        return deliver(batch, len(records)) if is_part and deliver is not None else batch
 
 
 class PoissonLoader(DPDataLoader):
@@ -78,7 +84,7 @@ class PoissonLoader(DPDataLoader):
                 before.require_own_process()
                 generator = before.generator
         self.recordwise = RecordwiseCollate(users_collate(data_loader))
-        collate_fn: Any = AlikeCollate(self.recordwise, dataset[0])
+        collate_fn: Any = CollateWithEmpty(self.recordwise, dataset[0])
         sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
         settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _TAKEN_OVER}
         settings["batch_sampler"] = sampler
@@ -97,12 +103,16 @@ class PoissonLoader(DPDataLoader):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         dataset: Any = self.dataset
+        sampler = self.sampler_of_draws
+        known: list[Any] = []
 
         def count() -> int:
-            require_no_repeats(dataset)
+            if sampler.drawn[1] == "records" and known != (now := arrangement(dataset)):
+                require_no_repeats(dataset)
+                known[:] = now
             return len(dataset)
 
-        self.sampler_of_draws.count_records = count
+        sampler.count_records = count
         register_private(self)
 
     def __repr__(self) -> str:
@@ -163,8 +173,6 @@ class PoissonLoader(DPDataLoader):
             this = this or sampler.passes
             sampler.require_latest(this)
             sampler.delivered()
-            if self._batched is not None:
-                sampler.collated(sampler.part_size)
-            if sampler.delivery is not None and (self._batched or self.num_workers > 0):
+            if sampler.delivery is not None:
                 batch = sampler.delivery(batch, sampler.part_size)
             yield batch

@@ -152,7 +152,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._is_ready = False  # a batch was delivered and not yet stepped on
         self._is_last = True  # it completes its draw
         self._is_missed = False  # a batch of this pass was delivered and never stepped on
-        self._uncollated: int | None = None  # records of a draw whose batch is to be made
+        self._is_part_due = False  # Opacus announced a part of a draw that is not collated yet
         self.draw += 1
 
     def _enter_process(self) -> None:
@@ -192,9 +192,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             if self._handed == len(self._draws):
                 self._draws.append(self._next_draw())
             self._handed += 1
-            positions = self._draws[self._handed - 1].records.tolist()
-            self._uncollated = len(positions)
-            yield positions
+            yield self._draws[self._handed - 1].records.tolist()
 
     def _left_in_pass(self) -> int:
         """How many draws a pass that begins now hands out."""
@@ -244,15 +242,14 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     # -- one step on each draw ---------------------------------------------------------------------
 
-    def collated(self, records: int) -> bool:
-        """Whether so many records are a batch of the draw that was handed out last, or a part of
-        it. They are none of it where another loader borrowed the collate function.
+    def takes_part(self, records: int) -> bool:
+        """Whether so many records are the part of a draw that was announced last. They are none
+        where another loader borrows the collate function.
         """
-        left = self._uncollated
-        if left is None or records > left:
-            return False
-        self.part_size, self._uncollated = records, left - records or None
-        return True
+        is_due, self._is_part_due = self._is_part_due, False
+        if is_due:
+            self.part_size = records
+        return is_due
 
     def delivered(self, *, is_part: bool = False, is_last: bool = True) -> None:
         """The loader hands out the next draw, or Opacus' BatchMemoryManager a part of it."""
@@ -287,7 +284,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             self.checksum = draw.checksum
             self._delivered += 1
             self.draw += 1
-        self._is_ready, self._is_last = True, is_last
+        self._is_ready, self._is_last, self._is_part_due = True, is_last, is_part
 
     def use(self) -> bool:
         """The optimizer steps on the batch delivered last; returns whether it completes its

@@ -95,7 +95,7 @@ def made_private(
         source.remove()
         raise
     fixed = FixedTensors(module)
-    module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
+    module.__dict__.pop("_dpbayes_buffers", None)  # of an earlier training
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.release.bind(source, draws, fixed, parameters, is_alone=is_alone)
 

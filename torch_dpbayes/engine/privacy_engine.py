@@ -125,7 +125,7 @@ class PrivacyEngine:
 
         **Privacy.** Post-processing of what was released, unless a generator is in it.
         """
-        require_same_buffers(module, None)
+        require_same_buffers(getattr(module, "_orig_mod", module), None)
         state = {**(checkpoint_dict or {})}
         for name, of in ((_MODULE, module), (_OPTIMIZER, optimizer)):
             if name in state:

@@ -243,6 +243,7 @@ class FixedTensors:
         if not self._is_training:
             self._is_training = True
             self._record()
+            self._module.__dict__["_dpbayes_buffers"] = self.values  # for what leaves the model
 
     def look_closely(self) -> None:
         """Compare values next time: parameters were frozen or unfrozen, or the model was moved."""

@@ -69,9 +69,11 @@ class Delivery:
                     code="loss-mixes",
                 )
             if records == 0:  # a number in between is a probability, and a matrix has an inverse
-                shape, stream = (1, *t.shape[1:]), torch.Generator().manual_seed(0)
-                inside = torch.rand(shape, generator=stream)
-                t = (inside if t.is_floating_point() else torch.zeros(shape)).to(t)
+                made = t.new_zeros(1, *t.shape[1:])
+                if t.is_floating_point():
+                    stream = torch.Generator("cpu").manual_seed(0)
+                    made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
+                t = made
             return Followed(t.unsqueeze(1), batch)
 
         return map_tensors(delivered, followed)

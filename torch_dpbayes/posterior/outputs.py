@@ -53,7 +53,7 @@ def evaluate(
             "There is no posterior sample yet: call samples.collect(model) after burn-in, before"
             " predicting."
         )
-    require_same_buffers(model, None)
+    require_same_buffers(model, None, is_prediction=True)
     batches = _batches(x)
     parameters = dict(model.named_parameters())
     shapes = {name: p.shape for name, p in samples[0].items()}
@@ -94,22 +94,27 @@ def evaluate(
     return torch.cat(reduced, dim)
 
 
-def require_same_buffers(model: nn.Module, first: dict[str, Tensor] | None) -> None:
-    """Raise if a buffer is not as make_private, else the ``first`` call, saw it."""
+def require_same_buffers(
+    model: nn.Module, first: dict[str, Tensor] | None, *, is_prediction: bool = False
+) -> None:
+    """Raise if a buffer or frozen parameter is not as at the first private batch, else the
+    ``first`` call, saw it. A prediction asks for buffers alone, of those that are saved.
+    """
     own: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
     if own is None and first is None:  # of samples that were loaded, nothing is known
         return
-    before, since = (first or {}, "the first collect()") if own is None else (own, "make_private")
+    before, since = (first or {}, "the first collect()") if own is None else (own, "training began")
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    # make_private notes frozen parameters as well
+    if is_prediction:
+        buffers = {n: b for n, b in buffers.items() if n in before and n in model.state_dict()}
+        before = {n: before[n] for n in buffers}
     now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
     for name in sorted(before.keys() | buffers.keys()):
         if name not in before or name not in now or not same_values(before[name], now[name]):
             raise ArgumentError(
-                f"Buffer {name!r} changed since {since}, by private records and without noise."
-                " Use a layer that keeps no statistics, as GroupNorm for BatchNorm"
-                " (opacus.validators.ModuleValidator.fix), or InstanceNorm without"
-                " track_running_stats.",
+                f"{name!r} changed since {since} and may hold private records. Use GroupNorm for"
+                " BatchNorm (opacus.validators.ModuleValidator.fix). A buffer that is public goes"
+                " into a network of its own, by load_state_dict.",
                 code="model-buffer",
             )
 
