@@ -68,6 +68,8 @@ def test_pages_are_short_and_their_names_exist(page):
         assert hasattr(dpb, name), name
         if inner:
             assert hasattr(getattr(dpb, name), inner), f"{name}.{inner}"
+    for path in re.findall(r"\b(?:examples|scripts|tests)/[\w/]+\.(?:py|csv|md|png)\b", text):
+        assert (ROOT / path).is_file() or "NAME" in path, path
     for code in blocks(page, "py"):  # those that need what a page does not have
         ast.parse(code)
     if page.name != "CONTRIBUTING.md":
