@@ -318,8 +318,9 @@ class History:
         named = " and ".join(different[:_NAMED])
         if len(different) > _NAMED:
             named += f" and {len(different) - _NAMED} others"
-        under = ""
+        under, planner = "", "dpb.get_noise_multiplier"
         if rule is not None:
+            planner = "a filter fits fewer than dpb.get_noise_multiplier says: ask remaining(event)"
             why = "this job or another began after others had charged, whose outputs it may use"
             if self.declared or not self.counts:
                 why = "the charges were declared adaptive"
@@ -327,8 +328,7 @@ class History:
             under = f" {used:.1%} of {rule.describe()} is used: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {named} would pass the budget epsilon = {epsilon:g} at delta ="
-            f" {delta:g}; {fit}. {_NOTHING} Plan fewer, or more noise"
-            f" (dpb.get_noise_multiplier).{under}"
+            f" {delta:g}; {fit}. {_NOTHING} Plan fewer, or more noise ({planner}).{under}"
         )
 
     def filtered(self, first: Pair, declared: bool) -> Budget | None:

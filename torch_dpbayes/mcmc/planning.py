@@ -91,9 +91,9 @@ class Plan(NamedTuple):
 
         Args:
             posterior_stddev: standard deviations in unconstrained space, one a coordinate that
-                records read, as the other latents move for free: a tensor, tensors by site
-                (``stddev`` of a noise-aware posterior or of a pilot run on public data), or a
-                number for one coordinate.
+                records read, as the other latents move for free: a tensor (these coordinates of
+                ``unconstrained_stddev`` of a noise-aware posterior), tensors by site (of a pilot
+                run on public data), or a number for one coordinate.
             shaped: whether the mass matrix or the random walk will have the posterior's shape.
 
         Raises:
