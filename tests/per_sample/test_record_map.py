@@ -128,14 +128,19 @@ def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused
 
 
 @MODES
-@pytest.mark.parametrize("padding", [None, 2, -3])
+@pytest.mark.parametrize("padding", [None, 2, -3, "torch.embedding", "nn.Embedding"])
 def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padding, mode):
     """In the map each record has a copy of the table, and the copies lie one behind another."""
 
     def function(net, x):
+        if padding == "torch.embedding":
+            return net.last(torch.embedding(net.table, x).mean(1))
+        if padding == "nn.Embedding":
+            return net.last(net.table(x).mean(1))
         return net.last(F.embedding(x, net.table, padding).mean(1))
 
-    net = Of(function, table=nn.Parameter(torch.randn(5, 6)), last=head())
+    table = nn.Embedding(5, 6) if padding == "nn.Embedding" else nn.Parameter(torch.randn(5, 6))
+    net = Of(function, table=table, last=head())
     x, y = torch.randint(5, (7, 4)), torch.randint(3, (7,))
     expected = expected_sum(net, x[1:], y[1:])
     source = SOURCE_OF[mode](net)

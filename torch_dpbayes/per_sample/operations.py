@@ -32,8 +32,9 @@ from .record_map import (
     RecordMap,
     as_traced,
     in_plain_words,
+    of_those_that_run,
     require_no_modes,
-    without_values,
+    synthetic_row,
 )
 
 
@@ -68,13 +69,8 @@ class Delivery:
                     " as it is stored",
                     code="loss-mixes",
                 )
-            if records == 0:  # a number in between is a probability, and a matrix has an inverse
-                made = t.new_zeros(1, *t.shape[1:])
-                if t.is_floating_point():
-                    stream = torch.Generator("cpu").manual_seed(0)
-                    made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
-                t = made
-            return Followed(t.unsqueeze(1), batch)
+            rows = t if records else synthetic_row(t)
+            return Followed(rows.unsqueeze(1), batch)
 
         return map_tensors(delivered, followed)
 
@@ -95,7 +91,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     except Exception as error:
         if name == "backward":
             raise
-        what = without_values(error)
+        what = in_plain_words(error)
     raise operation.batch.refuse(f"{name}: {what}", remedy=operation.remedy())
 
 
@@ -311,8 +307,13 @@ class _Operation:
         labels = whole[1].reshape(len(whole[1]), -1)
         place = torch.arange(labels.shape[1], device=labels.device)
         wrong = (labels < 0) | (labels >= log_probs.shape[2])
-        whole[1] = labels.masked_fill(wrong, 0)
-        each: Tensor = self.function(*whole, **{**options, "reduction": "none"})
+        whole[:2] = [whole[0].movedim(1, 0), labels.masked_fill(wrong, 0)]
+
+        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+            options["reduction"] = "none"
+            return [self.function(rows[0].movedim(0, 1), *rows[1:], **options)]
+
+        (each,) = of_those_that_run(run, whole)
         is_read = place < whole[3].reshape(-1, 1)
         return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 
@@ -377,7 +378,7 @@ class _Operation:
 
         rows = [single[k]._rows for k in places]
         try:
-            found = RecordMap(len(rows[0]), leaves=False)(one, rows)
+            found = of_those_that_run(lambda t: RecordMap(len(t[0]), leaves=False)(one, t), rows)
         except Exception:
             if self._is_detached():
                 return self._sealed()

@@ -111,11 +111,17 @@ def embedding(
     if max_norm is not None or not is_mapped:
         return None
     is_wrong = (tokens < 0) | (tokens >= len(weight))
-    found = torch.embedding(weight, tokens.masked_fill(is_wrong, 0))
+    inside = tokens.masked_fill(is_wrong, 0)
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - it stands for torch.embedding, too
+        found = torch.embedding(weight, inside)
     if padding_idx is not None:
         is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
         found = torch.where(is_padding, found.detach(), found)
     return found.masked_fill(is_wrong.unsqueeze(-1), math.nan)
+
+
+def _table(weight: Tensor, tokens: Tensor, padding_idx: int = -1, *_: Any) -> Tensor | None:
+    return embedding(tokens, weight, None if padding_idx < 0 else padding_idx)
 
 
 def embedding_bag(
@@ -248,6 +254,7 @@ def gaussian_nll(
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding: embedding,
+    torch.embedding: _table,
     F.embedding_bag: embedding_bag,
     F.one_hot: one_hot,
     F.nll_loss: partial(cross_entropy, label_smoothing=None),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,8 +54,8 @@ _TORCHS_WORDS = {
         "a mask selects records, whose number depends on them: write (losses * mask).mean()"
     ),
     "dynamic shape": (
-        "it selects entries whose number depends on the record (a mask, nonzero, unique): multiply"
-        " by the mask; for DeBERTa's own loss set config.problem_type"
+        "it selects entries whose number depends on the record: multiply by the mask; for DeBERTa"
+        " set config.problem_type; for BART and T5 see docs/how_to/usual_networks.md"
     ),
     "calling .item() on a Tensor": (
         "it reads a number of the records (item(), one_hot without num_classes): compute with"
@@ -83,9 +84,6 @@ _TORCHS_WORDS = {
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
     ),
 }
-# In torch's errors on programs, and not on the values of a record.
-_OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),)
-
 
 _compiler: Any = torch.compiler
 _lock, _flags = threading.Lock(), list[bool]()  # before each map that runs, in any thread
@@ -123,13 +121,50 @@ def in_plain_words(error: Exception) -> str:
     return next(plain, text.splitlines()[0])
 
 
-def without_values(error: Exception) -> str:
-    """The same, but for what the values of a record may have caused: that is not repeated."""
-    text = in_plain_words(error)
-    is_of_program = any(words in text for words in _OF_PROGRAMS)
-    if isinstance(error, DPBayesError) or text not in str(error) or is_of_program:
-        return text
-    return f"it fails on the values of a record ({type(error).__name__})"
+def of_those_that_run(
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]], rows: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """``run`` of all records. A record on which it fails gets NaN, which counts as zero: no record
+    stops a step.
+
+    Raises:
+        Exception: what ``run`` raises for a synthetic record, too.
+    """
+    try:
+        return run(rows)
+    except DPBayesError:
+        raise
+    except Exception:
+        pass  # its text may hold values of a record
+    spare = [synthetic_row(t) for t in rows]
+    run(spare)
+    fails = torch.tensor([_fails(run, [t[k : k + 1] for t in rows]) for k in range(len(rows[0]))])
+
+    def put(value: Tensor | float, t: Tensor) -> Tensor:
+        where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
+        return torch.where(where, value, t)
+
+    found = run([put(s, t) for s, t in zip(spare, rows, strict=True)])
+    return [put(math.nan, t) if t.is_floating_point() else t for t in found]
+
+
+def _fails(run: Callable[[Sequence[Tensor]], Any], row: Sequence[Tensor]) -> bool:
+    try:
+        run(row)
+    except Exception:
+        return True
+    return False
+
+
+def synthetic_row(t: Tensor) -> Tensor:
+    """A record of such rows: zeros, or numbers in between, which are probabilities, and entries of
+    matrices that have an inverse.
+    """
+    made = t.new_zeros(1, *t.shape[1:])
+    if t.is_floating_point():
+        stream = torch.Generator("cpu").manual_seed(0)
+        made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
+    return made
 
 
 class RecordMap:
