@@ -120,8 +120,8 @@ class PrivacyEngine:
             checkpoint_dict: more to keep: tensors, numbers, strings, in dicts and lists.
 
         Raises:
-            ValueError: a buffer or a frozen parameter changed since ``make_private``, or a key of
-                ``checkpoint_dict`` is used.
+            ValueError: a buffer or a frozen parameter changed since the first private batch, or a
+                key of ``checkpoint_dict`` is used.
 
         **Privacy.** Post-processing of what was released, unless a generator is in it.
         """

@@ -216,7 +216,10 @@ class BookkeepingGradientSource(GradientSource):
             self.record_map = None
         if isinstance(record_map, RecordMap) and (kept := record_map.kept()):
             raise ModelError(self.mapped.where(kept), code="model-kept")
-        return found, [*(copy for _, copy in self._copies), *(layer.anchor for layer in self._layers)]
+        return found, [
+            *(copy for _, copy in self._copies),
+            *(layer.anchor for layer in self._layers),
+        ]
 
     def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:
         """Whether the program of a record is a single layer, for which no map is needed."""
