@@ -258,24 +258,9 @@ class PrivacyEngine:
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
+        given = {name: value for name, value in locals().items() if name != "self"}
         with self._ranks or self._alone():
-            settings = Settings(
-                module,
-                optimizer,
-                data_loader,
-                max_grad_norm,
-                noise_multiplier,
-                sampling,
-                max_batch_size,
-                user_ids,
-                records_per_user,
-                grad_sample_mode,
-                loss_reduction,
-                loss,
-                assume_independent_records,
-                example_inputs,
-            )
-            return self._made_private(settings)
+            return self._made_private(Settings(**given))
 
     def make_private_with_epsilon(
         self,

@@ -77,14 +77,11 @@ class Settings:
                 f"max_grad_norm = {self.max_grad_norm} is below what float32 norms can resolve; use"
                 " at least 1e-12"
             )
-        _require_not_negative("noise_multiplier", z)
-        if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
-            raise ArgumentError(
-                f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps would"
-                f" overflow: take one below {_LARGEST_NOISE_MULTIPLIER:g}"
-            )
+        _require_positive("noise_multiplier", z, or_zero=True)
+        if z:
+            events.gaussian_noise_multiplier(z)
         if self.temperature is not None:
-            _require_not_negative("temperature", self.temperature)
+            _require_positive("temperature", self.temperature, or_zero=True)
         if self.sampling not in (None, "poisson", "recordwise"):
             raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
@@ -507,13 +504,8 @@ def _require_number(name: str, value: Any) -> None:
         raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
 
 
-def _require_positive(name: str, value: float) -> None:
+def _require_positive(name: str, value: float, *, or_zero: bool = False) -> None:
     _require_number(name, value)
-    if not 0 < value < math.inf:
-        raise ArgumentError(f"{name} must be positive and finite, got {value}")
-
-
-def _require_not_negative(name: str, value: float) -> None:
-    _require_number(name, value)
-    if not 0 <= value < math.inf:
-        raise ArgumentError(f"{name} must be zero or positive and finite, got {value}")
+    if not (0 < value < math.inf or (or_zero and value == 0)):
+        zero = "zero or " if or_zero else ""
+        raise ArgumentError(f"{name} must be {zero}positive and finite, got {value}")

@@ -112,7 +112,7 @@ def embedding(
         return None
     is_wrong = (tokens < 0) | (tokens >= len(weight))
     inside = tokens.masked_fill(is_wrong, 0)
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - it stands for torch.embedding, too
+    with torch._C.DisableTorchFunction():
         found = torch.embedding(weight, inside)
     if padding_idx is not None:
         is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)

@@ -25,23 +25,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 
 # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
 # every layer
-from torch._C._functorch import (
-    _add_batch_dim,
-    _remove_batch_dim,
-    _vmap_decrement_nesting,
-    _vmap_increment_nesting,
-    get_unwrapped,
-    is_batchedtensor,
-    is_gradtrackingtensor,
-    maybe_current_level,
-    maybe_get_bdim,
-    pop_dynamic_layer_stack,
-    push_dynamic_layer_stack,
-)
+from torch._C import _functorch as functorch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -194,14 +183,16 @@ class RecordMap:
         """
         require_no_modes()
         with as_traced(), _OfOneRecord(self):
-            self._level = level = _vmap_increment_nesting(self.records, "different")
+            self._level = level = functorch._vmap_increment_nesting(self.records, "different")
             try:
-                inside = [_add_batch_dim(t, 0, level) for t in tensors]
+                inside = [functorch._add_batch_dim(t, 0, level) for t in tensors]
                 self.track(inside)
-                found = [_remove_batch_dim(t, level, self.records, 0) for t in function(inside)]
+                found = [
+                    functorch._remove_batch_dim(t, level, self.records, 0) for t in function(inside)
+                ]
             finally:
                 self._level = None
-                _vmap_decrement_nesting()
+                functorch._vmap_decrement_nesting()
         if self.error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all: leave"
@@ -222,13 +213,13 @@ class RecordMap:
         level = self._level
         if (
             level is None
-            or maybe_current_level() != level
+            or functorch.maybe_current_level() != level
             or any(is_gradtrackingtensor(t) for t in tensors)
             or any(is_batchedtensor(get_unwrapped(t)) for t in tensors if is_batchedtensor(t))
         ):
             raise InnerTransform("whole batches are needed inside a torch.func transform")
         outside = [self._with_rows(t) for t in tensors]
-        stack = pop_dynamic_layer_stack()
+        stack = functorch.pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
                 result = run(*outside)
@@ -236,8 +227,8 @@ class RecordMap:
             self.error = error
             raise
         finally:
-            push_dynamic_layer_stack(stack)
-        result = _add_batch_dim(result, 0, level)
+            functorch.push_dynamic_layer_stack(stack)
+        result = functorch._add_batch_dim(result, 0, level)
         self.track(result)
         return result
 
@@ -245,7 +236,7 @@ class RecordMap:
         if not is_batchedtensor(t):
             _require_public((t,))
             return t.expand(self.records, *t.shape)
-        dim = maybe_get_bdim(t)
+        dim = functorch.maybe_get_bdim(t)
         return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
 
     def track(self, result: Any) -> None:
@@ -278,7 +269,7 @@ class RecordMap:
         rows = empty.new_empty(self.records, *empty.shape)
         while is_gradtrackingtensor(rows):
             rows = get_unwrapped(rows)
-        own = _add_batch_dim(rows, 0, self._level)
+        own = functorch._add_batch_dim(rows, 0, self._level)
         return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
 
 

@@ -171,7 +171,7 @@ class Release:
             return False
         if self._fixed is not None:
             self._fixed.require_unchanged()
-        smallest = min([group.noise_multiplier for group in layout.groups])
+        smallest = layout.smallest_noise_multiplier
         if self.noise.generator is not None and math.isfinite(smallest):
             self.noise.require_usable(layout.device)
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)
