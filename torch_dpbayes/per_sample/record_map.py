@@ -318,6 +318,27 @@ _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fil
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
+# They go by numbers that nobody compares with the size of a table, in the memory of all records.
+_UNCHECKED = frozenset(
+    f"aten.{name}"
+    for name in "embedding index_fill index_fill_ ctc_loss _ctc_loss segment_reduce".split()
+)
+
+
+class RecordsApart(TorchFunctionMode):
+    """Inside a plain ``torch.func.vmap`` over records: what would see several is refused, or
+    computed by operations that do not.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _require_nothing_hidden(func, args, kwargs)
+        if func in FUNCTIONS:
+            with self:
+                found = FUNCTIONS[func](*args, **kwargs)
+            if found is not None:
+                return found
+        return func(*args, **kwargs)
 
 
 class _OfOneRecord(TorchFunctionMode):
@@ -338,7 +359,7 @@ class _OfOneRecord(TorchFunctionMode):
         _require_public(outside)
         if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
             func = F.grouped_mm  # for which it stands while torch traces
-        self._require_nothing_hidden(func, args, kwargs)
+        _require_nothing_hidden(func, args, kwargs)
         found = self._special(func, args, kwargs)
         if found is not NotImplemented:
             return found
@@ -355,43 +376,6 @@ class _OfOneRecord(TorchFunctionMode):
                 raise OutsideTensor(getattr(func, "__name__", str(func)), trained[0])
         self._map.track(result)
         return result
-
-    @staticmethod
-    def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse what would run below the map, where tensors hold all records, or out of sight."""
-        if kwargs.get("generator") is not None:
-            raise CannotBeMapped(
-                "it draws from a generator of its own, which would give each record other numbers:"
-                " draw fixed numbers in __init__, into a buffer"
-            )
-        if func in _RESIZES:
-            raise CannotBeMapped(
-                f"it changes the size of a tensor in memory ({func.__name__}), where other records"
-                " lie beside it: make a new tensor, as F.pad does"
-            )
-        if func in _INDEX_FILLS and isinstance(args[2], Tensor) and is_of_records(args[2]):
-            raise CannotBeMapped(
-                f"{func.__name__} at an index that a record holds would write into other records:"
-                " write torch.where(torch.arange(n) == index, value, x)"
-            )
-        if isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _TORCHS_OPERATORS:
-            raise CannotBeMapped(
-                f"operator {func} is not torch's own: what it does to whole batches, or keeps of"
-                " one record for the next, is not seen"
-            )
-        if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
-            raise CannotBeMapped(
-                f"it reads a number of the records ({func.__name__}): compute with tensors"
-                " (torch.where)"
-            )
-        if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
-            own = args[0]  # it, or one inside it, may say itself what it does to a whole batch
-            is_function = issubclass(own, torch.autograd.Function)
-            if is_function and not own.__module__.startswith("torch."):
-                raise CannotBeMapped(
-                    f"{own.__name__} is an autograd.Function of its own, whose rules for whole"
-                    " batches are not seen"
-                )
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result where it is not what vmap would give; NotImplemented where it is."""
@@ -446,6 +430,53 @@ class _OfOneRecord(TorchFunctionMode):
                 return self._map.call_batched(run, operands)
         args = (query, key, value, attn_mask, *rest)
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
+
+
+def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse what would run below the map, where tensors hold all records, or out of sight."""
+    if kwargs.get("generator") is not None:
+        raise CannotBeMapped(
+            "it draws from a generator of its own, which would give each record other numbers:"
+            " draw fixed numbers in __init__, into a buffer"
+        )
+    if func in _RESIZES:
+        raise CannotBeMapped(
+            f"it changes the size of a tensor in memory ({func.__name__}), where other records"
+            " lie beside it: make a new tensor, as F.pad does"
+        )
+    index = args[2] if len(args) > 2 else kwargs.get("index")
+    if func in _INDEX_FILLS and isinstance(index, Tensor) and is_of_records(index):
+        raise CannotBeMapped(
+            f"{func.__name__} at an index that a record holds would write into other records:"
+            " write torch.where(torch.arange(n) == index, value, x)"
+        )
+    if isinstance(func, _OPERATORS):
+        name = str(func)
+        if name.partition(".")[0] not in _TORCHS_OPERATORS:
+            raise CannotBeMapped(
+                f"operator {name} is not torch's own: what it does to whole batches, or keeps of"
+                " one record for the next, is not seen"
+            )
+        if ".".join(name.split(".")[:2]) in _UNCHECKED:
+            raise CannotBeMapped(
+                f"operator {name} may look beyond a record: write the function of"
+                " torch.nn.functional for which it stands"
+            )
+    if func is torch.segment_reduce and kwargs.get("unsafe"):
+        raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
+    if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
+        raise CannotBeMapped(
+            f"it reads a number of the records ({func.__name__}): compute with tensors"
+            " (torch.where)"
+        )
+    if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
+        own = args[0]  # it, or one inside it, may say itself what it does to a whole batch
+        is_function = issubclass(own, torch.autograd.Function)
+        if is_function and not own.__module__.startswith("torch."):
+            raise CannotBeMapped(
+                f"{own.__name__} is an autograd.Function of its own, whose rules for whole"
+                " batches are not seen"
+            )
 
 
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
