@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options
+from .settings import Options, require_number
 
 
 class DPSGHMC(PrivateOptimizer):
@@ -72,8 +72,6 @@ class DPSGHMC(PrivateOptimizer):
                     'momentum="matched" fits the friction to the noise: it needs noise_multiplier,'
                     " temperature and max_grad_norm, all above 0"
                 )
-        elif not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
         else:  # under this name torch's schedulers cycle it
             self._group_options = {"momentum": momentum}
         self._momentum = momentum
@@ -94,7 +92,8 @@ class DPSGHMC(PrivateOptimizer):
     def _momentum_of(self, group: dict[str, Any]) -> float:
         """m of a group."""
         momentum = group["momentum"]
-        if isinstance(momentum, str) or not 0 <= momentum < 1:
+        require_number("momentum", momentum)
+        if not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum!r}")
         return float(momentum)
 

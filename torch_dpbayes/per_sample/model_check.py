@@ -175,7 +175,8 @@ class _Comparison:
                         names = [n for n, p in self.module.named_parameters() if p in outside]
                         raise ModelError(
                             f"parameters {names} get no gradient from the model's forward pass:"
-                            " freeze with requires_grad_(False) what the model does not use",
+                            " freeze with requires_grad_(False) what the model does not use; return"
+                            " beside the output what only the loss uses",
                             code="model-unused",
                         ) from None
         finally:
