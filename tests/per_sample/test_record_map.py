@@ -273,6 +273,10 @@ REFUSED = {
     "hook on a tensor that requires grad": lambda h: hooked(h) if h.requires_grad else h,
     "hook on a node": hooked_node,
     "index_fill": lambda h: h.index_fill(1, (h[0, :1] > 0).long(), 3.0),
+    "table by its operator": lambda h: h + torch.ops.aten.embedding(h.T, (h[0, :1] > 0).long()),
+    "segments of any length": lambda h: (
+        h + torch.segment_reduce(h, "sum", lengths=(h[:1, 0] > 0).long(), unsafe=True)
+    ),
     "caught error": catching,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
     "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),

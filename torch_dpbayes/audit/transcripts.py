@@ -103,8 +103,9 @@ def from_scores(
     epsilon = _stated(epsilon, accountant, delta)
     # by public numbers: neither scores nor inclusions decide it
     best = lower_bound.best_guesses(len(found), epsilon)
-    made = best.made if num_guesses is None else positive_count(num_guesses, "num_guesses")
-    if not made <= len(found) or (bound == "independent" and made != len(found)):
+    made = best.made if num_guesses is None else num_guesses
+    is_count = isinstance(made, (int, np.integer)) and 1 <= made
+    if not is_count or not made <= len(found) or (bound == "independent" and made != len(found)):
         raise AuditError(f"num_guesses is 1 to {len(found)}, all if independent; got {made}")
     return _result(lower_bound, guess(found, drawn, made), epsilon, accountant, threat)
 

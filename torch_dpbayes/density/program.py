@@ -141,8 +141,7 @@ class Recorder:
         raise UnfitModel(
             "the record terms cannot be recorded as tensor operations on one row:"
             f" {'; '.join(dict.fromkeys(problems))}. Write torch.where instead of masks,"
-            " (z[..., None] == torch.arange(K)) instead of one_hot, no branches on values and no"
-            " .item()."
+            " num_classes of one_hot, no branches on values and no .item()."
         )
 
     def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:

@@ -73,6 +73,9 @@ class DPSGHMC(PrivateOptimizer):
                     " temperature and max_grad_norm, all above 0"
                 )
         else:  # under this name torch's schedulers cycle it
+            require_number("momentum", momentum)
+            if not 0 <= momentum < 1:
+                raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
             self._group_options = {"momentum": momentum}
         self._momentum = momentum
         super().__init__(params, lr, **options)
@@ -92,8 +95,7 @@ class DPSGHMC(PrivateOptimizer):
     def _momentum_of(self, group: dict[str, Any]) -> float:
         """m of a group."""
         momentum = group["momentum"]
-        require_number("momentum", momentum)
-        if not 0 <= momentum < 1:
+        if isinstance(momentum, str) or not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum!r}")
         return float(momentum)
 
