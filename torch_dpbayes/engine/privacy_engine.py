@@ -78,23 +78,13 @@ class PrivacyEngine:
         return self._accountant
 
     def __repr__(self) -> str:
-        if self._accountant is None:
-            return f"{type(self).__name__}(): nothing is made private yet"
-        return words.one_line(self, self._numbers, self._accountant)
+        found = (
+            "nothing is made private yet" if self._accountant is None else repr(self._accountant)
+        )
+        return f"{type(self).__name__}: {found}"
 
     def _repr_html_(self) -> str:
-        if self._accountant is None:
-            return repr(self)
-        return words.html(self, self._numbers, self._accountant)
-
-    @property
-    def _numbers(self) -> dict[str, Any]:
-        assert self._accountant is not None
-        return {
-            "neighboring": self._accountant.neighboring,
-            "method": self._accountant.method,
-            "releases": len(self._accountant),
-        }
+        return repr(self) if self._accountant is None else words.html(self, {}, self._accountant)
 
     def get_epsilon(self, delta: float | None = None) -> float:
         """ε of everything that was charged, at ``delta``; None takes the budget's."""
@@ -238,9 +228,6 @@ class PrivacyEngine:
             example_inputs: arguments of the model for two synthetic records, a tuple of positional
                 ones or a mapping of those given by name, where a batch does not show what the model
                 takes. Only their shapes and types are used.
-
-        Returns:
-            The model, the optimizer and the private loader.
 
         Raises:
             ValueError, TypeError: what is wrong with the model, the loader or the arguments, and

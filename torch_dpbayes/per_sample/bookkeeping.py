@@ -181,45 +181,36 @@ class BookkeepingGradientSource(GradientSource):
             )
 
     def over_records(
-        self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor]
+        self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """``of_one`` of each record, in a map in which layers see the whole batch, and each record
-        has its own copy of ``direct``, the parameters of everything else; and the leaves of the
-        autograd graph.
+        """``of_one`` of each of n records, in a map in which layers see the whole batch, and each
+        record has its own copy of ``direct``, the parameters of everything else; and the leaves of
+        the autograd graph.
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         self._versions = [(p, p._version) for p in self._parameters]
-        self._copies = []
-        is_one_layer = self._is_one_layer(rows)
-        record_map: RecordMap | _WholeBatch = _WholeBatch()
-
-        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-            nonlocal record_map
-            if is_one_layer:
-                require_no_modes()
-                self.record_map = record_map
-                with as_traced():
-                    return of_one(rows, ())
-            n = len(rows[0])
-            copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
-            self._copies = list(zip(direct, copies, strict=True))
-            self.record_map = record_map = RecordMap(n)
-            each = len(rows)
-            return record_map(lambda inside: of_one(inside[:each], inside[each:]), [*rows, *copies])
-
+        anchors = [layer.anchor for layer in self._layers]
         try:
             hides = *rows, *self._parameters
             with self.randomness({t.device for t in hides}, hides):
-                found = run(rows) if self.mapped.is_checking else of_those_that_run(run, rows)
+                if self._is_one_layer(rows):
+                    require_no_modes()
+                    self.record_map = _WholeBatch()
+                    with as_traced():
+                        return of_one(rows, ()), anchors
+                copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
+                self._copies = list(zip(direct, copies, strict=True))
+                self.record_map = record_map = RecordMap(n)
+                found = record_map(
+                    lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]),
+                    [*rows, *copies],
+                )
         finally:
             self.record_map = None
-        if isinstance(record_map, RecordMap) and (kept := record_map.kept()):
+        if kept := record_map.kept():
             raise ModelError(self.mapped.where(kept), code="model-kept")
-        return found, [
-            *(copy for _, copy in self._copies),
-            *(layer.anchor for layer in self._layers),
-        ]
+        return found, [*copies, *anchors]
 
     def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:
         """Whether the program of a record is a single layer, for which no map is needed."""
@@ -310,8 +301,11 @@ class _Layer(ReplacedForward):
                 return self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))
             return self._record(whole)
 
+        def those_that_run(whole: Tensor) -> Tensor:
+            return of_those_that_run(lambda rows: [run(rows[0])], [whole])[0]
+
         try:
-            return record_map.call_batched(run, [given])
+            return record_map.call_batched(those_that_run, [given])
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 

@@ -26,7 +26,7 @@ from .derived import holds_records
 from .followed import Batch, Followed, is_constant
 from .gradient_source import COPIED
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import CannotBeMapped, in_plain_words
+from .record_map import CannotBeMapped, without_values
 
 if TYPE_CHECKING:
     from .bookkeeping import BookkeepingGradientSource
@@ -165,7 +165,7 @@ class MappedForward(ReplacedForward):
                 t._batch.refusal = t._batch.refusal or "the forward pass failed"
             if isinstance(error, DPBayesError) or not isinstance(error, (IndexError, RuntimeError)):
                 raise
-            raise CannotBeMapped(in_plain_words(error)) from None
+            raise CannotBeMapped(without_values(error)) from None
 
     def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
         """The loss of a batch, computed for each record alone: ``net.private_loss(x,
@@ -209,7 +209,7 @@ class MappedForward(ReplacedForward):
                 f"an argument holds {kind}, which every record would see: pass a tensor with a row"
                 " for each"
             )
-        batch, rows = self._rows(given.tensors)
+        batch, rows, n = self._rows(given.tensors)
         # of a followed tensor dim() is slow
         are_scalars = [not isinstance(t, Followed) and t.dim() == 0 for t in given.tensors]
         direct = self._trainable() if self._direct else []
@@ -232,12 +232,12 @@ class MappedForward(ReplacedForward):
             found, result.tensors, result.strangers = result.tensors, [], []
             return found
 
-        found, leaves = self.source.over_records(of_one, rows, direct)
+        found, leaves = self.source.over_records(of_one, rows, direct, n)
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
             whole = (undivided(t[:0] if self.source.is_empty else t, how) for t in found)
-            divisor = len(rows[0]) if how == "mean" else 1
+            divisor = max(n, 1) if how == "mean" else 1
             return result.rebuilt(
                 [t.squeeze(1) if t.dim() > 1 else t.sum() / divisor for t in whole]
             )
@@ -287,12 +287,12 @@ class MappedForward(ReplacedForward):
             return partial(_as_written, self.around, is_compiled, changing)
         return self.around
 
-    def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor]]:
-        """The batch, and the rows of all tensors with dimensions."""
+    def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
+        """The batch, the rows of all tensors with dimensions, and how many records there are."""
         followed = [t for t in tensors if isinstance(t, Followed)]
         batch = next((t._batch for t in followed if t._batch.is_open), None)
         if not self.source.follows:
-            return None, self._vouched_rows(tensors)
+            return None, *self._vouched_rows(tensors)
         if batch is None:
             raise LossError(
                 "the model is given a batch whose backward() is over, or after which another one"
@@ -316,9 +316,9 @@ class MappedForward(ReplacedForward):
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
                 rows.append(each.expand(n, *each.shape))
-        return batch, rows
+        return batch, rows, n
 
-    def _vouched_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _vouched_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Rows of ordinary tensors, where the user vouches for the loss."""
         sizes = {len(t) for t in tensors if t.dim() > 0}
         if len(sizes) != 1:
@@ -329,7 +329,7 @@ class MappedForward(ReplacedForward):
         (n,) = sizes
         self.source.is_empty = n == 0
         whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
-        return [t.unsqueeze(1) for t in whole]
+        return [t.unsqueeze(1) for t in whole], max(n, 1)
 
     def _trainable(self) -> list[Tensor]:
         """The parameters that take part in the map, each once."""

@@ -35,6 +35,7 @@ from .record_map import (
     of_those_that_run,
     require_no_modes,
     synthetic_row,
+    without_values,
 )
 
 
@@ -91,7 +92,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     except Exception as error:
         if name == "backward":
             raise
-        what = in_plain_words(error)
+        what = without_values(error)
     raise operation.batch.refuse(f"{name}: {what}", remedy=operation.remedy())
 
 
@@ -378,7 +379,7 @@ class _Operation:
 
         rows = [single[k]._rows for k in places]
         try:
-            found = of_those_that_run(lambda t: RecordMap(len(t[0]), leaves=False)(one, t), rows)
+            found = RecordMap(len(rows[0]), leaves=False)(one, rows)
         except Exception:
             if self._is_detached():
                 return self._sealed()

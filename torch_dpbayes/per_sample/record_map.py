@@ -33,9 +33,12 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import DPBayesError
 from .derived import LOOKS, holds_records
+from .followed import name_of
+from .function_kinds import is_in_place
 from .plain_functions import FUNCTIONS
 
 _TORCHS_WORDS = {
@@ -74,6 +77,10 @@ _TORCHS_WORDS = {
     ),
 }
 
+# In torch's errors on programs, and not on the values of a record.
+_OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),)
+
+
 _compiler: Any = torch.compiler
 _lock, _flags = threading.Lock(), list[bool]()  # before each map that runs, in any thread
 _trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
@@ -110,11 +117,20 @@ def in_plain_words(error: Exception) -> str:
     return next(plain, text.splitlines()[0])
 
 
+def without_values(error: Exception) -> str:
+    """The same, but for what the values of a record may have caused: that is not repeated."""
+    text = in_plain_words(error)
+    is_of_program = any(words in text for words in _OF_PROGRAMS)
+    if isinstance(error, DPBayesError) or text not in str(error) or is_of_program:
+        return text
+    return f"it fails on the values of a record ({type(error).__name__})"
+
+
 def of_those_that_run(
     run: Callable[[Sequence[Tensor]], Sequence[Tensor]], rows: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """``run`` of all records. A record on which it fails gets NaN, which counts as zero: no record
-    stops a step.
+    """``run``, a function of torch, of all records. A record on which it fails gets NaN, which
+    counts as zero: no record stops a step.
 
     Raises:
         Exception: what ``run`` raises for a synthetic record, too.
@@ -366,8 +382,10 @@ class _OfOneRecord(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self._map.error = error
-            raise
+            result = self._of_those_that_run(func, args, kwargs)
+            if result is None:
+                self._map.error = error
+                raise
         # of attributes it is seen where they are used
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
             # its gradient would be neither clipped nor noisy
@@ -376,6 +394,31 @@ class _OfOneRecord(TorchFunctionMode):
                 raise OutsideTensor(getattr(func, "__name__", str(func)), trained[0])
         self._map.track(result)
         return result
+
+    def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """The function where it fails on some records, as at an index that one of them holds. The
+        program goes on once for all: what it counts does not tell who failed.
+        """
+        values, spec = tree_flatten((args, kwargs))
+        places = [k for k, v in enumerate(values) if isinstance(v, Tensor) and is_batchedtensor(v)]
+        if not places or is_in_place(name_of(func), kwargs):
+            return None
+
+        def one(*slices: Tensor) -> Tensor:
+            given = list(values)
+            for k, v in zip(places, slices, strict=True):
+                given[k] = v
+            args, kwargs = tree_unflatten(given, spec)
+            found: Tensor = func(*args, **kwargs)
+            return found
+
+        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [torch.func.vmap(one, randomness="different")(*rows)]
+
+        with suppress(Exception):
+            each = [values[k] for k in places]
+            return self._map.call_batched(lambda *rows: of_those_that_run(run, rows)[0], each)
+        return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result where it is not what vmap would give; NotImplemented where it is."""

@@ -18,7 +18,7 @@ from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, SamplesErro
 from ..noise import PrivateRandomness
 from ..per_sample.derived import same_values
 from ..per_sample.nested import TARGETS, Nested, holds_plain_sequence, named_inputs
-from ..per_sample.record_map import RecordMap, in_plain_words, of_those_that_run
+from ..per_sample.record_map import RecordMap, without_values
 
 Transform = Callable[[Tensor], Tensor]
 Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
@@ -228,7 +228,9 @@ def _records_in(batch: Any) -> int:
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
-    """``function`` of every record as a batch of one, put together; NaN where it fails."""
+    """``function`` of every record as a batch of one, put together; an error does not tell what one
+    record caused.
+    """
     given = Nested(batch)
     columns = given.tensors
     if given.strangers or holds_plain_sequence(batch) or not all(t.dim() for t in columns):
@@ -236,22 +238,16 @@ def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
             "a batch holds what every record would see, such as texts or a number of all: deliver"
             " tensors with a row for each record."
         )
-    records = RecordMap(0)
-
-    def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-        nonlocal records
-        records = RecordMap(len(rows[0]))
-        return records(lambda slices: [function(given.rebuilt(slices))[0]], rows)
-
+    records, rows = RecordMap(len(columns[0])), [t.unsqueeze(1) for t in columns]
     try:
         # masks are drawn for places, which one record more moves
         with PrivateRandomness()({t.device for t in columns}):
-            (found,) = of_those_that_run(run, [t.unsqueeze(1) for t in columns])
+            (found,) = records(lambda slices: [function(given.rebuilt(slices))[0]], rows)
     except DPBayesError:
         raise
     except Exception as error:
         raise SamplesError(
-            f"the model cannot be run for one record at a time: {in_plain_words(error)}."
+            f"the model cannot be run for one record at a time: {without_values(error)}."
         ) from None
     if records.kept():
         raise SamplesError("the forward pass stores a tensor of a record: return it instead.")
