@@ -1,5 +1,5 @@
 """How good predictions and their uncertainties are: plain functions of predictions and targets,
-each returning a float.
+each returning a float. They take tensors, arrays and lists.
 
 ``probabilities`` are what ``PosteriorSamples.predict`` returns: of classes ``[n, classes]``, rows
 summing to one, with ``labels`` ``[n]``, integers from 0 to ``classes - 1``; of targets that are 0
@@ -18,6 +18,7 @@ import torch
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
+from .accounting.events import positive_count
 from .errors import ArgumentError
 
 __all__ = [
@@ -80,8 +81,7 @@ def reliability_curve(
     ((b-1)/num_bins, b/num_bins].
     """
     probabilities, labels = _by_class(probabilities, labels)
-    if num_bins < 1:
-        raise ArgumentError(f"num_bins must be at least 1, got {num_bins}.")
+    num_bins = positive_count(num_bins, "num_bins")
     confidence, predicted = probabilities.max(1)
     correct = (predicted == labels).double()
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
@@ -117,11 +117,13 @@ def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> floa
         ("in_distribution", in_distribution),
         ("out_of_distribution", out_of_distribution),
     ):
+        scores = torch.as_tensor(scores)
         if scores.dim() != 1 or len(scores) == 0 or bool(scores.isnan().any()):
             raise ArgumentError(
                 f"{name} must be a one-dimensional tensor of at least one score, without NaN."
             )
-    outside, inside = (t.double().cpu() for t in (out_of_distribution, in_distribution))
+    both = out_of_distribution, in_distribution
+    outside, inside = (torch.as_tensor(t).double().cpu() for t in both)
     counted = mannwhitneyu(outside.numpy(), inside.numpy(), method="asymptotic").statistic
     return float(counted) / (len(outside) * len(inside))
 
@@ -130,7 +132,7 @@ def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
     """Square root of the mean squared difference, in the targets' units. Both tensors have
     the same shape.
     """
-    _check_same_shape("predictions", predictions, targets)
+    predictions, targets = _of_same_shape("predictions", predictions, targets)
     return float((predictions - targets).double().square().mean().sqrt())
 
 
@@ -138,13 +140,14 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
     """Share of targets inside their interval, bounds included: near 0.9 for a good 90 %
     interval.
     """
-    _check_same_shape("lower", lower, targets)
-    _check_same_shape("upper", upper, targets)
+    lower, targets = _of_same_shape("lower", lower, targets)
+    upper, targets = _of_same_shape("upper", upper, targets)
     return float(((lower <= targets) & (targets <= upper)).double().mean())
 
 
 def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """``[n, classes]`` and ``[n]``, also of targets that are 0 or 1."""
+    probabilities, labels = torch.as_tensor(probabilities), torch.as_tensor(labels)
     if probabilities.dim() > 0 and probabilities.shape == labels.shape:
         probabilities, labels = probabilities.flatten(), labels.flatten()
         probabilities = torch.stack([1 - probabilities, probabilities], 1)
@@ -172,7 +175,8 @@ def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return probabilities, labels
 
 
-def _check_same_shape(name: str, values: Tensor, targets: Tensor) -> None:
+def _of_same_shape(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    values, targets = torch.as_tensor(values), torch.as_tensor(targets)
     # broadcasting [n, 1] against [n] would compare every record with every other
     if values.shape != targets.shape:
         raise ArgumentError(
@@ -181,3 +185,4 @@ def _check_same_shape(name: str, values: Tensor, targets: Tensor) -> None:
         )
     if targets.numel() == 0:
         raise ArgumentError("There are no targets to evaluate.")
+    return values, targets

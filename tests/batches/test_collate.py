@@ -66,6 +66,13 @@ def own_generator(x, y):
     return x + torch.from_numpy(np.random.default_rng().normal(size=x.shape)), y
 
 
+class Fixed(UserDict):
+    """A mapping of tensors that cannot be made of others, as tensordict's of another length."""
+
+    def __copy__(self):
+        raise RuntimeError("batch size")
+
+
 def failing(records):
     raise KeyError("name")
 
@@ -141,12 +148,18 @@ def test_the_engine_asks_and_the_user_may_vouch():
     make(changed(mixed_labels), True)
 
 
-@pytest.mark.parametrize("kind", [lambda x, y: UserDict(x=x, y=y), namedtuple("Record", "x y")])
+@pytest.mark.parametrize(
+    "kind", [lambda x, y: UserDict(x=x, y=y), namedtuple("Record", "x y"), Fixed]
+)
 def test_a_batch_without_records_is_like_that_of_one(kind):
     def collate(records):
         return kind(*map(torch.stack, zip(*records, strict=True)))
 
     records = [(torch.randn(3), torch.tensor(1)) for _ in range(4)]
+    if kind is Fixed:
+        with refused("argument-type"):
+            CollateWithEmpty(lambda records: Fixed(x=records[0][0]), records[0])
+        return
     alike = CollateWithEmpty(collate, records[0])
     for given in (records, []):
         batch = alike(given)

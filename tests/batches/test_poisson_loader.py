@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
-from torch_dpbayes.errors import CheckpointError
+from torch_dpbayes.errors import CheckpointError, StateError
 
 # where a pass is left, torch closes the pipes of its workers while threads of its own still write
 pytestmark = pytest.mark.filterwarnings(
@@ -128,18 +128,6 @@ def test_batches_of_workers_that_nobody_saw_come_again():
             one(net, optimizer, batch)
             used.append(list(records(batch)))
     assert used == [draw.records.tolist() for draw in drawn[:4]]
-
-
-def test_a_loop_that_waits_for_another_batch_is_told_and_may_step_then():
-    net, optimizer, loader = private()
-    first = records(next(iter(loader)))
-    with refused("loader-no-step"):
-        for _ in range(200):
-            assert records(next(iter(loader))) == first
-    again = next(iter(loader))
-    assert records(again) == first
-    one(net, optimizer, again)
-    assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != first
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -245,7 +233,7 @@ def test_the_rate_cannot_be_changed_behind_the_accountant():
         (loader, ("sample_rate", "num_workers", "collate_fn")),
     ):
         for name in names:
-            with pytest.raises(AttributeError):
+            with pytest.raises((AttributeError, StateError)):
                 setattr(target, name, 2)
 
 

@@ -25,6 +25,7 @@ from torch_dpbayes.noise_aware import (
     sufficient_statistics,
 )
 from torch_dpbayes.noise_aware.models import LastLayer
+from torch_dpbayes.per_sample.record_map import CannotBeMapped
 
 DOUBLE = torch.float64
 ZERO, ONE = torch.zeros((), dtype=DOUBLE), torch.ones((), dtype=DOUBLE)
@@ -106,6 +107,38 @@ def trainable_body():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
 
 
+class Rule(torch.autograd.Function):
+    """Identity, which centres large numbers where it sees a whole batch."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return torch.where(x > 1e30, x - x.mean(), x), in_dims[0]
+
+
+class WithARule(nn.Module):
+    def forward(self, x):
+        return Rule.apply(x)
+
+
+def prior_of_m():
+    return pyro.sample("m", dist.Normal(ZERO, ONE))
+
+
+FAMILY_WITH_A_RULE = dpb.noise_aware.ExponentialFamily(
+    prior_of_m,
+    lambda y: Rule.apply(y[None]),
+    lambda v: v["m"][None],
+    lambda e: (e**2).sum() / 2,
+    1.0,
+)
 X, Y = data()
 LABELS = torch.randint(3, (N,))
 NET, SOFTMAX = nn.Linear(2, 1).double(), nn.Linear(2, 3).double()
@@ -161,6 +194,10 @@ REFUSED = {
     "family": refused(ArgumentTypeError, sufficient_statistics, logistic, X, Y),
     "lengths": refused(UnfitModel, sufficient_statistics, beta_bernoulli(), Y, Y[:3]),
     "statistics of rows": refused(UnfitModel, sufficient_statistics, beta_bernoulli(), X),
+    "statistics of whole batches": refused(
+        UnfitModel, sufficient_statistics, FAMILY_WITH_A_RULE, Y
+    ),
+    "features of whole batches": of_layer(CannotBeMapped, nn.Sequential(WithARule(), NET), X, Y),
     "no module": of_layer(ArgumentTypeError, 3, X, Y),
     "likelihood": of_layer(ArgumentError, NET, X, Y, "poisson"),
     "outputs": of_layer(UnfitModel, SOFTMAX, X, Y),

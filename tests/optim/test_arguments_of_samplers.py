@@ -36,7 +36,7 @@ REFUSED = [
     *((DPSGLD, {"max_grad_norm": bad}) for bad in (-1.0, math.nan, 1e-20)),
     *((DPSGLD, {"num_data": bad}) for bad in (0, 12.5, 9)),
     *((DPSGLD, {"expected_batch_size": bad}) for bad in (0, 101)),
-    *((DPSGLD, {"noise_multiplier": bad}) for bad in (-0.1, math.inf, 1e31)),
+    *((DPSGLD, {"noise_multiplier": bad}) for bad in (-0.1, math.inf)),
     *((DPSGLD, {"prior_std": bad}) for bad in (0.0, math.nan, "fan-in", None)),
     *((DPSGLD, {"prior_std": {name: bad}}) for name, bad in (("0", "wide"), ("0", 0.0))),
     *((DPSGLD, {"prior_std": {name: 1.0}}) for name in ("first", "0.wei")),
@@ -47,22 +47,25 @@ REFUSED = [
     (DPSGLD, {"assume_independent_records": "yes"}),
     (DPSGLD, {"log_prior": number, "named": False}),
     *((DPSGLD, {"log_prior": number, "prior_std": std}) for std in (2.0, "fan_in", {"0": 1.0})),
+    (DPSGLD, {"log_prior": number, "prior_mean": 1.0}),
+    (DPSGLD, {"log_prior": "flat"}),
+    (DPSGLD, {"prior_std": torch.ones(3)}),
     (DPSGLD, NONE_GIVEN | {"temperature": 0.0}),
     (DPSGLD, NONE_GIVEN | {"noise_multiplier": 0.0}),
     (DPSGLD, NONE_GIVEN | {"lr": "free"}),
     (DPSGLD, NONE_GIVEN | {"lr": 1e29}),
-    *((DPSGHMC, {"momentum": bad}) for bad in (1.0, math.nan, "adaptive")),
+    *((DPSGHMC, {"momentum": bad}) for bad in (1.0, math.nan, "adaptive", None)),
     *(
         (DPSGHMC, MATCHED | {name: bad})
         for name in ("noise_multiplier", "temperature", "max_grad_norm")
         for bad in (None, 0.0)
     ),
     (DPSGNHT, {"momentum": 1.0}),
-    (DPSGNHT, {"temperature": 0.0}),
-    (DPSGNHT, {"thermostat_gain": 0.0}),
+    *((DPSGNHT, {"temperature": bad}) for bad in (0.0, "1")),
+    *((DPSGNHT, {"thermostat_gain": bad}) for bad in (0.0, "1")),
     *((DPSGFS, {name: 0.0}) for name in ("temperature", "fisher_share")),
     (DPSGFS, {"fisher": "block"}),
-    (DPSGFS, {"fisher_decay": 1.0}),
+    *((DPSGFS, {"fisher_decay": bad}) for bad in (1.0, None)),
     (DPSGFS, {"log_prior": number}),
     *(
         (DPSGFS, {"sensitivity_scale": torch.full(size, bad)})
@@ -106,6 +109,21 @@ def test_a_bad_group_is_not_added(group):
     optimizer = bare([nn.Parameter(torch.zeros(2))], DPSGLD)
     with pytest.raises(ArgumentError):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        ({"prior_std": {"second": 0.1}}, {}),
+        ({"prior_std": 0.1}, {"log_prior": number}),
+        ({"prior_mean": 1.0}, {"log_prior": number}),
+    ],
+)
+def test_no_prior_of_a_group_is_left_out(group, options):
+    optimizer = bare([("first", nn.Parameter(torch.zeros(2)))], DPSGLD, **options)
+    with refused("argument"):
+        optimizer.add_param_group({"params": [("third", nn.Parameter(torch.zeros(2)))], **group})
     assert len(optimizer.param_groups) == 1
 
 

@@ -432,7 +432,11 @@ ONE_RECORD = {
 ERRORS = {
     "label out of range": lambda out, t: F.cross_entropy(out, (t > 50).long() * 7),
     "index out of range": lambda out, t: out.gather(1, ((t > 50).long() * 7)[:, None]).mean(),
-    "no factor": lambda out, t: torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(2)),
+    "margin": lambda out, t: F.multi_margin_loss(out, (t > 50).long() * 7),
+    "table": lambda out, t: ((out - torch.eye(2, out.shape[1])[(t > 50).long() * 7]) ** 2).mean(),
+    "no factor": lambda out, t: (
+        torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(2))[:, 0, 0] * out[:, 0]
+    ).mean(),
 }
 
 

@@ -319,19 +319,28 @@ OF_CLASSES = {
     "none": lambda out, t: F.cross_entropy(out, t, reduction="none").mean(),
     "nll": lambda out, t: F.nll_loss(out.log_softmax(-1), t),
     "one-hot": lambda out, t: (F.one_hot(t, 2) * out).mean(),
+    "ctc": lambda out, t: F.ctc_loss(
+        out.log_softmax(-1).unsqueeze(0).repeat(3, 1, 1),
+        t[:, None],
+        torch.full_like(t, 3),
+        t * 0 + 1,
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("mode", "is_given"), [("bookkeeping", False), ("bookkeeping", True), ("vmap", True)]
 )
-@pytest.mark.parametrize("name", OF_CLASSES)
-def test_a_class_that_does_not_exist_counts_as_zero(name, is_given, mode):
+@pytest.mark.parametrize("name", [*OF_CLASSES, *attacks.ERRORS])
+def test_a_record_on_which_the_loss_fails_counts_as_zero(name, is_given, mode):
     x, y = regression()[0], labelled()[1] % 2
     y[0] = 7
-    loop, options = of_loss(OF_CLASSES[name]), {"mode": mode}
-    if is_given:
-        loop, options = given, {"mode": mode, "loss": OF_CLASSES[name]}
+    if name in attacks.ERRORS:
+        x, y = regression()
+    loss = {**OF_CLASSES, **attacks.ERRORS}[name]
+    loop, options = of_loss(loss), {"mode": mode}
+    if is_given or name == "ctc":  # the loop's own is in test_followed
+        loop, options = given, {"mode": mode, "loss": loss}
     whole, rest = (released(loop, (x[k:], y[k:]), expected=N - k, **options) for k in (0, 1))
     # rounding: parameters are float32, and a difference of two is taken N / CLIP = 1,280 times
     assert float((whole - rest).norm()) < 0.01

@@ -128,21 +128,33 @@ def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused
 
 
 @MODES
-@pytest.mark.parametrize("padding", [None, 2, -3])
+@pytest.mark.parametrize("padding", [None, 2, -3, "torch.embedding", "nn.Embedding"])
 def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padding, mode):
     """In the map each record has a copy of the table, and the copies lie one behind another."""
 
+    passes = []
+
     def function(net, x):
+        passes.append(1)
+        if padding == "torch.embedding":
+            return net.last(torch.embedding(net.table, x).mean(1))
+        if padding == "nn.Embedding":
+            return net.last(net.table(x).mean(1))
         return net.last(F.embedding(x, net.table, padding).mean(1))
 
-    net = Of(function, table=nn.Parameter(torch.randn(5, 6)), last=head())
+    table = nn.Embedding(5, 6) if padding == "nn.Embedding" else nn.Parameter(torch.randn(5, 6))
+    net = Of(function, table=table, last=head())
     x, y = torch.randint(5, (7, 4)), torch.randint(3, (7,))
     expected = expected_sum(net, x[1:], y[1:])
     source = SOURCE_OF[mode](net)
     for wrong in (5, 9, -1):
         x[0, 0] = wrong
         a, b = delivered(x, y)
-        entropy(net, a, b).backward()
+        passes.clear()
+        loss = entropy(net, a, b)
+        assert len(passes) == 1  # as without such a record
+        passes.clear()
+        loss.backward()
         torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -248,9 +260,9 @@ def hooked_node(h):
 
 
 def catching(h):
-    """One record's matrix without a factor decides what all of them return."""
+    """One record's index decides what all of them return; in place nothing is put in its stead."""
     try:
-        return h + torch.linalg.cholesky(h[:, :1, None] * 0 - torch.ones(1)).sum()
+        return h + h.clone().scatter_(1, (h[:, :1] * 0 + 9).long(), 1.0)
     except RuntimeError:
         return -h
 
@@ -268,6 +280,10 @@ REFUSED = {
     "hook on a tensor that requires grad": lambda h: hooked(h) if h.requires_grad else h,
     "hook on a node": hooked_node,
     "index_fill": lambda h: h.index_fill(1, (h[0, :1] > 0).long(), 3.0),
+    "table by its operator": lambda h: h + torch.ops.aten.embedding(h.T, (h[0, :1] > 0).long()),
+    "segments of any length": lambda h: (
+        h + torch.segment_reduce(h, "sum", lengths=(h[:1, 0] > 0).long(), unsafe=True)
+    ),
     "caught error": catching,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
     "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),

@@ -54,7 +54,7 @@ def test_classes(numbers, of):
     assert samples.predictive_entropy(model, x).numpy() == pytest.approx(total)
     information = samples.mutual_information(model, x).numpy()
     assert information == pytest.approx(total - own, abs=1e-12)
-    quantiles = samples.predictive_quantiles(model, x, (0.1, 0.8)).numpy()
+    quantiles = samples.predictive_quantiles(model, x, np.array([0.1, 0.8])).numpy()
     assert quantiles == pytest.approx(np.quantile(points, (0.1, 0.8), axis=0))
 
 

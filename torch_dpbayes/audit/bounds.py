@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -164,7 +165,8 @@ class LowerBound:
     def __post_init__(self) -> None:
         if self.kind not in ("gaussian", "independent", "basic"):
             raise AuditError(f'bound is "gaussian", "independent" or "basic", not {self.kind!r}')
-        if not 0 <= self.delta < 1 or not 0.5 <= self.confidence < 1:
+        is_number = isinstance(self.delta, Real) and isinstance(self.confidence, Real)
+        if not is_number or not 0 <= self.delta < 1 or not 0.5 <= self.confidence < 1:
             raise AuditError(
                 "delta and confidence are probabilities below 1, confidence is at least 0.5; got"
                 f" {self.delta} and {self.confidence}"

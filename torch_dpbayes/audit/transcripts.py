@@ -10,7 +10,11 @@ import numpy.typing as npt
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from ..accounting import PrivacyAccountant
-from ..accounting.events import SampledWithoutReplacementDpEvent
+from ..accounting.events import (
+    SampledWithoutReplacementDpEvent,
+    check_epsilon,
+    positive_count,
+)
 from ..accounting.random_allocation import RandomAllocationDpEvent
 from ..errors import AuditError
 from .bounds import Array, Guesses, LowerBound
@@ -100,7 +104,8 @@ def from_scores(
     # by public numbers: neither scores nor inclusions decide it
     best = lower_bound.best_guesses(len(found), epsilon)
     made = best.made if num_guesses is None else num_guesses
-    if not 1 <= made <= len(found) or (bound == "independent" and made != len(found)):
+    is_count = isinstance(made, (int, np.integer)) and 1 <= made
+    if not is_count or not made <= len(found) or (bound == "independent" and made != len(found)):
         raise AuditError(f"num_guesses is 1 to {len(found)}, all if independent; got {made}")
     return _result(lower_bound, guess(found, drawn, made), epsilon, accountant, threat)
 
@@ -136,17 +141,20 @@ def repeated(
     **Privacy.** Nothing is charged: the data are the auditor's own.
     """
     lower_bound = LowerBound(bound, delta, confidence, is_repeated=True)
-    lower_bound.require_enough(repeats)
+    lower_bound.require_enough(positive_count(repeats, "repeats"))
     epsilon = _stated(epsilon, accountant, delta)
     included = draw_inclusion(repeats, generator_of(seed)).tolist()
-    correct = sum(bool(release(is_in) > 0) == is_in for is_in in included)
+    scores = np.array([float(release(is_in)) for is_in in included])
+    if np.isnan(scores).any():
+        raise AuditError("release returned nan: return 0 where neither guess is better")
+    correct = int(((scores > 0) == included).sum())
     return _result(lower_bound, Guesses(repeats, repeats, correct), epsilon, accountant, threat)
 
 
 def _stated(epsilon: float | None, accountant: PrivacyAccountant | None, delta: float) -> float:
     """The ε to compare with."""
     if accountant is None and epsilon is not None:
-        return epsilon
+        return check_epsilon(epsilon)
     if accountant is None or epsilon is not None:
         raise AuditError("state what was charged, once: pass accountant=, or epsilon=")
     if np.isinf(found := accountant.get_epsilon(delta)):

@@ -43,6 +43,13 @@ class _DeliveringCollate:
         return deliver(batch, len(records)) if is_part and deliver is not None else batch
 
 
+def _refuse(_: PoissonLoader, value: Any) -> None:
+    raise StateError(
+        "what a private loader draws and how it collates is fixed: pass another DataLoader(...,"
+        " collate_fn=f) to make_private"
+    )
+
+
 class PoissonLoader(DPDataLoader):
     """Delivers the batches that a :class:`PoissonSampler`, or one of another scheme, draws.
 
@@ -127,9 +134,9 @@ class PoissonLoader(DPDataLoader):
 
     # read-only, as steps are charged for the rate, parts of draws need the main process, and the
     # collate function keeps records apart
-    num_workers = property(lambda self: self.__dict__["num_workers"])
-    collate_fn = property(lambda self: self.__dict__["collate_fn"])
-    sample_rate = property(lambda self: self.sampler_of_draws.sample_rate)
+    num_workers = property(lambda self: self.__dict__["num_workers"], _refuse)
+    collate_fn = property(lambda self: self.__dict__["collate_fn"], _refuse)
+    sample_rate = property(lambda self: self.sampler_of_draws.sample_rate, _refuse)
     expected_batch_size = property(
         lambda self: self.sample_rate * self.sampler_of_draws.num_samples
     )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _DENSE_RATE = 1 / 16  # from here on a random number for every record costs no more than darts
 _MAX_BATCHES = 2**63  # of a pass
-_MAX_DELIVERIES = 100  # of one draw: a loop that waits for another batch is told to step
 
 
 class _Draw(NamedTuple):
@@ -143,7 +142,6 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._draws = deque[_Draw]()  # drawn, and not yet stepped on
         # of a resumed run: states from which the draws that wait are drawn again, first
         self._waiting = deque[torch.Tensor]()
-        self._deliveries = 0  # of the first draw that waits
 
     def _begin(self) -> None:
         """Begin a pass, with the draws that wait."""
@@ -270,15 +268,6 @@ class PoissonSampler(UniformWithReplacementSampler):
                     " process from which this one was forked: begin a new pass",
                     code="loader-no-batch",
                 )
-            self._deliveries += self._delivered == 0
-            if self._deliveries > _MAX_DELIVERIES:
-                self._deliveries = 0
-                raise StateError(
-                    f"this batch was handed out {_MAX_DELIVERIES} times and got no step: call"
-                    " backward() and step() on every batch, whatever is in it. To look at records,"
-                    " use DataLoader(loader.dataset, batch_size=...).",
-                    code="loader-no-step",
-                )
             draw = self._draws[self._delivered]
             self.size = self.part_size = len(draw.records)
             self.checksum = draw.checksum
@@ -311,7 +300,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     def mark_used(self) -> None:
         """The optimizer made a release of the draw. A step that fails before leaves it waiting."""
         self._draws.popleft()
-        self._handed, self._delivered, self._deliveries = self._handed - 1, 0, 0
+        self._handed, self._delivered = self._handed - 1, 0
 
     @property
     def drawn(self) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """Terms and gradients of records, recorded once on made-up rows and replayed on the data.
 
-Rows meet only under ``torch.func.vmap``, which cannot let one see another: what the check on
-made-up rows overlooks still costs no privacy.
+Rows meet only under ``torch.func.vmap``, which cannot let one see another, and what could run below
+it is refused: what the check on made-up rows overlooks still costs no privacy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.func import grad, vmap
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from ..per_sample.record_map import RecordsApart
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces, pieces_of
 from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
@@ -70,7 +71,7 @@ class Recorder:
     def __init__(self, made_up: MadeUpRecords, row_dims: Sequence[int], num_records: int) -> None:
         self._made_up, self._in_dims = made_up, (None, *row_dims)
         self._num_records = num_records
-        self._row_terms = (made_up.terms.of_row, self._of_row_with_own_tensors)
+        self._row_terms = (self._of_row, self._of_row_with_own_tensors)
 
     def terms(self) -> Program:
         """A record's term."""
@@ -104,9 +105,13 @@ class Recorder:
 
         return self._first_right(Gradients, ways, is_right)
 
+    def _of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
+        with RecordsApart():
+            return self._made_up.terms.of_row(theta, *row)
+
     def _of_row_with_own_tensors(self, theta: Tensor, *row: Tensor) -> Tensor:
         with _TensorsOfTheRow(row[0]):
-            return self._made_up.terms.of_row(theta, *row)
+            return self._of_row(theta, *row)
 
     def _first_right(
         self,
@@ -136,8 +141,7 @@ class Recorder:
         raise UnfitModel(
             "the record terms cannot be recorded as tensor operations on one row:"
             f" {'; '.join(dict.fromkeys(problems))}. Write torch.where instead of masks,"
-            " (z[..., None] == torch.arange(K)) instead of one_hot, no branches on values and no"
-            " .item()."
+            " num_classes of one_hot, no branches on values and no .item()."
         )
 
     def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
+from ..per_sample.record_map import RecordMap
 from .pyro_runs import FLAVOURS, UnfitModel, made_up, public_randomness
 
 _ROWS_AT_ONCE = 2**16
@@ -64,8 +64,9 @@ class RecordStatistics:
         ) from error
 
     def _map(self, rows: list[Tensor]) -> Tensor:
-        found = vmap(self._statistics)(*rows)
-        if not isinstance(found, Tensor) or found.dim() > 2:
+        with torch.no_grad():
+            (found,) = RecordMap(len(rows[0]))(lambda row: [self._statistics(*row)], rows)
+        if found.dim() > 2:
             raise ValueError("the statistics of a record are a vector, or one number")
         return found.reshape(len(rows[0]), -1)
 

@@ -162,8 +162,6 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
         device = next(module.parameters()).device
         made = ways_to_pass(module, loader.collate_fn([loader.dataset[0]]))
         ways = map_tensors(made, lambda t: t.to(device))
-    if (before := GradientSource.attached_to(module)) is not None:
-        before.remove()
     check_layers(module)
     reduction = settings.loss_reduction
     if mode == "hooks":

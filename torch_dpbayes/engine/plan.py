@@ -18,6 +18,10 @@ from .settings import Settings, is_held
 
 _ALL = 0.995  # of a target, from which on it counts as used
 _MOST = 0.8  # of a target: what is left wants twice the noise
+_OF_OPTIMIZER = (
+    "langevin_noise_multiplier noise_multiplier effective_noise_multiplier effective_temperature"
+    " temperature max_grad_norm derives_clip_norm num_data free_lr unused_noise"
+).split()
 
 
 @dataclass(frozen=True)
@@ -151,23 +155,14 @@ def plan_of(
         at_end = partial(float, _limit(accountant, delta))
 
     return Plan(
-        langevin_noise_multiplier=optimizer.langevin_noise_multiplier,
-        noise_multiplier=optimizer.noise_multiplier,
-        effective_noise_multiplier=z,
-        effective_temperature=optimizer.effective_temperature,
-        temperature=optimizer.temperature,
-        max_grad_norm=optimizer.max_grad_norm,
-        derives_clip_norm=optimizer.derives_clip_norm,
+        **{name: getattr(optimizer, name) for name in _OF_OPTIMIZER},
         num_parameters=sum(p.numel() for p in settings.module.parameters() if p.requires_grad),
-        num_data=optimizer.num_data,
-        unused_noise=optimizer.unused_noise,
         sample_rate=loader.sample_rate,
         steps=epochs * len(loader),
         delta=delta,
         target_epsilon=target_epsilon,
         calibration_noise_multiplier=reserved,
         lr=max(float(group["lr"]) for group in optimizer.param_groups),
-        free_lr=optimizer.free_lr,
         epsilon_at_end=at_end,
     )
 

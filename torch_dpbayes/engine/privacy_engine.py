@@ -78,23 +78,13 @@ class PrivacyEngine:
         return self._accountant
 
     def __repr__(self) -> str:
-        if self._accountant is None:
-            return f"{type(self).__name__}(): nothing is made private yet"
-        return words.one_line(self, self._numbers, self._accountant)
+        found = (
+            "nothing is made private yet" if self._accountant is None else repr(self._accountant)
+        )
+        return f"{type(self).__name__}: {found}"
 
     def _repr_html_(self) -> str:
-        if self._accountant is None:
-            return repr(self)
-        return words.html(self, self._numbers, self._accountant)
-
-    @property
-    def _numbers(self) -> dict[str, Any]:
-        assert self._accountant is not None
-        return {
-            "neighboring": self._accountant.neighboring,
-            "method": self._accountant.method,
-            "releases": len(self._accountant),
-        }
+        return repr(self) if self._accountant is None else words.html(self, {}, self._accountant)
 
     def get_epsilon(self, delta: float | None = None) -> float:
         """ε of everything that was charged, at ``delta``; None takes the budget's."""
@@ -120,8 +110,8 @@ class PrivacyEngine:
             checkpoint_dict: more to keep: tensors, numbers, strings, in dicts and lists.
 
         Raises:
-            ValueError: a buffer or a frozen parameter changed since ``make_private``, or a key of
-                ``checkpoint_dict`` is used.
+            ValueError: a buffer or a frozen parameter changed since the first private batch, or a
+                key of ``checkpoint_dict`` is used.
 
         **Privacy.** Post-processing of what was released, unless a generator is in it.
         """
@@ -239,9 +229,6 @@ class PrivacyEngine:
                 ones or a mapping of those given by name, where a batch does not show what the model
                 takes. Only their shapes and types are used.
 
-        Returns:
-            The model, the optimizer and the private loader.
-
         Raises:
             ValueError, TypeError: what is wrong with the model, the loader or the arguments, and
                 what to write instead.
@@ -258,24 +245,9 @@ class PrivacyEngine:
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
+        given = {name: value for name, value in locals().items() if name != "self"}
         with self._ranks or self._alone():
-            settings = Settings(
-                module,
-                optimizer,
-                data_loader,
-                max_grad_norm,
-                noise_multiplier,
-                sampling,
-                max_batch_size,
-                user_ids,
-                records_per_user,
-                grad_sample_mode,
-                loss_reduction,
-                loss,
-                assume_independent_records,
-                example_inputs,
-            )
-            return self._made_private(settings)
+            return self._made_private(Settings(**given))
 
     def make_private_with_epsilon(
         self,

@@ -12,13 +12,14 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_positive
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
+from ..per_sample.record_map import RecordMap
 
 Likelihood = Literal["categorical", "bernoulli", "normal"]
 
@@ -96,7 +97,7 @@ class LastLayer:
         ValueError: other parameters are trainable, or the output is not the layer's.
 
     **Privacy.** Features are a function of one record each: the frozen rest runs under
-    ``torch.func.vmap``. What it learned counts as public.
+    a map over records. What it learned counts as public.
     """
 
     def __init__(self, module: nn.Module, likelihood: Likelihood, prior_std: float) -> None:
@@ -180,8 +181,8 @@ class LastLayer:
             return torch.cat([self._of_private(half) for half in inputs.tensor_split(2)])
 
     def _map(self, inputs: Tensor) -> Tensor:
-        result: Tensor = vmap(lambda row: self._body(row[None])[0])(inputs)
-        return result
+        each = inputs.unsqueeze(1)
+        return RecordMap(len(each))(lambda row: [self._body(*row)[0]], [each])[0]
 
     def __call__(self, features: Tensor, targets: Tensor) -> None:
         """The Pyro model of the layer."""

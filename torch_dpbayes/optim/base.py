@@ -1,14 +1,10 @@
 """The private step that all optimizers share: collect, check, charge, add one Gaussian, update.
 
-Each step releases one vector and nothing else::
-
-    S = Σ_{i in batch} g_i·min(1, C/‖g_i‖) + z·C·ξ,   ξ ~ N(0, I)    the only access to the data
-    ĝ = S/B + ∇r(θ)/N                               noisy gradient of the mean potential
-
-with N = ``num_data``, B = ``expected_batch_size``, C = ``max_grad_norm`` and r = −log prior. The
-noise that the sampler wants *is* the privacy noise: the sampler asks for ``z_L``, the user for at
-least ``noise_multiplier``, and z is the larger of the two. Whatever the algorithm does with ĝ is
-post-processing.
+A step releases S (:mod:`torch_dpbayes.release.release`), of which ĝ = S/B + ∇r(θ)/N is the noisy
+gradient of the mean potential, with N = ``num_data``, B = ``expected_batch_size`` and r = −log
+prior. The noise that the sampler wants *is* the privacy noise: the sampler asks for ``z_L``, the
+user for at least ``noise_multiplier``, and z is the larger of the two. Whatever the algorithm does
+with ĝ is post-processing.
 """
 
 from __future__ import annotations

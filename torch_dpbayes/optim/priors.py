@@ -37,7 +37,8 @@ def require_prior_std(group: Mapping[str, Any]) -> None:
     for std in stated.values() if isinstance(stated, Mapping) else [stated]:
         if std == "fan_in":
             continue
-        if not isinstance(std, (float, int, Real, Tensor)) or isinstance(std, bool):
+        is_number = isinstance(std, Real) or (isinstance(std, Tensor) and std.numel() == 1)
+        if not is_number or isinstance(std, bool):
             raise ArgumentTypeError(
                 'prior_std must be a number, "fan_in", or a dictionary of these by parameter name,'
                 f" got {std!r}"

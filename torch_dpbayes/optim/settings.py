@@ -77,14 +77,11 @@ class Settings:
                 f"max_grad_norm = {self.max_grad_norm} is below what float32 norms can resolve; use"
                 " at least 1e-12"
             )
-        _require_not_negative("noise_multiplier", z)
-        if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
-            raise ArgumentError(
-                f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps would"
-                f" overflow: take one below {_LARGEST_NOISE_MULTIPLIER:g}"
-            )
+        _require_positive("noise_multiplier", z, or_zero=True)
+        if z:
+            events.gaussian_noise_multiplier(z)
         if self.temperature is not None:
-            _require_not_negative("temperature", self.temperature)
+            _require_positive("temperature", self.temperature, or_zero=True)
         if self.sampling not in (None, "poisson", "recordwise"):
             raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
@@ -159,8 +156,8 @@ class DeclaredOptimizer(Optimizer):
         is_free = self._derives_bound or settings.noise_multiplier == 0 or isinstance(lr, str)
         if temperature is None and is_free:
             settings = replace(settings, temperature=1.0)
-        if log_prior is not None and prior_std not in (1.0, math.inf):
-            raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
+        if log_prior is not None and not callable(log_prior):
+            raise ArgumentTypeError(f"log_prior must be a function, got {log_prior!r}")
         if not isinstance(assume_independent_records, bool):
             raise ArgumentTypeError(
                 "assume_independent_records must be True or False, got"
@@ -296,6 +293,8 @@ class DeclaredOptimizer(Optimizer):
         try:
             _require_positive("lr", group["lr"])
             self._require_group(group)
+            if group["prior_std"] is not self.defaults["prior_std"]:
+                require_used(group["prior_std"], [group])
             for p in group["params"]:
                 if not p.is_floating_point():
                     raise ArgumentTypeError(
@@ -314,10 +313,15 @@ class DeclaredOptimizer(Optimizer):
                 " is made."
             )
         require_prior_std(group)
-        _require_number("prior_mean", group["prior_mean"])
+        is_default = group["prior_std"] in (1.0, math.inf) and group["prior_mean"] == 0
+        if self._log_prior is not None and not is_default:
+            raise ArgumentError(
+                "log_prior replaces the Gaussian prior: leave out prior_std and prior_mean"
+            )
+        require_number("prior_mean", group["prior_mean"])
         if not math.isfinite(group["prior_mean"]):
             raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
-        _require_number("lr", group["lr"])
+        require_number("lr", group["lr"])
         if not 0 <= group["lr"] < _LARGEST_LR:
             raise ArgumentError(
                 f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
@@ -502,18 +506,13 @@ def _require_arguments(
         )
 
 
-def _require_number(name: str, value: Any) -> None:
+def require_number(name: str, value: Any) -> None:
     if not isinstance(value, (float, int, Tensor, Real)):
         raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
 
 
-def _require_positive(name: str, value: float) -> None:
-    _require_number(name, value)
-    if not 0 < value < math.inf:
-        raise ArgumentError(f"{name} must be positive and finite, got {value}")
-
-
-def _require_not_negative(name: str, value: float) -> None:
-    _require_number(name, value)
-    if not 0 <= value < math.inf:
-        raise ArgumentError(f"{name} must be zero or positive and finite, got {value}")
+def _require_positive(name: str, value: float, *, or_zero: bool = False) -> None:
+    require_number(name, value)
+    if not (0 < value < math.inf or (or_zero and value == 0)):
+        zero = "zero or " if or_zero else ""
+        raise ArgumentError(f"{name} must be {zero}positive and finite, got {value}")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..noise import in_cache
+from ..noise import check_positive, in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
 from .fisher_sum import FisherSum
-from .settings import Options, read_only
+from .settings import Options, read_only, require_number
 
 
 class DPSGFS(PrivateOptimizer):
@@ -103,11 +103,11 @@ class DPSGFS(PrivateOptimizer):
     ) -> None:
         if fisher not in ("full", "diagonal"):
             raise ArgumentError(f'fisher must be "full" or "diagonal", got {fisher!r}')
+        require_number("fisher_decay", fisher_decay)
         if not 0 <= fisher_decay < 1:
             raise ArgumentError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
-        if not 0 < fisher_share < math.inf:
-            raise ArgumentError(f"fisher_share must be positive and finite, got {fisher_share}")
-        if (temperature := options.get("temperature")) is not None and not temperature > 0:
+        self._fisher_share = check_positive("fisher_share", fisher_share)
+        if (temperature := options.get("temperature")) == 0:
             raise ArgumentError(
                 "the step is proportional to the temperature, which must be positive, got"
                 f" {temperature}"
@@ -117,7 +117,6 @@ class DPSGFS(PrivateOptimizer):
                 "DPSGFS has no log_prior=, whose curvature it needs: use prior_std="
             )
         self._fisher, self._fisher_decay = fisher, float(fisher_decay)
-        self._fisher_share = float(fisher_share)
         super().__init__(params, lr, **options)
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if trainable:

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options
+from .settings import Options, require_number
 
 
 class DPSGHMC(PrivateOptimizer):
@@ -72,9 +72,10 @@ class DPSGHMC(PrivateOptimizer):
                     'momentum="matched" fits the friction to the noise: it needs noise_multiplier,'
                     " temperature and max_grad_norm, all above 0"
                 )
-        elif not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
         else:  # under this name torch's schedulers cycle it
+            require_number("momentum", momentum)
+            if not 0 <= momentum < 1:
+                raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
             self._group_options = {"momentum": momentum}
         self._momentum = momentum
         super().__init__(params, lr, **options)

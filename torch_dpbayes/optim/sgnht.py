@@ -4,17 +4,16 @@ the noise needs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, Unpack
 
 import torch
 
 from ..errors import ArgumentError
-from ..noise import in_cache
+from ..noise import check_positive, in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options, read_only
+from .settings import Options, read_only, require_number
 
 # Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
 # α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
@@ -75,18 +74,16 @@ class DPSGNHT(PrivateOptimizer):
         thermostat_gain: float = 0.01,
         **options: Unpack[Options],
     ) -> None:
+        require_number("momentum", momentum)
         if not 0 <= momentum < 1:
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
-        if (temperature := options.get("temperature")) is not None and not temperature > 0:
+        if (temperature := options.get("temperature")) == 0:
             raise ArgumentError(
                 f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes"
                 " temperature 0"
             )
-        if not 0 < thermostat_gain < math.inf:
-            raise ArgumentError(
-                f"thermostat_gain must be positive and finite, got {thermostat_gain}"
-            )
-        self._momentum, self._thermostat_gain = float(momentum), float(thermostat_gain)
+        self._momentum = float(momentum)
+        self._thermostat_gain = check_positive("thermostat_gain", thermostat_gain)
         super().__init__(params, lr, **options)
 
     momentum: float = read_only("_momentum", "1 − a, the friction that z_L is made for.")

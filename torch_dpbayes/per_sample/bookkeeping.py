@@ -29,10 +29,17 @@ from .arithmetic import full_precision
 from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import InnerTransform, RecordMap, as_traced, require_no_modes
+from .record_map import (
+    CannotBeMapped,
+    InnerTransform,
+    RecordMap,
+    as_traced,
+    of_those_that_run,
+    require_no_modes,
+)
 
 
-class UsedElsewhere(RuntimeError):
+class UsedElsewhere(CannotBeMapped):
     """A layer runs inside the map as book-keeping cannot follow it: with other parameters, or in a
     transform of the model's own.
     """
@@ -294,8 +301,11 @@ class _Layer(ReplacedForward):
                 return self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))
             return self._record(whole)
 
+        def those_that_run(whole: Tensor) -> Tensor:
+            return of_those_that_run(lambda rows: [run(rows[0])], [whole])[0]
+
         try:
-            return record_map.call_batched(run, [given])
+            return record_map.call_batched(those_that_run, [given])
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 

@@ -14,6 +14,7 @@ expected batch size in its place. Afterwards values, and the number of records, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -62,6 +63,7 @@ _WEIGHT_INSTEAD = "Write (F.l1_loss(out, y, reduction='none') * w).mean()"
 PRIME = 10007
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """One delivered batch. It is open until its ``backward()`` is over.
 
@@ -77,24 +79,14 @@ class Batch:
         leaves: the tensors that may receive a gradient, by the model's last pass.
     """
 
-    __slots__ = (
-        *("is_empty", "is_open", "leaves", "loss_reduction", "randomness", "refusal", "run"),
-        "shown",
-    )
-
-    def __init__(
-        self,
-        shown: int,
-        run: Callable[..., Any],
-        randomness: PrivateRandomness,
-        *,
-        is_empty: bool = False,
-    ) -> None:
-        self.shown, self.run, self.randomness, self.is_empty = shown, run, randomness, is_empty
-        self.is_open = True
-        self.refusal: str | None = None
-        self.loss_reduction: str | None = None
-        self.leaves: Sequence[Tensor] = ()
+    shown: int
+    run: Callable[..., Any]
+    randomness: PrivateRandomness
+    is_empty: bool = False
+    is_open: bool = True
+    refusal: str | None = None
+    loss_reduction: str | None = None
+    leaves: Sequence[Tensor] = ()
 
     def close(self) -> None:
         """Values are ordinary from now on, and may not come back into a loss."""

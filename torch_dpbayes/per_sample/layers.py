@@ -204,18 +204,12 @@ class Geometry:
             return beside(norms), of_inputs * of_outputs * math.sqrt(self.overlap)
         assert self.weight is not None
         found = [Outer(self.weight, None, u, g) for u, g in self._as_linear(inputs, backprops)]
-        norm, size = (
-            beside(t).view(-1, self.groups)
-            for t in ([part.norm() for part in found], [_size_of(part) for part in found])
-        )
+        norms = [part.norm() for part in found]  # and with them sizes
+        sizes = [part.size for part in found if part.size is not None]
+        norm, size = (beside(t).view(-1, self.groups) for t in (norms, sizes))
         if self.groups == 1:
             return norm[:, 0], size[:, 0]
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
-
-
-def _size_of(part: Outer) -> Tensor:
-    assert part.size is not None
-    return part.size
 
 
 class Convolution(Product):

@@ -27,7 +27,8 @@ from .operations import Delivery
 from .record_map import CannotBeMapped, OutsideTensor, as_traced, in_plain_words
 
 _INSTEAD = (
-    "To vouch that it keeps records apart, write make_private(..., assume_independent_records=True)"
+    "To vouch that it keeps records apart, write make_private(..., assume_independent_records=True,"
+    ' grad_sample_mode="hooks")'
 )
 _RECORDS = 2
 _TRIES = 3  # of fresh synthetic records: a ReLU may be set otherwise by rounding
@@ -174,7 +175,8 @@ class _Comparison:
                         names = [n for n, p in self.module.named_parameters() if p in outside]
                         raise ModelError(
                             f"parameters {names} get no gradient from the model's forward pass:"
-                            " freeze with requires_grad_(False) what the model does not use",
+                            " freeze with requires_grad_(False) what the model does not use; return"
+                            " beside the output what only the loss uses",
                             code="model-unused",
                         ) from None
         finally:
@@ -341,10 +343,7 @@ def _blamed(module: nn.Module) -> Iterator[None]:
             raise
         raise UsedElsewhere(str(error), [outside]) from error
     except Exception as error:
-        is_plain = type(error) is CannotBeMapped or not isinstance(
-            error, (DPBayesError, UsedElsewhere)
-        )
-        if not is_plain:
+        if isinstance(error, DPBayesError) and type(error) is not CannotBeMapped:
             raise
         name = (running[-1] if running else "") or type(module).__name__
         reason = in_plain_words(error).rstrip(".")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ArgumentTypeError
+
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 # Types that hold neither tensors nor other values.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device)
@@ -33,15 +35,21 @@ def _fields(value: Any) -> list[str]:
 
 def _with_children(value: Any, children: Sequence[Any]) -> Any:
     """The same container with other values."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-    whole: Any = copy.copy(value)  # of which more than its items may count
-    if isinstance(value, Mapping):
-        for key, child in zip(value, children, strict=True):
-            whole[key] = child
-    else:
-        for name, child in zip(_fields(value), children, strict=True):
-            object.__setattr__(whole, name, child)
+    try:
+        if isinstance(value, (tuple, list)):
+            return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+        whole: Any = copy.copy(value)  # of which more than its items may count
+        is_mapping = isinstance(value, Mapping)
+        for key, child in zip(value if is_mapping else _fields(value), children, strict=True):
+            if is_mapping:
+                whole[key] = child
+            else:
+                object.__setattr__(whole, key, child)
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"a {type(value).__name__} cannot hold other tensors than its own"
+            f" ({type(error).__name__}): use tuples, lists, dicts or dataclasses of tensors"
+        ) from None
     return whole
 
 

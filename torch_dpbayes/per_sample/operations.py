@@ -32,7 +32,9 @@ from .record_map import (
     RecordMap,
     as_traced,
     in_plain_words,
+    of_those_that_run,
     require_no_modes,
+    synthetic_row,
     without_values,
 )
 
@@ -68,13 +70,8 @@ class Delivery:
                     " as it is stored",
                     code="loss-mixes",
                 )
-            if records == 0:  # a number in between is a probability, and a matrix has an inverse
-                made = t.new_zeros(1, *t.shape[1:])
-                if t.is_floating_point():
-                    stream = torch.Generator("cpu").manual_seed(0)
-                    made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
-                t = made
-            return Followed(t.unsqueeze(1), batch)
+            rows = t if records else synthetic_row(t)
+            return Followed(rows.unsqueeze(1), batch)
 
         return map_tensors(delivered, followed)
 
@@ -311,8 +308,13 @@ class _Operation:
         labels = whole[1].reshape(len(whole[1]), -1)
         place = torch.arange(labels.shape[1], device=labels.device)
         wrong = (labels < 0) | (labels >= log_probs.shape[2])
-        whole[1] = labels.masked_fill(wrong, 0)
-        each: Tensor = self.function(*whole, **{**options, "reduction": "none"})
+        whole[:2] = [whole[0].movedim(1, 0), labels.masked_fill(wrong, 0)]
+
+        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+            options["reduction"] = "none"
+            return [self.function(rows[0].movedim(0, 1), *rows[1:], **options)]
+
+        (each,) = of_those_that_run(run, whole)
         is_read = place < whole[3].reshape(-1, 1)
         return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 

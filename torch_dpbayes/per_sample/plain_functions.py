@@ -111,11 +111,40 @@ def embedding(
     if max_norm is not None or not is_mapped:
         return None
     is_wrong = (tokens < 0) | (tokens >= len(weight))
-    found = torch.embedding(weight, tokens.masked_fill(is_wrong, 0))
+    inside = tokens.masked_fill(is_wrong, 0)
+    with torch._C.DisableTorchFunction():
+        found = torch.embedding(weight, inside)
     if padding_idx is not None:
         is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
         found = torch.where(is_padding, found.detach(), found)
     return found.masked_fill(is_wrong.unsqueeze(-1), math.nan)
+
+
+def _table(weight: Tensor, tokens: Tensor, padding_idx: int = -1, *_: Any) -> Tensor | None:
+    return embedding(tokens, weight, None if padding_idx < 0 else padding_idx)
+
+
+def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CTC, which looks a label that is no class up in the memory of another record: NaN."""
+
+    def run(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        wrong = (targets < 0) | (targets >= log_probs.shape[-1])
+        lengths = torch.as_tensor(target_lengths, device=targets.device).reshape(-1)
+        ends = lengths.sum() if targets.dim() == 1 else lengths.unsqueeze(-1)
+        is_read = torch.arange(targets.shape[-1], device=targets.device) < ends
+        labels = targets.masked_fill(wrong, 0)
+        with torch._C.DisableTorchFunction():
+            found = function(log_probs, labels, input_lengths, target_lengths, *rest, **options)
+        return found.masked_fill((wrong & is_read).any(), math.nan)
+
+    return run
 
 
 def embedding_bag(
@@ -248,7 +277,10 @@ def gaussian_nll(
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding: embedding,
+    torch.embedding: _table,
     F.embedding_bag: embedding_bag,
+    F.ctc_loss: _ctc(F.ctc_loss),
+    torch.ctc_loss: _ctc(torch.ctc_loss),
     F.one_hot: one_hot,
     F.nll_loss: partial(cross_entropy, label_smoothing=None),
     F.cross_entropy: cross_entropy,

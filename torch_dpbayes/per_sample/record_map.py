@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,28 +25,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 
 # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
 # every layer
-from torch._C._functorch import (
-    _add_batch_dim,
-    _remove_batch_dim,
-    _vmap_decrement_nesting,
-    _vmap_increment_nesting,
-    get_unwrapped,
-    is_batchedtensor,
-    is_gradtrackingtensor,
-    maybe_current_level,
-    maybe_get_bdim,
-    pop_dynamic_layer_stack,
-    push_dynamic_layer_stack,
-)
+from torch._C import _functorch as functorch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import DPBayesError
 from .derived import LOOKS, holds_records
+from .followed import name_of
+from .function_kinds import is_in_place
 from .plain_functions import FUNCTIONS
 
 _TORCHS_WORDS = {
@@ -53,8 +46,8 @@ _TORCHS_WORDS = {
         "a mask selects records, whose number depends on them: write (losses * mask).mean()"
     ),
     "dynamic shape": (
-        "it selects entries whose number depends on the record (a mask, nonzero, unique): multiply"
-        " by the mask; for DeBERTa's own loss set config.problem_type"
+        "it selects entries whose number depends on the record: multiply by the mask; for DeBERTa"
+        " set config.problem_type; for BART and T5 see docs/how_to/usual_networks.md"
     ),
     "calling .item() on a Tensor": (
         "it reads a number of the records (item(), one_hot without num_classes): compute with"
@@ -83,6 +76,7 @@ _TORCHS_WORDS = {
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
     ),
 }
+
 # In torch's errors on programs, and not on the values of a record.
 _OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),)
 
@@ -132,6 +126,52 @@ def without_values(error: Exception) -> str:
     return f"it fails on the values of a record ({type(error).__name__})"
 
 
+def of_those_that_run(
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]], rows: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """``run``, a function of torch, of all records. A record on which it fails gets NaN, which
+    counts as zero: no record stops a step.
+
+    Raises:
+        Exception: what ``run`` raises for a synthetic record, too.
+    """
+    try:
+        return run(rows)
+    except DPBayesError:
+        raise
+    except Exception:
+        pass  # its text may hold values of a record
+    spare = [synthetic_row(t) for t in rows]
+    run(spare)
+    fails = torch.tensor([_fails(run, [t[k : k + 1] for t in rows]) for k in range(len(rows[0]))])
+
+    def put(value: Tensor | float, t: Tensor) -> Tensor:
+        where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
+        return torch.where(where, value, t)
+
+    found = run([put(s, t) for s, t in zip(spare, rows, strict=True)])
+    return [put(math.nan, t) if t.is_floating_point() else t for t in found]
+
+
+def _fails(run: Callable[[Sequence[Tensor]], Any], row: Sequence[Tensor]) -> bool:
+    try:
+        run(row)
+    except Exception:
+        return True
+    return False
+
+
+def synthetic_row(t: Tensor) -> Tensor:
+    """A record of such rows: zeros, or numbers in between, which are probabilities, and entries of
+    matrices that have an inverse.
+    """
+    made = t.new_zeros(1, *t.shape[1:])
+    if t.is_floating_point():
+        stream = torch.Generator("cpu").manual_seed(0)
+        made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
+    return made
+
+
 class RecordMap:
     """A map over the records of one batch.
 
@@ -159,14 +199,16 @@ class RecordMap:
         """
         require_no_modes()
         with as_traced(), _OfOneRecord(self):
-            self._level = level = _vmap_increment_nesting(self.records, "different")
+            self._level = level = functorch._vmap_increment_nesting(self.records, "different")
             try:
-                inside = [_add_batch_dim(t, 0, level) for t in tensors]
+                inside = [functorch._add_batch_dim(t, 0, level) for t in tensors]
                 self.track(inside)
-                found = [_remove_batch_dim(t, level, self.records, 0) for t in function(inside)]
+                found = [
+                    functorch._remove_batch_dim(t, level, self.records, 0) for t in function(inside)
+                ]
             finally:
                 self._level = None
-                _vmap_decrement_nesting()
+                functorch._vmap_decrement_nesting()
         if self.error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all: leave"
@@ -187,13 +229,13 @@ class RecordMap:
         level = self._level
         if (
             level is None
-            or maybe_current_level() != level
+            or functorch.maybe_current_level() != level
             or any(is_gradtrackingtensor(t) for t in tensors)
             or any(is_batchedtensor(get_unwrapped(t)) for t in tensors if is_batchedtensor(t))
         ):
             raise InnerTransform("whole batches are needed inside a torch.func transform")
         outside = [self._with_rows(t) for t in tensors]
-        stack = pop_dynamic_layer_stack()
+        stack = functorch.pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
                 result = run(*outside)
@@ -201,8 +243,8 @@ class RecordMap:
             self.error = error
             raise
         finally:
-            push_dynamic_layer_stack(stack)
-        result = _add_batch_dim(result, 0, level)
+            functorch.push_dynamic_layer_stack(stack)
+        result = functorch._add_batch_dim(result, 0, level)
         self.track(result)
         return result
 
@@ -210,7 +252,7 @@ class RecordMap:
         if not is_batchedtensor(t):
             _require_public((t,))
             return t.expand(self.records, *t.shape)
-        dim = maybe_get_bdim(t)
+        dim = functorch.maybe_get_bdim(t)
         return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
 
     def track(self, result: Any) -> None:
@@ -243,7 +285,7 @@ class RecordMap:
         rows = empty.new_empty(self.records, *empty.shape)
         while is_gradtrackingtensor(rows):
             rows = get_unwrapped(rows)
-        own = _add_batch_dim(rows, 0, self._level)
+        own = functorch._add_batch_dim(rows, 0, self._level)
         return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
 
 
@@ -292,6 +334,27 @@ _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fil
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
+# They go by numbers that nobody compares with the size of a table, in the memory of all records.
+_UNCHECKED = frozenset(
+    f"aten.{name}"
+    for name in "embedding index_fill index_fill_ ctc_loss _ctc_loss segment_reduce".split()
+)
+
+
+class RecordsApart(TorchFunctionMode):
+    """Inside a plain ``torch.func.vmap`` over records: what would see several is refused, or
+    computed by operations that do not.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _require_nothing_hidden(func, args, kwargs)
+        if func in FUNCTIONS:
+            with self:
+                found = FUNCTIONS[func](*args, **kwargs)
+            if found is not None:
+                return found
+        return func(*args, **kwargs)
 
 
 class _OfOneRecord(TorchFunctionMode):
@@ -312,15 +375,17 @@ class _OfOneRecord(TorchFunctionMode):
         _require_public(outside)
         if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
             func = F.grouped_mm  # for which it stands while torch traces
-        self._require_nothing_hidden(func, args, kwargs)
+        _require_nothing_hidden(func, args, kwargs)
         found = self._special(func, args, kwargs)
         if found is not NotImplemented:
             return found
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self._map.error = error
-            raise
+            result = self._of_those_that_run(func, args, kwargs)
+            if result is None:
+                self._map.error = error
+                raise
         # of attributes it is seen where they are used
         if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
             # its gradient would be neither clipped nor noisy
@@ -330,42 +395,30 @@ class _OfOneRecord(TorchFunctionMode):
         self._map.track(result)
         return result
 
-    @staticmethod
-    def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse what would run below the map, where tensors hold all records, or out of sight."""
-        if kwargs.get("generator") is not None:
-            raise CannotBeMapped(
-                "it draws from a generator of its own, which would give each record other numbers:"
-                " draw fixed numbers in __init__, into a buffer"
-            )
-        if func in _RESIZES:
-            raise CannotBeMapped(
-                f"it changes the size of a tensor in memory ({func.__name__}), where other records"
-                " lie beside it: make a new tensor, as F.pad does"
-            )
-        if func in _INDEX_FILLS and isinstance(args[2], Tensor) and is_of_records(args[2]):
-            raise CannotBeMapped(
-                f"{func.__name__} at an index that a record holds would write into other records:"
-                " write torch.where(torch.arange(n) == index, value, x)"
-            )
-        if isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _TORCHS_OPERATORS:
-            raise CannotBeMapped(
-                f"operator {func} is not torch's own: what it does to whole batches, or keeps of"
-                " one record for the next, is not seen"
-            )
-        if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
-            raise CannotBeMapped(
-                f"it reads a number of the records ({func.__name__}): compute with tensors"
-                " (torch.where)"
-            )
-        if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
-            own = args[0]  # it, or one inside it, may say itself what it does to a whole batch
-            is_function = issubclass(own, torch.autograd.Function)
-            if is_function and not own.__module__.startswith("torch."):
-                raise CannotBeMapped(
-                    f"{own.__name__} is an autograd.Function of its own, whose rules for whole"
-                    " batches are not seen"
-                )
+    def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """The function where it fails on some records, as at an index that one of them holds. The
+        program goes on once for all: what it counts does not tell who failed.
+        """
+        values, spec = tree_flatten((args, kwargs))
+        places = [k for k, v in enumerate(values) if isinstance(v, Tensor) and is_batchedtensor(v)]
+        if not places or is_in_place(name_of(func), kwargs):
+            return None
+
+        def one(*slices: Tensor) -> Tensor:
+            given = list(values)
+            for k, v in zip(places, slices, strict=True):
+                given[k] = v
+            args, kwargs = tree_unflatten(given, spec)
+            found: Tensor = func(*args, **kwargs)
+            return found
+
+        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [torch.func.vmap(one, randomness="different")(*rows)]
+
+        with suppress(Exception):
+            each = [values[k] for k in places]
+            return self._map.call_batched(lambda *rows: of_those_that_run(run, rows)[0], each)
+        return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result where it is not what vmap would give; NotImplemented where it is."""
@@ -420,6 +473,53 @@ class _OfOneRecord(TorchFunctionMode):
                 return self._map.call_batched(run, operands)
         args = (query, key, value, attn_mask, *rest)
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
+
+
+def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuse what would run below the map, where tensors hold all records, or out of sight."""
+    if kwargs.get("generator") is not None:
+        raise CannotBeMapped(
+            "it draws from a generator of its own, which would give each record other numbers:"
+            " draw fixed numbers in __init__, into a buffer"
+        )
+    if func in _RESIZES:
+        raise CannotBeMapped(
+            f"it changes the size of a tensor in memory ({func.__name__}), where other records"
+            " lie beside it: make a new tensor, as F.pad does"
+        )
+    index = args[2] if len(args) > 2 else kwargs.get("index")
+    if func in _INDEX_FILLS and isinstance(index, Tensor) and is_of_records(index):
+        raise CannotBeMapped(
+            f"{func.__name__} at an index that a record holds would write into other records:"
+            " write torch.where(torch.arange(n) == index, value, x)"
+        )
+    if isinstance(func, _OPERATORS):
+        name = str(func)
+        if name.partition(".")[0] not in _TORCHS_OPERATORS:
+            raise CannotBeMapped(
+                f"operator {name} is not torch's own: what it does to whole batches, or keeps of"
+                " one record for the next, is not seen"
+            )
+        if ".".join(name.split(".")[:2]) in _UNCHECKED:
+            raise CannotBeMapped(
+                f"operator {name} may look beyond a record: write the function of"
+                " torch.nn.functional for which it stands"
+            )
+    if func is torch.segment_reduce and kwargs.get("unsafe"):
+        raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
+    if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
+        raise CannotBeMapped(
+            f"it reads a number of the records ({func.__name__}): compute with tensors"
+            " (torch.where)"
+        )
+    if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
+        own = args[0]  # it, or one inside it, may say itself what it does to a whole batch
+        is_function = issubclass(own, torch.autograd.Function)
+        if is_function and not own.__module__.startswith("torch."):
+            raise CannotBeMapped(
+                f"{own.__name__} is an autograd.Function of its own, whose rules for whole"
+                " batches are not seen"
+            )
 
 
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributions, nn
 
 from ..errors import ArgumentError, SamplesError
+from ..noise import check_positive
 from .outputs import average
 
 NoiseStd = float | Callable[[nn.Module], Tensor]
@@ -264,11 +265,10 @@ def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
         return
     if name != "normal":
         raise ArgumentError('noise_std= is that of likelihood="normal": write both, or none')
-    if not callable(noise_std) and not (math.isfinite(noise_std) and noise_std > 0):
-        raise ArgumentError(
-            f"noise_std must be positive and finite, got {noise_std}. It is the standard deviation"
-            " of the likelihood: math.sqrt(0.5) for a model trained with MSELoss"
-        )
+    if not callable(noise_std):
+        is_scalar = isinstance(noise_std, Tensor) and noise_std.numel() == 1
+        what = "that of the likelihood: math.sqrt(0.5) for a model trained with MSELoss"
+        check_positive("noise_std", float(noise_std) if is_scalar else noise_std, what)
 
 
 def forgotten_noise_std(model: nn.Module) -> Tensor:

@@ -127,9 +127,10 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing of the draws.
         """
         if isinstance(draws, Mapping):
-            counts = {len(value) for value in draws.values()}
+            whole = {name: torch.atleast_1d(torch.as_tensor(v)) for name, v in draws.items()}
+            counts = {len(value) for value in whole.values()}
             kept = [
-                {name: v[k] for name, v in draws.items()} for k in range(min(counts, default=0))
+                {name: v[k] for name, v in whole.items()} for k in range(min(counts, default=0))
             ]
         else:
             kept = [{name: v.detach() for name, v in draw.items()} for draw in draws]
@@ -374,7 +375,7 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing of the samples. Of private targets it is a release without
         noise, which nothing charges.
         """
-        done = 0
+        done, y = 0, torch.as_tensor(y)
 
         def densities(of: Likelihood, forms: Tensor) -> Tensor:
             nonlocal done
@@ -448,12 +449,13 @@ class PosteriorSamples(Chain):
 
         **Privacy**: post-processing.
         """
-        if not quantiles or not all(0 < q < 1 for q in quantiles):
+        found = torch.as_tensor(quantiles, dtype=torch.float64).reshape(-1).tolist()
+        if not found or not all(0 < q < 1 for q in found):
             raise ArgumentError(
-                f"quantiles must be probabilities strictly between 0 and 1, got {list(quantiles)}."
+                f"quantiles must be probabilities strictly between 0 and 1, got {found}."
             )
         return self._by_likelihood(
-            model, x, forward, lambda of, forms: of.quantiles(forms, quantiles), dim=1
+            model, x, forward, lambda of, forms: of.quantiles(forms, found), dim=1
         )
 
     def r_hat(self, model: nn.Module, x: Inputs, *, forward: Forward | None = None) -> Tensor:

@@ -171,7 +171,7 @@ class Release:
             return False
         if self._fixed is not None:
             self._fixed.require_unchanged()
-        smallest = min([group.noise_multiplier for group in layout.groups])
+        smallest = layout.smallest_noise_multiplier
         if self.noise.generator is not None and math.isfinite(smallest):
             self.noise.require_usable(layout.device)
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)
@@ -355,13 +355,7 @@ class Release:
     # -- a count beside the steps ------------------------------------------------------------------
 
     def share_of(self, noise_multiplier: float, bound: float, norms: Tensor) -> float:
-        """The noisy share of records whose norm exceeds ``bound``, on a draw of its own.
-
-        ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B``, clamped to [0, 1].
-
-        **Privacy.** A record contributes ±½: adding or removing one moves the sum by ½, replacing
-        one by at most 1 = 2·½, which is the event of a clipped sum at the same z.
-        """
+        """The release of :func:`~torch_dpbayes.private_clipped_fraction`, of a draw of its own."""
         if self._fixed is not None:
             self._fixed.require_unchanged()
         self.noise.require_usable(norms.device)
