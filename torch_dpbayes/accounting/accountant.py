@@ -231,9 +231,14 @@ class PrivacyAccountant:
         forked child it begins anew from the file. (In memory an interruption may count
         repetitions twice.)
         """
+        global _is_busy
         session = self._session
         if isinstance(session, Session) and (session.stale or session.process != this_process()):
-            session, self._run = session.begun_anew(), None
+            was_busy, _is_busy = _is_busy, True
+            try:
+                session, self._run = session.begun_anew(), None
+            finally:
+                _is_busy = was_busy
             self._session = session
             self._settle_at_exit()
         session.stale = True
@@ -704,10 +709,14 @@ def _settle_quietly(session: Session) -> None:
     """At the end of the program, or of the accountant, where an error could only be printed:
     what is not returned stays charged.
     """
+    global _is_busy
     with LOCK, suppress(DPBayesError, OSError):
         if not _is_busy:  # else an accountant is collected in the middle of a charge
-            was_stale, session.stale = session.stale, True
-            session.settle(in_doubt=was_stale)
+            was_stale, session.stale, _is_busy = session.stale, True, True
+            try:
+                session.settle(in_doubt=was_stale)
+            finally:
+                _is_busy = False
             session.stale = was_stale
 
 

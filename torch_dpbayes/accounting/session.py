@@ -72,8 +72,10 @@ class Session(History):
 
     def begun_anew(self) -> Session:
         """A session of the same job that knows only what the file says."""
+        # a signal's handler may begin anew in the middle of a reading, whose ledger goes on as it is
+        self.ledger = Ledger(self.ledger.path, {"id": self.ledger.id})
         self.settle(in_doubt=True)
-        return Session(Ledger(self.ledger.path, {"id": self.ledger.id}), self.job, self.later)
+        return Session(self.ledger, self.job, self.later)
 
     # --- charging ---------------------------------------------------------------------------------
 
