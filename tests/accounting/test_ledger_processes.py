@@ -29,13 +29,7 @@ from support.ledgers import (
     sampled,
 )
 
-from torch_dpbayes.accounting import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
-    bounds,
-    ledger,
-    renyi,
-)
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, ledger, renyi
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.accounting.ledger import open_blocks
@@ -235,8 +229,6 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
 
 
 # --- jobs -----------------------------------------------------------------------------------------
-
-pytestmark = forks
 
 
 def test_a_process_that_opens_the_file_again_goes_on_with_its_job(path, caplog):

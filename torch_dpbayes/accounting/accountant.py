@@ -54,8 +54,7 @@ _IN_THE_MIDDLE = (
     "this accountant was called from within a charge, which only a signal handler can do: let the"
     " handler raise SystemExit or KeyboardInterrupt instead; reserved steps are returned."
 )
-# Whether a charge is being made. A flag beside the lock, which the same thread can take again: in a
-# signal handler, or where an accountant is collected.
+# Whether a charge is being made: beside the lock, which a handler in the same thread can take.
 _is_busy = False
 
 T = TypeVar("T")
@@ -71,9 +70,7 @@ class Charge(NamedTuple):
 
 
 class EpsilonBounds(NamedTuple):
-    """``upper`` is the guarantee; ``lower`` is what no accountant that knows only the events
-    can go below.
-    """
+    """The guarantee, and what no accountant that knows only the events can go below."""
 
     lower: float
     upper: float
@@ -199,15 +196,15 @@ class PrivacyAccountant:
         """The history, with what other processes charged since. Under the lock."""
         if _is_busy:
             raise StateError(_IN_THE_MIDDLE)
-        session = self._begin()
-        session.refresh()
-        session.stale = False
-        return session
+        while True:
+            session = self._begin()
+            session.refresh()
+            if session is self._session:  # else a signal's handler began anew
+                session.stale = False
+                return session
 
     def _change(self, change: Callable[[History], T]) -> T:
-        """One change at a time: threads wait for each other, and what a signal handler starts in
-        the middle of one is refused.
-        """
+        """One change at a time: what a signal handler starts in the middle of one is refused."""
         global _is_busy
         with LOCK:
             if _is_busy:
@@ -300,24 +297,18 @@ class PrivacyAccountant:
 
     @property
     def guarantee(self) -> Guarantee:
-        """``"fixed"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon` is a bound for; see the
-        class.
-        """
+        """``"fixed"``, ``"filter"`` or ``"none"``: what epsilon is a bound for; see the class."""
         with LOCK:
             return self._read().guarantee
 
     @property
     def is_later_job(self) -> bool:
-        """Whether this job began after others had charged the ledger: what it charges is held
-        by a filter.
-        """
+        """Whether others had charged the ledger before this job, so that a filter holds it."""
         return self._session.later
 
     @property
     def history(self) -> tuple[Charge, ...]:
-        """What was charged, equal charges added up, in the order of their first occurrence. A
-        copy.
-        """
+        """A copy of what was charged, equal charges added up, in the order of their first one."""
         with LOCK:
             found = Counter[tuple[DpEvent, str | None, bool]]()
             for key, count in self._read().charges.items():
@@ -326,9 +317,7 @@ class PrivacyAccountant:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """On what the guarantee rests: what :meth:`note` was told, and what charged events
-        state.
-        """
+        """On what the guarantee rests: what :meth:`note` keeps, and what charged events state."""
         with LOCK:
             history = self._read()
             return tuple(dict.fromkeys([*self._session.notes(), *history.event_notes()]))
@@ -346,11 +335,12 @@ class PrivacyAccountant:
     def __repr__(self) -> str:
         place = "" if self.unit == "record" else f", unit={self.unit!r}"
         place += "" if self.path is None else f", path={str(self.path)!r}"
-        spent = report.spent_in_words(self)
+        with LOCK:
+            number = sum(self._session.charges.values())
         return (
             f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
-            f" {sum(self._session.charges.values())} releases, {spent}"
+            f" {number} releases, {report.spent_in_words(self)}"
         )
 
     def _repr_html_(self) -> str:
@@ -399,11 +389,7 @@ class PrivacyAccountant:
             return self._read().delta(epsilon)
 
     def risk(
-        self,
-        prior: float = 0.5,
-        false_positive_rate: float = 1e-3,
-        *,
-        delta: float | None = None,
+        self, prior: float = 0.5, false_positive_rate: float = 1e-3, *, delta: float | None = None
     ) -> risk.Risk:
         """What an attacker can tell of one user, at most; ``print`` it.
 
@@ -515,12 +501,7 @@ class PrivacyAccountant:
         return self
 
     def _charge(
-        self,
-        session: History,
-        event: DpEvent,
-        parts: list[Part],
-        label: str | None,
-        adaptive: bool,
+        self, session: History, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool
     ) -> None:
         if session.process != this_process():
             raise StateError(
@@ -592,9 +573,7 @@ class PrivacyAccountant:
         )
 
     def summary(self) -> str:
-        """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, what
-        an attacker can tell of a user, and the shares of each label.
-        """
+        """Settings, epsilon with bounds, the guarantee and what it rests on, risk, and shares."""
         with LOCK:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)

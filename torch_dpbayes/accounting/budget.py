@@ -56,10 +56,8 @@ _MOST_HELD = 16  # different releases that are tried in advance
 
 
 class Filter(NamedTuple):
-    """A limit on an additive cost, fixed before the first release.
-
-    kind "renyi": the Renyi divergence at one order (Feldman, Zrnic 2021, Theorem 4.3); kind
-    "gaussian": mu^2 (Smith, Thakurta 2022).
+    """A limit, fixed before the first release, on the Renyi divergence at one order (Feldman, Zrnic
+    2021, Theorem 4.3), or, of kind "gaussian", on mu^2 (Smith, Thakurta 2022).
     """
 
     kind: Literal["gaussian", "renyi"]
@@ -68,12 +66,8 @@ class Filter(NamedTuple):
 
     @classmethod
     def of(cls, epsilon: float, delta: float, first: Pair, declared: bool) -> Filter:
-        """The filter of a budget for releases the first of which is ``first``: a function of what
-        was there before any output.
-
-        Args:
-            declared: whether it is there before the first release; else for later jobs, beside
-                whatever the first one released.
+        """The filter of a budget: a function of what was there before any output, the first release
+        and whether the filter was ``declared`` before it, or is one for later jobs.
         """
         if declared and isinstance(first, Gaussian):
             return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
@@ -102,19 +96,15 @@ class Filter(NamedTuple):
             return bounds.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
         return renyi.delta(np.array([self.limit]), epsilon, [self.order])
 
-    def describe(self) -> str:
-        """The limited quantity."""
-        if self.kind == "gaussian":
-            return "mu^2"
-        return f"the Renyi divergence of order {self.order:.3g}"
+    def __str__(self) -> str:
+        kind = f"the Renyi divergence of order {self.order:.3g}"
+        return "mu^2" if self.kind == "gaussian" else kind
 
 
 def _orders_of(
     epsilon: float, delta: float, low: float, high: float, number: int
 ) -> tuple[float, ...]:
-    """Orders around the one at which a budget admits most Gaussians, and below it, since sampling
-    makes large orders explode.
-    """
+    """Orders about that at which a budget admits most Gaussians; sampling makes large ones bad."""
     best = renyi.filter_order(epsilon, delta) - 1
     orders = np.minimum(1 + best * np.geomspace(low, high, number), renyi.ORDERS[-1])
     # at whole orders sampling has a closed form
@@ -133,9 +123,7 @@ class Composed:
 
     @classmethod
     def of(cls, counts: Counts, need: Counts, epsilon: float, delta: float) -> Composed | None:
-        """``counts``, which ``need`` is to join; ``None``: their losses have no distribution on a
-        grid, or nothing is left of delta.
-        """
+        """``counts``, which ``need`` is to join; ``None``: on no grid, or with no delta left."""
         failures, others = apart(counts)
         failed = failing(failures)
         if not others or failed > delta / 2 or NonPrivate() in others:
@@ -191,9 +179,7 @@ def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
 
 
 class Budget:
-    """A privacy budget, and what was spent of it; with a filter where parameters may depend on
-    earlier outputs.
-    """
+    """A privacy budget, with a filter or without, and what was spent of it."""
 
     def __init__(
         self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
@@ -262,9 +248,7 @@ class Budget:
     def fits(
         self, counts: Counts, need: Counts, n: int = 1, reserved: Counts | None = None
     ) -> bool:
-        """Whether ``n`` times ``need`` fits the budget after ``counts``, which were charged, and
-        what is ``reserved`` for other releases.
-        """
+        """Whether ``n`` times ``need`` fits after ``counts``, charged before, and ``reserved``."""
         wanted = added(reserved or {}, need, n)
         if self._keeps(wanted):
             return True
@@ -365,9 +349,7 @@ class Budget:
         return LARGEST_EXCESS if joint is None else joint.log_excess(self._delta)
 
     def _hold(self, wanted: Counts, need: Counts, excess: Callable[[Counts], float]) -> None:
-        """Holds ``wanted`` and, if what was held is used up, as much as fits of twice what was
-        charged since, about.
-        """
+        """Holds ``wanted``, and if what was held is used up, up to twice what was charged since."""
         was_used, self._held = not any(self._held.values()), dict(wanted)
         share = 2.0 if was_used else 0.0
         recent = added(self._last, need)

@@ -64,9 +64,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def this_process() -> tuple[int, int]:
-    """Which process this is among those that share its memory's past: a pid can come again in a
-    descendant, a number of forks cannot.
-    """
+    """This process: a pid can come again in a descendant, a number of forks cannot."""
     return os.getpid(), _forks
 
 
@@ -92,9 +90,7 @@ class Settings(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What charges that are added up have in common. Nothing else charges under a job's name, so
-    whoever holds as many releases of a job holds the same ones.
-    """
+    """What charges that are added up have in common. Nothing else charges under a job's name."""
 
     event: DpEvent
     label: str | None
@@ -119,9 +115,7 @@ def needed(parts: Iterable[Part]) -> dict[Pair, int]:
 
 
 class Block:
-    """Releases that fit, or that one process reserved: how many are left, and what the others
-    were used for.
-    """
+    """Releases that fit, or are reserved: how many are left, and what the others were used for."""
 
     __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "taken", "used")
 
@@ -272,10 +266,9 @@ class History:
         }
         return bounds.lower_epsilon(known, delta) if known else 0.0
 
-    def used_share(self) -> float:
-        """How much of the filter's limit is used."""
-        assert self.filter is not None
-        return self.filter.cost(self.counts) / self.filter.limit
+    def used_share(self, rule: Filter) -> float:
+        """How much of a filter's limit is used."""
+        return rule.cost(self.counts) / rule.limit
 
     def event_notes(self) -> list[str]:
         """What charged events state."""
@@ -323,8 +316,7 @@ class History:
             why = "this job or another began after others had charged, whose outputs it may use"
             if self.declared or not self.counts:
                 why = "the charges were declared adaptive"
-            used = rule.cost(self.counts) / rule.limit
-            under = f" {used:.1%} of {rule.describe()} is used: {why}."
+            under = f" {self.used_share(rule):.1%} of {rule} is used: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {named} would pass the budget epsilon = {epsilon:g} at delta ="
             f" {delta:g}; {fit}. {_NOTHING} Plan fewer, or more noise"
@@ -348,11 +340,10 @@ class History:
         if self.later and self.first is not None:
             budget = self.filtered(self.first, False)
             assert budget is not None and budget.filter is not None
-            rule = budget.filter
-            if (cost := rule.cost(self.counts)) > rule.limit:
+            if (used := self.used_share(budget.filter)) > 1:
                 raise PrivacyBudgetExceeded(
-                    f"a job used {cost / rule.limit:.1%} of what later jobs may find in this ledger"
-                    f" ({rule.describe()}). {_NOTHING} In a new ledger charge with adaptive=True"
+                    f"a job used {used:.1%} of what later jobs may find in this ledger"
+                    f" ({budget.filter}). {_NOTHING} In a new ledger charge with adaptive=True"
                     " from the start, or let one job make all releases."
                 )
             return budget
