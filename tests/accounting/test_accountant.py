@@ -59,9 +59,7 @@ EXAMPLES = {
 
 
 def table():
-    """The page's rows: name, relation, verdicts of both methods. What costs something is left to
-    .ci/run, since ``test_compositions`` compares it with its definition.
-    """
+    """The page's rows: name, relation, verdicts of both methods. Those with a cost are thorough."""
     text = (Path(__file__).resolve().parents[2] / "docs/reference/events.md").read_text()
     for line in text.splitlines():
         if "DpEvent |" not in line:
@@ -198,9 +196,7 @@ def test_a_budget_that_is_used_up_stays_so_when_it_is_saved(method, adaptive, pa
 
 def test_summary_says_what_matters():
     accountant = PrivacyAccountant(3.0, DELTA, neighboring="replace_one")
-    accountant.compose(
-        events.PoissonSampledDpEvent(0.01, events.GaussianDpEvent(2.0)), 100, label="training"
-    )
+    accountant.compose(sampled(2.0), 100, label="training")
     accountant.compose(events.GaussianDpEvent(20.0), label="report")
     text = accountant.summary()
     for part in ("replace_one", "pld", "epsilon = 3", "1e-05", "training", "report"):
@@ -262,10 +258,8 @@ def test_opacus_accumulated_batches_are_refused():
 
 def test_an_adaptive_history_keeps_its_filter_when_it_is_saved():
     accountant = PrivacyAccountant(3.0, DELTA)
-    accountant.compose(
-        events.ComposedDpEvent([events.GaussianDpEvent(20.0), STEP]), 10, adaptive=True
-    )
-    accountant.compose(STEP, 600, adaptive=True)
+    both = events.ComposedDpEvent([events.GaussianDpEvent(20.0), STEP])
+    accountant.compose(both, 10, adaptive=True).compose(STEP, 600, adaptive=True)
     loaded = PrivacyAccountant(3.0, DELTA)
     loaded.load_state_dict(accountant.state_dict())
     assert loaded.summary() == accountant.summary()
@@ -295,11 +289,8 @@ def test_a_handler_that_charges_while_epsilon_is_computed_leaves_no_stale_number
 
     monkeypatch.setattr(type(accountant._session), "fixed_epsilon", interrupted)
     accountant.get_epsilon(1e-5)
-    both = (
-        PrivacyAccountant()
-        .compose(events.GaussianDpEvent(2.0))
-        .compose(events.GaussianDpEvent(1.0), 5)
-    )
+    both = PrivacyAccountant().compose(events.GaussianDpEvent(2.0))
+    both.compose(events.GaussianDpEvent(1.0), 5)
     assert accountant.get_epsilon(1e-5) == both.get_epsilon(1e-5)
 
 
@@ -425,13 +416,11 @@ class TestOfPld(pld_privacy_accountant_test.PldPrivacyAccountantTest):
             mock.patch.object(pld_privacy_accountant, "PLDAccountant", DpAccountingAdapter)
         )
 
-    test_poisson_subsampled_laplace, test_laplace_basic = map(
-        pytest.mark.thorough,
-        (
-            pld_privacy_accountant_test.PldPrivacyAccountantTest.test_poisson_subsampled_laplace,
-            pld_privacy_accountant_test.PldPrivacyAccountantTest.test_laplace_basic,
-        ),
+    _upstream = pld_privacy_accountant_test.PldPrivacyAccountantTest
+    test_poisson_subsampled_laplace = pytest.mark.thorough(
+        _upstream.test_poisson_subsampled_laplace
     )
+    test_laplace_basic = pytest.mark.thorough(_upstream.test_laplace_basic)
 
     def _make_test_accountants(self):
         return [DpAccountingAdapter(dpa.NeighboringRelation[name.upper()]) for name in RELATIONS]

@@ -200,22 +200,6 @@ def test_one_release_of_bounded_loss_costs_at_least_the_truth(kind, size, delta)
             assert 0 <= one.get_delta(epsilon) <= 1
 
 
-@given(
-    kind=st.sampled_from([events.PureDpEvent, events.BoundedRangeDpEvent]),
-    size=SIZES,
-    count=st.sampled_from([2, 100]),
-    method=METHODS,
-    delta=st.sampled_from([1e-10, 1e-5, 0.5]),
-)
-@examples(15)
-def test_several_extreme_releases_cost_at_least_one(kind, size, count, method, delta):
-    stated = PrivacyAccountant(method=method).compose(kind(size)).get_epsilon(delta)
-    several = PrivacyAccountant(method=method).compose(kind(size), count)
-    assert stated <= several.get_epsilon(delta) * (1 + 1e-9)
-    if method == "pld":
-        assert several.get_epsilon(delta) <= count * max(size, 1e-50) * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("kind", [events.PureDpEvent, events.BoundedRangeDpEvent])
 @pytest.mark.parametrize(("size", "count"), [(1e-320, 10**6), (1e-30, 10**6)])
 def test_losses_too_small_for_the_smallest_delta_have_a_risk(kind, size, count):

@@ -1,6 +1,4 @@
-"""What fits a budget: nothing that an independent reference refuses, and nearly all that fits; and
-an epsilon for every moment.
-"""
+"""A budget admits nothing that a reference refuses, and nearly all else; an epsilon at any time."""
 
 import itertools
 import math

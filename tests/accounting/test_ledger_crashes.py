@@ -1,6 +1,4 @@
-"""Whatever interrupts work at a ledger, no charge is lost and none is returned twice: one harness
-strikes at drawn moments, and what goes wrong at the file is an error and no release.
-"""
+"""Whatever interrupts work at a ledger, no charge is lost and none is returned twice."""
 
 import gc
 import os

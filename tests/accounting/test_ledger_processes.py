@@ -1,6 +1,4 @@
-"""The ledger among processes: nothing is lost or spent twice, which of them are one job, and which
-guarantee holds for them.
-"""
+"""The ledger among processes: nothing is lost or spent twice; jobs, and their guarantees."""
 
 import multiprocessing
 import os
@@ -116,9 +114,7 @@ def test_threads_share_one_accountant(path):
 
 
 def test_a_fork_in_the_middle_of_another_threads_charge(path):
-    """SQLite in the child would find locks of the thread that it does not have: it would wait
-    for ever, or take the file for damaged.
-    """
+    """SQLite in the child would find locks of a thread that it does not have."""
     parent = PrivacyAccountant(30.0, DELTA, path=path)
     stop, charged = threading.Event(), []
 

@@ -105,7 +105,8 @@ def _orders_of(
     epsilon: float, delta: float, low: float, high: float, number: int
 ) -> tuple[float, ...]:
     """Orders about that at which a budget admits most Gaussians; sampling makes large ones bad."""
-    best = renyi.filter_order(epsilon, delta) - 1
+    known = 1 + np.geomspace(1e-3, 1e6, 2000)
+    best = known[np.argmax(renyi.allowed(epsilon, delta, known.tolist()) / known)] - 1
     orders = np.minimum(1 + best * np.geomspace(low, high, number), renyi.ORDERS[-1])
     # at whole orders sampling has a closed form
     return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))

@@ -288,13 +288,17 @@ def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array
     return np.where(np.isnan(total), math.inf, total)  # of what is beyond floats nothing is known
 
 
-def _conversion(alpha: Array, delta: float) -> Array:
-    """Canonne, Kamath, Steinke 2020, Proposition 12."""
-    return np.asarray((math.log(delta) + np.log(alpha)) / (alpha - 1) - np.log1p(-1 / alpha))
+def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
+    """The divergence at each order up to which (epsilon, delta) is kept: Canonne, Kamath, Steinke
+    2020, Proposition 12.
+    """
+    alpha = np.asarray(orders, dtype=np.float64)
+    log_share = (math.log(delta) + np.log(alpha)) / (alpha - 1) - np.log1p(-1 / alpha)
+    return np.asarray(epsilon + log_share)
 
 
 def _epsilons(of_orders: Array, delta: float, orders: Sequence[float]) -> Array:
-    return of_orders - _conversion(np.asarray(orders, dtype=np.float64), delta)
+    return of_orders - allowed(0.0, delta, orders)
 
 
 def _log_deltas(of_orders: Array, epsilon: float, orders: Sequence[float]) -> Array:
@@ -316,17 +320,6 @@ def best_order(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS)
 def delta(of_orders: Array, epsilon: float, orders: Sequence[float] = ORDERS) -> float:
     """Delta at ``epsilon``, by the same bound."""
     return math.exp(min(0.0, float(np.min(_log_deltas(of_orders, epsilon, orders)))))
-
-
-def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
-    """The divergence at each order up to which (epsilon, delta) is kept."""
-    return epsilon + _conversion(np.asarray(orders, dtype=np.float64), delta)
-
-
-def filter_order(epsilon: float, delta: float) -> float:
-    """The order at which a Renyi filter for this budget lets a Gaussian run longest."""
-    orders = 1 + np.geomspace(1e-3, 1e6, 2000)
-    return float(orders[np.argmax(allowed(epsilon, delta, orders.tolist()) / orders)])
 
 
 def _least(
