@@ -107,23 +107,16 @@ def test_every_cell_of_the_table(name, relation, pld, rdp):
 
 @pytest.mark.thorough
 def test_to_dp_event_gives_dp_accountings_epsilon():
-    accountant = PrivacyAccountant()
-    accountant.compose(STEP, 500, label="a").compose(
-        events.GaussianDpEvent(np.float32(30.0)), 10
-    ).compose(STEP, 5)
-    theirs = dpa.pld.PLDAccountant(value_discretization_interval=1e-4).compose(
-        accountant.to_dp_event()
-    )
+    accountant = PrivacyAccountant().compose(STEP, 500, label="a").compose(STEP, 5)
+    accountant.compose(events.GaussianDpEvent(np.float32(30.0)), 10)
+    theirs = dpa.pld.PLDAccountant(value_discretization_interval=1e-4)
+    theirs.compose(accountant.to_dp_event())
     assert accountant.get_epsilon(DELTA) == pytest.approx(theirs.get_epsilon(DELTA), rel=1e-3)
 
 
 def test_composed_events_are_taken_apart():
-    nested = events.ComposedDpEvent(
-        [
-            events.SelfComposedDpEvent(STEP, 3),
-            events.ComposedDpEvent([events.NoOpDpEvent(), events.GaussianDpEvent(9.0)]),
-        ]
-    )
+    inner = events.ComposedDpEvent([events.NoOpDpEvent(), events.GaussianDpEvent(9.0)])
+    nested = events.ComposedDpEvent([events.SelfComposedDpEvent(STEP, 3), inner])
     accountant = PrivacyAccountant().compose(nested, 2)
     assert {(charge.event, charge.count) for charge in accountant.history} == {
         (STEP, 6),

@@ -109,14 +109,13 @@ class PrivacyAccountant:
             of their records. Then only releases about users are charged
             (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`).
         path: a SQLite file that keeps the history, made if there is none. Processes share it: the
-            accountant may be forked, copied and sent to multiprocessing workers, all of which are
-            one job. So is a process that opens the path again. Any other process that opens a file
-            which holds charges is a later job. Close it (``with``, :meth:`close`, or the end of the
-            program), so that releases reserved ahead are given back; a process that is killed
-            leaves at most 64 of them charged, or half as many as it made. The file needs a local
-            disk, in a folder that all processes see under one path: a file that is itself a mount
-            point is refused. Back it up while no program uses it, or together with the file ending
-            in ``-wal``, which has the newest charges.
+            accountant may be forked, copied and sent to multiprocessing workers, and opened again:
+            that is one job. Any other process that opens a file with charges is a later job. Close
+            it (``with``, :meth:`close`, or the end of the program), so that releases reserved ahead
+            are given back; a process that is killed leaves at most 64 of them charged, or half as
+            many as it made. The file needs a local disk, in a folder that all processes see under
+            one path. Back it up while no program uses it, or together with the file ending in
+            ``-wal``, which has the newest charges.
 
     Raises:
         ArgumentError: a setting is out of range, or is not the one that the file was made with.
@@ -368,9 +367,8 @@ class PrivacyAccountant:
 
         Returns:
             An upper bound on epsilon; infinite where releases that may fail outright use all of
-            ``delta``, which :meth:`summary` then says. Under a filter it is what the filter
-            guarantees, spent or not: a run that may stop depending on its outputs has no smaller
-            guarantee.
+            ``delta``. Under a filter it is what the filter guarantees, spent or not: a run that may
+            stop depending on its outputs has no smaller guarantee.
         """
         delta = self._default_delta(delta)
         with LOCK:
@@ -443,12 +441,10 @@ class PrivacyAccountant:
             return odometer.epsilon(history.counts, delta, history.first, history.settings.budget)
 
     def remaining(self, event: DpEvent) -> int | float:
-        """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
-        costs nothing.
+        """How many times ``event`` still fits the budget; ``math.inf`` without one, or at no cost.
 
-        Exact for one process without open blocks of others; what others have reserved may come
-        back. A job that opened a file which held charges already gets the number that its filter
-        lets through; before a first charge with ``adaptive=True`` it is not yet that.
+        What other processes have reserved may come back. A later job gets the number that its
+        filter lets through; before a first charge with ``adaptive=True`` it is not yet that.
         """
         need = needed(self._session.decompose(event, 1))
         with LOCK:
@@ -475,9 +471,7 @@ class PrivacyAccountant:
             count: how often.
             label: what :meth:`summary` adds up the shares by.
             adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then
-                a filter: a limit on a Renyi divergence at one order, or on mu^2 if the first charge
-                is a Gaussian, derived from the budget and the first charge alone. It needs a
-                budget, and must be in force from the first charge.
+                a filter, which needs a budget, and must be in force from the first charge.
 
         Raises:
             PrivacyBudgetExceeded: the charge would pass the budget. Nothing may be released.
@@ -543,17 +537,12 @@ class PrivacyAccountant:
         self.compose(PoissonSampledDpEvent(rate, release))
 
     def close(self) -> None:
-        """Returns to the file what is reserved and was not used. The accountant can still be
-        used; without ``path`` nothing happens.
-        """
+        """Returns to the file what is reserved and unused. The accountant can still be used."""
         self._change(lambda session: session.settle())
 
     def close_for_good(self, timeout: float) -> None:
-        """:meth:`close` in a process that is about to end: no other thread charges any more.
-
-        Args:
-            timeout: seconds to wait for a charge that is being made. After that nothing is
-                returned, so that what is reserved stays charged.
+        """:meth:`close` in a process that is about to end: no other thread charges any more. After
+        ``timeout`` seconds of waiting for a charge nothing is returned.
         """
         if LOCK.acquire(timeout=timeout):  # and never released
             self.close()
@@ -581,11 +570,8 @@ class PrivacyAccountant:
             return report.summary(self._session, bounds, delta, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history and the settings, as strings, numbers, lists and dicts.
-
-        Each release belongs to the job that made it, which is one accountant in memory. With
-        ``path`` the state also says which file it is and how far it was read; what was used of
-        open blocks is written down first.
+        """The history, each release with its job, and the settings, as strings, numbers, lists and
+        dicts; with ``path`` also which file it is and how far it was read.
         """
 
         def saved(session: History) -> dict[str, Any]:
@@ -606,10 +592,9 @@ class PrivacyAccountant:
         there checks that the file holds what was saved, and charges nothing; anywhere else it is
         refused.
 
-        Accountants in memory cannot know of each other. If the saved accountant, or another copy of
-        its state, goes on releasing, that is not counted here: once this accountant is charged,
-        :meth:`summary` says that the guarantee rests on nobody doing so. With ``path`` all are
-        counted.
+        If the saved accountant in memory, or another copy of its state, goes on releasing, that is
+        not counted here: :meth:`summary` says that the guarantee rests on nobody doing so. With
+        ``path`` all are counted.
 
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is
@@ -624,11 +609,8 @@ class PrivacyAccountant:
 
     def resume(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with a saved run: an empty accountant takes its history over, any other has to
-        hold it.
-
-        The accountant that the state was saved from holds it ever after, and so does one that took
-        it over. Releases of other runs never stand for it, equal ones included. Optimizers call
-        this when they load a state.
+        hold it. Equal releases of other runs never stand for it. Optimizers call this when they
+        load a state.
 
         Raises:
             ArgumentError: this accountant does not hold what was saved.

@@ -35,6 +35,7 @@ from .dominating_pairs import (
     Gaussian,
     NonPrivate,
     Pair,
+    Sampled,
     added,
     directions,
     dominating_mu,
@@ -50,6 +51,7 @@ from .privacy_loss import apart, failing
 Counts = Mapping[Pair, int]
 
 _KEPT_COSTS = 100_000  # different releases whose divergences are kept
+_EXACT_COSTS, _COSTS_RATIO = 8, 1.02  # of further sampled ones, on a grid of rates and noises
 _KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
 _ROUND_OFF = 1e-9  # relative, of sums of divergences and of their limits
 _MOST_HELD = 16  # different releases that are tried in advance
@@ -172,6 +174,16 @@ class Composed:
         return math.log(found / delta) if found else -LARGEST_EXCESS
 
 
+def _on_grid(pair: Pair) -> Pair:
+    """One that dominates ``pair`` and costs little more, the same for many releases."""
+    if not isinstance(pair, Sampled):
+        return pair
+    step = math.log(_COSTS_RATIO)
+    noise = math.exp(step * math.floor(math.log(pair.noise) / step))
+    rate = max(math.exp(step * math.ceil(math.log(pair.rate) / step)), pair.rate)
+    return Sampled(pair.kind, rate if rate < 1 else pair.rate, min(noise, pair.noise))
+
+
 def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
     """Those in which a loss can pass epsilon: where a record was added, losses may be bounded."""
     others = apart(counts)[1]
@@ -211,14 +223,15 @@ class Budget:
 
     def spend(self, pair: Pair, count: int) -> None:
         """``count`` releases were charged; a negative number was given back."""
-        with np.errstate(invalid="ignore"):  # what is infinite stays so
-            spent = self._spent + count * self._cost(pair)
-        self._spent = np.where(np.isnan(spent), math.inf, spent)
+        cost = self._cost(pair)
         if count < 0:
-            self._base = None
+            with np.errstate(invalid="ignore"):  # what is infinite stays so
+                spent = self._spent + count * cost
+            self._spent, self._base = np.where(np.isnan(spent), math.inf, spent), None
             if self._held:
                 self._held[pair] = self._held.get(pair, 0) - count
             return
+        self._spent = self._spent + count * cost
         for counts in (self._last, self._recent):
             counts[pair] = counts.get(pair, 0) + count
         if self._held and uncovered(self._held, {pair: count}):
@@ -233,10 +246,17 @@ class Budget:
             elif isinstance(pair, Failure):
                 cost = np.append(np.zeros(len(self._orders)), pair.delta)
             else:
-                cost = np.append(renyi.divergences(pair, self._orders), 0.0)
-            if len(self._costs) < _KEPT_COSTS:
-                self._costs[pair] = cost
+                known = _on_grid(pair) if len(self._costs) >= _EXACT_COSTS else pair
+                cost = self._costs.get(known)
+                if cost is None:
+                    cost = np.append(renyi.divergences(known, self._orders), 0.0)
+                    self._keep_cost(known, cost)
+            self._keep_cost(pair, cost)
         return cost
+
+    def _keep_cost(self, pair: Pair, cost: Array) -> None:
+        if len(self._costs) < _KEPT_COSTS:
+            self._costs[pair] = cost
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -316,12 +336,12 @@ class Budget:
         if self._held and not uncovered(dict(self._held), wanted):
             return True
         spent = self._spent + sum(n * self._cost(pair) for pair, n in wanted.items())
-        left = self._delta if self.filter is None else 1.0
-        rest = left - spent[-1] * (1 + _ROUND_OFF)  # beside releases that fail outright
-        if not rest > 0:
-            return False
-        rise = math.log(rest / left) / (self._orders - 1)
-        return bool((spent[:-1] <= self._limits + rise).any())
+        left, limits = self._delta if self.filter is None else 1.0, self._limits
+        if failed := float(spent[-1]) * (1 + _ROUND_OFF):
+            if not failed < left:
+                return False
+            limits = limits + math.log((left - failed) / left) / (self._orders - 1)
+        return bool((spent[:-1] <= limits).any())
 
     def _bound(self, counts: Counts) -> float:
         """The epsilon that is reported."""

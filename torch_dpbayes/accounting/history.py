@@ -174,11 +174,7 @@ class History:
     # --- events -----------------------------------------------------------------------------------
 
     def decompose(self, event: DpEvent, count: int) -> list[Part]:
-        """The elementary events of ``count`` times ``event``.
-
-        Raises:
-            ArgumentError: the event gives no guarantee here; the message says what to use instead.
-        """
+        """The elementary events of ``count`` times ``event``, if it gives a guarantee here."""
         try:
             known = self._parts.get(event)
         except TypeError:  # an event that cannot be hashed; the checks below say what is wrong
@@ -329,12 +325,7 @@ class History:
         return self._budget(None if budget is None else Filter.of(*budget, first, declared))
 
     def budget_for(self, parts: list[Part], flag: Flag) -> Budget | None:
-        """The budget that a charge has to fit; ``None``: there is none.
-
-        Raises:
-            PrivacyBudgetExceeded: a first job left nothing for later ones.
-            ArgumentError: adaptive charges cannot begin here.
-        """
+        """The budget that a charge has to fit, if any; raises if adaptive charges cannot begin."""
         if flag == "fixed" or self.is_adaptive or (self.later and self.settings.budget is None):
             return self.budget
         if self.later and self.first is not None:
@@ -373,11 +364,7 @@ class History:
         """Takes in what other processes charged."""
 
     def settle(self, in_doubt: bool = False) -> None:
-        """Returns what is reserved and was not used.
-
-        Args:
-            in_doubt: a change was interrupted, so that more may be reserved than is known here.
-        """
+        """Returns what is reserved and unused; ``in_doubt``: more may be than is known here."""
 
     def flag(self, adaptive: bool) -> Flag:
         """Under which flag this job's charges stand."""
@@ -422,12 +409,7 @@ class History:
         self._notes[statement] = None
 
     def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
-        """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``.
-
-        Raises:
-            PrivacyBudgetExceeded: the charges do not fit the budget.
-            ArgumentError: the budget is another than that of a saved adaptive history.
-        """
+        """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``."""
         if state["ledger"]:
             raise ArgumentError(
                 "the saved history belongs to a ledger file, which goes on counting: open that"
@@ -487,11 +469,7 @@ class History:
 
 
 def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
-    """The charges of a saved state, for an accountant of these settings.
-
-    Raises:
-        ArgumentError: it is no state, or has other settings.
-    """
+    """The charges of a saved state, for an accountant of these settings."""
     wanted = {*Settings._fields, "history", "ledger", "place", "job", "notes"}
     if missing := wanted - set(state):
         raise ArgumentError(
