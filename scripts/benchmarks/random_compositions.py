@@ -40,7 +40,7 @@ from torch_dpbayes.accounting.selection import Repetitions, selection_event
 Array = NDArray[np.float64]
 REACH = 16.0  # standard deviations that the quadrature goes out
 ROUND_OFF = 1e-7  # relative, of a reference delta
-LEAST = 1e-16  # absolute, beside deltas from 1e-12 on: of a loss that is just at epsilon
+LEAST = 5e-16  # absolute, beside deltas from 1e-12 on: round-off, and a loss just at epsilon
 SETTLED = 1e-6  # relative, between one quadrature and one that is twice as fine
 
 

@@ -36,9 +36,7 @@ def replaced():
 
 
 def exact_divergence(noise, epsilon):
-    """Of a replaced record and two steps: E (f(x) + f(y))_+ / 2, the expectation over x in closed
-    form and the one over y, of a smooth function, to 13 digits.
-    """
+    """Of two steps: E (f(x) + f(y))_+ / 2, over x in closed form, over y to 13 digits."""
     s, ratio = 1 / noise, math.exp(epsilon)
     y, weight = privacy_loss.pieces(np.linspace(-12.0 - s, 12.0 + s, 600), 5)
     rest = np.exp(s * y - s**2 / 2) - ratio * np.exp(-s * y - s**2 / 2)
@@ -50,9 +48,7 @@ def exact_divergence(noise, epsilon):
 
 @pytest.mark.parametrize("little", [False, True])
 def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one(little, replaced):
-    """At each epsilon at which it is computed, for between them it lies above its own chords. With
-    little noise, one step alone may make the sum large.
-    """
+    """Where it is computed; it is convex. With little noise one step may make the sum large."""
     noise = random.uniform(0.25, 0.5) if little else replaced
     epsilons, deltas = (found[::3] for found in _replaced(2, noise))
     truths = np.array([exact_divergence(noise, epsilon) for epsilon in epsilons])
@@ -112,11 +108,7 @@ def test_grids_of_many_steps_stay_small_and_above(monkeypatch):
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_with_hardly_any_noise_every_step_has_the_record(neighboring):
     noise = random.uniform(0.02, 0.099)
-    one, epoch = (
-        PrivacyAccountant(neighboring=neighboring).compose(event)
-        for event in (
-            GaussianDpEvent(noise),
-            RandomAllocationDpEvent(random.randint(2, 1000), GaussianDpEvent(noise)),
-        )
-    )
-    assert epoch.get_epsilon(1e-5) == one.get_epsilon(1e-5)
+    one = GaussianDpEvent(noise)
+    epoch = RandomAllocationDpEvent(random.randint(2, 1000), one)
+    alone, found = (PrivacyAccountant(neighboring=neighboring).compose(e) for e in (one, epoch))
+    assert found.get_epsilon(1e-5) == alone.get_epsilon(1e-5)

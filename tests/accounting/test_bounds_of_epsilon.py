@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize
 from support.examples import examples
 
-from torch_dpbayes.accounting import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
-    bounds,
-    events,
-)
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, events
 from torch_dpbayes.accounting.bounds import epsilon_by_cut
-from torch_dpbayes.accounting.dominating_pairs import (
-    Gaussian,
-    Pure,
-    Sampled,
-    directions,
-)
+from torch_dpbayes.accounting.dominating_pairs import Gaussian, Pure, Sampled, directions
 from torch_dpbayes.accounting.fft_composition import compose
 from torch_dpbayes.accounting.gdp import (
     advantage_sum,
@@ -71,12 +61,7 @@ def exact_delta(pair, epsilon):
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
 @pytest.mark.parametrize(
     ("rate", "noise", "delta"),
-    [
-        (1e-7, 0.412, 3.8e-13),
-        (1e-8, 0.3, 1e-15),
-        (0.4, 0.3, 0.1),
-        (0.9, 5.0, 1e-15),
-    ],
+    [(1e-7, 0.412, 3.8e-13), (1e-8, 0.3, 1e-15), (0.4, 0.3, 0.1), (0.9, 5.0, 1e-15)],
 )
 def test_one_release_in_closed_form(kind, rate, noise, delta):
     pair = Sampled(kind, rate, noise)
@@ -213,22 +198,6 @@ def test_one_release_of_bounded_loss_costs_at_least_the_truth(kind, size, delta)
             assert one.get_epsilon(delta) <= exact * (1 + 1e-9)
         for epsilon in (1e-300, 1e300):
             assert 0 <= one.get_delta(epsilon) <= 1
-
-
-@given(
-    kind=st.sampled_from([events.PureDpEvent, events.BoundedRangeDpEvent]),
-    size=SIZES,
-    count=st.sampled_from([2, 100]),
-    method=METHODS,
-    delta=st.sampled_from([1e-10, 1e-5, 0.5]),
-)
-@examples(15)
-def test_several_extreme_releases_cost_at_least_one(kind, size, count, method, delta):
-    stated = PrivacyAccountant(method=method).compose(kind(size)).get_epsilon(delta)
-    several = PrivacyAccountant(method=method).compose(kind(size), count)
-    assert stated <= several.get_epsilon(delta) * (1 + 1e-9)
-    if method == "pld":
-        assert several.get_epsilon(delta) <= count * max(size, 1e-50) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("kind", [events.PureDpEvent, events.BoundedRangeDpEvent])

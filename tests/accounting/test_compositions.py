@@ -12,17 +12,12 @@ import secrets
 import dp_accounting
 import numpy as np
 import pytest
-from support.random_compositions import (
-    KINDS,
-    LOOSE,
-    composition,
-    in_worse_direction,
-    of_poisson,
-)
+from support.random_compositions import KINDS, LOOSE, composition, in_worse_direction, of_poisson
 
 from torch_dpbayes.accounting import PrivacyAccountant, bounds, events, mechanisms
-from torch_dpbayes.accounting.dominating_pairs import Sampled
+from torch_dpbayes.accounting.dominating_pairs import DiscreteGaussian, Sampled
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.renyi import divergences
 
 
 def _log_uniform(rng, low, high, number):
@@ -75,9 +70,7 @@ def test_schedules_against_an_integral(law, kind, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
 def test_few_large_releases_among_many_small_ones(kind, monkeypatch):
-    """Where all but three of a thousand releases cost next to nothing, against all as they are.
-    Mixtures of all of them are 5 per cent high.
-    """
+    """Of a thousand, against all as they are; mixtures of all of them are 5 per cent high."""
     draw = np.random.default_rng().uniform
     small = zip(np.exp(draw(-13.8, -6.9, 997)), np.exp(draw(-1.2, 0.7, 997)), strict=True)
     pairs = [*small, (0.5, 2.0), (0.6, 2.5), (0.7, 3.0)]
@@ -179,9 +172,6 @@ def test_discrete_gaussian_noise_of_several_or_unknown_coordinates_is_concentrat
 
 
 def test_the_renyi_curve_of_discrete_gaussian_noise_is_its_sum():
-    from torch_dpbayes.accounting.dominating_pairs import DiscreteGaussian
-    from torch_dpbayes.accounting.renyi import divergences
-
     alpha = np.array([1.1, 1.5, 2.0, 3.3, 7.0])
     for std, move in ((0.1, 1), (0.4, 2), (1.7, 1), (3.0, 2)):
         x = np.arange(-200, 201)

@@ -13,16 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ledgers import (
-    DELTA,
-    STEP,
-    WHERE,
-    counted,
-    forks,
-    in_child,
-    made,
-    sampled,
-)
+from support.ledgers import DELTA, STEP, WHERE, counted, forks, in_child, made, sampled
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -195,9 +186,7 @@ def test_a_refused_charge_changes_nothing(where, path):
 @WHERE
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_repetitions_are_counted_like_any_other_charge(where, adaptive, path):
-    """They take a short way; whatever comes between them, each is in the history once and
-    against the budget once.
-    """
+    """On their short way; whatever comes between, each counts once in history and budget."""
     accountant = made(where, path, 2.0, DELTA)
     other, charged, mixed = sampled(3.0), 0, 0
     for k in range(600):

@@ -1,6 +1,4 @@
-"""Whatever interrupts work at a ledger, no charge is lost and none is returned twice: one harness
-strikes at drawn moments, and what goes wrong at the file is an error and no release.
-"""
+"""Whatever interrupts work at a ledger, no charge is lost and none is returned twice."""
 
 import gc
 import os
@@ -168,6 +166,33 @@ def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(
     accountant.compose(STEP).close()
     assert released + 1 <= counted(path) == len(accountant) <= released + 2
     assert not open_blocks(look_at(path)[1])
+
+
+@pytest.mark.parametrize("what", [len, lambda accountant: accountant.compose(STEP, 2)])
+def test_a_signal_handler_in_the_middle_of_a_reading_leaves_that_as_it_is(path, what):
+    """What the handler reads or writes is not taken for damage."""
+    accountant, charged, refused = PrivacyAccountant(3e3, DELTA, path=path), 0, 0
+    another = ledger.Ledger(path, {})
+
+    def strike():
+        nonlocal charged, refused
+        try:
+            charged += 0 if what(accountant) is not accountant else 2
+        except StateError:
+            refused += 1
+
+    for moment in range(1, 100, 4):
+        accountant.compose(STEP)  # takes from a block of its own, or opens one
+        row = Row("charge", None, STEP, 1, "fixed")
+        another.append([row], job="x", writer="x", if_unchanged=False)
+        charged += 2
+        arm(strike, moment, False)
+        try:
+            assert len(accountant) >= charged
+        finally:
+            sys.setprofile(None)
+    accountant.close()
+    assert counted(path) == len(accountant) == charged and refused < 5
 
 
 def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_itself(

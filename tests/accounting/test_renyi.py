@@ -103,15 +103,6 @@ def test_conversion_equals_dp_accounting():
     assert epsilon == pytest.approx(6.713, rel=1e-3)
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (3.0, 1e-5), (50.0, 1e-3)])
-def test_filter_order_is_the_best_for_a_gaussian(epsilon, delta):
-    order = renyi.filter_order(epsilon, delta)
-    limit = renyi.allowed(epsilon, delta, [order])[0] / order
-    for other in (1.01 * (order - 1) + 1, 0.99 * (order - 1) + 1):
-        assert renyi.allowed(epsilon, delta, [other])[0] / other <= limit * (1 + 1e-4)
-    assert renyi.epsilon(np.array([limit * order]), delta, [order]) == pytest.approx(epsilon)
-
-
 def scattered(number, steps):
     """Different Poisson batches of Gaussian sums, of no pattern."""
     noise = [random.uniform(0.7, 4.0) for _ in range(number)]

@@ -1,6 +1,4 @@
-"""What an attacker can tell: trade-off curves against closed forms and quadrature, and the risk of
-every kind of guarantee.
-"""
+"""What an attacker can tell: trade-off curves against closed forms; the risk of a history."""
 
 import json
 import math

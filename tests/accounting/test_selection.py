@@ -11,19 +11,16 @@ from scipy import special, stats
 from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant
-from torch_dpbayes.accounting import bounds, selection
+from torch_dpbayes.accounting import bounds
 from torch_dpbayes.accounting.dominating_pairs import Gaussian
 from torch_dpbayes.accounting.events import (
     GaussianDpEvent,
+    MuGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     UserLevelDpEvent,
 )
-from torch_dpbayes.accounting.selection import (
-    Repetitions,
-    selection_epsilon,
-    selection_event,
-)
+from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon, selection_event
 
 shapes = st.one_of(st.sampled_from([1.0, 0.0]), st.floats(-0.6, -0.01), st.floats(0.01, 1.0))
 means = st.floats(0.1, 1.3).map(lambda x: 10**x)
@@ -99,7 +96,7 @@ def test_the_price_of_a_gaussian_is_that_of_its_trade_off_curve():
     rate = stats.norm.cdf(stats.norm.ppf(u) + mu)
     c = 1.5 * np.log((gamma + (1 - gamma) * rate) / (gamma + (1 - gamma) * u)).max()
     truth = c + bounds.upper_epsilon({Gaussian(mu): 1}, delta / 20.0)
-    found = selection._by_profile({Gaussian(mu): 1}, repetitions, delta)
+    found = selection_epsilon([(MuGaussianDpEvent(mu), 1)], repetitions, delta)
     assert truth * (1 - 1e-6) <= found <= truth * 1.001
 
 

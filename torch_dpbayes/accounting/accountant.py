@@ -54,8 +54,7 @@ _IN_THE_MIDDLE = (
     "this accountant was called from within a charge, which only a signal handler can do: let the"
     " handler raise SystemExit or KeyboardInterrupt instead; reserved steps are returned."
 )
-# Whether a charge is being made. A flag beside the lock, which the same thread can take again: in a
-# signal handler, or where an accountant is collected.
+# Whether a charge is being made: beside the lock, which a handler in the same thread can take.
 _is_busy = False
 
 T = TypeVar("T")
@@ -71,9 +70,7 @@ class Charge(NamedTuple):
 
 
 class EpsilonBounds(NamedTuple):
-    """``upper`` is the guarantee; ``lower`` is what no accountant that knows only the events
-    can go below.
-    """
+    """The guarantee, and what no accountant that knows only the events can go below."""
 
     lower: float
     upper: float
@@ -112,14 +109,13 @@ class PrivacyAccountant:
             of their records. Then only releases about users are charged
             (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`).
         path: a SQLite file that keeps the history, made if there is none. Processes share it: the
-            accountant may be forked, copied and sent to multiprocessing workers, all of which are
-            one job. So is a process that opens the path again. Any other process that opens a file
-            which holds charges is a later job. Close it (``with``, :meth:`close`, or the end of the
-            program), so that releases reserved ahead are given back; a process that is killed
-            leaves at most 64 of them charged, or half as many as it made. The file needs a local
-            disk, in a folder that all processes see under one path: a file that is itself a mount
-            point is refused. Back it up while no program uses it, or together with the file ending
-            in ``-wal``, which has the newest charges.
+            accountant may be forked, copied and sent to multiprocessing workers, and opened again:
+            that is one job. Any other process that opens a file with charges is a later job. Close
+            it (``with``, :meth:`close`, or the end of the program), so that releases reserved ahead
+            are given back; a process that is killed leaves at most 64 of them charged, or half as
+            many as it made. The file needs a local disk, in a folder that all processes see under
+            one path. Back it up while no program uses it, or together with the file ending in
+            ``-wal``, which has the newest charges.
 
     Raises:
         ArgumentError: a setting is out of range, or is not the one that the file was made with.
@@ -199,15 +195,15 @@ class PrivacyAccountant:
         """The history, with what other processes charged since. Under the lock."""
         if _is_busy:
             raise StateError(_IN_THE_MIDDLE)
-        session = self._begin()
-        session.refresh()
-        session.stale = False
-        return session
+        while True:
+            session = self._begin()
+            session.refresh()
+            if session is self._session:  # else a signal's handler began anew
+                session.stale = False
+                return session
 
     def _change(self, change: Callable[[History], T]) -> T:
-        """One change at a time: threads wait for each other, and what a signal handler starts in
-        the middle of one is refused.
-        """
+        """One change at a time: what a signal handler starts in the middle of one is refused."""
         global _is_busy
         with LOCK:
             if _is_busy:
@@ -231,9 +227,14 @@ class PrivacyAccountant:
         forked child it begins anew from the file. (In memory an interruption may count
         repetitions twice.)
         """
+        global _is_busy
         session = self._session
         if isinstance(session, Session) and (session.stale or session.process != this_process()):
-            session, self._run = session.begun_anew(), None
+            was_busy, _is_busy = _is_busy, True
+            try:
+                session, self._run = session.begun_anew(), None
+            finally:
+                _is_busy = was_busy
             self._session = session
             self._settle_at_exit()
         session.stale = True
@@ -295,24 +296,18 @@ class PrivacyAccountant:
 
     @property
     def guarantee(self) -> Guarantee:
-        """``"fixed"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon` is a bound for; see the
-        class.
-        """
+        """``"fixed"``, ``"filter"`` or ``"none"``: what epsilon is a bound for; see the class."""
         with LOCK:
             return self._read().guarantee
 
     @property
     def is_later_job(self) -> bool:
-        """Whether this job began after others had charged the ledger: what it charges is held
-        by a filter.
-        """
+        """Whether others had charged the ledger before this job, so that a filter holds it."""
         return self._session.later
 
     @property
     def history(self) -> tuple[Charge, ...]:
-        """What was charged, equal charges added up, in the order of their first occurrence. A
-        copy.
-        """
+        """A copy of what was charged, equal charges added up, in the order of their first one."""
         with LOCK:
             found = Counter[tuple[DpEvent, str | None, bool]]()
             for key, count in self._read().charges.items():
@@ -321,9 +316,7 @@ class PrivacyAccountant:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """On what the guarantee rests: what :meth:`note` was told, and what charged events
-        state.
-        """
+        """On what the guarantee rests: what :meth:`note` keeps, and what charged events state."""
         with LOCK:
             history = self._read()
             return tuple(dict.fromkeys([*self._session.notes(), *history.event_notes()]))
@@ -341,11 +334,12 @@ class PrivacyAccountant:
     def __repr__(self) -> str:
         place = "" if self.unit == "record" else f", unit={self.unit!r}"
         place += "" if self.path is None else f", path={str(self.path)!r}"
-        spent = report.spent_in_words(self)
+        with LOCK:
+            number = sum(self._session.charges.values())
         return (
             f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
-            f" {sum(self._session.charges.values())} releases, {spent}"
+            f" {number} releases, {report.spent_in_words(self)}"
         )
 
     def _repr_html_(self) -> str:
@@ -373,9 +367,8 @@ class PrivacyAccountant:
 
         Returns:
             An upper bound on epsilon; infinite where releases that may fail outright use all of
-            ``delta``, which :meth:`summary` then says. Under a filter it is what the filter
-            guarantees, spent or not: a run that may stop depending on its outputs has no smaller
-            guarantee.
+            ``delta``. Under a filter it is what the filter guarantees, spent or not: a run that may
+            stop depending on its outputs has no smaller guarantee.
         """
         delta = self._default_delta(delta)
         with LOCK:
@@ -394,11 +387,7 @@ class PrivacyAccountant:
             return self._read().delta(epsilon)
 
     def risk(
-        self,
-        prior: float = 0.5,
-        false_positive_rate: float = 1e-3,
-        *,
-        delta: float | None = None,
+        self, prior: float = 0.5, false_positive_rate: float = 1e-3, *, delta: float | None = None
     ) -> risk.Risk:
         """What an attacker can tell of one user, at most; ``print`` it.
 
@@ -452,12 +441,10 @@ class PrivacyAccountant:
             return odometer.epsilon(history.counts, delta, history.first, history.settings.budget)
 
     def remaining(self, event: DpEvent) -> int | float:
-        """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
-        costs nothing.
+        """How many times ``event`` still fits the budget; ``math.inf`` without one, or at no cost.
 
-        Exact for one process without open blocks of others; what others have reserved may come
-        back. A job that opened a file which held charges already gets the number that its filter
-        lets through; before a first charge with ``adaptive=True`` it is not yet that.
+        What other processes have reserved may come back. A later job gets the number that its
+        filter lets through; before a first charge with ``adaptive=True`` it is not yet that.
         """
         need = needed(self._session.decompose(event, 1))
         with LOCK:
@@ -484,9 +471,7 @@ class PrivacyAccountant:
             count: how often.
             label: what :meth:`summary` adds up the shares by.
             adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then
-                a filter: a limit on a Renyi divergence at one order, or on mu^2 if the first charge
-                is a Gaussian, derived from the budget and the first charge alone. It needs a
-                budget, and must be in force from the first charge.
+                a filter, which needs a budget, and must be in force from the first charge.
 
         Raises:
             PrivacyBudgetExceeded: the charge would pass the budget. Nothing may be released.
@@ -510,12 +495,7 @@ class PrivacyAccountant:
         return self
 
     def _charge(
-        self,
-        session: History,
-        event: DpEvent,
-        parts: list[Part],
-        label: str | None,
-        adaptive: bool,
+        self, session: History, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool
     ) -> None:
         if session.process != this_process():
             raise StateError(
@@ -557,17 +537,12 @@ class PrivacyAccountant:
         self.compose(PoissonSampledDpEvent(rate, release))
 
     def close(self) -> None:
-        """Returns to the file what is reserved and was not used. The accountant can still be
-        used; without ``path`` nothing happens.
-        """
+        """Returns to the file what is reserved and unused. The accountant can still be used."""
         self._change(lambda session: session.settle())
 
     def close_for_good(self, timeout: float) -> None:
-        """:meth:`close` in a process that is about to end: no other thread charges any more.
-
-        Args:
-            timeout: seconds to wait for a charge that is being made. After that nothing is
-                returned, so that what is reserved stays charged.
+        """:meth:`close` in a process that is about to end: no other thread charges any more. After
+        ``timeout`` seconds of waiting for a charge nothing is returned.
         """
         if LOCK.acquire(timeout=timeout):  # and never released
             self.close()
@@ -587,9 +562,7 @@ class PrivacyAccountant:
         )
 
     def summary(self) -> str:
-        """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, what
-        an attacker can tell of a user, and the shares of each label.
-        """
+        """Settings, epsilon with bounds, the guarantee and what it rests on, risk, and shares."""
         with LOCK:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
@@ -597,11 +570,8 @@ class PrivacyAccountant:
             return report.summary(self._session, bounds, delta, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history and the settings, as strings, numbers, lists and dicts.
-
-        Each release belongs to the job that made it, which is one accountant in memory. With
-        ``path`` the state also says which file it is and how far it was read; what was used of
-        open blocks is written down first.
+        """The history, each release with its job, and the settings, as strings, numbers, lists and
+        dicts; with ``path`` also which file it is and how far it was read.
         """
 
         def saved(session: History) -> dict[str, Any]:
@@ -622,10 +592,9 @@ class PrivacyAccountant:
         there checks that the file holds what was saved, and charges nothing; anywhere else it is
         refused.
 
-        Accountants in memory cannot know of each other. If the saved accountant, or another copy of
-        its state, goes on releasing, that is not counted here: once this accountant is charged,
-        :meth:`summary` says that the guarantee rests on nobody doing so. With ``path`` all are
-        counted.
+        If the saved accountant in memory, or another copy of its state, goes on releasing, that is
+        not counted here: :meth:`summary` says that the guarantee rests on nobody doing so. With
+        ``path`` all are counted.
 
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is
@@ -640,11 +609,8 @@ class PrivacyAccountant:
 
     def resume(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on with a saved run: an empty accountant takes its history over, any other has to
-        hold it.
-
-        The accountant that the state was saved from holds it ever after, and so does one that took
-        it over. Releases of other runs never stand for it, equal ones included. Optimizers call
-        this when they load a state.
+        hold it. Equal releases of other runs never stand for it. Optimizers call this when they
+        load a state.
 
         Raises:
             ArgumentError: this accountant does not hold what was saved.
@@ -704,10 +670,14 @@ def _settle_quietly(session: Session) -> None:
     """At the end of the program, or of the accountant, where an error could only be printed:
     what is not returned stays charged.
     """
+    global _is_busy
     with LOCK, suppress(DPBayesError, OSError):
         if not _is_busy:  # else an accountant is collected in the middle of a charge
-            was_stale, session.stale = session.stale, True
-            session.settle(in_doubt=was_stale)
+            was_stale, session.stale, _is_busy = session.stale, True, True
+            try:
+                session.settle(in_doubt=was_stale)
+            finally:
+                _is_busy = False
             session.stale = was_stale
 
 

@@ -53,13 +53,7 @@ from .dominating_pairs import (
 )
 from .events import SMALLEST_DELTA
 from .fft_composition import Composition, compose, tail_of
-from .gdp import (
-    advantage_sum,
-    bounded_epsilon,
-    gaussian_delta,
-    gaussian_epsilon,
-    sampled_epsilon,
-)
+from .gdp import advantage_sum, bounded_epsilon, gaussian_delta, gaussian_epsilon, sampled_epsilon
 from .privacy_loss import (
     Nodes,
     apart,
@@ -74,7 +68,7 @@ from .tilted_window import ACCURACY, choose_window
 
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
-_ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
+_ROUGH = 1e-2  # of a first bound in the better direction
 _MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on cut losses are tighter
@@ -103,14 +97,10 @@ def _has_no_guarantee(counts: Mapping[Pair, int]) -> bool:
     return any(isinstance(pair, NonPrivate) for pair in counts)
 
 
-def _only_mu(levels: Mapping[Pair, int]) -> float | None:
-    """mu of merged levels that are one Gaussian; 0 if there are none; ``None`` if there is
-    anything else.
-    """
-    if not levels:
-        return 0.0
-    only = next(iter(levels))
-    return only.mu if len(levels) == 1 and isinstance(only, Gaussian) else None
+def only_mu(levels: Mapping[Pair, int]) -> float | None:
+    """mu of merged levels that are one Gaussian or none; ``None`` if there is anything else."""
+    only = next(iter(levels), Gaussian(0.0))
+    return only.mu if len(levels) <= 1 and isinstance(only, Gaussian) else None
 
 
 def _unsampled(counts: Mapping[Pair, int]) -> float:
@@ -123,9 +113,7 @@ def _unsampled(counts: Mapping[Pair, int]) -> float:
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    """An upper bound on epsilon at ``delta``, for releases whose parameters were fixed in advance,
-    each pair with how often it was made.
-    """
+    """An upper bound on epsilon at ``delta``, for releases that were fixed in advance."""
     if _has_no_guarantee(counts):
         return math.inf
     return epsilon_of_all(counts, delta, _upper_epsilon)
@@ -141,7 +129,7 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         if isinstance(only, Pure | BoundedRange):
             return bounded_epsilon(only, delta)
     levels = merge(counts)
-    if (mu := _only_mu(levels)) is not None:
+    if (mu := only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta)
     try:
         return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta)
@@ -159,7 +147,7 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     levels = merge(counts)
-    if (mu := _only_mu(levels)) is None:
+    if (mu := only_mu(levels)) is None:
         try:
             return min(1.0, _worse(levels, lambda c: c.upper_delta(epsilon), epsilon=epsilon))
         except OverflowError:
@@ -194,7 +182,7 @@ def _worse(
                 levels,
                 delta=delta,
                 epsilon=epsilon,
-                accuracy=_ROUGH_ACCURACY,
+                accuracy=_ROUGH,
                 reverse=reverse,
                 is_pilot=True,
             )
@@ -202,7 +190,12 @@ def _worse(
                 continue
         (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=cuts)
         found, is_cut = ask(fine), False
-        if delta is not None and cuts and _lacks_digits(fine, found):
+        if (
+            delta is not None
+            and cuts
+            and 0 < found < math.inf
+            and (fine.interval > _OF_EPSILON * found or fine.share_of_round_off(found) > _ROUND_OFF)
+        ):
             with suppress(OverflowError):  # losses too far apart: it stays loose
                 found, is_cut = epsilon_by_cut(levels, delta, found, reverse), True
         if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
@@ -212,12 +205,6 @@ def _worse(
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)
     return worst
-
-
-def _lacks_digits(found: Composition, epsilon: float) -> bool:
-    return 0 < epsilon < math.inf and (
-        found.interval > _OF_EPSILON * epsilon or found.share_of_round_off(epsilon) > _ROUND_OFF
-    )
 
 
 # --- rare, large losses ---------------------------------------------------------------------------
@@ -242,12 +229,7 @@ def _(pair: Capped, tail: float, interval: float | None = None) -> Nodes:
 def epsilon_by_cut(
     levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool = False
 ) -> float:
-    """An upper bound on epsilon at ``delta``, below ``epsilon`` where that is shown to be one, else
-    ``epsilon``.
-
-    Raises:
-        OverflowError: the losses are too far apart.
-    """
+    """An upper bound on epsilon at ``delta`` if one is shown below ``epsilon``, else that."""
     for _ in range(_ATTEMPTS):
         before, epsilon = epsilon, _cut_at(levels, delta, epsilon, reverse)
         if epsilon > _CLOSE * before:
@@ -350,12 +332,12 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
                 pair = Sampled("directed", pair.rate, pair.noise)
             known[pair] = known.get(pair, 0) + count
     levels = grouped(merge(known), _LOWER_RATIO, upper=False)
-    if (mu := _only_mu(levels)) is not None:
+    if (mu := only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta) * (1 - 1e-9)
     accuracy = ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= EXACT_LEVELS else 3)
     try:
         # either direction is a lower bound: the one that looks worse
-        rough = compose(levels, delta=delta, accuracy=_ROUGH_ACCURACY)
+        rough = compose(levels, delta=delta, accuracy=_ROUGH)
         reverse = max(rough, key=lambda c: c.upper_epsilon(delta)).reverse
         (fine,) = compose(levels, delta=delta, accuracy=accuracy, reverse=reverse, mixed=False)
         return fine.lower_epsilon(delta)
@@ -364,9 +346,8 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
 
 
 def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
-    """The largest whole n >= 1 at which the increasing function is at most 0, or 0 if none is.
-
-    At most ``2 * MOST_STEPS``. ``start`` is a guess.
+    """The largest whole n from 1 to ``2 * MOST_STEPS`` at which the increasing function is at most
+    0, or 0 if none is. ``start`` is a guess.
     """
 
     @cache

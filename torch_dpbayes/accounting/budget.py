@@ -35,6 +35,7 @@ from .dominating_pairs import (
     Gaussian,
     NonPrivate,
     Pair,
+    Sampled,
     added,
     directions,
     dominating_mu,
@@ -50,16 +51,15 @@ from .privacy_loss import apart, failing
 Counts = Mapping[Pair, int]
 
 _KEPT_COSTS = 100_000  # different releases whose divergences are kept
+_EXACT_COSTS, _COSTS_RATIO = 8, 1.02  # of further sampled ones, on a grid of rates and noises
 _KEPT_NUMBERS = 2**24  # of spectra that wait for releases to come
 _ROUND_OFF = 1e-9  # relative, of sums of divergences and of their limits
 _MOST_HELD = 16  # different releases that are tried in advance
 
 
 class Filter(NamedTuple):
-    """A limit on an additive cost, fixed before the first release.
-
-    kind "renyi": the Renyi divergence at one order (Feldman, Zrnic 2021, Theorem 4.3); kind
-    "gaussian": mu^2 (Smith, Thakurta 2022).
+    """A limit, fixed before the first release, on the Renyi divergence at one order (Feldman, Zrnic
+    2021, Theorem 4.3), or, of kind "gaussian", on mu^2 (Smith, Thakurta 2022).
     """
 
     kind: Literal["gaussian", "renyi"]
@@ -68,12 +68,8 @@ class Filter(NamedTuple):
 
     @classmethod
     def of(cls, epsilon: float, delta: float, first: Pair, declared: bool) -> Filter:
-        """The filter of a budget for releases the first of which is ``first``: a function of what
-        was there before any output.
-
-        Args:
-            declared: whether it is there before the first release; else for later jobs, beside
-                whatever the first one released.
+        """The filter of a budget: a function of what was there before any output, the first release
+        and whether the filter was ``declared`` before it, or is one for later jobs.
         """
         if declared and isinstance(first, Gaussian):
             return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
@@ -102,20 +98,17 @@ class Filter(NamedTuple):
             return bounds.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
         return renyi.delta(np.array([self.limit]), epsilon, [self.order])
 
-    def describe(self) -> str:
-        """The limited quantity."""
-        if self.kind == "gaussian":
-            return "mu^2"
-        return f"the Renyi divergence of order {self.order:.3g}"
+    def __str__(self) -> str:
+        kind = f"the Renyi divergence of order {self.order:.3g}"
+        return "mu^2" if self.kind == "gaussian" else kind
 
 
 def _orders_of(
     epsilon: float, delta: float, low: float, high: float, number: int
 ) -> tuple[float, ...]:
-    """Orders around the one at which a budget admits most Gaussians, and below it, since sampling
-    makes large orders explode.
-    """
-    best = renyi.filter_order(epsilon, delta) - 1
+    """Orders about that at which a budget admits most Gaussians; sampling makes large ones bad."""
+    known = 1 + np.geomspace(1e-3, 1e6, 2000)
+    best = known[np.argmax(renyi.allowed(epsilon, delta, known.tolist()) / known)] - 1
     orders = np.minimum(1 + best * np.geomspace(low, high, number), renyi.ORDERS[-1])
     # at whole orders sampling has a closed form
     return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))
@@ -133,9 +126,7 @@ class Composed:
 
     @classmethod
     def of(cls, counts: Counts, need: Counts, epsilon: float, delta: float) -> Composed | None:
-        """``counts``, which ``need`` is to join; ``None``: their losses have no distribution on a
-        grid, or nothing is left of delta.
-        """
+        """``counts``, which ``need`` is to join; ``None``: on no grid, or with no delta left."""
         failures, others = apart(counts)
         failed = failing(failures)
         if not others or failed > delta / 2 or NonPrivate() in others:
@@ -183,6 +174,16 @@ class Composed:
         return math.log(found / delta) if found else -LARGEST_EXCESS
 
 
+def _on_grid(pair: Pair) -> Pair:
+    """One that dominates ``pair`` and costs little more, the same for many releases."""
+    if not isinstance(pair, Sampled):
+        return pair
+    step = math.log(_COSTS_RATIO)
+    noise = math.exp(step * math.floor(math.log(pair.noise) / step))
+    rate = max(math.exp(step * math.ceil(math.log(pair.rate) / step)), pair.rate)
+    return Sampled(pair.kind, rate if rate < 1 else pair.rate, min(noise, pair.noise))
+
+
 def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
     """Those in which a loss can pass epsilon: where a record was added, losses may be bounded."""
     others = apart(counts)[1]
@@ -191,9 +192,7 @@ def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
 
 
 class Budget:
-    """A privacy budget, and what was spent of it; with a filter where parameters may depend on
-    earlier outputs.
-    """
+    """A privacy budget, with a filter or without, and what was spent of it."""
 
     def __init__(
         self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
@@ -224,14 +223,15 @@ class Budget:
 
     def spend(self, pair: Pair, count: int) -> None:
         """``count`` releases were charged; a negative number was given back."""
-        with np.errstate(invalid="ignore"):  # what is infinite stays so
-            spent = self._spent + count * self._cost(pair)
-        self._spent = np.where(np.isnan(spent), math.inf, spent)
+        cost = self._cost(pair)
         if count < 0:
-            self._base = None
+            with np.errstate(invalid="ignore"):  # what is infinite stays so
+                spent = self._spent + count * cost
+            self._spent, self._base = np.where(np.isnan(spent), math.inf, spent), None
             if self._held:
                 self._held[pair] = self._held.get(pair, 0) - count
             return
+        self._spent = self._spent + count * cost
         for counts in (self._last, self._recent):
             counts[pair] = counts.get(pair, 0) + count
         if self._held and uncovered(self._held, {pair: count}):
@@ -246,10 +246,17 @@ class Budget:
             elif isinstance(pair, Failure):
                 cost = np.append(np.zeros(len(self._orders)), pair.delta)
             else:
-                cost = np.append(renyi.divergences(pair, self._orders), 0.0)
-            if len(self._costs) < _KEPT_COSTS:
-                self._costs[pair] = cost
+                known = _on_grid(pair) if len(self._costs) >= _EXACT_COSTS else pair
+                cost = self._costs.get(known)
+                if cost is None:
+                    cost = np.append(renyi.divergences(known, self._orders), 0.0)
+                    self._keep_cost(known, cost)
+            self._keep_cost(pair, cost)
         return cost
+
+    def _keep_cost(self, pair: Pair, cost: Array) -> None:
+        if len(self._costs) < _KEPT_COSTS:
+            self._costs[pair] = cost
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -262,9 +269,7 @@ class Budget:
     def fits(
         self, counts: Counts, need: Counts, n: int = 1, reserved: Counts | None = None
     ) -> bool:
-        """Whether ``n`` times ``need`` fits the budget after ``counts``, which were charged, and
-        what is ``reserved`` for other releases.
-        """
+        """Whether ``n`` times ``need`` fits after ``counts``, charged before, and ``reserved``."""
         wanted = added(reserved or {}, need, n)
         if self._keeps(wanted):
             return True
@@ -331,12 +336,12 @@ class Budget:
         if self._held and not uncovered(dict(self._held), wanted):
             return True
         spent = self._spent + sum(n * self._cost(pair) for pair, n in wanted.items())
-        left = self._delta if self.filter is None else 1.0
-        rest = left - spent[-1] * (1 + _ROUND_OFF)  # beside releases that fail outright
-        if not rest > 0:
-            return False
-        rise = math.log(rest / left) / (self._orders - 1)
-        return bool((spent[:-1] <= self._limits + rise).any())
+        left, limits = self._delta if self.filter is None else 1.0, self._limits
+        if failed := float(spent[-1]) * (1 + _ROUND_OFF):
+            if not failed < left:
+                return False
+            limits = limits + math.log((left - failed) / left) / (self._orders - 1)
+        return bool((spent[:-1] <= limits).any())
 
     def _bound(self, counts: Counts) -> float:
         """The epsilon that is reported."""
@@ -365,9 +370,7 @@ class Budget:
         return LARGEST_EXCESS if joint is None else joint.log_excess(self._delta)
 
     def _hold(self, wanted: Counts, need: Counts, excess: Callable[[Counts], float]) -> None:
-        """Holds ``wanted`` and, if what was held is used up, as much as fits of twice what was
-        charged since, about.
-        """
+        """Holds ``wanted``, and if what was held is used up, up to twice what was charged since."""
         was_used, self._held = not any(self._held.values()), dict(wanted)
         share = 2.0 if was_used else 0.0
         recent = added(self._last, need)

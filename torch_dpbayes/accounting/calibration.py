@@ -153,15 +153,11 @@ def get_num_steps(
 def total_multiplier(
     accountant: PrivacyAccountant, epsilon: float | None, delta: float | None
 ) -> float:
-    """The noise multiplier of the one Gaussian release that would use the budget up.
-
-    Args:
-        accountant: what it holds already counts.
-        epsilon: for everything on the accountant. None: its own budget.
-        delta: likewise.
+    """The noise multiplier of the one Gaussian release that would use the budget up: ``epsilon``
+    and ``delta`` for everything on the accountant, or its own where they are ``None``.
 
     Raises:
-        ValueError: there is no budget, or nothing left of it.
+        ArgumentError: there is no budget, or nothing left of it.
     """
     epsilon = accountant.epsilon if epsilon is None else epsilon
     delta = accountant.delta if delta is None else delta

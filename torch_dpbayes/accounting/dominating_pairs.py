@@ -327,11 +327,7 @@ def _(event: UserLevelDpEvent, replace: bool) -> Pair:
     return pair_of(event.event, replace)
 
 
-_UNSAMPLED = (
-    UnspecifiedBatchGaussianDpEvent,
-    RecordwiseBatchGaussianDpEvent,
-    ShuffledEpochDpEvent,
-)
+_UNSAMPLED = (UnspecifiedBatchGaussianDpEvent, RecordwiseBatchGaussianDpEvent, ShuffledEpochDpEvent)
 
 
 def as_removed(event: Any) -> Pair:
@@ -376,9 +372,7 @@ def has_two_directions(pair: Pair) -> bool:
 
 
 def directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
-    """Whether to look at the pairs as they are (a record was removed) and at their reverse (a
-    record was added).
-    """
+    """Whether to look at pairs as they are (a record was removed), and reversed (one was added)."""
     return (False, True) if any(map(has_two_directions, levels)) else (False,)
 
 
@@ -399,9 +393,7 @@ def _(pair: Amplified) -> float:
 
 
 def largest_added_loss(pair: Pair) -> float:
-    """:func:`largest_loss` where a record was added: with probability 1 - q the release is as
-    without the record.
-    """
+    """The same where a record was added: with probability 1 - q the release is as without it."""
     if isinstance(pair, Sampled | Amplified) and has_two_directions(pair):
         return -math.log1p(-pair.rate)
     return largest_loss(pair)
@@ -484,9 +476,7 @@ def uncovered(held: dict[Pair, int], need: Mapping[Pair, int]) -> dict[Pair, int
 
 
 def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
-    """Gaussians become one, and epochs of many kinds a few; what bounds a composition from above
-    costs no less than ``counts``.
-    """
+    """Gaussians become one, and epochs of many kinds a few that cost no less."""
     squared = math.fsum(n * pair.mu**2 for pair, n in counts.items() if isinstance(pair, Gaussian))
     several = sum(isinstance(pair, Allocated) for pair in counts) > _MOST_EPOCHS
     merged: dict[Pair, int] = {}
@@ -503,8 +493,8 @@ def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
 
 
 def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]], dict[Pair, int]]:
-    """Sampled releases, if they are too many to be composed one by one, and the others; among
-    these the few large ones, each of more than one part in ``EXACT_LEVELS`` of the cost.
+    """Sampled releases, if they are too many to be composed one by one, and the others, with those
+    of more than one part in ``EXACT_LEVELS`` of the cost.
     """
     sampled = [(pair, count) for pair, count in levels.items() if isinstance(pair, Sampled)]
     if len(sampled) <= EXACT_LEVELS:
@@ -519,16 +509,14 @@ def scattered_of(levels: Mapping[Pair, int]) -> tuple[list[tuple[Sampled, int]],
 
 
 def grouped(levels: Mapping[Pair, int], ratio: float, *, upper: bool) -> dict[Pair, int]:
-    """Sampled releases, if they are many, brought to a grid of at least this ratio of rates and
-    noises, which grows until there are at most a thousand: to a cell's least private member, and
-    its noise on the grid, so that a curve of it serves other histories (``upper``); or to its most
-    private one.
+    """Many sampled releases on a grid of at least this ratio of rates and noises, with at most a
+    thousand cells: each is its cell's least private member, its noise on the grid, so that a curve
+    of it serves other histories (``upper``), or its most private one.
     """
     sampled, groups = scattered_of(levels)
     if not sampled:
         return groups
-    noise = np.array([pair.noise for pair, _ in sampled])
-    rate = np.array([pair.rate for pair, _ in sampled])
+    noise, rate = np.array([(pair.noise, pair.rate) for pair, _ in sampled]).T
     while True:
         cells = np.floor(np.log([noise, rate]) / math.log(ratio)).astype(np.int64)
         members: dict[tuple[SampledKind, int, int], list[int]] = {}

@@ -58,9 +58,8 @@ def _one_of(value: Any, words: Any, what: str) -> Any:
 
 
 def neighboring_relation(value: Any) -> Neighboring:
-    """The neighbouring relation as its documented string, from that or from
-    ``dp_accounting.NeighboringRelation``. "zero_out": one record contributes nothing instead, and
-    stays in its batch (``REPLACE_SPECIAL``).
+    """The neighbouring relation as its documented string, from that or dp_accounting's. "zero_out":
+    one record contributes nothing instead, and stays in its batch (``REPLACE_SPECIAL``).
     """
     if isinstance(value, NeighboringRelation):
         value = _RELATIONS[value]
@@ -272,11 +271,8 @@ GaussianSum: TypeAlias = (
 
 
 def elementary(event: DpEvent, count: int = 1) -> Parts:
-    """The releases that ``event`` consists of, validated, with plain ``float`` parameters.
-
-    Yields:
-        Pairs (elementary event, how often). ``NoOpDpEvent`` and sampling at rate 0 yield nothing;
-        a sum without noise is non-private.
+    """Pairs (elementary event, how often) of what ``event`` consists of, with plain ``float``
+    parameters. ``NoOpDpEvent`` and sampling at rate 0 yield nothing.
 
     Raises:
         ArgumentTypeError: the event is of a kind that this library does not account for.

@@ -116,12 +116,7 @@ def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: fl
 
 
 def _transform(
-    window: Window,
-    size: int,
-    levels: Mapping[Pair, int],
-    reverse: bool,
-    tail: float,
-    mixed: bool,
+    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, mixed: bool
 ) -> Transform:
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
@@ -145,10 +140,8 @@ def _transform(
 def _transform_of_mixtures(
     mixed: Mixtures, window: Window, size: int, reverse: bool, tail: float
 ) -> Transform | None:
-    """The product over all releases, at the frequencies at which it is not negligible; ``None`` if
-    those are too many to keep.
-
-    A product of N numbers is at most the N-th power of their mean.
+    """The product over all releases where it is not negligible; ``None`` if that is too much to
+    keep. A product of N numbers is at most the N-th power of their mean.
     """
     number, frequencies = mixed.total, size // 2 + 1
     shares = mixed.shares
@@ -218,12 +211,8 @@ def _left_out(modulus: Array, off: Array, largest: Array) -> Array:
 class Composition:
     """One direction, composed level by level on the tilted grid, then read as a privacy profile.
 
-    Args:
-        window: from :func:`choose_window`.
-        levels: how often each pair occurs; or what was made of that on the same grid.
-        reverse: whether a record was added.
-        tail: mass of each release that may be moved upwards.
-        mixed: as :func:`compose` has it.
+    ``levels``: how often each pair occurs, or their transform on this grid; ``tail``: mass of each
+    release that may be moved upwards.
     """
 
     def __init__(
@@ -260,21 +249,15 @@ class Composition:
         """One inverse FFT, and the bounds on everything that it does not see."""
         self.losses = self.interval * (self._first + np.arange(self._size))
         self.tilted = np.roll(
-            fft.irfft(self.transform.spectrum, self._size),
-            -self._first % self._size,
+            fft.irfft(self.transform.spectrum, self._size), -self._first % self._size
         )
         if not (np.isfinite(self.tilted).all() and np.isfinite(self.transform.log_moments).all()):
             raise OverflowError(BEYOND)
         # Round-off of an entry: each factor carries a relative error of a few eps log(size); the
         # inverse FFT averages.
         magnitude = float(np.abs(self.transform.spectrum).mean()) + 1 / self._size
-        self.round_off = (
-            8
-            * float(np.finfo(float).eps)
-            * math.log2(self._size)
-            * (self.transform.count + 1)
-            * magnitude
-        ) + self.transform.left_out
+        relative = 8 * float(np.finfo(float).eps) * math.log2(self._size)
+        self.round_off = relative * (self.transform.count + 1) * magnitude + self.transform.left_out
         self.relative_error = _STEP_ERROR * self.transform.count
         window, end, start = self.window, self.interval * self._last, self.interval * self._first
         upper, lower, self.log_scale = (float(moment) for moment in self.transform.log_moments)
@@ -394,16 +377,11 @@ class Composition:
         ratio = self.interval / -math.expm1(-self.interval)
         mean = ratio - 1 - math.log(ratio)
         shift = count * mean + self.interval * math.sqrt(count * -math.log(slip) / 2)
-        _, found = self._profile(
-            np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error)
-        )
-        foreign = (
-            np.exp(np.minimum(self.log_scale - self.window.tilt * self.losses, 700.0))
-            * self.wrapped
-        )
-        enough = np.flatnonzero(
-            found * (1 - 1e-8) - foreign >= delta + slip + 2 * self.tail * count
-        )
+        seen = np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error)
+        found = self._profile(seen)[1] * (1 - 1e-8)
+        scale = np.minimum(self.log_scale - self.window.tilt * self.losses, 700.0)
+        found -= np.exp(scale) * self.wrapped
+        enough = np.flatnonzero(found >= delta + slip + 2 * self.tail * count)
         return max(float(self.losses[enough[-1]]) - shift, 0.0) if len(enough) else 0.0
 
 
@@ -435,11 +413,8 @@ def compose(
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
     Args:
-        levels: how often each pair occurs. Gaussians are cheapest as one pair.
-        delta, epsilon: near which the result will be asked; with both, more such releases are to
-            join.
+        delta, epsilon: near which the result is asked; with both, more such releases are to join.
         accuracy: relative excess of epsilon that the discretisation aims at.
-        reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
         is_pilot: a very wide window gets a coarse grid, since another composition may follow.
         finest: the smallest interval that is worth its time.

@@ -64,9 +64,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def this_process() -> tuple[int, int]:
-    """Which process this is among those that share its memory's past: a pid can come again in a
-    descendant, a number of forks cannot.
-    """
+    """This process: a pid can come again in a descendant, a number of forks cannot."""
     return os.getpid(), _forks
 
 
@@ -92,9 +90,7 @@ class Settings(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What charges that are added up have in common. Nothing else charges under a job's name, so
-    whoever holds as many releases of a job holds the same ones.
-    """
+    """What charges that are added up have in common. Nothing else charges under a job's name."""
 
     event: DpEvent
     label: str | None
@@ -119,9 +115,7 @@ def needed(parts: Iterable[Part]) -> dict[Pair, int]:
 
 
 class Block:
-    """Releases that fit, or that one process reserved: how many are left, and what the others
-    were used for.
-    """
+    """Releases that fit, or are reserved: how many are left, and what the others were used for."""
 
     __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "taken", "used")
 
@@ -180,11 +174,7 @@ class History:
     # --- events -----------------------------------------------------------------------------------
 
     def decompose(self, event: DpEvent, count: int) -> list[Part]:
-        """The elementary events of ``count`` times ``event``.
-
-        Raises:
-            ArgumentError: the event gives no guarantee here; the message says what to use instead.
-        """
+        """The elementary events of ``count`` times ``event``, if it gives a guarantee here."""
         try:
             known = self._parts.get(event)
         except TypeError:  # an event that cannot be hashed; the checks below say what is wrong
@@ -272,10 +262,9 @@ class History:
         }
         return bounds.lower_epsilon(known, delta) if known else 0.0
 
-    def used_share(self) -> float:
-        """How much of the filter's limit is used."""
-        assert self.filter is not None
-        return self.filter.cost(self.counts) / self.filter.limit
+    def used_share(self, rule: Filter) -> float:
+        """How much of a filter's limit is used."""
+        return rule.cost(self.counts) / rule.limit
 
     def event_notes(self) -> list[str]:
         """What charged events state."""
@@ -324,8 +313,7 @@ class History:
             why = "this job or another began after others had charged, whose outputs it may use"
             if self.declared or not self.counts:
                 why = "the charges were declared adaptive"
-            used = rule.cost(self.counts) / rule.limit
-            under = f" {used:.1%} of {rule.describe()} is used: {why}."
+            under = f" {self.used_share(rule):.1%} of {rule} is used: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {named} would pass the budget epsilon = {epsilon:g} at delta ="
             f" {delta:g}; {fit}. {_NOTHING} Plan fewer, or more noise ({planner}).{under}"
@@ -337,22 +325,16 @@ class History:
         return self._budget(None if budget is None else Filter.of(*budget, first, declared))
 
     def budget_for(self, parts: list[Part], flag: Flag) -> Budget | None:
-        """The budget that a charge has to fit; ``None``: there is none.
-
-        Raises:
-            PrivacyBudgetExceeded: a first job left nothing for later ones.
-            ArgumentError: adaptive charges cannot begin here.
-        """
+        """The budget that a charge has to fit, if any; raises if adaptive charges cannot begin."""
         if flag == "fixed" or self.is_adaptive or (self.later and self.settings.budget is None):
             return self.budget
         if self.later and self.first is not None:
             budget = self.filtered(self.first, False)
             assert budget is not None and budget.filter is not None
-            rule = budget.filter
-            if (cost := rule.cost(self.counts)) > rule.limit:
+            if (used := self.used_share(budget.filter)) > 1:
                 raise PrivacyBudgetExceeded(
-                    f"a job used {cost / rule.limit:.1%} of what later jobs may find in this ledger"
-                    f" ({rule.describe()}). {_NOTHING} In a new ledger charge with adaptive=True"
+                    f"a job used {used:.1%} of what later jobs may find in this ledger"
+                    f" ({budget.filter}). {_NOTHING} In a new ledger charge with adaptive=True"
                     " from the start, or let one job make all releases."
                 )
             return budget
@@ -382,11 +364,7 @@ class History:
         """Takes in what other processes charged."""
 
     def settle(self, in_doubt: bool = False) -> None:
-        """Returns what is reserved and was not used.
-
-        Args:
-            in_doubt: a change was interrupted, so that more may be reserved than is known here.
-        """
+        """Returns what is reserved and unused; ``in_doubt``: more may be than is known here."""
 
     def flag(self, adaptive: bool) -> Flag:
         """Under which flag this job's charges stand."""
@@ -431,12 +409,7 @@ class History:
         self._notes[statement] = None
 
     def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
-        """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``.
-
-        Raises:
-            PrivacyBudgetExceeded: the charges do not fit the budget.
-            ArgumentError: the budget is another than that of a saved adaptive history.
-        """
+        """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``."""
         if state["ledger"]:
             raise ArgumentError(
                 "the saved history belongs to a ledger file, which goes on counting: open that"
@@ -496,11 +469,7 @@ class History:
 
 
 def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
-    """The charges of a saved state, for an accountant of these settings.
-
-    Raises:
-        ArgumentError: it is no state, or has other settings.
-    """
+    """The charges of a saved state, for an accountant of these settings."""
     wanted = {*Settings._fields, "history", "ledger", "place", "job", "notes"}
     if missing := wanted - set(state):
         raise ArgumentError(

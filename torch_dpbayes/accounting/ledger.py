@@ -3,12 +3,10 @@
 The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which
 count as spent for all the others), the *return* of what a block did not use, or a note. Rows are
 numbered without gaps. Each carries a digest of itself and of the row before, the first one of the
-settings, so a row that was changed, lost or brought back from a copy is noticed. The *seal* repeats
-the last digest, so missing ends are noticed too.
+settings, and the *seal* repeats the last digest: so a changed, lost or older row is noticed.
 
-A connection lives as long as one transaction, and a fork waits for its end. So no connection is
-inherited by a child, or writes into a file that was deleted or replaced. :mod:`session` is one
-process at a ledger.
+A connection lives as long as one transaction, and a fork waits for its end: no child inherits one,
+and none writes into a file that was deleted or replaced. :mod:`session` is one process at a ledger.
 
 Why the budget is never passed, whoever charges:
 
@@ -167,8 +165,7 @@ def now() -> str:
 
 class Row(NamedTuple):
     """One row. ``label``: also the text of a note. ``block``: the number of the row that a return
-    belongs to. ``job``: whose it is; empty in one that is not written yet: of the job that writes
-    it.
+    belongs to. ``job``: empty in a row that is not written yet, of the job that writes it.
     """
 
     kind: Literal["charge", "block", "return", "note"]
@@ -230,11 +227,7 @@ def make_tables(connection: sqlite3.Connection, settings: Mapping[str, Any]) -> 
 
 
 def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
-    """The settings that the file at ``path`` was made with, checked against its first row.
-
-    Raises:
-        LedgerError: it is not a ledger, or is damaged.
-    """
+    """The settings that the file at ``path`` was made with, checked against its first row."""
     connection.execute("BEGIN")  # settings, seal and first row of one moment
     if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise LedgerError(
@@ -274,11 +267,7 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
 
 
 def seal_of_same_file(connection: sqlite3.Connection, path: Path, identity: str) -> Any:
-    """The seal.
-
-    Raises:
-        LedgerError: the file is not the one with this identity.
-    """
+    """The seal of the file with this identity."""
     wanted = "SELECT name, value FROM settings WHERE name IN ('id', ?)"
     found = dict(connection.execute(wanted, (SEAL,)).fetchall())
     if found.get("id") != json.dumps(identity):
@@ -339,9 +328,6 @@ class Ledger:
     ) -> T:
         """What ``work`` does with a connection of its own, to the ledger or to ``path``. (Not a
         context manager, in whose ``__exit__`` Ctrl-C could leave it open.)
-
-        Raises:
-            LedgerError: SQLite cannot do it; in words.
         """
         connection: sqlite3.Connection | None = None
         mode = {"create": "rwc", "read": "ro" if self._is_read_only else "rw", "write": "rw"}
@@ -394,11 +380,7 @@ class Ledger:
     # --- rows -------------------------------------------------------------------------------------
 
     def read(self) -> list[Row]:
-        """The rows that came since the last call.
-
-        Raises:
-            LedgerError: a row is damaged, or what was read before is not there any more.
-        """
+        """The rows that came since the last call."""
 
         def select(connection: sqlite3.Connection) -> tuple[list[tuple[Any, ...]], Any]:
             connection.execute("BEGIN")  # rows and seal of one moment
@@ -427,10 +409,7 @@ class Ledger:
         self, rows: Iterable[Row], *, job: str, writer: str, if_unchanged: bool = True
     ) -> list[int] | None:
         """Commits the rows and returns their numbers; ``None`` if ``if_unchanged`` and the file
-        has rows that were not read yet.
-
-        Raises:
-            LedgerError: it cannot be said that the rows are on disk.
+        has rows that were not read yet. After an error nobody knows what is on disk.
         """
 
         def insert(connection: sqlite3.Connection) -> tuple[list[int], str, bool] | None:
@@ -486,9 +465,6 @@ class Ledger:
     def _make_if_missing(self, settings: Mapping[str, Any]) -> None:
         """Makes the file with these settings if there is none: whole, under a name of its own,
         which then becomes this one. So whatever has this name held all that was charged to it.
-
-        Raises:
-            LedgerError: it cannot be made.
         """
         if self.path.exists():
             return
@@ -517,9 +493,7 @@ class Ledger:
 
 
 def _is_mounted(path: Path) -> bool:
-    """Whether a file is a mount point of its own. Where the system lists no mounts, only a file of
-    another device than its folder's is known to be one.
-    """
+    """Whether a file is a mount point; known of another device's file, or if mounts are listed."""
     if path.stat().st_dev != path.parent.stat().st_dev:
         return True
     try:

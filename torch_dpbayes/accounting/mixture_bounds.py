@@ -70,16 +70,14 @@ class Mixtures(NamedTuple):
 
 
 class Near(NamedTuple):
-    """Where a composition is evaluated: delta grows by a factor of about E exp(tilt * L) for a
-    release of loss L, at most to 1.
-    """
+    """Where a composition is evaluated."""
 
     tilt: float
     log_delta: float
     reverse: bool
 
     def growth(self, pair: Sampled) -> float:
-        """That factor, less 1; up to what lies beyond a small tail."""
+        """By how much a release multiplies delta, about: E exp(tilt * L) - 1, at most to 1."""
         losses, masses, _ = loss_nodes(pair, _PILOT_TAIL)
         if self.reverse and has_two_directions(pair):
             losses, masses = -losses, masses * np.exp(-losses)
@@ -158,8 +156,8 @@ def _placed(
 
 
 def _groups(cell: Indices, u: Array, v: Array) -> tuple[Indices, Indices]:
-    """A member of each group, and the group of each release: members of one cell whose weights
-    ``u`` and ``v`` lie in one square of a grid as fine as the number of groups allows.
+    """A member of each group, and each release's group: one cell's, with weights ``u`` and ``v`` in
+    one square of a grid as fine as the number of groups allows.
     """
     if len(cell) <= _MOST_GROUPS:
         return np.arange(len(cell)), np.arange(len(cell))

@@ -134,11 +134,8 @@ def loss_nodes(pair: Pair, tail: float, interval: float | Array | None = None) -
     """Quadrature nodes of the privacy loss of ``pair``, all but P-mass (and Q-mass) ``tail`` at
     either end. A new kind of pair that has a privacy loss distribution registers its own.
 
-    Args:
-        pair: a pair that has a loss distribution.
-        tail: mass that may be left out at the upper end, and as much at the lower end.
-        interval: no piece of the quadrature crosses a multiple of it, or one of these losses;
-            an array is for sampled Gaussian and Laplace releases only.
+    No piece of the quadrature crosses a multiple of ``interval``, or one of these losses; an array
+    is for sampled Gaussian and Laplace releases only.
     """
     raise TypeError(f"{pair!r} has no privacy loss distribution.")
 
@@ -213,9 +210,7 @@ def sampled_nodes(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> Nodes:
-    """:func:`loss_nodes` of the losses from ``least`` to ``most`` only; ``interval``: also the
-    losses that no piece crosses.
-    """
+    """:func:`loss_nodes` of the losses from ``least`` to ``most`` only."""
     width = -float(special.ndtri(tail))
     q, z = pair.rate, pair.noise
     start, stop = (0.5 if pair.kind == "symmetric" else -z * width), 1 + z * width
@@ -310,9 +305,7 @@ def _(pair: Mixed, tail: float, interval: float | None = None) -> Nodes:
 
 
 class Masses(NamedTuple):
-    """Masses at the losses ``interval * (first + arange(len(masses)))``; the rest,
-    ``infinity``, is at +infinity.
-    """
+    """Masses at ``interval * (first + arange(len(masses)))``, the rest at +infinity."""
 
     first: int
     masses: Array
@@ -320,9 +313,7 @@ class Masses(NamedTuple):
 
 
 def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masses]:
-    """``pair`` and its reverse on the grid ``interval * Z``; mass ``tail`` of each end may be moved
-    upwards: to infinity, or to the lowest grid points.
-    """
+    """``pair`` and its reverse on the grid ``interval * Z``; mass ``tail`` of each end moves up."""
     nodes = loss_nodes(pair, tail, interval)
     cell = np.floor(nodes.losses / interval)
     first = int(min(cell.min(), -1 if nodes.central else cell.min()))
@@ -355,9 +346,7 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
 
 
 def sum_as_written(terms: Iterable[tuple[float, int]]) -> float:
-    """Sum of count * value, rounded up; each number is the decimal that Python writes it as, so
-    that three times 0.1 is 0.3.
-    """
+    """Sum of count * value, rounded up; the values are decimals, so that three times 0.1 is 0.3."""
     total = sum((count * Fraction(repr(value)) for value, count in terms), Fraction(0))
     try:
         found = float(total)
@@ -398,9 +387,7 @@ def failing(failures: Mapping[Failure, int], *, upper: bool = True) -> float:
 
 
 def left_of(delta: float, failed: float) -> float:
-    """The delta that other releases may have beside failures of probability ``failed`` <=
-    ``delta``, rounded down.
-    """
+    """The delta beside failures of probability ``failed`` <= ``delta``, rounded down."""
     return (delta - failed) / (1 - failed) * (1 - 1e-15)
 
 
@@ -414,8 +401,8 @@ def epsilon_of_all(
     counts: Mapping[Pair, int], delta: float, bound: Callable[[Mapping[Pair, int], float], float]
 ) -> float:
     """An upper bound on epsilon at ``delta``, where ``bound(others, left)`` is one for releases
-    that do not fail outright: for all of these together, or for those whose loss is not bounded,
-    which then have all of delta, plus the largest loss of the others.
+    that do not fail outright: of all of these, or of those whose loss is not bounded, which then
+    have all of delta, plus the largest loss of the others.
     """
     failures, others = apart(counts)
     failed = failing(failures)
@@ -451,9 +438,7 @@ def delta_of_all(
 
 
 def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
-    """A sentence that says why epsilon is infinite, where releases that may fail outright use all
-    of ``delta``; else empty.
-    """
+    """Why epsilon is infinite, where failures use all of ``delta``; else empty."""
     failures, others = apart(counts)
     failed = failing(failures)
     if not failed or NonPrivate() in others:

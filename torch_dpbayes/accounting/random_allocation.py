@@ -39,15 +39,7 @@ import attr
 import numpy as np
 from scipy import fft, optimize, signal, special
 
-from .dominating_pairs import (
-    WHERE_ZEROED,
-    Allocated,
-    Array,
-    Gaussian,
-    Pair,
-    as_removed,
-    pair_of,
-)
+from .dominating_pairs import WHERE_ZEROED, Allocated, Array, Gaussian, Pair, as_removed, pair_of
 from .events import DpEvent, GaussianDpEvent, Parts, parts_of, positive_count, sampled_gaussian
 from .privacy_loss import Nodes, loss_nodes, pieces
 from .renyi import divergences

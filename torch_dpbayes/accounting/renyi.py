@@ -35,13 +35,7 @@ from .dominating_pairs import (
     largest_loss,
     merge,
 )
-from .privacy_loss import (
-    delta_of_all,
-    epsilon_of_all,
-    log_mixture,
-    loss_nodes,
-    pieces,
-)
+from .privacy_loss import delta_of_all, epsilon_of_all, log_mixture, loss_nodes, pieces
 
 ORDERS: tuple[float, ...] = (
     *(1 + i / 10 for i in range(1, 100)),
@@ -124,9 +118,8 @@ def _log_moments(pair: Pair, alpha: Array) -> Array:
 
 
 def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
-    """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute
-    margin for their round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes
-    (Bun, Steinke 2016, Proposition 3.3), nor e itself. They also hold where the moment overflows.
+    """With a margin for the round-off of tiny losses; at most alpha e^2 / 2, which no loss within
+    [-e, e] passes (Bun, Steinke 2016, Proposition 3.3), and e itself, also where moments overflow.
     """
     margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
     found = np.fmin((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2)
@@ -176,8 +169,7 @@ def _(pair: Concentrated, alpha: Array) -> Array:
     if pair.rate == 1:
         return pair.xi + pair.rho * alpha
     return np.minimum(
-        _of_curve_sampled(pair.xi + pair.rho * _WHOLE, pair.rate, alpha),
-        pair.xi + pair.rho * alpha,
+        _of_curve_sampled(pair.xi + pair.rho * _WHOLE, pair.rate, alpha), pair.xi + pair.rho * alpha
     )
 
 
@@ -185,8 +177,8 @@ _WHOLE = np.arange(2.0, _LARGEST_SAMPLED_ORDER + 1)
 
 
 def _of_curve_sampled(once: Array, q: float, alpha: Array) -> Array:
-    """The curve of a Poisson sample of a release with the divergences ``once`` at the whole orders
-    from 2 on: Zhu, Wang 2019, Theorem 5; between, the divergence of the next whole order.
+    """The curve of a Poisson sample of a release whose divergences at whole orders from 2 on are
+    ``once``: Zhu, Wang 2019, Theorem 5, at the next whole order.
     """
     found = np.full(len(alpha), math.inf)
     for i, order in enumerate(np.ceil(np.maximum(alpha, 2.0)).astype(int).tolist()):
@@ -296,13 +288,17 @@ def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array
     return np.where(np.isnan(total), math.inf, total)  # of what is beyond floats nothing is known
 
 
-def _conversion(alpha: Array, delta: float) -> Array:
-    """Canonne, Kamath, Steinke 2020, Proposition 12."""
-    return np.asarray((math.log(delta) + np.log(alpha)) / (alpha - 1) - np.log1p(-1 / alpha))
+def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
+    """The divergence at each order up to which (epsilon, delta) is kept: Canonne, Kamath, Steinke
+    2020, Proposition 12.
+    """
+    alpha = np.asarray(orders, dtype=np.float64)
+    log_share = (math.log(delta) + np.log(alpha)) / (alpha - 1) - np.log1p(-1 / alpha)
+    return np.asarray(epsilon + log_share)
 
 
 def _epsilons(of_orders: Array, delta: float, orders: Sequence[float]) -> Array:
-    return of_orders - _conversion(np.asarray(orders, dtype=np.float64), delta)
+    return of_orders - allowed(0.0, delta, orders)
 
 
 def _log_deltas(of_orders: Array, epsilon: float, orders: Sequence[float]) -> Array:
@@ -326,26 +322,11 @@ def delta(of_orders: Array, epsilon: float, orders: Sequence[float] = ORDERS) ->
     return math.exp(min(0.0, float(np.min(_log_deltas(of_orders, epsilon, orders)))))
 
 
-def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
-    """The divergence at each order up to which (epsilon, delta) is kept."""
-    return epsilon + _conversion(np.asarray(orders, dtype=np.float64), delta)
-
-
-def filter_order(epsilon: float, delta: float) -> float:
-    """The order at which a Renyi filter for this budget lets a Gaussian run longest: a function of
-    the budget only.
-    """
-    orders = 1 + np.geomspace(1e-3, 1e6, 2000)
-    return float(orders[np.argmax(allowed(epsilon, delta, orders.tolist()) / orders)])
-
-
 def _least(
     counts: Mapping[Pair, int], at_orders: Callable[[Array, Sequence[float]], Array]
 ) -> float:
-    """The least of ``at_orders(curve, orders)`` over orders, each of which gives a bound.
-
-    Of many different releases the best order is searched for, from afar to near, with each release
-    as it is; of very many, close ones are grouped first.
+    """The least of ``at_orders(curve, orders)`` over orders, each of which gives a bound. Of many
+    different releases the best order is searched for; of very many, close ones are grouped first.
     """
     levels = merge(counts)
     if not EXACT_LEVELS < len(levels) <= _MOST_EXACT:
@@ -366,9 +347,7 @@ def _least(
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    """Epsilon at ``delta`` of releases whose parameters were fixed in advance; those that may fail
-    outright have no curve but a part of delta.
-    """
+    """Epsilon at ``delta`` of releases that were fixed in advance."""
 
     def bound(others: Mapping[Pair, int], left: float) -> float:
         return max(0.0, _least(others, lambda found, at: _epsilons(found, left, at)))

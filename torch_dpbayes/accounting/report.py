@@ -27,15 +27,9 @@ def delta_of(accountant: PrivacyAccountant) -> float:
 
 
 def summary(
-    history: History,
-    bounds: tuple[float, float],
-    delta: float,
-    notes: Iterable[str],
-    risk: Risk,
+    history: History, bounds: tuple[float, float], delta: float, notes: Iterable[str], risk: Risk
 ) -> str:
-    """Everything there is to say, with the lower and the upper bound on epsilon at ``delta``; see
-    ``PrivacyAccountant.summary``.
-    """
+    """The text of ``PrivacyAccountant.summary``; ``bounds`` are those on epsilon at ``delta``."""
     (lower, upper), settings = bounds, history.settings
     budget = "none"
     if settings.budget is not None:
@@ -82,8 +76,8 @@ def guarantee_in_words(history: History, delta: float) -> str:
             kind = "Renyi curves, at the best order"
         return f"upper bound by {kind}; valid for parameters fixed before the first release"
     text = (
-        f"filter on {history.filter.describe()}, valid for parameters chosen from earlier"
-        f" outputs; {history.used_share():.1%} of it used"
+        f"filter on {history.filter}, valid for parameters chosen from earlier"
+        f" outputs; {history.used_share(history.filter):.1%} of it used"
     )
     if not history.declared:
         text += (
@@ -98,9 +92,8 @@ def by_labels(
 ) -> dict[str | None, tuple[float | None, int]]:
     """Of each label the share of the cost, and the releases.
 
-    The cost that adds up is the Renyi divergence at the order which decides epsilon at ``delta``;
-    the share is ``None`` if something was released without noise. What fails outright with some
-    probability is not in it.
+    The cost that adds up is the Renyi divergence at the order which decides epsilon at ``delta``,
+    without failures; the share is ``None`` if something was released without noise.
     """
     labels: dict[str | None, dict[Pair, int]] = {}
     found: dict[str | None, tuple[float | None, int]] = {}

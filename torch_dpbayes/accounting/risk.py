@@ -23,15 +23,8 @@ import numpy as np
 from scipy import special
 
 from . import renyi
-from .dominating_pairs import (
-    Array,
-    Gaussian,
-    NonPrivate,
-    Pair,
-    directions,
-    largest_added_loss,
-    merge,
-)
+from .bounds import only_mu
+from .dominating_pairs import Array, NonPrivate, Pair, directions, largest_added_loss, merge
 from .events import Method
 from .fft_composition import compose
 from .gdp import gaussian_delta, gaussian_epsilon
@@ -89,11 +82,7 @@ class TradeOff:
         forwards = np.clip(forward.deltas[near], 0.0, 1.0)
         backwards = -np.expm1(-backward.epsilons[back])
         backwards += small * np.clip(backward.deltas[back], 0.0, 1.0)
-        return cls.of_lines(slopes, np.concatenate([forwards, backwards, [1.0]]))
-
-    @classmethod
-    def of_lines(cls, slopes: Array, intercepts: Array) -> TradeOff:
-        """The minimum of lines; ``intercepts`` are at least 0."""
+        intercepts = np.concatenate([forwards, backwards, [1.0]])
         order = np.lexsort((intercepts, -slopes))
         return cls(*_envelope(slopes[order].tolist(), intercepts[order].tolist()))
 
@@ -113,16 +102,12 @@ class TradeOff:
         return float(np.clip(np.max(self.true_positive_rates - self.false_positive_rates), 0, 1))
 
     def best_guess(self, prior: float) -> float:
-        """The probability with which the best attack is right, where P holds with probability
-        ``prior``, else Q.
-        """
+        """The probability with which the best attack is right, if P has probability ``prior``."""
         right = prior * self.true_positive_rates + (1 - prior) * (1 - self.false_positive_rates)
         return float(min(np.max(right) * (1 + _ROUND_OFF), 1.0))
 
     def mu(self, slack: float) -> float:
-        """The least mu of a Gaussian whose true-positive rate, and ``slack`` more, is nowhere
-        passed; infinite if there is none.
-        """
+        """The least mu of a Gaussian whose true-positive rate plus ``slack`` is nowhere passed."""
         slack = max(slack, _LEAST_SLACK)
         above = self.true_positive_rates > slack
         rates, powers = self.false_positive_rates[above], self.true_positive_rates[above] - slack
@@ -165,9 +150,7 @@ def _envelope(slopes: list[float], intercepts: list[float]) -> tuple[Array, Arra
 
 
 def trade_offs(forward: Profile, backward: Profile) -> tuple[TradeOff, ...]:
-    """The curves of the attack that has to reject "without the record", and "with" it; one, where
-    they are the same.
-    """
+    """The curves of the attack that has to reject "without the record", and "with" it."""
     there = TradeOff.of_profiles(forward, backward)
     return (there,) if forward is backward else (there, TradeOff.of_profiles(backward, forward))
 
@@ -199,8 +182,8 @@ def _certain() -> Profile:
 
 @lru_cache(maxsize=16)
 def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profile, Profile]:
-    """Bounds on the hockey-stick divergences of a composition whose parameters were fixed in
-    advance: of (P, Q), where a record was removed, and of (Q, P).
+    """Bounds on the hockey-stick divergences of a composition that was fixed in advance: of (P, Q),
+    where a record was removed, and of (Q, P).
     """
     failures, others = apart(dict(counts))
     if NonPrivate() in others:
@@ -215,8 +198,7 @@ def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profi
         found = _profiles(others)
     forward, backward = (
         Profile(
-            p.epsilons,
-            np.minimum(failed + (1 - failed) * p.deltas * (1 + _PROFILE_ROUND_OFF), 1.0),
+            p.epsilons, np.minimum(failed + (1 - failed) * p.deltas * (1 + _PROFILE_ROUND_OFF), 1.0)
         )
         for p in found
     )
@@ -227,9 +209,9 @@ def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
     largest, both = largest_sum(counts), directions(counts)
     added = math.fsum(n * largest_added_loss(pair) for pair, n in counts.items()) * (1 + 1e-15)
     levels = merge(counts)
-    if len(levels) == 1 and isinstance(only := next(iter(levels)), Gaussian):
-        at = points(gaussian_epsilon(only.mu, 1e-100), 5 * _POINTS)
-        deltas = [gaussian_delta(only.mu, e) * (1 + _PROFILE_ROUND_OFF) for e in at.tolist()]
+    if (mu := only_mu(levels)) is not None:
+        at = points(gaussian_epsilon(mu, 1e-100), 5 * _POINTS)
+        deltas = [gaussian_delta(mu, e) * (1 + _PROFILE_ROUND_OFF) for e in at.tolist()]
         found = [Profile(at, np.clip(deltas, 0.0, 1.0))]
     else:
         try:
@@ -243,8 +225,8 @@ def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
 
 
 def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
-    """A composition on a tilted grid is accurate near the delta for which its tilt was chosen: a
-    few are made, and the smallest of their bounds is taken at each epsilon.
+    """A composition is accurate near the delta for which its tilt was chosen: the smallest bound of
+    a few is taken at each epsilon.
     """
     finest = max(float(np.ptp(loss_nodes(pair, 1e-20).losses)) for pair in levels) / _MOST_LOSSES
     found = []
@@ -335,12 +317,7 @@ class Risk:
 
 
 def assess(
-    history: History,
-    *,
-    prior: float,
-    false_positive_rate: float,
-    delta: float,
-    epsilon: float,
+    history: History, *, prior: float, false_positive_rate: float, delta: float, epsilon: float
 ) -> Risk:
     """The risk of a history; ``epsilon`` is that at ``delta``."""
     curves = curves_of(history)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +30,9 @@ from scipy import optimize
 from ..errors import ArgumentError
 from . import bounds, events
 from .calibration import counts_of
-from .dominating_pairs import Array, Pair
+from .dominating_pairs import Array
 from .events import (
+    SMALLEST_DELTA,
     ComposedDpEvent,
     DpEvent,
     FailureDpEvent,
@@ -146,22 +147,15 @@ def selection_epsilon(
     least = delta * (1 - 1e-6) - 1e-25
     if least <= 0:
         raise ArgumentError("delta of a selection must be at least 1e-24.")
-    return _by_profile(counts, repetitions, least) * (1 + _DRAWING) + 4 * _DRAWING
-
-
-def _by_profile(counts: Mapping[Pair, int], repetitions: Repetitions, delta: float) -> float:
-    """Koskela, Redberg, Wang 2024."""
-    gamma, shape = repetitions.gamma, repetitions.shape
-    largest = 1.0
+    gamma, shape, largest = repetitions.gamma, repetitions.shape, 1.0
     for curve in trade_offs(*profiles(frozenset(counts.items()), "pld")):
         # a ratio of two functions that are linear between vertices is largest at one of them
-        u, rates = curve.vertices
-        ratios = (gamma + (1 - gamma) * rates) / (gamma + (1 - gamma) * u)
-        largest = max(largest, float(np.max(ratios)) * (1 + 1e-12))
+        below, above = (gamma + (1 - gamma) * rates for rates in curve.vertices)
+        largest = max(largest, float(np.max(above / below)) * (1 + 1e-12))
     # The mean follows from gamma, whatever it was meant to be.
-    mean = _mean(gamma, shape) * (1 + _DRAWING)
-    once = bounds.upper_epsilon(counts, delta / mean) if delta / mean >= 1e-30 else math.inf
-    return (1 + shape) * math.log(largest) + once
+    share = least / (_mean(gamma, shape) * (1 + _DRAWING))
+    once = bounds.upper_epsilon(counts, share) if share >= SMALLEST_DELTA else math.inf
+    return ((1 + shape) * math.log(largest) + once) * (1 + _DRAWING) + 4 * _DRAWING
 
 
 def selection_event(
@@ -173,15 +167,11 @@ def selection_event(
     """What a selection charges: that it is (:func:`selection_epsilon`, ``delta``)-private. Of a
     schedule of :class:`~torch_dpbayes.accounting.events.UserLevelDpEvent` it is one, too.
 
-    Args: as of :func:`selection_epsilon`; ``neighboring`` has to be that of the accountant which is
-        charged.
+    Args: as of :func:`selection_epsilon`; ``neighboring`` is that of the charged accountant.
     """
     planned = list(schedule)
-    units = {
-        isinstance(part, UserLevelDpEvent)
-        for event, _ in planned
-        for part, _ in events.elementary(event, 1)
-    }
+    parts = (part for event, _ in planned for part, _ in events.elementary(event, 1))
+    units = {isinstance(part, UserLevelDpEvent) for part in parts}
     if len(units) > 1:
         raise ArgumentError(
             "a schedule is of users or of records: put each event of it into a"

@@ -1,10 +1,9 @@
 """One process at one ledger: the job that it belongs to, and the releases that it has reserved.
 
 A process charges in blocks. It reads what is new, decides outside of any transaction whether a
-block of releases fits, and commits the block only if the file is still what it decided on; else it
-decides again. Releases are then taken out of the block in memory. So whatever was released was on
-disk before, and if the process is killed, the rest of the block stays charged. A process that ends
-returns the rest, once, which a unique index enforces. A forked child starts afresh from the file.
+block of releases fits, and commits the block if the file is still what it decided on; else it
+decides again. Releases are then taken out of the block in memory: so whatever was released was on
+disk before. A process that ends returns the rest.
 
 A job is a process that opened the file, with the processes that its accountant was forked or sent
 to. What any other process charges to a file that holds charges may depend on outputs: it is a later
@@ -44,12 +43,8 @@ if hasattr(os, "register_at_fork"):
 
 
 class Session(History):
-    """One process at one ledger.
-
-    Args:
-        ledger: the file.
-        job: the same for all processes that an accountant was forked or sent to; empty: a new one.
-        later: the ledger held charges already when the job began.
+    """One process at one ledger, of a ``job`` that is new if empty; ``later``: the ledger held
+    charges already when it began.
     """
 
     def __init__(self, ledger: Ledger, job: str = "", later: bool = False) -> None:
@@ -72,8 +67,10 @@ class Session(History):
 
     def begun_anew(self) -> Session:
         """A session of the same job that knows only what the file says."""
+        # a signal's handler may do so in the middle of a reading, whose ledger stays as it is
+        self.ledger = Ledger(self.ledger.path, {"id": self.ledger.id})
         self.settle(in_doubt=True)
-        return Session(Ledger(self.ledger.path, {"id": self.ledger.id}), self.job, self.later)
+        return Session(self.ledger, self.job, self.later)
 
     # --- charging ---------------------------------------------------------------------------------
 
@@ -99,9 +96,7 @@ class Session(History):
         self.keep(part.pair, key, part.times)
 
     def block_for(self, pair: Pair, taken: Mapping[Block, int] | None = None) -> Block | None:
-        """An open block with something left for ``pair`` beside what is ``taken``: its own rather
-        than one that dominates it.
-        """
+        """An open block, rather its own, with something left for ``pair`` beside what is taken."""
         found = None
         for block in self.blocks:
             if block.open and block.left > (taken or {}).get(block, 0):
@@ -201,10 +196,8 @@ class Session(History):
             finished += others
 
     def _size(self, parts: list[Part], finished: Collection[Block]) -> int:
-        """How many times ``parts`` the next block should hold.
-
-        The first charge of a kind reserves itself alone. A block beside others takes half of what
-        they leave.
+        """How many times ``parts`` the next block should hold: the first one of a kind once, one
+        beside others half of what they leave.
         """
         made = self._made[type(parts[0].pair)]
         releases = max(BLOCK, made // 2) if made else 1
@@ -218,8 +211,7 @@ class Session(History):
         budget = self.settings.budget
         if budget is None:
             _log.warning(
-                "%s held charges before this job and has no budget: epsilon is infinite.",
-                self.path,
+                "%s held charges before this job and has no budget: epsilon is infinite.", self.path
             )
             return
         left, in_one, advice = self.remaining(need), "", ""
@@ -237,9 +229,6 @@ class Session(History):
     # --- writing ----------------------------------------------------------------------------------
 
     def _append(self, rows: list[Row], if_unchanged: bool = True) -> list[int] | None:
-        """Their numbers; ``None``: nothing happened, as the ledger is not what was read last. After
-        an error nobody knows what is on disk.
-        """
         return self.ledger.append(
             rows, job=self.job, writer=self._writer, if_unchanged=if_unchanged
         )
@@ -277,9 +266,7 @@ class Session(History):
             self.refresh()
 
     def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
-        """Loads a saved state into an empty file, or sees that this file holds what was saved from
-        it.
-        """
+        """Loads a saved state into an empty file, or sees that this file holds its own."""
         self.refresh()
         if state["ledger"] != self.ledger.id:
             super().take_over(state, charges)
@@ -304,9 +291,7 @@ class Session(History):
 
 
 def _settlement(block: Block) -> list[Row]:
-    """What takes the place of a block: the releases that it was used for, where they are others
-    than its own, and the rest returned.
-    """
+    """What takes the place of a block: what else it was used for, and the rest returned."""
     own = block.key
     assert own is not None
     others = {key: count for key, count in block.used.items() if key != own}

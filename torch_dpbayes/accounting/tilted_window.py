@@ -94,9 +94,7 @@ class _Losses:
 
 
 class Window(NamedTuple):
-    """Grid, tilt and window for one direction. How tight the result is depends on it, not
-    whether it is a bound.
-    """
+    """Grid, tilt and window for one direction."""
 
     interval: float
     tilt: float
@@ -121,7 +119,7 @@ def choose_window(
     largest_tilt: float = math.inf,
     grows: bool = False,
 ) -> Window:
-    """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: with both,
+    """The window for what is asked at ``epsilon``, or at ``log_delta``; if it ``grows``, at both,
     for some times as many such releases.
     """
     asked, asked_log_delta = epsilon, log_delta
