@@ -72,6 +72,12 @@ def grouped(g, y):
         pyro.sample("y", dist.Normal(a[g].sum(-1) if g.dim() > 1 else a[g], 1.0), obs=y)
 
 
+def of_groups(x, g, h, y):
+    a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(a[g] + a[h] * x[:, 0], 1.0), obs=y)
+
+
 def with_number(k, y):
     m = pyro.sample("m", dist.Normal(ZERO, ONE))
     with pyro.plate("data", len(y)):
@@ -293,6 +299,14 @@ RECORDS = {
         first(Y, 0.0, 1.0, 2.0, math.nan),
     ),
     "no such group": (grouped, first(LABELS, 7, -9), Y),
+    "rows of no such group": (
+        of_groups,
+        first(X, math.nan),
+        first(LABELS, 7),
+        first(LABELS, -1),
+        Y,
+    ),
+    "one row of a group": (of_groups, X[:1], LABELS[:1], LABELS[:1], Y[:1]),
     "one record": (logistic, *data(1)),
     "one of a group": (grouped, LABELS[:1], Y[:1]),
 }

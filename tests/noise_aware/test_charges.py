@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.calibration import total_multiplier
@@ -95,13 +96,15 @@ def squared_mu_of_budget(relation):
 
 
 def squared_mu_of_run(transcript, relation):
-    """By the sensitivities of the documentation."""
+    """By the sensitivities of the documentation; of categories for two arguments and floats."""
     is_swap = relation == "replace_one"
     found = sum((4 if is_swap else 1) / r.noise_std**2 for r in transcript.scores)
     found += 1.0 / transcript.clipped[1] ** 2
     found += (4 if is_swap else 1) / transcript.moments.total_std**2
     found += (2 if is_swap else 1) / transcript.moments.products_std**2
-    return found + sum((2 if is_swap else 1) / std**2 for _, std in transcript.histograms.values())
+    if transcript.categories is not None:
+        found += (10 if is_swap else 5) / transcript.categories.std**2
+    return found
 
 
 def is_noise_of(release, exact, std, atol=1e-2):
@@ -136,11 +139,12 @@ def test_a_run_charges_the_noise_of_all_of_its_releases(relation, drawn, transcr
     options = {"accountant": spent, "num_data": N, "num_simulated": 500}
     found = transcript_of(posterior, model, x, g, h, y, **options)
     check_moments(found.moments, x)
-    for number, values in ((1, g), (2, h)):
-        counts, std = found.histograms[number]
-        is_noise_of(counts, torch.bincount(values).double(), std, 1e-9)
     # a release of scores, by a mechanism of its own, of rows that are shortened by hand
     rows = x / x.norm(dim=1, keepdim=True).clamp_min(1.0), g, h, y
+    marks = torch.cat([one_hot(g, 3), one_hot(h, 2)], 1).double()
+    sums, std = found.categories.sums, found.categories.std
+    is_noise_of(sums, torch.cat([marks.sum(0)[:, None], marks.T @ rows[0]], 1), std)
+    is_noise_of(found.categories.combinations, torch.bincount(2 * g + h, minlength=6), std)
     records = ModelRecords(
         model, rows, data_plate="data", count_is_public=True, public=(), chunk=500
     )
@@ -151,7 +155,7 @@ def test_a_run_charges_the_noise_of_all_of_its_releases(relation, drawn, transcr
         )
     count = own.clipped_count(found.scores[-1], 0.0)
     assert found.clipped[0] - found.clipped[1] == pytest.approx(count, abs=1.01)
-    assert sorted(drawn) == sorted([3, 2, 2, 4, 1, 1] + 7 * [5])
+    assert sorted(drawn) == sorted([2, 4, 15, 6, 1] + 7 * [5])
     expected = pytest.approx(squared_mu_of_budget(relation), rel=1e-6)
     assert squared_mu_of_run(found, relation) == expected
     assert squared_mu_of(spent.history, relation) == expected

@@ -57,7 +57,7 @@ def test_shares_add_up_and_grow():
         num_data=1000,
         num_releases=7,
         has_numbers=True,
-        num_categories=2,
+        num_ones=5,
     )
     squares = [z**-2 for z in split.scores]
     assert all(b / a == pytest.approx(1.8) for a, b in itertools.pairwise(squares))

@@ -21,8 +21,9 @@ NUM_RELEASES, _MOST_RELEASES = 7, 50
 _GROWTH = 1.8
 _CLIPPED = 0.005  # of the budget, for the number of clipped records at the end
 _LEAST_SHARE, _MOST_SHARE = 0.04, 0.30  # of the budget, for the law of the covariates
-_HISTOGRAM = 0.02  # of the budget
-_MEAN_SHARE = 0.2  # of what is spent on rows of numbers, for their mean
+_CATEGORIES = 0.02  # of the budget, for counts of categories
+# of what is spent on rows of numbers, for their mean and for their sums by category
+_MEAN_SHARE, _SUMS_SHARE = 0.2, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Plan:
     total: float  # of the one release that would use all of the budget, 1/μ
     scores: tuple[float, ...]  # of the clipped sums of scores
     moments: tuple[float, float] | None  # of the mean and the products of rows of numbers
-    histograms: float | None  # of all histograms of categories
+    categories: float | None  # of all sums by category
     clipped: float  # of the number of clipped records
     event: DpEvent  # what is charged
 
@@ -53,11 +54,11 @@ def plan_run(
     num_data: int,
     num_releases: int,
     has_numbers: bool,
-    num_categories: int,
+    num_ones: int,
 ) -> Plan:
     """The split, with κ = n/(z·d) for the multiplier z of the whole: rows of numbers take 2/√κ of
     the budget, between .04 and .30. ``has_numbers`` where covariates are private rows of numbers;
-    ``num_categories`` arguments are private categories.
+    what a record adds to sums by category has ``num_ones`` for squared length.
     """
     if positive_count(num_releases, "num_releases") > _MOST_RELEASES:
         raise ArgumentError(f"num_releases = {num_releases}: take at most {_MOST_RELEASES}.")
@@ -72,20 +73,21 @@ def plan_run(
         is_swap = accountant.neighboring == "replace_one"
         return total / math.sqrt(share) * (moved / 2 if is_swap else 1.0)
 
-    moments, histograms, of_rest = None, None, 1 - _CLIPPED
+    moments, categories, of_rest, of_sums = None, None, 1 - _CLIPPED, 0.0
     if has_numbers:
         gain = num_data / (total * dimension)
         share = min(max(2 / math.sqrt(gain), _LEAST_SHARE), _MOST_SHARE)
-        of_products = noise(share * (1 - _MEAN_SHARE), math.sqrt(2))
+        of_sums = _SUMS_SHARE * share if num_ones else 0.0
+        of_products = noise(share * (1 - _MEAN_SHARE) - of_sums, math.sqrt(2))
         moments = noise(share * _MEAN_SHARE), of_products
         of_rest -= share
-    if num_categories:
-        histograms = math.sqrt(num_categories) * noise(_HISTOGRAM, math.sqrt(2))
-        of_rest -= _HISTOGRAM
+    if num_ones:
+        categories = math.sqrt(num_ones) * noise(_CATEGORIES + of_sums, math.sqrt(2))
+        of_rest -= _CATEGORIES
     weights = [_GROWTH**k for k in range(num_releases)]
     scores = tuple(noise(of_rest * w / sum(weights)) for w in weights)
     clipped = noise(_CLIPPED, 1.0)
-    return Plan(total, scores, moments, histograms, clipped, ComposedDpEvent(events))
+    return Plan(total, scores, moments, categories, clipped, ComposedDpEvent(events))
 
 
 def budget_of(

@@ -4,13 +4,13 @@ Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i`
 x_i^\top` are released with noise. Simulated rows are Gaussian with these moments and shortened as
 the real ones are; the Gaussian is stretched until the *shortened* rows have the released moments.
 Covariance matrices are drawn from their posterior given the release (:mod:`.noisy_gram`); records
-are simulated with their mean, and posteriors under each of them are averaged. Categories have a
-noisy histogram each.
+are simulated with their mean, and posteriors under each of them are averaged. Rows of different
+categories have different means, which :mod:`.categories` draws.
 
 **Privacy.** With norms in units of R: Σx moves by at most 1 when a record is added or removed, and
 by 2 when one is replaced; Σxxᵀ by 1 or √2 in Frobenius norm (the inner product of two positive
-semi-definite matrices is not negative); the histograms of m categories by √m or √(2m). A row with a
-number that is not finite counts as 0. Nothing about columns is found from the data.
+semi-definite matrices is not negative). A row with a number that is not finite counts as 0. Nothing
+about columns is found from the data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
+from .categories import MOST_BETWEEN, CategoryLaw
 from .covariance import normal_numbers, with_symmetric_noise
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
@@ -160,8 +160,7 @@ class Released:
         seed: of the draws.
         shape: how rows of numbers are shortened.
         moments: of rows of numbers, in units of the bound.
-        histograms: noisy counts by number of the argument, and their noise.
-        noise_seed: None: the most likely law; else one draw of it, the release's noise included.
+        categories: what they are drawn from; None without any.
     """
 
     is_paired = False
@@ -172,14 +171,11 @@ class Released:
         seed: int,
         shape: FeatureShape | None = None,
         moments: tuple[Tensor, Tensor] | None = None,
-        histograms: Mapping[int, tuple[Tensor, float]] = MappingProxyType({}),
-        noise_seed: int | None = None,
+        categories: CategoryLaw | None = None,
     ) -> None:
         self._records, self._seed, self._shape, self._moments = records, seed, shape, moments
+        self._categories = categories or CategoryLaw()
         self._cache: dict[tuple[int, int], Mapping[int, Tensor]] = {}
-        self._shares = {
-            number: _shares(counts, std, noise_seed) for number, (counts, std) in histograms.items()
-        }
 
     def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
         """Fresh draws, the same ones for a batch."""
@@ -190,16 +186,21 @@ class Released:
         return self._cache[count, batch]
 
     def _drawn(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        records, shape = self._records, self._shape
-        result, few = {}, records.density.made_up.few()
+        records, shape, law = self._records, self._shape, self._categories
+        result, few, grouped = {}, records.density.made_up.few(), None
         with seeded(self._seed + batch):
+            most = max(count, _ROWS_OF_A_COLUMN * sum(sum(e.shape) for e in law.effects))
+            columns = law.drawn(most)
+            if law.effects:
+                parts = [e[own] for e, own in zip(law.effects, columns, strict=True)]
+                grouped = torch.stack(parts).sum(0), columns
             if shape is not None and self._moments is not None:
                 rows = torch.zeros(count, sum(shape.widths), dtype=torch.float64)
-                rows[:, shape.free] = shape.bound * shortened_draws(*self._moments, count)
+                own = shortened_draws(*self._moments, count, grouped)
+                rows[:, shape.free] = shape.bound * own
                 result = parts_of(records, rows, shape)
-            for number, shares in self._shares.items():
-                drawn = torch.multinomial(shares, count, replacement=True)
-                result[number] = drawn.to(few[number].dtype)
+            for number, column in zip(law.numbers, columns, strict=True):
+                result[number] = column[:count].to(few[number].dtype)
         return result
 
 
@@ -244,50 +245,61 @@ class NoisyMoments(NamedTuple):
         return list(zip(means, matrices, strict=True))
 
 
-def noisy_moments(
-    rows: Tensor, shape: FeatureShape, multipliers: tuple[float, float]
-) -> NoisyMoments:
-    """Released from private rows ``[n, p]`` that are shortened already, with z of the mean and of
-    the products.
-    """
-    own = rows[:, shape.free].to(torch.float64) / shape.bound
+def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
+    """The free columns of rows ``[n, p]`` that are shortened already, no longer than 1."""
+    own = rows[:, shape.free].to("cpu", torch.float64) / shape.bound
     # once more: rows of few digits, as of bfloat16, are longer than the bound by their rounding
-    own = own * shorten(own.square().sum(1), 1 - _ROUNDING)[:, None]
+    return own * shorten(own.square().sum(1), 1 - _ROUNDING)[:, None]
+
+
+def noisy_moments(own: Tensor, multipliers: tuple[float, float]) -> NoisyMoments:
+    """Released from private rows :func:`in_units`, with z of the mean and of the products."""
     total = own.sum(0) + multipliers[0] * normal_numbers(own.shape[1])
     products = with_symmetric_noise(own.T @ own, multipliers[1])
     return NoisyMoments(total, multipliers[0], products, multipliers[1])
 
 
-def _shares(counts: Tensor, std: float, noise_seed: int | None) -> Tensor:
-    """Of the categories, shrunk towards equal ones by empirical Bayes, and positive."""
-    if noise_seed is not None:
-        with seeded(noise_seed):
-            counts = counts + std * torch.randn(len(counts), dtype=torch.float64)
-    level = counts.mean().clamp_min(std)
-    apart = counts - counts.mean()
-    variance = max(float(apart.square().mean()) - std**2, float(level))
-    found = level + variance / (variance + std**2) * apart
-    found = found.clamp_min(0.0)
-    return found / found.sum()
-
-
-def shortened_draws(mean: Tensor, covariance: Tensor, count: int) -> Tensor:
+def shortened_draws(
+    mean: Tensor,
+    covariance: Tensor,
+    count: int,
+    grouped: tuple[Tensor, Sequence[Tensor]] | None = None,
+) -> Tensor:
     """Gaussian rows, shortened to norm 1, that have these moments once they are; their own moments
     are those wanted, without the error of so many draws.
+
+    ``grouped`` are what means differ by, ``[count or more, p]``, and the categories of which they
+    are the effects; effects are shrunk where they vary more than rows do.
     """
-    size = len(mean)
-    normal = torch.randn(max(count, _ROWS_OF_A_COLUMN * size), size, dtype=torch.float64)
-    place, root = mean, torch.linalg.cholesky(covariance)
-    wanted = root
+    offsets, columns = (None, ()) if grouped is None else grouped
+    size, root = len(mean), torch.linalg.cholesky(covariance)
+    number = max(count, _ROWS_OF_A_COLUMN * size) if offsets is None else len(offsets)
+    normal = torch.randn(number, size, dtype=torch.float64)
+    place, apart_by = mean, torch.zeros(1, size, dtype=torch.float64)
+    if offsets is not None:
+        white = torch.linalg.solve_triangular(root, (offsets - offsets.mean(0)).T, upper=False)
+        between, basis = torch.linalg.eigh(white @ white.T / number)
+        kept = (MOST_BETWEEN / between.clamp_min(MOST_BETWEEN)).sqrt()
+        apart_by = (root @ (basis * kept) @ basis.T @ white).T
+        # as of Cholesky: another root would turn, and rows with it, from step to step
+        root = root @ (basis * (1 - between.clamp_max(MOST_BETWEEN)).sqrt())
+        root = torch.linalg.qr(root.T).R.T
+        root = root * root.diagonal().sign()
+    wanted, fitted = root, apart_by
     # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
     least = _RIDGE * float(wanted.square().sum()) / size + torch.finfo(torch.float64).eps
     for step in range(_FITTING_STEPS + 1):
-        rows = place + normal @ root.T
+        rows = place + fitted + normal @ root.T
         rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
         if step < _FITTING_STEPS:
             found = rows.mean(0)
             place = place + mean - found
-            apart = rows - found
+            apart = rows - found - apart_by
+            for column in columns:  # steps that are short enough where these depend on each other
+                counts = column.bincount().clamp_min(1)[:, None]
+                left = torch.zeros(len(counts), size, dtype=torch.float64)
+                left = left.index_add(0, column, apart) / counts
+                fitted = fitted - left[column] / len(columns)
             own = apart.T @ apart / len(rows) + least * torch.eye(size, dtype=torch.float64)
             own = torch.linalg.cholesky(own)
             root = wanted @ torch.linalg.solve_triangular(own, root, upper=False)

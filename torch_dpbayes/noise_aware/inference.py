@@ -26,6 +26,7 @@ from .budget import (
     public_num_data,
     statement_of_charge,
 )
+from .categories import CategoryLaw, NoisyCategories, has_combinations, num_ones
 from .checks import (
     note_clipped,
     note_draws,
@@ -118,7 +119,7 @@ def posterior(
             posterior is then conditional on their rows.
         covariates: a public sample of rows in place of the private ones, a tensor for each
             covariate. None: private covariates are released once, with noise: mean and products of
-            rows of floats, a histogram of each category.
+            rows of floats, their sums by category, counts of categories and combinations.
         max_grad_norm: a clip bound of a record's score, which is then not whitened. None: chosen by
             simulation before each release.
         max_feature_norm: R; private rows of floats, all of them together and without their
@@ -139,7 +140,8 @@ def posterior(
     * each of the clipped sums, of vectors no longer than 1 in units of C: ``GaussianDpEvent(z)``,
       sensitivity 1 when a record is added or removed, 2 when one is replaced;
     * mean and products of rows of floats, in units of R: 1 and 1 (2 and √2);
-    * all histograms of m categories together: √m (√(2m));
+    * sums of (1, x) by category and counts of combinations, one vector: √(2m + 1) (√(4m + 2)) for
+      m arguments that are categories; less where there are no floats or no combinations;
     * the number of clipped records at the end: 1 (1).
 
     Points, whitening matrices and clip bounds are functions of what was released before. A record
@@ -326,7 +328,7 @@ class Setup:
             num_data=self.num_data,
             num_releases=num_releases,
             has_numbers=self.shape is not None,
-            num_categories=len(self.categories),
+            num_ones=num_ones(self.categories, self.shape is not None),
         )
 
     def laws(self, transcript: Transcript) -> list[Covariates]:
@@ -336,29 +338,29 @@ class Setup:
         found: list[tuple[Tensor, Tensor] | None] = [None] * (_LAWS + 1)
         if transcript.moments is not None:
             found = list(transcript.moments.draws(self.num_data, _LAWS, self.seed_of_laws))
-        elif not transcript.histograms:
+        elif transcript.categories is None:
             found = [None]
-        seeds = [None, *range(self.seed_of_laws + 1, self.seed_of_laws + len(found))]
-        counts = transcript.histograms
+        laws: Sequence[CategoryLaw | None] = [None] * len(found)
+        if transcript.categories is not None:
+            laws = transcript.categories.laws(self.num_data, found, self.seed_of_laws)
         return [
-            Released(self.records, self.seed, self.shape, moments, counts, seed)
-            for moments, seed in zip(found, seeds, strict=True)
+            Released(self.records, self.seed, self.shape, moments, law)
+            for moments, law in zip(found, laws, strict=True)
         ]
 
     def assumed_law(self) -> Covariates:
         """Of covariates, before anything is known of them."""
         if self._public_rows is not None:
             return self._public_rows
-        moments = None
+        moments, law = None, None
         if self.shape is not None:
             size = len(self.shape.free)
             eye = torch.eye(size, dtype=torch.float64)
             moments = 0 * eye[0], 0.9 / size * eye
-        histograms = {
-            number: (torch.ones(count, dtype=torch.float64), 1e-3)
-            for number, count in self.categories.items()
-        }
-        return Released(self.records, self.seed, self.shape, moments, histograms)
+        if self.categories:
+            counts = torch.ones(sum(self.categories.values()), 1, dtype=torch.float64)
+            law = NoisyCategories(self.categories, counts, None, 1e-3).law(0, None, None)
+        return Released(self.records, self.seed, self.shape, moments, law)
 
     def in_run(self, law: Covariates) -> Simulator:
         """Of fewer records, for steps."""
@@ -421,12 +423,18 @@ class Setup:
 
     def _assumed(self) -> list[str]:
         """Of covariates, which are simulated so."""
-        if len(self.categories) + (self.shape is not None) < 2:
-            return []
-        return [
-            "  ASSUMED     categories are independent of each other and of columns of floats; pass"
-            " two-valued ones that are not as columns of floats"
-        ]
+        lines = []
+        if self.categories and self.shape is not None:
+            lines.append(
+                "  ASSUMED     means of columns of floats differ by category, and of several"
+                " arguments the differences add up; their covariance given categories is one"
+            )
+        if len(self.categories) > 1 and not has_combinations(self.categories):
+            lines.append(
+                "  ASSUMED     categories are independent of each other: their combinations are too"
+                " many to count"
+            )
+        return lines
 
     def _released(self, transcript: Transcript) -> list[str]:
         lines = [
@@ -440,5 +448,6 @@ class Setup:
                 " rows"
             )
         if self.categories:
-            lines.append("a histogram of each category")
+            of = "ones" if self.shape is None else "ones and of covariates"
+            lines.append(f"sums of {of} by category, and counts of combinations of categories")
         return lines

@@ -54,7 +54,7 @@ from ..noise import check_clip_bound
 from .budget import budget_of, plan_run, public_num_data, statement_of_charge
 from .checks import note_clipped, note_draws, note_releases, tail_probability
 from .covariance import normal_numbers
-from .covariates import FeatureShape, noisy_moments, shortened_draws
+from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
 from .drawing import Draws
 from .hamiltonian import States, mixing, trajectory
 from .likelihood import Release, ridged
@@ -126,7 +126,7 @@ def posterior_of_large_layer(
     count = max(positive_count(num_simulated, "num_simulated"), _PER_FEATURE * width)
     held = budget_of(accountant, epsilon, delta)
     n = public_num_data(num_data, len(features), held)
-    sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_categories": 0}
+    sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_ones": 0}
     plan = plan_run(held, epsilon, delta, has_numbers=True, **sizes)
     assert plan.moments is not None
     number, warm_up, kept = _USUAL
@@ -134,7 +134,7 @@ def posterior_of_large_layer(
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
     rows = shape.shortened(features.detach().cpu().double())
-    moments = noisy_moments(rows, shape, plan.moments)
+    moments = noisy_moments(in_units(rows, shape), plan.moments)
     seed = int(torch.randint(2**40, ()))
     # the first law is the mean of the others
     (mean, covariance), *drawn = moments.draws(n, _LAWS, seed, quick_gram_draws)
@@ -193,7 +193,7 @@ def posterior_of_large_layer(
         ),
         f"  simulated   {count} rows of features; their error is counted",
     ]
-    transcript = Transcript(moments, {}, tuple(law.releases), tuple(bounds), count_of_clipped)
+    transcript = Transcript(moments, None, tuple(law.releases), tuple(bounds), count_of_clipped)
     return NoiseAwarePosterior(draws, named, statement, transcript)
 
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from .budget import Plan
+from .categories import NoisyCategories, noisy_categories
 from .covariance import normal_numbers
 from .covariates import (
     FeatureShape,
     NoisyMoments,
     all_numbers,
+    in_units,
     noisy_moments,
     shortened_rows,
 )
@@ -41,7 +43,7 @@ class Transcript:
     """Everything that a run released, in the order of the releases."""
 
     moments: NoisyMoments | None  # of rows of numbers
-    histograms: dict[int, tuple[Tensor, float]]  # noisy counts by argument, and their noise
+    categories: NoisyCategories | None
     scores: tuple[Release, ...] = ()  # the clipped sums
     clip_bounds: tuple[float, ...] = ()  # C in units of A u
     clipped: tuple[float, float] = (0.0, 0.0)  # the noisy number at the end, and its noise
@@ -63,18 +65,17 @@ class Mechanism:
 
     def covariates(self, plan: Plan) -> Transcript:
         """What is released of covariates."""
-        found, histograms = None, {}
+        records, rows, moments, categories = self._records, None, None, None
         if plan.moments is not None and self._shape is not None:
-            rows = all_numbers(self._records, self._rows)
-            found = noisy_moments(rows, self._shape, plan.moments)
-        if plan.histograms is not None:
-            for number, count in self._categories.items():
-                values = self._records.rows_first(number, self._rows[number]).reshape(-1).long()
-                values = values[(values >= 0) & (values < count)]
-                counts = torch.bincount(values, minlength=count).to("cpu", torch.float64)
-                counts = counts + plan.histograms * normal_numbers(count)
-                histograms[number] = counts, plan.histograms
-        return Transcript(found, histograms)
+            rows = in_units(all_numbers(records, self._rows), self._shape)
+            moments = noisy_moments(rows, plan.moments)
+        if plan.categories is not None:
+            columns = [
+                records.rows_first(number, self._rows[number]).reshape(-1).long().cpu()
+                for number in self._categories
+            ]
+            categories = noisy_categories(columns, self._categories, rows, plan.categories)
+        return Transcript(moments, categories)
 
     def scores(self, theta: Tensor, whitening: Tensor, multiplier: float) -> Release:
         """The noisy clipped sum of whitened scores."""
