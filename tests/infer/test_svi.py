@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import threading
 
 import pyro
 import pyro.distributions as dist
@@ -172,6 +173,25 @@ def test_the_budget_cannot_be_overrun():
     assert accountant.get_epsilon() <= 2.0
     for name, p in svi.guide.named_parameters():
         assert torch.equal(p, before[name])
+
+
+def test_of_many_threads_one_makes_a_step():
+    x, errors = rows(40), []
+    svi = make(expected_batch_size=40)
+
+    def run():
+        try:
+            svi.run(5, x)
+            svi.step(x)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(svi.accountant) == len(svi.released) == 24
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -133,6 +134,7 @@ class DPSVI:
         self._average: dict[str, Tensor] = {}
         self._num_steps = 0
         self._noise = GaussianNoise()
+        self._lock = threading.RLock()  # of many threads one makes a step
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
 
@@ -152,12 +154,13 @@ class DPSVI:
             FloatingPointError: the step took a parameter beyond its dtype; parameters are as
                 before, the charge is kept.
         """
-        self._require_ready(args, kwargs)
-        try:
-            self._gaussian.put(self._iterate)
-            self._step()
-        finally:
-            self._gaussian.put(self._average)
+        with self._lock:
+            self._require_ready(args, kwargs)
+            try:
+                self._gaussian.put(self._iterate)
+                self._step()
+            finally:
+                self._gaussian.put(self._average)
         return math.nan
 
     def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
@@ -167,14 +170,15 @@ class DPSVI:
             them fit the budget.
         """
         positive_count(num_steps, "num_steps")
-        self._require_ready(args, kwargs)
-        if (left := self._accountant.remaining(self._event)) < num_steps:
-            raise PrivacyBudgetExceeded(
-                f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
-                " larger noise_multiplier or a smaller expected_batch_size."
-            )
-        for _ in range(num_steps):
-            self.step(*args, **kwargs)
+        with self._lock:
+            self._require_ready(args, kwargs)
+            if (left := self._accountant.remaining(self._event)) < num_steps:
+                raise PrivacyBudgetExceeded(
+                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
+                    " larger noise_multiplier or a smaller expected_batch_size."
+                )
+            for _ in range(num_steps):
+                self.step(*args, **kwargs)
 
     # -- what comes out ----------------------------------------------------------------------------
 
@@ -192,18 +196,19 @@ class DPSVI:
         if self._density is None:
             raise StateError("there is no state before the first step.")
         used = self.optim.optim_objs
-        state = {
-            "accountant": self._accountant.state_dict(),
-            "iterate": self._iterate,
-            "average": self._average,
-            "optim": [
-                [part.state_dict() for part in _parts(used[p])]
-                for p in self._gaussian.parameters.values()
-                if p in used
-            ],
-            "num_steps": self._num_steps,
-        }
-        return copy.deepcopy(state)
+        with self._lock:
+            state = {
+                "accountant": self._accountant.state_dict(),
+                "iterate": self._iterate,
+                "average": self._average,
+                "optim": [
+                    [part.state_dict() for part in _parts(used[p])]
+                    for p in self._gaussian.parameters.values()
+                    if p in used
+                ],
+                "num_steps": self._num_steps,
+            }
+            return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, with fresh draws and noise; before the first step, which raises
