@@ -367,7 +367,6 @@ WRONG = [  # no guide, optimizer, loss or number
     *({"max_grad_norm": value} for value in (math.inf, -1.0)),
     *({"noise_multiplier": value} for value in (-1.0, math.nan)),
     {"expected_batch_size": 0},
-    {"expected_batch_size": 500, "num_data": 400},
     {"num_data": 0},
     {"accountant": "mine"},
 ]
@@ -376,6 +375,7 @@ AT_THE_FIRST_STEP = [
     {"guide": lambda _: AutoNormal(lambda x: pyro.sample("b", dist.Normal(0, 1)))},
     {"guide": lambda _: AutoNormal(positive)},
     {"expected_batch_size": 401},
+    {"expected_batch_size": 500, "num_data": 400},
     {"optim": lambda: pyro.optim.Adam({"learning_rate": 1})},
 ]
 

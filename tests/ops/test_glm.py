@@ -9,6 +9,7 @@ from torch.distributions import Bernoulli, Normal, Poisson
 from torch.nn import functional
 
 from torch_dpbayes import ops
+from torch_dpbayes.ops.models import Limits
 
 FAMILIES = {"bernoulli": {}, "gaussian": {"noise_std": 0.7}, "poisson": {"max_count": 2.0}}
 LAWS = {
@@ -73,7 +74,7 @@ def test_among_many_records_one_moves_the_sum_by_its_own_gradient_and_not_by_rou
     def moved(*rows):
         w = torch.zeros(2, dtype=torch.float64)
         first, second = (
-            glm.target((x[rows], values[rows]), tempering=1.0, max_grad_norm=1.0).gradient(w)
+            glm.target((x[rows], values[rows]), Limits(1.0, 1.0)).gradient(w)
             for values in (y, changed)
         )
         return first - second
@@ -133,8 +134,9 @@ def test_predictions_clip_features_as_fitting_does(family):
     short, x = torch.tensor([[0.3, 0.1, -0.2]]), 50 * torch.randn(9, 3)
     glm, w = glm_with(family), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     assert torch.equal(glm.features(short), short)
-    wanted = LAWS[family]((x / x.norm(dim=1, keepdim=True)).double() @ w).mean
-    assert torch.allclose(glm.predict({"weights": w}, x).double(), wanted, atol=1e-5)
+    predictors, wanted = glm.module(3), (x / x.norm(dim=1, keepdim=True)).double() @ w
+    torch.nn.Module.load_state_dict(predictors, {"weights": w})
+    assert torch.allclose(predictors(x).double(), wanted, atol=1e-5)
 
 
 def test_constants_of_priors_that_differ_by_column():

@@ -534,17 +534,16 @@ class PrivateKernel(MCMCKernel):
         params, ratio = walk.proposal.propose(self._prior.unflatten(theta.clone()))
         return self._prior.flatten(params), float(ratio)
 
-    def _distance(self, theta: Tensor, moved: Tensor) -> float:
-        """Between two θ, in the coordinates that records read."""
-        return float(torch.linalg.vector_norm((moved - theta)[self._read].double()))
-
     def _ratio(self, theta: Tensor, moved: Tensor) -> tuple[float, float, dict[str, Any]]:
-        """The sum of the records' clipped log ratios, its bound, and what is kept at ``moved``."""
+        """The sum of the records' clipped log ratios, its bound, slope × the distance in the
+        coordinates that records read, and what is kept at ``moved``.
+        """
         assert self._density is not None
         if self._terms is None:
             self._terms = self._density.log_likelihoods(theta)
         terms = self._density.log_likelihoods(moved)
-        bound = self._slope * self._distance(theta, moved)
+        distance = torch.linalg.vector_norm((moved - theta)[self._read].double())
+        bound = self._slope * float(distance)
         return clipped_ratio_sum(self._terms, terms, bound), bound, {"_terms": terms}
 
     def _metropolis(self, candidate: Candidate | None) -> tuple[bool, float]:
@@ -612,8 +611,5 @@ def check_noise(name: str, value: float) -> float:
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:
     """A full-batch Gaussian sum, or a release without noise."""
-    return (
-        events.GaussianDpEvent(float(noise_multiplier))
-        if noise_multiplier
-        else events.NonPrivateDpEvent()
-    )
+    z = float(noise_multiplier)
+    return events.GaussianDpEvent(z) if z else events.NonPrivateDpEvent()

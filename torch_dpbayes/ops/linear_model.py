@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .models import Data, Density, Model, gradient_of
+from .models import Data, Density, Limits, Model, gradient_of
 
 ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
 _LEAST_STD = 1e-50
@@ -59,9 +59,6 @@ class LinearModel(Model):
     @abstractmethod
     def _shape(self, num_features: int) -> tuple[int, ...]: ...  # of the weights
 
-    @abstractmethod
-    def _mean(self, predictors: Tensor) -> Tensor: ...  # of a target
-
     def features(self, features: Tensor) -> Tensor:
         """The rows ``[n, d]`` as the model sees them: scaled down to norm ``max_feature_norm``;
         zero where a value is not finite; in float64 if that is what came, else float32.
@@ -75,13 +72,6 @@ class LinearModel(Model):
             factor = (self._max_feature_norm * (1 - ROUNDING) / norms).clamp_max_(1.0)
             out.copy_(torch.where(norms.isfinite(), wide * factor, 0.0))
         return clipped
-
-    def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """The expected target of each row of ``[n, d]`` given a released draw, with features
-        clipped as in fitting: a probability, a mean or a rate ``[n]``; of a Softmax probabilities
-        of classes ``[n, K]``.
-        """
-        return self._mean(_predictors(self.features(features), draw["weights"]))
 
     def module(self, num_features: int) -> LinearPredictor:
         """The linear predictors as a network of one parameter, ``weights`` ``[num_features]``, or
@@ -114,15 +104,9 @@ class LinearModel(Model):
             raise ArgumentError("features and targets differ in their number of records.")
         return features, targets
 
-    def target(
-        self,
-        data: Data,
-        *,
-        tempering: float,
-        max_grad_norm: float = math.inf,
-        log_likelihood_range: tuple[float, float] | None = None,
-    ) -> Density:
+    def target(self, data: Data, limits: Limits) -> Density:
         """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w), from the prior's mean."""
+        tempering, max_grad_norm, interval = limits
         records = self.records(data[0], data[1], max_grad_norm)
         # column by column the two products of a step take two thirds of the time
         records.x = records.x.T.contiguous().T
@@ -130,10 +114,9 @@ class LinearModel(Model):
 
         def potential(theta: Tensor) -> Tensor:
             prior = (precision * theta.square()).sum() / 2
-            if log_likelihood_range is None:
+            if interval is None:
                 return prior + tempering * records.losses(theta).sum()
-            values = records.log_likelihoods(theta).clamp(*log_likelihood_range)
-            return prior - tempering * values.sum()
+            return prior - tempering * records.log_likelihoods(theta).clamp(*interval).sum()
 
         def gradient(theta: Tensor) -> Tensor:
             total = records.gradient_sum(theta).mul_(tempering)
@@ -141,8 +124,7 @@ class LinearModel(Model):
 
         size = math.prod(self._shape(records.x.shape[1]))
         start = torch.zeros(size, dtype=torch.float64, device=records.x.device)
-        is_clipped = log_likelihood_range is not None
-        return Density(start, potential, gradient_of(potential) if is_clipped else gradient)
+        return Density(start, potential, gradient if interval is None else gradient_of(potential))
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         return {"weights": theta.reshape(self._shape(-1))}
@@ -157,12 +139,9 @@ class LinearPredictor(nn.Module):
         self._features = features
 
     def forward(self, x: Tensor) -> Tensor:
-        return _predictors(self._features(x), self.weights)
-
-
-def _predictors(x: Tensor, weights: Tensor) -> Tensor:
-    weights = weights.to(x)
-    return x @ (weights.mT if weights.dim() > 1 else weights)
+        clipped = self._features(x)
+        weights = self.weights.to(clipped)
+        return clipped @ (weights.mT if weights.dim() > 1 else weights)
 
 
 def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Tensor) -> Tensor:
