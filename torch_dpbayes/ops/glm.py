@@ -152,6 +152,9 @@ class GLM(LinearModel):
     def _shape(self, num_features: int) -> tuple[int, ...]:
         return (num_features,)
 
+    def _mean(self, predictors: Tensor) -> Tensor:
+        return _MEANS[self._family](predictors)
+
 
 @dataclass(eq=False)
 class Records:

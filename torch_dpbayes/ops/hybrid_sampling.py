@@ -145,8 +145,9 @@ def hybrid(
     with torch.no_grad():
         module.weights.copy_(start["weights"])
     if samples is None:
-        likelihood = "bernoulli" if model.family == "bernoulli" else None
-        samples = PosteriorSamples(likelihood, max_samples=200)
+        samples = PosteriorSamples(
+            "bernoulli" if model.family == "bernoulli" else None, max_samples=200
+        )
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()

@@ -59,6 +59,9 @@ class LinearModel(Model):
     @abstractmethod
     def _shape(self, num_features: int) -> tuple[int, ...]: ...  # of the weights
 
+    @abstractmethod
+    def _mean(self, predictors: Tensor) -> Tensor: ...  # of a target
+
     def features(self, features: Tensor) -> Tensor:
         """The rows ``[n, d]`` as the model sees them: scaled down to norm ``max_feature_norm``;
         zero where a value is not finite; in float64 if that is what came, else float32.
@@ -72,6 +75,13 @@ class LinearModel(Model):
             factor = (self._max_feature_norm * (1 - ROUNDING) / norms).clamp_max_(1.0)
             out.copy_(torch.where(norms.isfinite(), wide * factor, 0.0))
         return clipped
+
+    def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
+        """The expected target of each row of ``[n, d]`` given a released draw, with features
+        clipped as in fitting: a probability, a mean or a rate ``[n]``; of a Softmax probabilities
+        of classes ``[n, K]``.
+        """
+        return self._mean(_predictors(self.features(features), draw["weights"]))
 
     def module(self, num_features: int) -> LinearPredictor:
         """The linear predictors as a network of one parameter, ``weights`` ``[num_features]``, or
@@ -139,9 +149,12 @@ class LinearPredictor(nn.Module):
         self._features = features
 
     def forward(self, x: Tensor) -> Tensor:
-        clipped = self._features(x)
-        weights = self.weights.to(clipped)
-        return clipped @ (weights.mT if weights.dim() > 1 else weights)
+        return _predictors(self._features(x), self.weights)
+
+
+def _predictors(x: Tensor, weights: Tensor) -> Tensor:
+    weights = weights.to(x)
+    return x @ (weights.mT if weights.dim() > 1 else weights)
 
 
 def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Tensor) -> Tensor:

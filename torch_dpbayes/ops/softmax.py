@@ -102,6 +102,9 @@ class Softmax(LinearModel):
     def _shape(self, num_features: int) -> tuple[int, ...]:
         return (self._num_classes, num_features)
 
+    def _mean(self, predictors: Tensor) -> Tensor:
+        return torch.softmax(predictors, -1)
+
 
 @dataclass(eq=False)
 class SoftmaxRecords:
