@@ -27,7 +27,7 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..density import InvalidPoint, Model, Prior, RecordDensity, UnfitModel, clipped_ratio_sum
 from ..errors import ArgumentError, ArgumentTypeError, StateError
-from ..noise import GaussianNoise, can_hide
+from ..noise import GaussianNoise, can_hide, check_clip_bound
 from .mixing import complaint_of, mixing_of
 from .owners import ManyOwners
 from .proposals import Moves, RandomWalk, free_move
@@ -133,12 +133,14 @@ class PrivateKernel(MCMCKernel):
 
     # -- what an algorithm's file provides ---------------------------------------------------------
 
-    # noise multiplier and clip bound of the log ratio, and the plate of a kernel whose records are
-    # read from a Pyro model
-    _multiplier: float
-    _slope: float
-    _plate: str
+    _multiplier: float  # of the noise on the log ratio
     _needs_gradients = False
+
+    def _read_records(self, log_ratio_slope: float, data_plate: str) -> None:
+        """For a kernel whose records are read from a Pyro model."""
+        what = "a bound on |log-likelihood ratio| / distance of a record"
+        self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, what)
+        self._plate = data_plate
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
