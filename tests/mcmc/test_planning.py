@@ -14,14 +14,7 @@ from support.conjugate_chains import Gaussian, family, hmc, penalty
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.mcmc import (
-    DPHMC,
-    DPPenalty,
-    ExponentialFamilyPenalty,
-    MultiOwnerHMC,
-    MultiOwnerPenalty,
-    plan,
-)
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, plan
 from torch_dpbayes.mcmc.planning import Iteration, squared_distance, tuned
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -51,12 +44,12 @@ def mu(plan, num_steps=0, num_chains=1, reuse=True, sensitivity=1):
 @pytest.mark.parametrize("neighboring, sensitivity", RELATIONS)
 def test_the_noise_spends_the_budget_on_the_iterations(neighboring, sensitivity):
     wanted = {"neighboring": neighboring, **TARGET}
-    for kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
+    for kernel in (DPPenalty, ExponentialFamilyPenalty, dpb.mcmc.MultiOwnerPenalty):
         found = plan(kernel, num_iterations=300, **wanted)
         assert set(found.noise_multipliers) == {"noise_multiplier"}
         assert 0.999 * LARGEST_MU < mu(found, sensitivity=sensitivity) <= LARGEST_MU
         assert 1.99 < found.epsilon <= 2.0
-    for kernel, reuse in ((DPHMC, True), (DPHMC, False), (MultiOwnerHMC, True)):
+    for kernel, reuse in ((DPHMC, True), (DPHMC, False), (dpb.mcmc.MultiOwnerHMC, True)):
         given = {"num_chains": 5, "reuse_gradients": reuse, **OF_HMC, **wanted}
         found = plan(kernel, num_iterations=300, **given)
         assert 0.999 * LARGEST_MU < mu(found, 4, 5, reuse, sensitivity) <= LARGEST_MU

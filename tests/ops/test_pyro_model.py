@@ -189,18 +189,6 @@ def test_constrained_latents_are_refused_where_constants_are_asserted():
     assert len(sampler.accountant) == 0
 
 
-def test_a_model_that_mixes_records_is_refused_before_the_charge():
-    def centred(y):
-        m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(m + y.mean(), 1.0), obs=y)
-
-    sampler = ops.OnePosteriorSample(centred, ops.Bounded(1.0, warmup_steps=2))
-    with pytest.raises(ValueError, match="log likelihood of a record changes"):
-        sampler.sample(torch.randn(20))
-    assert len(sampler.accountant) == 0
-
-
 def tensors_in(sampler):
     """All that its attributes lead to."""
     seen, left = set(), [vars(sampler)]

@@ -14,12 +14,7 @@ from .arguments import Arguments
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import FEW_ROWS, Program, Recorder
-from .pyro_runs import (
-    InvalidPoint,
-    Model,
-    WithoutParameters,
-    without_value_checks,
-)
+from .pyro_runs import InvalidPoint, Model, WithoutParameters, without_value_checks
 from .structure import find_structure
 
 _NUMBERS_IN_FLOAT64 = 2**17  # more fall out of the processor's caches
