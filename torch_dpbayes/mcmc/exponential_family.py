@@ -67,10 +67,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
     counts as s(x) = 0.
     """
 
-    _told = (
-        ("noise_multiplier", "_multiplier"),
-        ("max_statistic_norm", "_max_norm"),
-    )
+    _told = (("noise_multiplier", "_multiplier"), ("max_statistic_norm", "_max_norm"))
 
     def __init__(
         self,

@@ -56,10 +56,7 @@ class DPPenalty(PrivateKernel):
     of ``proposal``. Warm-up and rejected proposals count.
     """
 
-    _told = (
-        ("noise_multiplier", "_multiplier"),
-        ("log_ratio_slope", "_slope"),
-    )
+    _told = (("noise_multiplier", "_multiplier"), ("log_ratio_slope", "_slope"))
 
     def __init__(
         self,
