@@ -42,7 +42,8 @@ from reproduction import Panel, Row, columns, digest, finish, grouped, having, p
 from torch import Tensor, nn
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc import DPHMC, DPPenalty, plan
+from torch_dpbayes.accounting.events import ComposedDpEvent, GaussianDpEvent, SelfComposedDpEvent
+from torch_dpbayes.mcmc import DPHMC, DPPenalty
 from torch_dpbayes.mcmc.kernel import PrivateKernel
 
 NUM_DATA, DELTA, CHAINS, DRAWS = 100_000, 1e-6, 4, 1000
@@ -293,14 +294,18 @@ def iterations(model: str, algorithm: str, epsilon: float, reuse: bool = True) -
     """
     target: Row = {"target_epsilon": epsilon, "target_delta": DELTA, "neighboring": "replace_one"}
     settings = SETTINGS[model]
+    accountant = dpb.PrivacyAccountant(epsilon, DELTA, neighboring="replace_one")
     if algorithm == PENALTY:
-        multiplier = settings.penalty["noise_multiplier"]
-        return plan(DPPenalty, noise_multiplier=multiplier, **target).num_iterations // CHAINS
+        ratio = GaussianDpEvent(settings.penalty["noise_multiplier"])
+        return int(accountant.remaining(ratio)) // CHAINS
     if algorithm == HMC:
-        names = ("num_steps", "ratio_noise_multiplier", "grad_noise_multiplier")
-        target |= {name: settings.hmc[name] for name in names}
-        planned = plan(DPHMC, reuse_gradients=reuse, num_chains=CHAINS, **target)
-        return planned.num_iterations // CHAINS
+        ratio = GaussianDpEvent(settings.hmc["ratio_noise_multiplier"])
+        gradient = GaussianDpEvent(settings.hmc["grad_noise_multiplier"])
+        steps = settings.hmc["num_steps"]
+        if reuse:
+            accountant.compose(gradient, CHAINS)
+        each = SelfComposedDpEvent(gradient, steps if reuse else steps + 1)
+        return int(accountant.remaining(ComposedDpEvent([ratio, each]))) // CHAINS
     multiplier = langevin_noise(model, algorithm)
     # half the noise, in a formula that has the factor 2 of the replace-one relation already
     if "published" in algorithm:

@@ -45,7 +45,8 @@ from scipy.stats import beta
 from torch import Tensor
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc import DPPenalty, ExponentialFamilyPenalty, plan
+from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.mcmc import DPPenalty, ExponentialFamilyPenalty
 from torch_dpbayes.mcmc.kernel import PrivateKernel
 
 Array = NDArray[np.float64]
@@ -177,13 +178,8 @@ def multiplier(name: str, sigma: float, scale: float) -> float:
 
 def affordable(noise_multiplier: float) -> int:
     """Iterations by the library's accounting."""
-    return plan(
-        DPPenalty,
-        target_epsilon=EPSILON,
-        target_delta=DELTA,
-        noise_multiplier=noise_multiplier,
-        neighboring="replace_one",
-    ).num_iterations
+    accountant = dpb.PrivacyAccountant(EPSILON, DELTA, neighboring="replace_one")
+    return int(accountant.remaining(GaussianDpEvent(noise_multiplier)))
 
 
 def advanced_composition(noise_multiplier: float, count: int) -> float:

@@ -60,9 +60,6 @@ def run_jobs(
         jobs: keyword arguments, JSON-able. Copies of one job differ by an argument such as
             ``repeat``.
         results: file of JSON lines; runs of other jobs in it are left alone.
-
-    Returns:
-        the runs in the order of ``jobs``.
     """
     done = stored_runs(results)
     torch.set_num_threads(1)
@@ -154,9 +151,7 @@ def markdown(rows: Sequence[Row]) -> str:
     """A table, numbers to four digits; a value that is missing or None leaves its cell empty."""
 
     def cell(value: Any) -> str:
-        if value is None:
-            return ""
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return f"{value:.4g}" if isinstance(value, float) else str("" if value is None else value)
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pyro
 import pyro.distributions as dist
@@ -172,6 +173,13 @@ def test_the_budget_cannot_be_overrun():
     assert accountant.get_epsilon() <= 2.0
     for name, p in svi.guide.named_parameters():
         assert torch.equal(p, before[name])
+
+
+def test_of_many_threads_one_makes_a_step():
+    x, svi = rows(40), make(expected_batch_size=40)
+    with ThreadPoolExecutor(4) as pool:
+        losses = list(pool.map(lambda _: svi.step(x), range(24)))
+    assert len(svi.accountant) == len(svi.released) == len(losses) == 24
 
 
 @pytest.mark.thorough
@@ -347,7 +355,6 @@ WRONG = [  # no guide, optimizer, loss or number
     *({"max_grad_norm": value} for value in (math.inf, -1.0)),
     *({"noise_multiplier": value} for value in (-1.0, math.nan)),
     {"expected_batch_size": 0},
-    {"expected_batch_size": 500, "num_data": 400},
     {"num_data": 0},
     {"accountant": "mine"},
 ]
@@ -356,6 +363,7 @@ AT_THE_FIRST_STEP = [
     {"guide": lambda _: AutoNormal(lambda x: pyro.sample("b", dist.Normal(0, 1)))},
     {"guide": lambda _: AutoNormal(positive)},
     {"expected_batch_size": 401},
+    {"expected_batch_size": 500, "num_data": 400},
     {"optim": lambda: pyro.optim.Adam({"learning_rate": 1})},
 ]
 

@@ -168,7 +168,10 @@ def test_paid_moves_are_those_of_latents_that_records_read(name):
     kernel = MAKERS[name](Hierarchy())
     kernel.setup(0, *Hierarchy.args)
     assert kernel._read.tolist() == [0, 1, 2] and kernel._unread.tolist() == [3]
-    assert kernel._distance(torch.zeros(4), torch.tensor([3.0, 4.0, 0.0, 100.0])) == 5.0
+    if name != "family":
+        bound = kernel._ratio(torch.zeros(4), torch.tensor([3.0, 4.0, 0.0, 100.0]))[1]
+        assert bound == 5.0 * kernel._slope
+        kernel._terms = None
     params = kernel.initial_params
     for _ in range(5):
         before, params = params, kernel.sample(params)

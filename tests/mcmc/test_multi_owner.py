@@ -53,9 +53,9 @@ def serve(function, rank, size, place, timeout, pipe, arguments):
     os._exit(0)  # what tears the group down waits for ranks that are gone
 
 
-# where torch started threads for gradients, which it does if there is a GPU, a fork cannot compute
-# any
-PROCESSES = multiprocessing.get_context("forkserver" if torch.cuda.is_available() else "fork")
+# a fork of this process, in which other tests may have computed gradients, could not compute any
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch._dynamo", "pyro.infer", "torch_dpbayes.mcmc"])
 
 
 @pytest.fixture

@@ -14,14 +14,7 @@ from support.conjugate_chains import Gaussian, family, hmc, penalty
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.mcmc import (
-    DPHMC,
-    DPPenalty,
-    ExponentialFamilyPenalty,
-    MultiOwnerHMC,
-    MultiOwnerPenalty,
-    plan,
-)
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, plan
 from torch_dpbayes.mcmc.planning import Iteration, squared_distance, tuned
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -49,27 +42,17 @@ def mu(plan, num_steps=0, num_chains=1, reuse=True, sensitivity=1):
 
 
 @pytest.mark.parametrize("neighboring, sensitivity", RELATIONS)
-def test_the_noise_spends_the_budget_on_the_iterations_and_they_are_the_most_that_fit(
-    neighboring, sensitivity
-):
+def test_the_noise_spends_the_budget_on_the_iterations(neighboring, sensitivity):
     wanted = {"neighboring": neighboring, **TARGET}
-    for kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
+    for kernel in (DPPenalty, ExponentialFamilyPenalty, dpb.mcmc.MultiOwnerPenalty):
         found = plan(kernel, num_iterations=300, **wanted)
         assert set(found.noise_multipliers) == {"noise_multiplier"}
         assert 0.999 * LARGEST_MU < mu(found, sensitivity=sensitivity) <= LARGEST_MU
         assert 1.99 < found.epsilon <= 2.0
-        assert plan(kernel, **found.noise_multipliers, **wanted).num_iterations == 300
-    for kernel, reuse in ((DPHMC, True), (DPHMC, False), (MultiOwnerHMC, True)):
+    for kernel, reuse in ((DPHMC, True), (DPHMC, False), (dpb.mcmc.MultiOwnerHMC, True)):
         given = {"num_chains": 5, "reuse_gradients": reuse, **OF_HMC, **wanted}
         found = plan(kernel, num_iterations=300, **given)
         assert 0.999 * LARGEST_MU < mu(found, 4, 5, reuse, sensitivity) <= LARGEST_MU
-        again = plan(kernel, **found.noise_multipliers, **given)
-        more = again._replace(num_iterations=again.num_iterations + 1)
-        both = [mu(each, 4, 5, reuse, sensitivity) for each in (again, more)]
-        assert both[0] <= LARGEST_MU < both[1]
-    noise = {"ratio_noise_multiplier": 20.0, "grad_noise_multiplier": 0.1, "num_steps": 4}
-    assert plan(DPHMC, **noise, **wanted).num_iterations == 0
-    assert plan(DPPenalty, noise_multiplier=0.1, **wanted).num_iterations == 0
 
 
 @pytest.mark.parametrize("make, options", [(family, {}), (hmc, OF_HMC)])
@@ -153,16 +136,16 @@ def test_as_many_effective_samples_as_expected_within_a_factor_of_two(make, nois
     outside of log 2 in one run of 400 or fewer.
     """
     target, iterations = Gaussian(2), 2000 if make is penalty else 1000
-    given = {"noise_multiplier": noise, "log_ratio_slope": target.slope}
+    noises, given = {"noise_multiplier": noise}, {"log_ratio_slope": target.slope}
     if make is hmc:
         noises = {"ratio_noise_multiplier": noise, "grad_noise_multiplier": 2 * noise}
-        given = {**noises, "num_steps": 3, "log_ratio_slope": 20.0, "max_grad_norm": 20.0}
+        given = {"num_steps": 3, "log_ratio_slope": 20.0, "max_grad_norm": 20.0}
     kind = DPPenalty if make is penalty else DPHMC
-    found = plan(kind, target_epsilon=1e7, target_delta=1e-5, **given)
-    found = found._replace(num_iterations=iterations)
+    found = plan(kind, num_iterations=iterations, **given, **TARGET)
+    found = found._replace(noise_multipliers=noises)
     stddev = torch.full((2,), target.precision**-0.5)
     scale = {"proposal_scale" if make is penalty else "step_size": found.step_size(stddev)}
-    kernel = make(target, **given, **scale)
+    kernel = make(target, **noises, **given, **scale)
     runner = MCMC(kernel, iterations, 0, initial_params=target.draw(), disable_progbar=True)
     runner.run(*target.args)
     counted = float(effective_sample_size(runner.get_samples()["mean"][None], 0, 1).min())
@@ -177,21 +160,16 @@ WRONG = {
     DPHMC: [
         FOR,
         {**FOR, "num_steps": 2},
-        {"num_steps": 2, "ratio_noise_multiplier": 5.0},
-        {"num_steps": 2, "noise_multiplier": 5.0},
         {**FOR, **OF_HMC, "max_grad_norm": -1.0},
         {**FOR, **OF_HMC, "jitter": 2.0},
     ],
     DPPenalty: [
         {**FOR, "num_steps": 2},
-        {**FOR, "noise_multiplier": 5.0},
-        {},
+        {**FOR, "max_grad_norm": 2.0},
         {"num_iterations": 0},
-        {"noise_multiplier": 0.0},
         {**FOR, "num_chains": 0},
         {**FOR, "history": SPENT},
-        {"noise_multiplier": 5.0, "history": SPENT},
-        {"noise_multiplier": 5.0, "history": ADAPTIVE},
+        {**FOR, "history": ADAPTIVE},
     ],
     MCMC: [FOR],
 }

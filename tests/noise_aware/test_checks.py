@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from torch_dpbayes.density import Prior
-from torch_dpbayes.noise_aware import posterior
+from torch_dpbayes.noise_aware import posterior, posterior_for_module
 from torch_dpbayes.noise_aware.checks import (
     FALSE_ALARMS,
     note_prior,
@@ -149,6 +149,11 @@ def test_a_prior_far_off_is_reported():
             pyro.sample("x", dist.Normal(m, 1.0), obs=x)
 
     x = 1.5 + torch.randn(2000, dtype=torch.float64)
+    few = {"epsilon": 1.0, "delta": 1e-5, "num_simulated": 1000, "num_releases": 4}
     with pytest.warns(UserWarning, match="contradict the prior") as told:
-        found = posterior(model, x, epsilon=1.0, delta=1e-5, num_simulated=1000, num_releases=4)
+        found = posterior(model, x, **few)
     assert "NOT LIKELY" in found.guarantee() and told[0].filename == __file__
+    layer, no_features = torch.nn.Linear(1, 1), torch.zeros(2000, 1)
+    with pytest.warns(UserWarning, match="contradict the prior") as told:
+        posterior_for_module(layer, no_features, x, likelihood="normal", prior_std=0.1, **few)
+    assert told[0].filename == __file__

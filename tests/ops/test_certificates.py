@@ -16,6 +16,7 @@ from support.profiles import excess_and_share, stated
 from torch_dpbayes import ops
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 from torch_dpbayes.ops.certificates import Setting
+from torch_dpbayes.ops.models import Limits
 
 BASES = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
 RECORDS = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
@@ -80,7 +81,7 @@ def test_stated_deltas_are_reached(neighboring):
 def density_of_a_run(glm, records, run, setting, grid):
     """Of the last state on a grid, by exact iteration of the library's own step."""
     clip, h = run.max_grad_norm, run.resolved(glm, setting)[3]
-    target = glm.target(tensors(records), tempering=setting.tempering, max_grad_norm=clip)
+    target = glm.target(tensors(records), Limits(setting.tempering, clip))
     points = torch.from_numpy(grid)[:, None]
     slope = torch.stack([target.gradient(point) for point in points]).numpy()
     density = stats.norm.pdf(grid, -h * float(target.gradient(target.start)), math.sqrt(2 * h))

@@ -9,6 +9,7 @@ from torch.distributions import Bernoulli, Normal, Poisson
 from torch.nn import functional
 
 from torch_dpbayes import ops
+from torch_dpbayes.ops.models import Limits
 
 FAMILIES = {"bernoulli": {}, "gaussian": {"noise_std": 0.7}, "poisson": {"max_count": 2.0}}
 LAWS = {
@@ -73,7 +74,7 @@ def test_among_many_records_one_moves_the_sum_by_its_own_gradient_and_not_by_rou
     def moved(*rows):
         w = torch.zeros(2, dtype=torch.float64)
         first, second = (
-            glm.target((x[rows], values[rows]), tempering=1.0, max_grad_norm=1.0).gradient(w)
+            glm.target((x[rows], values[rows]), Limits(1.0, 1.0)).gradient(w)
             for values in (y, changed)
         )
         return first - second

@@ -14,6 +14,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.ops.models import Limits
 
 FAMILIES = {"gaussian": {"noise_std": 0.5}, "bernoulli": {}, "poisson": {"max_count": 4.0}}
 
@@ -89,7 +90,7 @@ def test_one_step_of_the_chain_descends_the_potential_of_the_model(family):
             batch_size=len(x),
         )
         start = run.start["weights"]
-        slope = glm.target((x, y), tempering=1.0, max_grad_norm=100.0).gradient(start)
+        slope = glm.target((x, y), Limits(1.0, 100.0)).gradient(start)
         moved = run.module.weights.detach().reshape(-1) - start
         assert glm.prior_precision.max() * start[0] > 100
         assert float((moved * len(x) / 2e-3 + slope).abs().max()) < 6

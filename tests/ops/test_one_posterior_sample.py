@@ -2,8 +2,8 @@
 
 import logging
 import math
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -100,22 +100,13 @@ class Slow(PrivacyAccountant):
 
 
 def test_of_many_threads_one_gets_the_draw():
-    accountant, results = Slow(neighboring="replace_one"), []
+    accountant = Slow(neighboring="replace_one")
     sampler = one(None, finite(5), 1.0, 1e-5, accountant, num_data=50)
     sampler.tempering  # noqa: B018
-
-    def run():
-        try:
-            results.append(sampler.sample(*problem()))
-        except PrivacyBudgetExceeded:
-            results.append(None)
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4 and sum(result is not None for result in results) == 1
+    with ThreadPoolExecutor(4) as pool:
+        draws = [pool.submit(sampler.sample, *problem()) for _ in range(4)]
+    errors = [draw.exception() for draw in draws if draw.exception() is not None]
+    assert [type(error) for error in errors] == [PrivacyBudgetExceeded] * 3
     assert len(accountant) == 1 and accountant.get_epsilon(1e-5) <= 1.0
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import torch_dpbayes as dpb
 from torch_dpbayes.ops.certificates import FiniteRunLangevin
+from torch_dpbayes.ops.models import Limits
 
 
 def problem(n=40, classes=4, width=3):
@@ -31,7 +32,7 @@ def test_the_gradient_is_that_of_the_loss():
 
     gradient = torch.autograd.functional.jacobian(loss, w)
     torch.testing.assert_close(records.gradient_sum(w), gradient)
-    target = model.target((x, y), tempering=0.3, max_grad_norm=2.0)
+    target = model.target((x, y), Limits(0.3, 2.0))
     of_potential = torch.autograd.functional.jacobian(target.potential, w)
     torch.testing.assert_close(target.gradient(w), of_potential)
     torch.testing.assert_close(target.gradient(w), 0.3 * gradient + w / 0.49)

@@ -109,11 +109,7 @@ class Prior:
         return sum(self._sizes)
 
     def flatten(self, params: Mapping[str, Tensor]) -> Tensor:
-        """θ from unconstrained values by site; the sites and shapes are checked.
-
-        Raises:
-            ValueError: a site is missing or unknown, or has another shape.
-        """
+        """θ from unconstrained values by site; the sites and shapes are checked."""
         if set(params) != set(self._shapes):
             raise UnfitModel(
                 f"values for the latents {sorted(self._shapes)} are needed, got {sorted(params)}."
@@ -236,19 +232,11 @@ class Prior:
                 )
 
     def sample(self) -> Tensor:
-        """A draw of θ from the prior.
-
-        Raises:
-            ValueError: its draws are not finite.
-        """
+        """A draw of θ from the prior."""
         return self.samples(1)[0]
 
     def samples(self, count: int) -> Tensor:
-        """As many draws of θ from the prior, ``(count, d)``.
-
-        Raises:
-            ValueError: its draws are not finite.
-        """
+        """As many draws of θ from the prior, ``(count, d)``, of finite density."""
         found: list[Tensor] = []
         for _ in range(_DRAWS):
             with public_randomness(), without_value_checks():
@@ -283,11 +271,7 @@ class Prior:
             ) from error
 
     def trace(self) -> Trace:
-        """One run of the model.
-
-        Raises:
-            ValueError: nothing can be drawn from it.
-        """
+        """One run of the model."""
         with poutine.block():
             try:
                 return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)

@@ -79,9 +79,7 @@ class Recorder:
         return self._first_right(
             Program,
             ways,
-            lambda output, weights, theta, rows: nearly_equal(
-                output, self._made_up.terms(theta, rows)
-            ),
+            lambda output, _, theta, rows: nearly_equal(output, self._made_up.terms(theta, rows)),
         )
 
     def gradients(self) -> Gradients:

@@ -14,12 +14,7 @@ from .arguments import Arguments
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import FEW_ROWS, Program, Recorder
-from .pyro_runs import (
-    InvalidPoint,
-    Model,
-    WithoutParameters,
-    without_value_checks,
-)
+from .pyro_runs import InvalidPoint, Model, WithoutParameters, without_value_checks
 from .structure import find_structure
 
 _NUMBERS_IN_FLOAT64 = 2**17  # more fall out of the processor's caches
@@ -58,7 +53,8 @@ class RecordDensity:
     a clipped sum, and charge it before. A clipped sum moves by at most its bound when a record is
     added or removed, and by twice that when one is replaced. A record whose term or gradient is not
     finite, or at which the computation fails, contributes 0. What the model takes from elsewhere
-    than its arguments cannot be checked and counts as public.
+    than its arguments cannot be checked and counts as public. Where the model cannot be evaluated
+    at θ, even for made-up records, they raise :class:`InvalidPoint`.
     """
 
     def __init__(
@@ -139,20 +135,14 @@ class RecordDensity:
 
     @torch.no_grad()
     def has_gradients(self, theta: Tensor) -> bool:
-        """Whether gradients of made-up records can be computed at θ. No function of the data.
-
-        Where they can, no record decides whether those of the others are.
+        """Whether gradients of made-up records can be computed at θ. No function of the data: no
+        record decides whether those of the others are.
         """
         return self.is_valid(theta) and self._gradients.of_few(theta, self._few_rows) is not None
 
     @torch.no_grad()
     def log_likelihoods(self, theta: Tensor) -> Tensor:
-        """log p(x_i | θ) of every record, (num_records,). Private data.
-
-        Raises:
-            InvalidPoint: the terms of made-up records are not numbers either: θ lies outside of
-                what the model can compute.
-        """
+        """log p(x_i | θ) of every record, (num_records,). Private data."""
         result = torch.empty(self.num_records, dtype=self.prior.dtype, device=self.prior.device)
         for records, terms in self._by_chunks(self._terms, theta):
             result[records] = terms
@@ -162,9 +152,6 @@ class RecordDensity:
     def gradients(self, theta: Tensor) -> Tensor:
         """∇_θ log p(x_i | θ) of every record, (num_records, dimension) in float64; 0 where it is
         not finite. Private data, unless the records are simulated.
-
-        Raises:
-            InvalidPoint: the model cannot be evaluated at θ.
         """
         size = self.prior.dimension
         result = torch.empty(self.num_records, size, dtype=torch.float64, device=self.prior.device)
@@ -182,9 +169,6 @@ class RecordDensity:
         by thousands of bounds when one is taken out, as the rounding of all others changes with it.
         Outside of 1e-30 < ``max_norm`` < 1e150 the bound does not hold: float64 overflows, or
         rounds to nothing.
-
-        Raises:
-            InvalidPoint: the model cannot be evaluated at θ.
         """
         return self._weighted_sum(theta, lambda norms: (max_norm / norms).clamp_(max=1.0))
 
@@ -192,9 +176,6 @@ class RecordDensity:
     def gradient_sum(self, theta: Tensor, chosen: Tensor) -> Tensor:
         """Σ ∇_θ log p(x_i | θ) over the records in the mask ``chosen`` whose gradients are finite,
         not clipped, (dimension,) in float64. Private data.
-
-        Raises:
-            InvalidPoint: the model cannot be evaluated at θ.
         """
         return self._weighted_sum(theta, torch.ones_like, chosen)
 

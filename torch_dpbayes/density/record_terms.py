@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ class RecordTerms:
             )
         if structure.discrete:
             return self._summed_out(trace, count)
-        return _total(self._by_row(name, trace.nodes[name], count) for name in structure.observed)
+        terms = (self._by_row(name, trace.nodes[name], count) for name in structure.observed)
+        return reduce(add, terms)
 
     def weighted_sites(self, theta: Tensor, rows: Sequence[Tensor]) -> set[str]:
         """Sites of the rows that ``poutine.scale`` weights by anything but 0, which leaves a row
@@ -108,18 +111,11 @@ class RecordTerms:
             # Pyro drops dimensions of size 1
             return term if records in dims else term.expand(count)
 
-        return _total(by_row(term) for terms in contracted.values() for term in terms)
+        return reduce(add, (by_row(term) for terms in contracted.values() for term in terms))
 
     @property
     def _take_size(self) -> str:
         return f"take its size from the data: pyro.plate({self._structure.plate!r}, len(y))"
-
-
-def _total(terms: Iterable[Tensor]) -> Tensor:
-    first, *rest = terms
-    for term in rest:
-        first = first + term
-    return first
 
 
 def _dims(term: Tensor) -> str:

@@ -52,7 +52,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     observed, discrete, outside = _sites(trace, plate)
     factors = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
     for name in factors:
-        if not _is_factor(trace.nodes[name]):
+        if type(trace.nodes[name]["fn"]).__name__ != "Unit":
             raise UnfitModel(
                 f"site {name!r} is observed outside the plate {plate!r}, so nothing bounds what one"
                 " record can do: move it into the plate."
@@ -198,7 +198,3 @@ def _is_left_by_reparam(site: Any) -> bool:
     while (inner := getattr(distribution, "base_dist", None)) is not None:
         distribution = inner
     return type(distribution).__name__ == "Delta"
-
-
-def _is_factor(site: Any) -> bool:
-    return type(site["fn"]).__name__ == "Unit"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -115,15 +116,14 @@ class DPSVI:
         self._max_grad_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-        is_noisy = noise_multiplier != 0
-        self._noise_multiplier = gaussian_noise_multiplier(noise_multiplier) if is_noisy else 0.0
-        if is_noisy and not can_hide(self._noise_multiplier * self._max_grad_norm):
+        z = gaussian_noise_multiplier(noise_multiplier) if noise_multiplier != 0 else 0.0
+        self._noise_multiplier = z
+        if z and not can_hide(z * self._max_grad_norm):
             raise ArgumentError(
                 f"noise_multiplier = {noise_multiplier!r} times max_grad_norm = {max_grad_norm!r}"
                 " is too extreme for sums in 64-bit floats: take values nearer to 1."
             )
         self._batch_size = check_positive("expected_batch_size", expected_batch_size)
-        self._require_batch_of(num_data)
         self.model, self.guide, self.optim = model, guide, optim
         self._plate = data_plate
         self._gaussian = GaussianGuide(guide)
@@ -133,6 +133,7 @@ class DPSVI:
         self._average: dict[str, Tensor] = {}
         self._num_steps = 0
         self._noise = GaussianNoise()
+        self._lock = threading.RLock()  # of many threads one makes a step
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
 
@@ -152,12 +153,13 @@ class DPSVI:
             FloatingPointError: the step took a parameter beyond its dtype; parameters are as
                 before, the charge is kept.
         """
-        self._require_ready(args, kwargs)
-        try:
-            self._gaussian.put(self._iterate)
-            self._step()
-        finally:
-            self._gaussian.put(self._average)
+        with self._lock:
+            self._require_ready(args, kwargs)
+            try:
+                self._gaussian.put(self._iterate)
+                self._step()
+            finally:
+                self._gaussian.put(self._average)
         return math.nan
 
     def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
@@ -167,16 +169,15 @@ class DPSVI:
             them fit the budget.
         """
         positive_count(num_steps, "num_steps")
-        self._require_ready(args, kwargs)
-        if (left := self._accountant.remaining(self._event)) < num_steps:
-            raise PrivacyBudgetExceeded(
-                f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
-                " larger noise_multiplier or a smaller expected_batch_size."
-            )
-        for _ in range(num_steps):
-            self.step(*args, **kwargs)
-
-    # -- what comes out ----------------------------------------------------------------------------
+        with self._lock:
+            self._require_ready(args, kwargs)
+            if (left := self._accountant.remaining(self._event)) < num_steps:
+                raise PrivacyBudgetExceeded(
+                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
+                    " larger noise_multiplier or a smaller expected_batch_size."
+                )
+            for _ in range(num_steps):
+                self.step(*args, **kwargs)
 
     @property
     def accountant(self) -> PrivacyAccountant:
@@ -192,18 +193,19 @@ class DPSVI:
         if self._density is None:
             raise StateError("there is no state before the first step.")
         used = self.optim.optim_objs
-        state = {
-            "accountant": self._accountant.state_dict(),
-            "iterate": self._iterate,
-            "average": self._average,
-            "optim": [
-                [part.state_dict() for part in _parts(used[p])]
-                for p in self._gaussian.parameters.values()
-                if p in used
-            ],
-            "num_steps": self._num_steps,
-        }
-        return copy.deepcopy(state)
+        with self._lock:
+            state = {
+                "accountant": self._accountant.state_dict(),
+                "iterate": self._iterate,
+                "average": self._average,
+                "optim": [
+                    [part.state_dict() for part in _parts(used[p])]
+                    for p in self._gaussian.parameters.values()
+                    if p in used
+                ],
+                "num_steps": self._num_steps,
+            }
+            return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, with fresh draws and noise; before the first step, which raises
@@ -221,13 +223,6 @@ class DPSVI:
         )
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _require_batch_of(self, num_data: int | None) -> None:
-        if num_data is not None and self._batch_size > num_data:
-            raise ArgumentError(
-                f"expected_batch_size = {self._batch_size:g} is larger than num_data = {num_data}:"
-                " their ratio is the sampling rate."
-            )
 
     @property
     def _rate(self) -> float:
@@ -254,7 +249,11 @@ class DPSVI:
                 count_is_public=self._accountant.neighboring == "replace_one",
             )
         count = public_num_data(self._stated_num_data, density.num_records, self._accountant)
-        self._require_batch_of(count)
+        if self._batch_size > count:
+            raise ArgumentError(
+                f"expected_batch_size = {self._batch_size:g} is larger than num_data = {count}:"
+                " their ratio is the sampling rate."
+            )
         with frozen_ones_kept(self.model):  # the guide runs the model
             self._gaussian.set_up(density.arguments.with_rows(density.made_up.few()), density.prior)
         _require_that_it_steps(self.optim, self._gaussian.parameters)
@@ -262,8 +261,8 @@ class DPSVI:
         self._average = {name: value.clone() for name, value in self._iterate.items()}
         if self._saved is not None:
             self._resume(self._saved)
-        leaves, _ = tree_flatten((args, kwargs))
-        self._leaves, self._versions = leaves, [*map(_version, leaves)]
+        self._leaves, _ = tree_flatten((args, kwargs))  # kept, so that no other takes an identity
+        self._identities = [*map(_identity, self._leaves)]
         self._num_data, self._density = count, density
 
     def _resume(self, saved: dict[str, Any]) -> None:
@@ -295,14 +294,10 @@ class DPSVI:
             self._set_up(args, kwargs)
         self._gaussian.require_own()
         leaves, _ = tree_flatten((args, kwargs))
-        if [*map(_identity, leaves)] != [*map(_identity, self._leaves)]:
+        if [*map(_identity, leaves)] != self._identities:
             raise ArgumentError(
-                "pass all of the data, in the same tensors at every step: batches are drawn here.",
-                code="data-changed",
-            )
-        if [*map(_version, self._leaves)] != self._versions:
-            raise StateError(
-                "the data were written to since the first step: make a new DPSVI for other data.",
+                "pass all of the data at every step, batches are drawn here: in the same tensors,"
+                " with nothing written to them. For other data make a new DPSVI.",
                 code="data-changed",
             )
 
@@ -419,11 +414,10 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _identity(leaf: Any) -> tuple[Any, ...]:
-    """Equal for two arguments that are the same data; a tensor's memory, not its values."""
+    """Equal for two arguments that are the same data; a tensor's memory and how often it was
+    written to, not its values.
+    """
     if isinstance(leaf, Tensor):
-        return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        written = 0 if leaf.is_inference() else leaf._version
+        return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device, written
     return type(leaf), leaf if isinstance(leaf, int | float | str) else id(leaf)
-
-
-def _version(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

@@ -67,10 +67,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
     counts as s(x) = 0.
     """
 
-    _told = (
-        ("noise_multiplier", "_multiplier"),
-        ("max_statistic_norm", "_max_norm"),
-    )
+    _told = (("noise_multiplier", "_multiplier"), ("max_statistic_norm", "_max_norm"))
 
     def __init__(
         self,
@@ -89,11 +86,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
     ) -> None:
         self._walk = RandomWalk(proposal_scale, proposal)
         super().__init__(prior, accountant, target_accept_prob, self._walk)
-        self._statistics, self._natural, self._normalizer = (
-            sufficient_statistics,
-            natural_parameters,
-            log_normalizer,
-        )
+        self._statistics = sufficient_statistics
+        self._natural, self._normalizer = natural_parameters, log_normalizer
         self._max_norm = check_clip_bound(
             "max_statistic_norm",
             max_statistic_norm,
@@ -111,36 +105,27 @@ class ExponentialFamilyPenalty(PrivateKernel):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         prior = Prior(self.model)
-        if (
-            kwargs
-            or not args
-            or not all(isinstance(arg, Tensor) and arg.dim() for arg in args)
-            or len({len(arg) for arg in args}) > 1
-        ):
+        are_rows = all(isinstance(arg, Tensor) and arg.dim() for arg in args)
+        if kwargs or not are_rows or len({len(arg) for arg in args}) != 1:
             raise UnfitModel(
                 "the data are the arguments of MCMC.run: tensors of one length, one row a record,"
                 " and no keyword arguments."
             )
-        if (
-            self._num_data is not None
-            and self._accountant.neighboring == "replace_one"
-            and self._num_data != len(args[0])
-        ):
+        is_public = self._accountant.neighboring == "replace_one"
+        if is_public and self._num_data not in (None, len(args[0])):
             raise UnfitModel(
                 f"num_data = {self._num_data}, but the data have {len(args[0])} rows. Under"
                 " replace-one leave it out."
             )
         statistics = RecordStatistics(self._statistics, args)
-        size = statistics.size
-        at = self._at(
-            prior.constrain(torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device))
-        )
-        if len(at[0]) != size:
+        zeros = torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device)
+        natural, _ = self._at(prior.constrain(zeros))
+        if len(natural) != statistics.size:
             raise UnfitModel(
-                f"natural_parameters has {len(at[0])} entries, sufficient_statistics {size}: each"
-                " statistic needs its parameter."
+                f"natural_parameters has {len(natural)} entries, sufficient_statistics"
+                f" {statistics.size}: each statistic needs its parameter."
             )
-        self._sum = statistics.clipped_sum(self._max_norm).to(at[0].device)
+        self._sum = statistics.clipped_sum(self._max_norm).to(natural.device)
         self._count = self._num_data or len(args[0])
         return prior
 
@@ -185,8 +170,5 @@ class ExponentialFamilyPenalty(PrivateKernel):
             natural, normalizer = self._at(self._prior.constrain(theta))
         except Exception:
             return None
-        return (
-            (natural, normalizer)
-            if natural.isfinite().all() and math.isfinite(normalizer)
-            else None
-        )
+        is_finite = natural.isfinite().all() and math.isfinite(normalizer)
+        return (natural, normalizer) if is_finite else None

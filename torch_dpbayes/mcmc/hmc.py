@@ -101,17 +101,12 @@ class DPHMC(PrivateKernel):
         self._mass = Mass(step_size, mass_matrix)
         super().__init__(model, accountant, target_accept_prob, self._mass)
         self._num_steps = positive_count(num_steps, "num_steps")
-        self._slope = check_clip_bound(
-            "log_ratio_slope",
-            log_ratio_slope,
-            "a bound on |log-likelihood ratio| / distance of a record",
-        )
+        self._read_records(log_ratio_slope, data_plate)
         self._max_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
         self._multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
         self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
-        self._plate = data_plate
         self._jitter, self._reuse = checked_jitter(jitter), bool(reuse_gradients)
 
     def _forget(self) -> None:
@@ -131,10 +126,8 @@ class DPHMC(PrivateKernel):
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
         gradients = self._num_steps + (self._gradient is None or not self._reuse)
-        return [
-            (noise_event(self._grad_multiplier), gradients),
-            (noise_event(self._multiplier), 1),
-        ]
+        ratio = noise_event(self._multiplier), 1
+        return [(noise_event(self._grad_multiplier), gradients), ratio]
 
     def _candidate(self, theta: Tensor) -> Candidate:
         total, read = self._gradient if self._reuse else None, self._read

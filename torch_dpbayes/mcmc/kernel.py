@@ -27,7 +27,7 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..density import InvalidPoint, Model, Prior, RecordDensity, UnfitModel, clipped_ratio_sum
 from ..errors import ArgumentError, ArgumentTypeError, StateError
-from ..noise import GaussianNoise, can_hide
+from ..noise import GaussianNoise, can_hide, check_clip_bound
 from .mixing import complaint_of, mixing_of
 from .owners import ManyOwners
 from .proposals import Moves, RandomWalk, free_move
@@ -133,12 +133,14 @@ class PrivateKernel(MCMCKernel):
 
     # -- what an algorithm's file provides ---------------------------------------------------------
 
-    # noise multiplier and clip bound of the log ratio, and the plate of a kernel whose records are
-    # read from a Pyro model
-    _multiplier: float
-    _slope: float
-    _plate: str
+    _multiplier: float  # of the noise on the log ratio
     _needs_gradients = False
+
+    def _read_records(self, log_ratio_slope: float, data_plate: str) -> None:
+        """For a kernel whose records are read from a Pyro model."""
+        what = "a bound on |log-likelihood ratio| / distance of a record"
+        self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, what)
+        self._plate = data_plate
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
@@ -534,17 +536,16 @@ class PrivateKernel(MCMCKernel):
         params, ratio = walk.proposal.propose(self._prior.unflatten(theta.clone()))
         return self._prior.flatten(params), float(ratio)
 
-    def _distance(self, theta: Tensor, moved: Tensor) -> float:
-        """Between two θ, in the coordinates that records read."""
-        return float(torch.linalg.vector_norm((moved - theta)[self._read].double()))
-
     def _ratio(self, theta: Tensor, moved: Tensor) -> tuple[float, float, dict[str, Any]]:
-        """The sum of the records' clipped log ratios, its bound, and what is kept at ``moved``."""
+        """The sum of the records' clipped log ratios, its bound, slope × the distance in the
+        coordinates that records read, and what is kept at ``moved``.
+        """
         assert self._density is not None
         if self._terms is None:
             self._terms = self._density.log_likelihoods(theta)
         terms = self._density.log_likelihoods(moved)
-        bound = self._slope * self._distance(theta, moved)
+        distance = torch.linalg.vector_norm((moved - theta)[self._read].double())
+        bound = self._slope * float(distance)
         return clipped_ratio_sum(self._terms, terms, bound), bound, {"_terms": terms}
 
     def _metropolis(self, candidate: Candidate | None) -> tuple[bool, float]:
@@ -612,8 +613,5 @@ def check_noise(name: str, value: float) -> float:
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:
     """A full-batch Gaussian sum, or a release without noise."""
-    return (
-        events.GaussianDpEvent(float(noise_multiplier))
-        if noise_multiplier
-        else events.NonPrivateDpEvent()
-    )
+    z = float(noise_multiplier)
+    return events.GaussianDpEvent(z) if z else events.NonPrivateDpEvent()

@@ -7,7 +7,6 @@ from torch import Tensor
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
 from ..density import Model
-from ..noise import check_clip_bound
 from .kernel import Candidate, PrivateKernel, check_noise, noise_event
 from .proposals import Proposal, RandomWalk
 
@@ -57,10 +56,7 @@ class DPPenalty(PrivateKernel):
     of ``proposal``. Warm-up and rejected proposals count.
     """
 
-    _told = (
-        ("noise_multiplier", "_multiplier"),
-        ("log_ratio_slope", "_slope"),
-    )
+    _told = (("noise_multiplier", "_multiplier"), ("log_ratio_slope", "_slope"))
 
     def __init__(
         self,
@@ -76,13 +72,8 @@ class DPPenalty(PrivateKernel):
     ) -> None:
         self._walk = RandomWalk(proposal_scale, proposal)
         super().__init__(model, accountant, target_accept_prob, self._walk)
-        self._slope = check_clip_bound(
-            "log_ratio_slope",
-            log_ratio_slope,
-            "a bound on |log-likelihood ratio| / distance of a record",
-        )
+        self._read_records(log_ratio_slope, data_plate)
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
-        self._plate = data_plate
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
         return [(noise_event(self._multiplier), 1), *self._walk.charges]

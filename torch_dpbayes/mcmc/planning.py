@@ -1,5 +1,4 @@
-r"""Noise for a budget, iterations for a noise, and how far both carry a chain, before anything is
-spent.
+r"""Noise for a budget, and how far it carries a chain, before anything is spent.
 
 Where noise decides how far a step goes, an iteration that moves a distance d has the log
 acceptance probability N(−s²/2, s²), s² = d²·v, and so is accepted with probability 2Φ(−s/2). The
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..accounting import events
-from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import noise_multiplier_for
 from ..errors import ArgumentError
 from ..noise import check_positive
@@ -65,16 +64,10 @@ class Plan(NamedTuple):
 
     @property
     def reach(self) -> float:
-        r"""The squared distance in unconstrained space that all iterations of all chains together
-        can move,
-
-        .. math:: a\,k \,/\, \big(z_l^2c^2 + z_g^2b^2(L-\tfrac12)/L^2\big),
-
-        the second term for DP-HMC only. a is 1.33, with the default jitter of DP-HMC 1.30. At the
-        planned split of the noise this is a·μ²/c² for a penalty kernel and a·μ²/(c + b√(1−1/2L))²
-        for DP-HMC, μ of the budget as Gaussian DP. Well above 10 times the sum of the posterior's
-        variances is needed to mix. Plans of J equal owners overstate it J times: all of their
-        noise is in the way.
+        """The squared distance in unconstrained space that all iterations of all chains together
+        can move: 1.33·k/v, with the default jitter of DP-HMC 1.30·k/v. Well above 10 times the sum
+        of the posterior's variances is needed to mix. Plans of J equal owners overstate it J times:
+        all of their noise is in the way.
 
         Raises:
             ValueError: ``plan`` was not told the clip bounds.
@@ -102,7 +95,7 @@ class Plan(NamedTuple):
 
         **Privacy.** A function of public numbers: nothing is released or charged.
         """
-        found = self.num_iterations * self._tuned(posterior_stddev, shaped).worth
+        found = self.num_iterations * tuned(self._iteration, posterior_stddev, shaped).worth
         if found < FEW:
             warnings.warn(
                 f"this budget is worth {found:.2g} effective samples: the kernel cannot mix on such"
@@ -124,12 +117,7 @@ class Plan(NamedTuple):
 
         **Privacy.** A function of public numbers: nothing is released or charged.
         """
-        return self._tuned(posterior_stddev, shaped).scale
-
-    def _tuned(
-        self, posterior_stddev: float | Tensor | Mapping[str, Tensor], shaped: bool
-    ) -> Tuned:
-        return tuned(self._iteration, standard_deviations(posterior_stddev), shaped)
+        return tuned(self._iteration, posterior_stddev, shaped).scale
 
     @property
     def _iteration(self) -> Iteration:
@@ -148,10 +136,7 @@ def plan(
     *,
     target_epsilon: float,
     target_delta: float,
-    num_iterations: int | None = None,
-    noise_multiplier: float | None = None,
-    ratio_noise_multiplier: float | None = None,
-    grad_noise_multiplier: float | None = None,
+    num_iterations: int,
     num_steps: int | None = None,
     log_ratio_slope: float | None = None,
     max_grad_norm: float | None = None,
@@ -161,8 +146,8 @@ def plan(
     neighboring: events.Neighboring | events.NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> Plan:
-    r"""Noise multipliers for a number of iterations, or a number of iterations for noise
-    multipliers, within a budget.
+    r"""Noise multipliers for a number of iterations within a budget. How many fit for a given noise
+    says ``PrivacyAccountant.remaining``.
 
     One iteration of DP-HMC takes a ratio with noise z_l·c·d, d the distance moved, and L gradients
     with noise z_g·b. On a straight trajectory the gradient noises change the energy by a variance
@@ -171,32 +156,22 @@ def plan(
 
     .. math:: z_g / z_l = \sqrt{c/b}\,\big(L^3/(L-\tfrac12)\big)^{1/4} \approx \sqrt{Lc/b},
 
-    which is the split that is used. In simulations (leapfrog on N(0, I), step size optimised for
-    the squared distance moved; L = 1, 6, 20, c/b = 0.3 and 3, little noise and much) it reaches 96
-    to 100 % of the best of six splits in 5 dimensions. In one dimension with much noise and c/b =
-    0.3 it reaches 63 to 68 %: a z_g 2 to 3 times as large is better there.
+    which is the split that is used. In one dimension with much noise and c/b = 0.3 a z_g 2 to 3
+    times as large is better.
 
     Args:
         kernel: ``DPPenalty``, ``ExponentialFamilyPenalty`` or ``DPHMC``; ``MultiOwnerPenalty`` and
             ``MultiOwnerHMC`` with one owner's budget.
         target_epsilon, target_delta: for everything together.
-        num_iterations: (warm-up + samples) × chains. Leave it out to ask how many the noise
-            affords.
-        noise_multiplier: z of the penalty kernels, if ``num_iterations`` is asked for.
-        ratio_noise_multiplier, grad_noise_multiplier: likewise z_l and z_g of ``DPHMC``.
-        num_steps: L of ``DPHMC``.
-        log_ratio_slope: c, for :attr:`Plan.reach`; of ``ExponentialFamilyPenalty``
-            ``max_statistic_norm`` times the most that η moves for each unit of distance.
-        max_grad_norm: b of ``DPHMC``. The budget is split by c and b; if the noise is given, only
-            the reach needs them.
-        jitter: as in ``DPHMC``.
-        reuse_gradients: as in ``DPHMC``.
+        num_iterations: (warm-up + samples) × chains.
+        num_steps, jitter, reuse_gradients: as in ``DPHMC``.
+        log_ratio_slope: c, for ``DPHMC`` and for :attr:`Plan.reach`; of
+            ``ExponentialFamilyPenalty`` ``max_statistic_norm`` times the most that η moves for each
+            unit of distance.
+        max_grad_norm: b of ``DPHMC``, whose budget is split by c and b.
         num_chains: each begins with one gradient more, if they are reused.
         neighboring: the accountant's relation, as ``PrivacyAccountant`` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
-
-    Returns:
-        A :class:`Plan`.
 
     Raises:
         ValueError: an argument is missing, superfluous or out of range, or the history alone passes
@@ -205,108 +180,60 @@ def plan(
     **Privacy.** A number from public numbers: nothing is released or charged.
     """
     epsilon, delta = events.check_epsilon(target_epsilon), events.check_delta(target_delta)
+    iterations = events.positive_count(num_iterations, "num_iterations")
     chains = events.positive_count(num_chains, "num_chains")
-    neighboring, history = events.neighboring_relation(neighboring), tuple(history)
-    of_penalty = {"noise_multiplier": noise_multiplier}
-    of_hmc = {
-        "ratio_noise_multiplier": ratio_noise_multiplier,
-        "grad_noise_multiplier": grad_noise_multiplier,
-    }
-    is_hmc = kernel in (DPHMC, MultiOwnerHMC)
-    if is_hmc:
-        given, superfluous = of_hmc, of_penalty
-        steps = events.positive_count(num_steps, "num_steps")
-    elif kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
-        given, steps = of_penalty, 0
-        superfluous = {**of_hmc, "num_steps": num_steps, "max_grad_norm": max_grad_norm}
-    else:
-        raise ArgumentError(
-            "kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or"
-            f" MultiOwnerHMC, got {kernel!r}."
-        )
-    if wrong := [name for name, value in superfluous.items() if value is not None]:
-        raise ArgumentError(
-            f"{' and '.join(wrong)} says nothing about a {kernel.__name__}: leave it out."
-        )
     bounds = {"log_ratio_slope": log_ratio_slope, "max_grad_norm": max_grad_norm}
     slope, norm = (
         None if value is None else check_positive(name, value, "a clip bound of a record")
         for name, value in bounds.items()
     )
-    noises = {
-        name: events.gaussian_noise_multiplier(value, name)
-        for name, value in given.items()
-        if value is not None
-    }
-    if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
-        raise ArgumentError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
-
-    of_each, of_start = (steps, chains) if reuse_gradients else (steps + 1, 0)
-
-    def event_of(noises: dict[str, float], iterations: int, starts: int) -> events.DpEvent:
-        ratio, *gradient = map(events.GaussianDpEvent, noises.values())
-        counts = [(ratio, iterations)]
-        counts += [(event, of_each * iterations + of_start * starts) for event in gradient]
-        return events.ComposedDpEvent([events.SelfComposedDpEvent(e, n) for e, n in counts if n])
-
-    if num_iterations is None:
-        limited, start = _accountant(history, epsilon, delta, neighboring), event_of(noises, 0, 1)
-        iterations = 0
-        if limited.remaining(start) >= 1:
-            iterations = int(limited.compose(start).remaining(event_of(noises, 1, 0)))
-    else:
-        iterations = events.positive_count(num_iterations, "num_iterations")
-        split = 1.0
-        if is_hmc:
-            if slope is None or norm is None:
-                raise ArgumentError(
-                    "log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split"
-                    " between ratio and gradients by them."
-                )
-            split = math.sqrt(slope / norm) * (steps**3 / (steps - 0.5)) ** 0.25
-
-        def scaled(z: float) -> dict[str, float]:
-            return dict(zip(given, (z, z * split), strict=False))
-
-        noise = noise_multiplier_for(
-            lambda z: event_of(scaled(z), iterations, 1),
-            target_epsilon=epsilon,
-            target_delta=delta,
-            steps=1,
-            neighboring=neighboring,
-            history=history,
+    names, steps, gradients, split, scatter = ["noise_multiplier"], 0, 0, 1.0, 0.0
+    if kernel in (DPHMC, MultiOwnerHMC):
+        if slope is None or norm is None:
+            raise ArgumentError(
+                "log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split"
+                " between ratio and gradients by them."
+            )
+        names = ["ratio_noise_multiplier", "grad_noise_multiplier"]
+        steps = events.positive_count(num_steps, "num_steps")
+        gradients = steps * iterations + (chains if reuse_gradients else iterations)
+        split = math.sqrt(slope / norm) * (steps**3 / (steps - 0.5)) ** 0.25
+        scatter = checked_jitter(jitter)
+    elif kernel not in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
+        raise ArgumentError(
+            "kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or"
+            f" MultiOwnerHMC, got {kernel!r}."
         )
-        noises = scaled(noise)
-    accountant = _accountant(history, None, delta, neighboring)
-    if iterations:
-        accountant.compose(event_of(noises, iterations, 1))
-    scatter = checked_jitter(jitter) if is_hmc else 0.0
-    return Plan(noises, iterations, accountant.get_epsilon(), delta, steps, slope, norm, scatter)
-
-
-def _accountant(
-    history: Iterable[tuple[Any, ...]],
-    epsilon: float | None,
-    delta: float,
-    neighboring: events.Neighboring,
-) -> PrivacyAccountant:
-    accountant = PrivacyAccountant(epsilon, delta, neighboring=neighboring)
-    for event, count, *rest in history:
+    elif num_steps is not None or norm is not None:
+        raise ArgumentError(
+            f"num_steps and max_grad_norm say nothing about a {kernel.__name__}: leave them out."
+        )
+    accountant = PrivacyAccountant(None, delta, neighboring=neighboring)
+    for event, count, *rest in (history := tuple(history)):
         if len(rest) > 1 and rest[1]:
             raise ArgumentError(
                 "the history holds adaptive charges, which only their accountant's budget as a"
                 " whole covers: plan for a new accountant, without history=.",
                 code="budget-whole",
             )
-        try:
-            accountant.compose(event, count)
-        except PrivacyBudgetExceeded as error:
-            raise ArgumentError(
-                f"what was charged before costs more than epsilon = {epsilon:g} at delta ="
-                f" {delta:g} alone: raise the target.",
-                code="budget-spent",
-            ) from error
-    return accountant
+        accountant.compose(event, count)
+
+    def event_of(z: float) -> events.DpEvent:
+        counts = [(z, iterations), (z * split, gradients)]
+        each = [events.SelfComposedDpEvent(events.GaussianDpEvent(m), n) for m, n in counts if n]
+        return events.ComposedDpEvent(each)
+
+    noise = noise_multiplier_for(
+        event_of,
+        target_epsilon=epsilon,
+        target_delta=delta,
+        steps=1,
+        neighboring=neighboring,
+        history=history,
+    )
+    spent = accountant.compose(event_of(noise)).get_epsilon()
+    noises = dict(zip(names, (noise, noise * split), strict=False))
+    return Plan(noises, iterations, spent, delta, steps, slope, norm, scatter)
 
 
 # -- how far a chain gets --------------------------------------------------------------------------
@@ -351,11 +278,13 @@ class Tuned(NamedTuple):
     worth: float
 
 
-def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
+def tuned(
+    iteration: Iteration, posterior_stddev: float | Tensor | Mapping[str, Tensor], shaped: bool
+) -> Tuned:
     """The best scale on a Gaussian posterior with independent coordinates; ``shaped``: of moves
     that have its shape.
     """
-    stddev = stddev.double()
+    stddev = standard_deviations(posterior_stddev)
     shape = stddev if shaped else torch.ones_like(stddev)
     generator = torch.Generator().manual_seed(0)  # of public numbers: the same answer every time
 
@@ -408,11 +337,7 @@ def tuned(iteration: Iteration, stddev: Tensor, shaped: bool) -> Tuned:
 
 
 def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:
-    """``value`` as a vector, by site sorted by name.
-
-    Raises:
-        ValueError: one of them is not positive and finite.
-    """
+    """``value`` as a vector, by site sorted by name."""
     if isinstance(value, Mapping):
         sites = [torch.as_tensor(value[name]).reshape(-1) for name in sorted(value)]
         value = torch.cat(sites) if sites else torch.empty(0)

@@ -72,9 +72,8 @@ class RandomWalk(Moves):
                 "give either proposal_scale, the standard deviation of a random walk in"
                 " unconstrained space, or proposal=."
             )
-        if proposal is not None and not isinstance(
-            getattr(proposal, "event", None), events.DpEvent
-        ):
+        event = getattr(proposal, "event", None)
+        if proposal is not None and not isinstance(event, events.DpEvent):
             raise ArgumentTypeError(
                 "proposal needs an attribute event, a DpEvent that says what a call releases:"
                 " NoOpDpEvent() if it does not use the data."

@@ -148,10 +148,6 @@ def posterior(
     whose density or score is not finite counts as 0. Nothing else depends on records: errors before
     the charge follow from the model, shapes, types and public rows.
     """
-    if max_grad_norm is not None:
-        max_grad_norm = check_clip_bound(
-            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
-        )
     with using_pyro, torch.no_grad():
         return Setup(
             model,
@@ -198,14 +194,15 @@ def posterior_for_module(
 
     **Privacy.** As for :func:`posterior`. Each row of features is a function of its own record.
     """
-    with torch.no_grad():
+    with using_pyro, torch.no_grad():
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
         if likelihood == "categorical" and size > LARGEST_DIMENSION:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
-            found = posterior(layer, features, targets, **options)
+            bound = options.pop("max_grad_norm", None)
+            found = Setup(layer, (features, targets), **options).infer(bound)
     found.likelihood = likelihood
     return found
 
@@ -274,9 +271,9 @@ class Setup:
         model: Any,
         data: Sequence[Any],
         *,
-        epsilon: float | None,
-        delta: float | None,
-        accountant: PrivacyAccountant | None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        accountant: PrivacyAccountant | None = None,
         num_data: int | None = None,
         public: Sequence[str | int] = (),
         covariates: Any = None,
@@ -372,6 +369,10 @@ class Setup:
 
     def infer(self, max_grad_norm: float | None) -> NoiseAwarePosterior:
         """Charges, releases, and draws from the posterior."""
+        if max_grad_norm is not None:
+            max_grad_norm = check_clip_bound(
+                "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+            )
         plan, start = self.plan, self.latents.median
         # before the charge: a prior that fails costs nothing
         if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):

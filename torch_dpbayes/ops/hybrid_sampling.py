@@ -34,15 +34,11 @@ from .tempering import epsilon_with
 class Hybrid(NamedTuple):
     """What a hybrid run released, and what it cost."""
 
-    module: nn.Module
-    """With the chain's last state; returns linear predictors of clipped features."""
-    samples: PosteriorSamples
-    """States of the chain: ``samples.predict(module, x)``."""
-    start: dict[str, Tensor]
-    """The posterior sample that the chain began with."""
+    module: nn.Module  # linear predictors of clipped features, in the chain's last state
+    samples: PosteriorSamples  # states of the chain: samples.predict(module, x)
+    start: dict[str, Tensor]  # the posterior sample that the chain began with
     accountant: PrivacyAccountant
-    guarantee: str
-    """Of the start, in words."""
+    guarantee: str  # of the start, in words
 
 
 def hybrid(
@@ -62,12 +58,8 @@ def hybrid(
     accountant: PrivacyAccountant | None = None,
     num_data: int | None = None,
 ) -> Hybrid:
-    r"""One posterior sample, then a private chain from there: a start near the posterior saves the
-    chain its way (Wang, Fienberg and Smola 2015, Algorithm 3).
-
-    .. math::
-        \theta_0 \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho,
-        \qquad \theta_1, \theta_2, \ldots \text{ by DP-SGLD, DP-SGHMC or DP-SGNHT}
+    r"""One posterior sample, then DP-SGLD, DP-SGHMC or DP-SGNHT from there: a start near the
+    posterior saves the chain its way (Wang, Fienberg and Smola 2015, Algorithm 3).
 
     Args:
         model: its loss and prior are those of start and chain.
@@ -124,7 +116,7 @@ def hybrid(
         model, certificate, start_share * epsilon, delta, accountant, num_data=num_data
     )
     noise = noise_multiplier_for(
-        lambda multiplier: PoissonSampledDpEvent(rate, GaussianDpEvent(multiplier)),
+        lambda z: PoissonSampledDpEvent(rate, GaussianDpEvent(z)),
         target_epsilon=epsilon,
         target_delta=delta,
         steps=steps,
@@ -172,6 +164,6 @@ def _prior_of(glm: GLM) -> dict[str, Any]:
 
     def log_prior(named: Mapping[str, Tensor]) -> Tensor:
         (weights,) = named.values()
-        return -0.5 * (glm.prior_precision.to(weights) * weights.reshape(-1).square()).sum()
+        return -0.5 * (glm.prior_precision.to(weights) * weights.square()).sum()
 
     return {"log_prior": log_prior}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .models import Data, Density, Model, gradient_of
+from .models import Data, Density, Limits, Model, gradient_of
 
 ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
 _LEAST_STD = 1e-50
@@ -114,15 +114,9 @@ class LinearModel(Model):
             raise ArgumentError("features and targets differ in their number of records.")
         return features, targets
 
-    def target(
-        self,
-        data: Data,
-        *,
-        tempering: float,
-        max_grad_norm: float = math.inf,
-        log_likelihood_range: tuple[float, float] | None = None,
-    ) -> Density:
+    def target(self, data: Data, limits: Limits) -> Density:
         """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w), from the prior's mean."""
+        tempering, max_grad_norm, interval = limits
         records = self.records(data[0], data[1], max_grad_norm)
         # column by column the two products of a step take two thirds of the time
         records.x = records.x.T.contiguous().T
@@ -130,10 +124,9 @@ class LinearModel(Model):
 
         def potential(theta: Tensor) -> Tensor:
             prior = (precision * theta.square()).sum() / 2
-            if log_likelihood_range is None:
+            if interval is None:
                 return prior + tempering * records.losses(theta).sum()
-            values = records.log_likelihoods(theta).clamp(*log_likelihood_range)
-            return prior - tempering * values.sum()
+            return prior - tempering * records.log_likelihoods(theta).clamp(*interval).sum()
 
         def gradient(theta: Tensor) -> Tensor:
             total = records.gradient_sum(theta).mul_(tempering)
@@ -141,8 +134,7 @@ class LinearModel(Model):
 
         size = math.prod(self._shape(records.x.shape[1]))
         start = torch.zeros(size, dtype=torch.float64, device=records.x.device)
-        is_clipped = log_likelihood_range is not None
-        return Density(start, potential, gradient_of(potential) if is_clipped else gradient)
+        return Density(start, potential, gradient if interval is None else gradient_of(potential))
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         return {"weights": theta.reshape(self._shape(-1))}

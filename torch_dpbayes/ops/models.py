@@ -19,6 +19,14 @@ using_pyro = threading.RLock()
 Data = tuple[Any, ...]  # the user's arguments, or what a model has made of them
 
 
+class Limits(NamedTuple):
+    """How much every record's likelihood counts, after what bounds its part."""
+
+    tempering: float
+    max_grad_norm: float = math.inf  # to which its gradient is clipped
+    log_likelihood_range: tuple[float, float] | None = None  # into which the logarithm is clipped
+
+
 class Density(NamedTuple):
     """∝ exp(−U(θ)) over flat vectors θ in float64, with every record's part bounded."""
 
@@ -52,17 +60,8 @@ class Model(ABC):
         return len(data[0])
 
     @abstractmethod
-    def target(
-        self,
-        data: Data,
-        *,
-        tempering: float,
-        max_grad_norm: float = math.inf,
-        log_likelihood_range: tuple[float, float] | None = None,
-    ) -> Density:
-        """∝ prior · Π likelihood^tempering. Before tempering every record's gradient is clipped to
-        ``max_grad_norm``, or its log likelihood into the range.
-        """
+    def target(self, data: Data, limits: Limits) -> Density:
+        """∝ prior · Π likelihood^tempering."""
 
     @abstractmethod
     def release(self, theta: Tensor) -> dict[str, Tensor]:

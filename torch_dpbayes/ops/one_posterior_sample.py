@@ -17,7 +17,9 @@ from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_co
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting
-from .certificates.certificate import ROUND_UP, StepTooLarge, TooFar
+from .certificates.certificate import ROUND_UP
+from .certificates.close_draw import TooFar
+from .certificates.finite_run_langevin import StepTooLarge
 from .glm import GLM
 from .models import Model
 from .softmax import Softmax

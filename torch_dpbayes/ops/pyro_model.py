@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributions import transforms
 
 from ..density import InvalidPoint, Prior, RecordDensity
 from ..errors import CertificateError
-from .models import Data, Density, Model, gradient_of, using_pyro
+from .models import Data, Density, Limits, Model, gradient_of, using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
 # would decide that
@@ -29,8 +28,7 @@ class PyroModel(Model):
     """
 
     def __init__(self, model: Callable[..., Any], *, count_is_public: bool = True) -> None:
-        self._model = model
-        self._count_is_public = count_is_public
+        self._model, self._count_is_public = model, count_is_public
         self._prior: Prior | None = None
         self._wants_unconstrained: str | None = None
 
@@ -56,25 +54,18 @@ class PyroModel(Model):
     def num_records(self, data: Data) -> int:
         return int(data[0].num_records)
 
-    def target(
-        self,
-        data: Data,
-        *,
-        tempering: float,
-        max_grad_norm: float = math.inf,
-        log_likelihood_range: tuple[float, float] | None = None,
-    ) -> Density:
+    def target(self, data: Data, limits: Limits) -> Density:
         """From a draw from the prior, by the operating system's entropy."""
         density: RecordDensity = data[0]
-        prior = density.prior
+        prior, (tempering, max_grad_norm, interval) = density.prior, limits
         max_norm = (1 - _ROUNDING) * max_grad_norm
 
         def likelihood(point: Tensor) -> tuple[float, Tensor]:
             terms = density.log_likelihoods(point).to(torch.float64)
-            if log_likelihood_range is None:
+            if interval is None:
                 finite = terms.nan_to_num(nan=0.0, posinf=-_IMPOSSIBLE, neginf=_IMPOSSIBLE)
                 return float(finite.sum()), density.clipped_gradient_sum(point, max_norm)
-            low, high = log_likelihood_range
+            low, high = interval
             inside = (terms > low) & (terms < high)
             clipped = terms.nan_to_num(nan=low, posinf=high, neginf=low).clamp(low, high)
             return float(clipped.sum()), density.gradient_sum(point, inside)
@@ -100,8 +91,7 @@ class PyroModel(Model):
 
         with using_pyro:
             start = prior.sample().to(torch.float64)
-        is_clipped = log_likelihood_range is not None
-        return Density(start, potential, gradient_of(potential) if is_clipped else gradient)
+        return Density(start, potential, gradient if interval is None else gradient_of(potential))
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         """Values by site, in the supports of the model's distributions."""

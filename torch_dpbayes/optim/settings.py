@@ -8,7 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
 from operator import attrgetter
-from typing import Any, ClassVar, Required, Self, TypedDict
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Never,
+    Required,
+    Self,
+    TypedDict,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
@@ -22,6 +32,7 @@ from ..release.query import ClippedSum
 from ..release.release import Release, require_public
 from .priors import LogPrior, PriorStd, require_prior_std, require_used
 
+Shown = TypeVar("Shown")
 _LARGEST_LR = 1e30
 _LARGEST_NOISE_MULTIPLIER = 1e30
 _WASTE = 1.02  # times the floor, from which on the sampler's own noise counts as larger
@@ -95,9 +106,19 @@ _NAMES = tuple(Settings.__dataclass_fields__)
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *_NAMES))
 
 
-def read_only(name: str, doc: str) -> Any:
-    """A property that shows an attribute and cannot be set, as steps are charged for it."""
-    return property(attrgetter(name), doc=doc)
+class ReadOnly(property, Generic[Shown]):
+    """Shows an attribute that cannot be set, as steps are charged for it."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        super().__init__(attrgetter(name))
+        self.__doc__ = doc
+
+    if TYPE_CHECKING:  # to a type checker a property that is no decorator is a plain attribute
+
+        def __get__(  # type: ignore[override]
+            self, instance: object, owner: type | None = None, /
+        ) -> Shown: ...
+        def __set__(self, instance: object, value: Never, /) -> None: ...
 
 
 class DeclaredOptimizer(Optimizer):
@@ -363,29 +384,29 @@ class DeclaredOptimizer(Optimizer):
 
     # -- public constants and reports --------------------------------------------------------------
 
-    accountant: PrivacyAccountant = read_only("release.accountant", "Where every step is charged.")
-    num_data: int = read_only("_constants.num_data", "N, the public number of records.")
-    expected_batch_size: float = read_only(
+    accountant = ReadOnly[PrivacyAccountant]("release.accountant", "Where every step is charged.")
+    num_data = ReadOnly[int]("_constants.num_data", "N, the public number of records.")
+    expected_batch_size = ReadOnly[float](
         "_constants.expected_batch_size", "B, the public expected batch size."
     )
-    max_grad_norm: float = read_only(
+    max_grad_norm = ReadOnly[float](
         "_constants.max_grad_norm", "C, the clip norm of one record's gradient, given or derived."
     )
-    derives_clip_norm: bool = read_only(
+    derives_clip_norm = ReadOnly[bool](
         "_derives_bound", "Whether C was left out: it follows from lr, temperature and noise."
     )
-    noise_multiplier: float = read_only(
+    noise_multiplier = ReadOnly[float](
         "_constants.noise_multiplier", "z_min, the floor under the noise multiplier."
     )
-    temperature: float | None = read_only(
+    temperature = ReadOnly[float | None](
         "_constants.temperature",
         "T of the target ∝ exp(−U/T); None where lr, clip norm and noise decide it.",
     )
-    sampling: str | None = read_only(
+    sampling = ReadOnly[str | None](
         "release.sampling",
         'How batches are drawn, as "poisson"; "recordwise"; None where nothing is stated.',
     )
-    independence: str = read_only(
+    independence = ReadOnly[str](
         "release.independence", 'How records are kept apart: "by construction" or "vouched for".'
     )
 

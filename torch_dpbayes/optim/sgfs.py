@@ -16,7 +16,7 @@ from ..noise import check_positive, in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
 from .fisher_sum import FisherSum
-from .settings import Options, read_only, require_number
+from .settings import Options, ReadOnly, require_number
 
 
 class DPSGFS(PrivateOptimizer):
@@ -152,8 +152,8 @@ class DPSGFS(PrivateOptimizer):
             "sensitivity_scale": self._query.scale_digest,
         }
 
-    fisher: Literal["full", "diagonal"] = read_only("_fisher", '"full" or "diagonal".')
-    fisher_share: float = read_only(
+    fisher = ReadOnly[Literal["full", "diagonal"]]("_fisher", '"full" or "diagonal".')
+    fisher_share = ReadOnly[float](
         "_fisher_share", "ϕ: (zC²/σ_F)², the weight of the Fisher release."
     )
 

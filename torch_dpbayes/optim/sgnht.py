@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..noise import check_positive, in_cache
 from ..release.query import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options, read_only, require_number
+from .settings import Options, ReadOnly, require_number
 
 # Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
 # α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
@@ -86,8 +86,8 @@ class DPSGNHT(PrivateOptimizer):
         self._thermostat_gain = check_positive("thermostat_gain", thermostat_gain)
         super().__init__(params, lr, **options)
 
-    momentum: float = read_only("_momentum", "1 − a, the friction that z_L is made for.")
-    thermostat_gain: float = read_only(
+    momentum = ReadOnly[float]("_momentum", "1 − a, the friction that z_L is made for.")
+    thermostat_gain = ReadOnly[float](
         "_thermostat_gain", "How fast the friction follows the kinetic energy."
     )
 

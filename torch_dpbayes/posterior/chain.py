@@ -27,9 +27,7 @@ class Chain:
                     f"{name} must be an integer, at least {smallest} (collect() calls), got"
                     f" {value!r}."
                 )
-        self.burn_in = burn_in
-        self.thin = thin
-        self.max_samples = max_samples
+        self.burn_in, self.thin, self.max_samples = burn_in, thin, max_samples
         self._num_collected = 0
         self._samples: list[Sample] = []
         self._buffers: dict[str, Tensor] | None = None
@@ -102,9 +100,9 @@ class Chain:
         trace pictures: ``arviz.summary(first.to_arviz(second, third))``.
 
         Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw,
-        ...]``, on the CPU. :math:`\hat R` (Vehtari et al., 2021, section 4) compares chains that
-        were run independently, and needs at least two. Parameters that only permute hidden units
-        count as different for it; the predictions, :meth:`outputs`, do not.
+        ...]``. :math:`\hat R` compares chains that were run independently, at least two.
+        Parameters that only permute hidden units count as different for it; the predictions,
+        :meth:`outputs`, do not.
 
         Args:
             other_chains: samples of the same parameters from other runs: as many of them, collected
@@ -114,7 +112,6 @@ class Chain:
             ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
 
         Raises:
-            ModuleNotFoundError: ArviZ is not installed.
             ValueError: a chain has no sample, other parameters, another length or spacing.
 
         **Privacy**: post-processing. Each chain is a training run, which pays for itself; whether

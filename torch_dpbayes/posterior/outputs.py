@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -85,10 +85,15 @@ def evaluate(
             on_model = {name: s.to(parameters[name]) for name, s in sample.items()}
             yield _each_alone(partial(run, on_model), batch) if is_alone else run(on_model, batch)
 
+    def reduced_of(batch: Any) -> Tensor:
+        # masks are drawn for places, which one record more moves
+        with PrivateRandomness()({device}) if is_alone else nullcontext():
+            return reduce(of_all(_moved(batch, device)))
+
     with _evaluation_mode(model), torch.no_grad():
         # a bar would show how many private records there are
         shown = batches if is_alone else words.shown(batches, "predicting")
-        reduced = [reduce(of_all(_moved(batch, device))) for batch in shown]
+        reduced = [*map(reduced_of, shown)]
     if not reduced:
         raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
     return torch.cat(reduced, dim)
@@ -240,9 +245,7 @@ def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
         )
     records, rows = RecordMap(len(columns[0])), [t.unsqueeze(1) for t in columns]
     try:
-        # masks are drawn for places, which one record more moves
-        with PrivateRandomness()({t.device for t in columns}):
-            (found,) = records(lambda slices: [function(given.rebuilt(slices))[0]], rows)
+        (found,) = records(lambda slices: [function(given.rebuilt(slices))[0]], rows)
     except DPBayesError:
         raise
     except Exception as error:

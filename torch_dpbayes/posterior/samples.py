@@ -42,10 +42,9 @@ class PosteriorSamples(Chain):
 
     .. math:: p(y \mid x) = \frac1S \sum_{s=1}^{S} p(y \mid x, \theta_s).
 
-    A sample is a copy of every trainable parameter. Frozen parameters and buffers are not part of
-    it: they are taken from the model that is passed to :meth:`predict`.
-
-    Shapes, for n records; a column of one number, ``[n, 1]``, counts as ``[n]``:
+    A sample is a copy of every trainable parameter; frozen ones and buffers are those of the model
+    that is passed to :meth:`predict`. Shapes, for n records; a column, ``[n, 1]``, counts as
+    ``[n]``:
 
     =============  ===============================  ==================  ==========================
     likelihood     the model's output               y                   ``predict``
@@ -79,12 +78,11 @@ class PosteriorSamples(Chain):
     Raises:
         ValueError: an argument is out of range.
 
-    **Privacy**: the iterates of a private sampler are already paid for, all of them, and copying,
-    averaging, saving or publishing them is post-processing: nothing here is charged, and the number
-    of samples and of predictions is free. This holds for what the optimizer released, the trainable
-    parameters. A buffer that training changes (the running statistics of BatchNorm) carries the
-    records without noise, so :meth:`collect` refuses a model whose buffers changed. Predictions at
-    private test inputs reveal those inputs: they are covered by no guarantee of the training.
+    **Privacy**: the iterates of a private sampler are paid for, all of them; copying, averaging,
+    saving or publishing them is post-processing, and nothing but :meth:`calibrate` is charged. A
+    buffer that training changes (the running statistics of BatchNorm) carries the records without
+    noise: :meth:`collect` refuses a model whose buffers changed. Predictions at private test inputs
+    reveal those inputs: they are covered by no guarantee of the training.
     """
 
     def __init__(
@@ -149,9 +147,6 @@ class PosteriorSamples(Chain):
         ``torch.load(weights_only=True)`` can read. If writing fails, an older file stays as it was.
         Frozen parameters and buffers are not in it: save the model's own ``state_dict`` too.
 
-        Raises:
-            OSError: the file cannot be written.
-
         **Privacy**: post-processing; the file holds released iterates only.
         """
         content = {
@@ -170,7 +165,6 @@ class PosteriorSamples(Chain):
         file is run.
 
         Raises:
-            OSError: the file cannot be read.
             ValueError: it was not written by :meth:`save`, is damaged, or is of a later version.
 
         **Privacy**: none is spent.
@@ -218,21 +212,18 @@ class PosteriorSamples(Chain):
         targets use it; the rest describes the samples as they are.
 
         Records that the samples were trained on give a T that is too small where the network has
-        learnt them by heart, a little with noise; records that were kept aside do not. A warning
-        says that the sums leave T undetermined, log T's standard deviation above half of that
-        beforehand: of runs that know log T to a seventh of it fewer than 1 in 100 are warned of.
+        learnt them by heart; records that were kept aside do not. A warning says that the sums
+        leave T undetermined, log T's standard deviation above half of that beforehand.
 
         Args:
-            model: the network, as for :meth:`predict`. It is run for each record alone; frozen
+            model, forward: as for :meth:`predict`. It is run for each record alone; frozen
                 parameters and buffers count as public.
-            loader: that of ``make_private``, or a ``DataLoader`` over a map-style data set. All
-                records of the data set are read once; a batch holds the target as :meth:`predict`
-                describes.
+            loader: that of ``make_private``, or a ``DataLoader`` over a map-style data set, whose
+                records are all read once.
             epsilon, delta: of everything on the accountant afterwards. None: what
                 ``make_private_with_epsilon(..., calibrate=0.02)`` reserved, else what the
                 accountant's budget has left.
             accountant: None: that of ``make_private``.
-            forward: as for :meth:`predict`.
 
         Returns:
             T, which :attr:`temperature` keeps and :meth:`save` writes.
@@ -298,17 +289,15 @@ class PosteriorSamples(Chain):
     ) -> Tensor:
         r"""The posterior average: probabilities of classes, the probability of 1, or the mean.
 
-        The model is evaluated in eval mode without gradients, then put back as it was; its
-        parameters are not touched.
+        The model is evaluated in eval mode, then put back as it was.
 
         Args:
             model: a network with the parameters that were collected. Its frozen parameters and
                 buffers are used.
             x: ``[n, ...]``, one row a record, or a ``DataLoader``, or any other iterable of
                 batches: tensors, tuples whose last item is the target, or mappings, of which the
-                model gets by name what it takes. Predicted chunk by chunk, a batch at a time, which
-                is all that is moved to the model's device: the model must not mix rows, and the
-                first dimension must be the record. A bar shows progress where it takes long.
+                model gets by name what it takes. Predicted a batch at a time, which is all that is
+                moved to the model's device: the model must not mix rows.
             transform: what of the output is averaged, :math:`\frac1S\sum_s
                 \mathrm{transform}(f(x; \theta_s))`: by default what the likelihood says;
                 ``torch.exp`` for log-probabilities; ``None`` for the output itself. It keeps the
@@ -317,26 +306,22 @@ class PosteriorSamples(Chain):
                 inputs in another way, as ``lambda model, batch: model(**batch).logits``.
 
         Returns:
-            The average, ``[n, ...]``, on the model's device, in the dtype of the transformed
-            output.
+            The average, ``[n, ...]``, on the model's device, in the transformed output's dtype.
 
         Raises:
-            RuntimeError: no sample is kept yet.
-            ValueError: the model has other parameters than the samples; the output does not have
-                one row a record, or fits several likelihoods and none was named.
-            TypeError: ``x`` or the model's output is not a tensor.
+            StateError: no sample is kept yet.
+            ValueError, TypeError: the model has other parameters than the samples, or its output
+                not one row a record, or it fits several likelihoods and none was named.
 
         **Privacy**: post-processing; see the class about private test inputs.
         """
         if transform == "likelihood":
             return self._by_likelihood(model, x, forward)
-        return outputs.evaluate(
-            self._samples,
-            model,
-            x,
-            forward,
-            lambda found: outputs.average(outputs.transformed(found, transform)),
-        )
+
+        def averaged(found: Iterator[Tensor]) -> Tensor:
+            return outputs.average(outputs.transformed(found, transform))
+
+        return outputs.evaluate(self._samples, model, x, forward, averaged)
 
     def outputs(
         self,
@@ -365,12 +350,8 @@ class PosteriorSamples(Chain):
         together. ``-samples.log_likelihood(net, x, y).mean()`` is the NLL, of every likelihood.
 
         Args:
-            model, x, forward: as in :meth:`predict`.
+            model, x, forward: as in :meth:`predict`, with its errors.
             y: the targets of all of ``x``, in its order, in the shape that the class states.
-
-        Raises:
-            ValueError: ``y`` has another shape, or a label outside the classes; else as
-                :meth:`predict`.
 
         **Privacy**: post-processing of the samples. Of private targets it is a release without
         noise, which nothing charges.
@@ -431,21 +412,15 @@ class PosteriorSamples(Chain):
         r"""Quantiles of the posterior predictive distribution of a normal target, of the
         probabilities under the posterior where the target is discrete.
 
-        The predictive distribution is the mixture :math:`\frac1S\sum_s N(\mu_s, \sigma_s^2)`; a
-        quantile solves :math:`\frac1S\sum_s \Phi((y-\mu_s)/\sigma_s) = q`, by bisection between the
-        components' own quantiles.
+        The predictive distribution is the mixture :math:`\frac1S\sum_s N(\mu_s, \sigma_s^2)`.
 
         Args:
-            model, x, forward: as in :meth:`predict`.
+            model, x, forward: as in :meth:`predict`, with its errors.
             quantiles: probabilities strictly between 0 and 1; ``(0.05, 0.95)`` bounds a 90 %
                 interval.
 
         Returns:
             ``[len(quantiles), n, ...]`` in the order given.
-
-        Raises:
-            ValueError: a quantile is out of range, or ``noise_std`` is missing; else as
-                :meth:`predict`.
 
         **Privacy**: post-processing.
         """
@@ -467,14 +442,13 @@ class PosteriorSamples(Chain):
         section 11.4, for the halves of one chain).
 
         Args:
-            model, forward: as in :meth:`predict`.
-            x: as in :meth:`predict`: public inputs, if the result decides anything.
+            model, x, forward: as in :meth:`predict`; public inputs, if the result decides anything.
 
         Returns:
             One number for each number that :meth:`predict` returns.
 
         Raises:
-            RuntimeError: there are fewer than four samples.
+            StateError: there are fewer than four samples.
 
         **Privacy**: post-processing of the samples. Whether to train on, decided by it, is an
         adaptive choice in the sense of :class:`~torch_dpbayes.PrivacyAccountant`.

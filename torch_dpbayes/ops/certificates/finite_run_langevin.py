@@ -11,8 +11,12 @@ from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import GaussianNoise, check_positive
 from ..langevin import Overdamped, mu_of_last_state
-from ..models import Data, Model
-from .certificate import ROUND_UP, Asserted, Setting, Statement, StepTooLarge
+from ..models import Data, Limits, Model
+from .certificate import ROUND_UP, Asserted, Setting, Statement
+
+
+class StepTooLarge(CertificateError):
+    """A step size above 2/M."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class FiniteRunLangevin(Asserted):
     def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         *_, size = self.resolved(model, setting)
         clip = self.max_grad_norm if self.lipschitz is None else self.lipschitz
-        target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
+        target = model.target(data, Limits(setting.tempering, clip))
         return Overdamped(self.steps, size).draw(target, noise)
 
     def resolved(self, model: Model, setting: Setting) -> tuple[float, float, float, float]:

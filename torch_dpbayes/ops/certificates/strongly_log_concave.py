@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import check_positive
-from ..models import Data, Density, Model
+from ..models import Data, Density, Limits, Model
 from .certificate import ROUND_UP, Asserted, ExactDraw, Setting, Statement
 
 
@@ -93,7 +93,7 @@ class StronglyLogConcave(Asserted, ExactDraw):
 
     def density(self, model: Model, data: Data, setting: Setting) -> Density:
         clip = self.max_grad_norm if self.lipschitz is None else math.inf
-        return model.target(data, tempering=setting.tempering, max_grad_norm=clip)
+        return model.target(data, Limits(setting.tempering, clip))
 
     def _constants(self, model: Model) -> tuple[float, float]:
         if self.lipschitz is not None and self.strength is not None:

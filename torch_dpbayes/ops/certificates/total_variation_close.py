@@ -10,7 +10,8 @@ import numpy as np
 from ...errors import CertificateError
 from ...noise import check_positive
 from ..langevin import Overdamped, Underdamped
-from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, TooFar, exact_delta
+from .certificate import ROUND_UP, ExactDraw, ExactEvent
+from .close_draw import CloseDraw, TooFar, exact_delta
 
 _POINTS, _ROUNDS = 401, 5  # of a grid that is refined: 1e-13 of the first one
 
@@ -27,12 +28,9 @@ class TotalVariationClose(CloseDraw):
     Source: Wang, Fienberg and Smola (2015), Proposition 10.
 
     Args:
-        target: what is known about an exact draw, and which density that is: a :class:`Bounded` or
-            a :class:`StronglyLogConcave`.
+        target, delta: as for :class:`RenyiClose`.
         xi: ξ, asserted. It has to be far below δ: a converged chain is hardly ever known to be that
             close.
-        delta: the δ of this release, public: its guarantee is one pair (ε, δ). n draws use up nδ of
-            the accountant's delta.
         sampler: as for :class:`RenyiClose`. None: the No-U-Turn chain of ``target``.
 
     Raises:
