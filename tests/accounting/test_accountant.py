@@ -17,11 +17,7 @@ from dp_accounting.pld import pld_privacy_accountant, pld_privacy_accountant_tes
 from support.dp_accounting_adapter import DpAccountingAdapter
 from support.ledgers import WHERE, made, sampled
 
-from torch_dpbayes.accounting import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
-    events,
-)
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, events
 from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.calibration import get_noise_multiplier

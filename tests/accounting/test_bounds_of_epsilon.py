@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize
 from support.examples import examples
 
-from torch_dpbayes.accounting import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
-    bounds,
-    events,
-)
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, events
 from torch_dpbayes.accounting.bounds import epsilon_by_cut
-from torch_dpbayes.accounting.dominating_pairs import (
-    Gaussian,
-    Pure,
-    Sampled,
-    directions,
-)
+from torch_dpbayes.accounting.dominating_pairs import Gaussian, Pure, Sampled, directions
 from torch_dpbayes.accounting.fft_composition import compose
 from torch_dpbayes.accounting.gdp import (
     advantage_sum,
@@ -71,12 +61,7 @@ def exact_delta(pair, epsilon):
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
 @pytest.mark.parametrize(
     ("rate", "noise", "delta"),
-    [
-        (1e-7, 0.412, 3.8e-13),
-        (1e-8, 0.3, 1e-15),
-        (0.4, 0.3, 0.1),
-        (0.9, 5.0, 1e-15),
-    ],
+    [(1e-7, 0.412, 3.8e-13), (1e-8, 0.3, 1e-15), (0.4, 0.3, 0.1), (0.9, 5.0, 1e-15)],
 )
 def test_one_release_in_closed_form(kind, rate, noise, delta):
     pair = Sampled(kind, rate, noise)

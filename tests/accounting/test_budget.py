@@ -230,10 +230,7 @@ def test_a_filter_is_its_limit(kind):
 
 
 @pytest.mark.parametrize("method", ["pld", "rdp"])
-@pytest.mark.parametrize(
-    ("epsilons", "budget"),
-    [((0.1,) * 3, 0.3), ((0.7, 0.1, 0.1), 0.9)],
-)
+@pytest.mark.parametrize(("epsilons", "budget"), [((0.1,) * 3, 0.3), ((0.7, 0.1, 0.1), 0.9)])
 def test_basic_composition_fits_whatever_floats_add_up_to(method, epsilons, budget):
     accountant = PrivacyAccountant(budget, 1e-9, method=method)
     for epsilon in epsilons:

@@ -12,13 +12,7 @@ import secrets
 import dp_accounting
 import numpy as np
 import pytest
-from support.random_compositions import (
-    KINDS,
-    LOOSE,
-    composition,
-    in_worse_direction,
-    of_poisson,
-)
+from support.random_compositions import KINDS, LOOSE, composition, in_worse_direction, of_poisson
 
 from torch_dpbayes.accounting import PrivacyAccountant, bounds, events, mechanisms
 from torch_dpbayes.accounting.dominating_pairs import Sampled

@@ -13,16 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ledgers import (
-    DELTA,
-    STEP,
-    WHERE,
-    counted,
-    forks,
-    in_child,
-    made,
-    sampled,
-)
+from support.ledgers import DELTA, STEP, WHERE, counted, forks, in_child, made, sampled
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,

@@ -29,13 +29,7 @@ from support.ledgers import (
     sampled,
 )
 
-from torch_dpbayes.accounting import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
-    bounds,
-    ledger,
-    renyi,
-)
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, ledger, renyi
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.accounting.ledger import open_blocks

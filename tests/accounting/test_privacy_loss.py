@@ -71,10 +71,7 @@ def counted(epsilons):
     return counts
 
 
-@given(
-    epsilons=st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=6),
-    share=st.floats(0.0, 1.1),
-)
+@given(epsilons=st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=6), share=st.floats(0.0, 1.1))
 @examples(40)
 def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, share):
     epsilon = share * math.fsum(epsilons)

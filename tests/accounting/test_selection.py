@@ -19,11 +19,7 @@ from torch_dpbayes.accounting.events import (
     PureDpEvent,
     UserLevelDpEvent,
 )
-from torch_dpbayes.accounting.selection import (
-    Repetitions,
-    selection_epsilon,
-    selection_event,
-)
+from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon, selection_event
 
 shapes = st.one_of(st.sampled_from([1.0, 0.0]), st.floats(-0.6, -0.01), st.floats(0.01, 1.0))
 means = st.floats(0.1, 1.3).map(lambda x: 10**x)

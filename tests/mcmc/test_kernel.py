@@ -9,15 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import MCMC
-from support.conjugate_chains import (
-    MAKERS,
-    Gaussian,
-    Tosses,
-    counts,
-    family,
-    hmc,
-    penalty,
-)
+from support.conjugate_chains import MAKERS, Gaussian, Tosses, counts, family, hmc, penalty
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
 import torch_dpbayes as dpb
