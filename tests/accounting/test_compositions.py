@@ -12,6 +12,7 @@ import secrets
 import dp_accounting
 import numpy as np
 import pytest
+from support.examples import few_of
 from support.random_compositions import KINDS, LOOSE, composition, in_worse_direction, of_poisson
 
 from torch_dpbayes.accounting import PrivacyAccountant, bounds, events, mechanisms
@@ -48,7 +49,7 @@ def test_every_kind_against_its_definition(kind, replace, draws):
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", few_of(LAWS, "clusters", "outlier"))
 def test_schedules_against_an_integral(law, kind, monkeypatch):
     """Of few releases, brought to mixtures as hundreds are. The library composes so few as they
     are: mixtures of them come out up to 1 percent high, and those of 1,500 .2 percent. One draw in

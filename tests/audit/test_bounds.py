@@ -123,7 +123,9 @@ def test_bounds_are_sharp(canaries, epsilon, of_basic, of_gaussian):
     [
         (GaussianDpEvent(2.0), 1, True),
         (BoundedRangeDpEvent(2.0), 1, False),
-        (PoissonSampledDpEvent(0.1, GaussianDpEvent(0.9)), 4, False),
+        pytest.param(
+            PoissonSampledDpEvent(0.1, GaussianDpEvent(0.9)), 4, False, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_an_accountants_whole_curve_is_tested(event, count, is_gaussian):
