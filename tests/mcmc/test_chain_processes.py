@@ -20,6 +20,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from support.conjugate_chains import counts
 from support.ledgers import forks
 
 import torch_dpbayes as dpb
@@ -67,10 +68,6 @@ def make(kind, accountant, noise=50.0, **options):
     noises = {"ratio_noise_multiplier": noise, "grad_noise_multiplier": 1.2 * noise}
     bounds = {"log_ratio_slope": 5.0, "max_grad_norm": 5.0, "step_size": 0.02, "num_steps": 3}
     return DPHMC(model, **{**bounds, **noises, **options}, accountant=accountant)
-
-
-def counts(accountant):
-    return {charge.event.noise_multiplier: charge.count for charge in accountant.history}
 
 
 def expected(kind, iterations, chains):
