@@ -19,6 +19,7 @@ from pyro.infer.autoguide import (
 )
 from pyro.nn import PyroModule
 from scipy.stats import chi2
+from support.examples import few_of
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 from support.recorded import record_once
 from support.refusals import refused
@@ -83,7 +84,7 @@ def make(model=model, guide=AutoNormal, **how):
 # --- the truth ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize("guide", few_of(GUIDES, AutoMultivariateNormal))
 def test_with_little_noise_the_guide_is_the_posterior_of_the_data(guide):
     x = rows()
     svi = make(guide=guide, noise_multiplier=1e-3, max_grad_norm=50.0)

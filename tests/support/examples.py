@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+THOROUGH = [pytest.mark.thorough]
 OF_THE_THOROUGH_PROFILE = settings.get_profile("thorough").max_examples
 
 
@@ -19,4 +20,7 @@ def examples(count: int, **more: Any) -> settings:
 
 def few_of(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """All cases for .ci/run, of which the default run takes those that are named."""
-    return [pytest.param(c, marks=() if c in kept else pytest.mark.thorough) for c in cases]
+    return [
+        pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=[] if c in kept else THOROUGH)
+        for c in cases
+    ]
