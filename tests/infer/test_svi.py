@@ -21,7 +21,7 @@ from pyro.nn import PyroModule
 from scipy.stats import chi2
 from support.examples import few_of
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
-from support.recorded import record_once
+from support.recorded import recorded_once
 from support.refusals import refused
 
 import torch_dpbayes as dpb
@@ -32,13 +32,7 @@ from torch_dpbayes.infer import svi as svi_module
 DOUBLE = torch.float64
 GUIDES = (AutoNormal, AutoMultivariateNormal)
 CHANCE = 2e-4  # that one look fails when all is right
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _recorded_once():
-    with pytest.MonkeyPatch.context() as patch:
-        record_once(patch, svi_module)
-        yield
+_recorded = recorded_once(svi_module)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 from pyro.infer import MCMC
 from support.conjugate_chains import MAKERS, Gaussian, Tosses, counts, family, hmc, penalty
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
-from support.recorded import record_once
+from support.recorded import recorded_once
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPPenalty, ExponentialFamilyPenalty
@@ -19,13 +19,7 @@ from torch_dpbayes.mcmc import kernel as kernel_module
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _recorded_once():
-    with pytest.MonkeyPatch.context() as patch:
-        record_once(patch, kernel_module)
-        yield
+_recorded = recorded_once(kernel_module)
 
 
 def run(kernel, *data, num_samples=2, warmup_steps=1, **options):

@@ -28,7 +28,7 @@ from support.conjugate_chains import (
     penalty,
     smallest,
 )
-from support.recorded import record_once
+from support.recorded import recorded_once
 
 from torch_dpbayes.accounting import events
 from torch_dpbayes.mcmc import kernel as kernel_module
@@ -36,13 +36,7 @@ from torch_dpbayes.mcmc import proposals
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _recorded_once():
-    with pytest.MonkeyPatch.context() as patch:
-        record_once(patch, kernel_module)
-        yield
+_recorded = recorded_once(kernel_module)
 
 
 WALK = torch.tensor([[0.2, 0.0], [0.15, 0.1]]).double()

@@ -1,5 +1,6 @@
 """Models that are recorded once, which is most of what a short run takes."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,3 +24,15 @@ def record_once(patch, *modules, for_any_count=False):
 
     for module in modules:
         patch.setattr(module, "RecordDensity", density)
+
+
+def recorded_once(*modules):
+    """A fixture for all tests of a file."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def recorded():
+        with pytest.MonkeyPatch.context() as patch:
+            record_once(patch, *modules)
+            yield
+
+    return recorded
