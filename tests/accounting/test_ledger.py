@@ -144,7 +144,12 @@ def test_remaining_is_exact(where, method, relation, event, path):
             100,
             id="four kinds",
         ),
-        pytest.param([sampled(2 + math.sin(t / 50)) for t in range(600)], 60, id="schedule"),
+        pytest.param(
+            [sampled(2 + math.sin(t / 50)) for t in range(600)],
+            60,
+            id="schedule",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_kill_costs_half_of_what_was_released_or_64_steps(path, turns, most_commits, monkeypatch):

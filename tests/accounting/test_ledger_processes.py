@@ -55,7 +55,7 @@ def release(accountant, path, steps, opened, answers):
 
 
 @pytest.mark.parametrize(
-    ("number", "steps"), [(4, 400), pytest.param(8, 10_000, marks=pytest.mark.slow)]
+    ("number", "steps"), [(3, 200), pytest.param(8, 10_000, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("budget", [25.0, pytest.param(1.2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("how", ["forked", "by path"])

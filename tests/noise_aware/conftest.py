@@ -9,10 +9,11 @@ from torch_dpbayes.noise_aware import drawing, inference, latents, noisy_gram, r
 
 
 @pytest.fixture(scope="module")
-def recorded_once():
-    """And few draws of a prior are made."""
+def recorded_once(request):
+    """And few draws of a prior are made. Of any number of records, where no test is about it."""
     with pytest.MonkeyPatch.context() as patch:
-        record_once(patch, records)
+        counts_matter = getattr(request.module, "COUNTS_MATTER", False)
+        record_once(patch, records, for_any_count=not counts_matter)
         patch.setattr(latents, "_DRAWS", 200)
         yield
 
