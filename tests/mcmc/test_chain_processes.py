@@ -21,6 +21,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from support.conjugate_chains import counts
+from support.examples import few_of
 from support.ledgers import forks
 
 import torch_dpbayes as dpb
@@ -183,7 +184,9 @@ def a_fork(pipe, told):
 
 
 @forks
-@pytest.mark.parametrize("leaves", [nothing, half_a_message, a_fork])
+@pytest.mark.parametrize(
+    "leaves", few_of([nothing, half_a_message, a_fork], half_a_message, a_fork)
+)
 def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(accountant, leaves):
     told, tell = os.pipe()
 
