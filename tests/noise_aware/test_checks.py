@@ -86,6 +86,7 @@ def prior_p(fit, releases, latents):
     return prior_p_value(fit, latents, covariance @ (pulled.T @ value), covariance)
 
 
+@pytest.mark.thorough
 @pytest.mark.chance(1e-3)
 def test_p_values_are_uniform_where_the_model_is_right():
     latents = latents_of()
