@@ -7,15 +7,11 @@ import logging
 import os
 import signal
 
-# test processes share the cores: more threads than cores slow all of them down
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
 import hypothesis
 import pytest
-import torch
 
-torch.set_num_threads(1)
+# test processes share the cores: more threads than cores slow all of them down
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a test run in the background hands it down ignored, to programs that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,11 +48,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def fresh_seed() -> int:
+    """Of torch, which would else start from the same built-in number: that is a chosen seed."""
+    import torch  # not in the process of xdist that runs no test
+
+    torch.set_num_threads(1)
+    return torch.seed()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # a fresh process always starts torch's generator from the same built-in number: without this,
-    # that is a chosen seed
-    item.stash[seed_key] = torch.seed()
+    item.stash[seed_key] = fresh_seed()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,7 +76,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             return True
         except AssertionError as error:
             print(f"failed once, looked again: {str(error)[:300]}")
-            pyfuncitem.stash[seed_key] = torch.seed()
+            pyfuncitem.stash[seed_key] = fresh_seed()
             if "monkeypatch" in pyfuncitem.funcargs:
                 pyfuncitem.funcargs["monkeypatch"].undo()
     return None  # pytest runs it for the last time
@@ -103,6 +105,8 @@ def _logs_as_before():
 @pytest.fixture
 def double():
     """New tensors have 64 bits, so that closed forms can be compared to the last digits."""
+    import torch
+
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -2,11 +2,8 @@
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
-import torch_dpbayes
-
-ROOT = Path(torch_dpbayes.__file__).parent
+from support.sources import ROOT, trees
 
 MAY_IMPORT = {
     "errors": "",
@@ -35,11 +32,11 @@ EXCEPTIONS = {("optim/fisher_sum.py", "per_sample")}
 MAY_IMPORT = {room: {*below.split(), "errors"} - {room} for room, below in MAY_IMPORT.items()}
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(name: str, tree: ast.Module) -> set[str]:
     """Rooms from which a file of the package imports."""
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    package = name.removesuffix(".py").split("/")[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - (node.level - 1)]
             full = (*base, *(node.module.split(".") if node.module else ()))
@@ -49,10 +46,9 @@ def imports_of(path: Path) -> set[str]:
 
 def test_arrows_run_one_way():
     arrows = defaultdict(set)
-    for path in ROOT.rglob("*.py"):
-        name = path.relative_to(ROOT).as_posix()
+    for name, tree in trees().items():
         room = name.removesuffix(".py").split("/")[0]
-        others = imports_of(path) - {room} if room != "__init__" else ()
+        others = imports_of(name, tree) - {room} if room != "__init__" else ()
         arrows[room] |= {other for other in others if (name, other) not in EXCEPTIONS}
     wrong = {room: found - MAY_IMPORT.get(room, set()) for room, found in arrows.items()}
     assert not any(wrong.values()), wrong
@@ -78,6 +74,6 @@ def test_every_room_is_on_the_map():
 
 def test_every_file_says_in_a_sentence_what_it_is_for():
     """The site lists them."""
-    for path in ROOT.rglob("*.py"):
-        says = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
-        assert 5 < len(says.split()) < 45, path
+    for name, tree in trees().items():
+        says = (ast.get_docstring(tree) or "").split("\n\n")[0]
+        assert 5 < len(says.split()) < 45, name

@@ -1,9 +1,12 @@
 """A statistical test is looked at again before it fails, and its stated chances add up."""
 
+import io
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+
+import pytest
+from support.children import in_child
 
 TESTS = Path(__file__).parent
 PROGRAM = """
@@ -32,18 +35,14 @@ def test_without_a_chance():
 def test_a_failure_by_chance_passes_and_a_fault_fails(tmp_path):
     shutil.copy(TESTS / "conftest.py", tmp_path)
     (tmp_path / "test_program.py").write_text(PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        tmp_path,
-    ]
-    options = ["-c", "/dev/null", "-W", "ignore", tmp_path]
-    ran = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert "1 passed" in ran.stdout and "3 failed" in ran.stdout, ran.stdout
-    assert "looked 3 times" in ran.stdout and "at once" in ran.stdout
-    assert "assert 3 == 4" in ran.stdout
+    options = "-q -n 0 -p no:cacheprovider -c /dev/null -W ignore --rootdir".split()
+
+    def run():
+        with redirect_stdout(io.StringIO()) as said:
+            pytest.main([*options, str(tmp_path), str(tmp_path)])
+        return said.getvalue()
+
+    said = in_child(run)
+    assert "1 passed" in said and "3 failed" in said, said
+    assert "looked 3 times" in said and "at once" in said
+    assert "assert 3 == 4" in said

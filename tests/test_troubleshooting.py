@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.sources import trees
 from torch import nn
 
 import torch_dpbayes as dpb
@@ -18,11 +19,6 @@ from torch_dpbayes.ops.certificates.close_draw import TooFar
 from torch_dpbayes.ops.certificates.finite_run_langevin import StepTooLarge
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted((ROOT / "torch_dpbayes").rglob("*.py"))
-TREES = {
-    path.relative_to(ROOT / "torch_dpbayes").as_posix(): ast.parse(path.read_text())
-    for path in FILES
-}
 HEADINGS = re.findall(r"^### ([a-z-]+)$", (ROOT / errors.PAGE).read_text(), re.MULTILINE)
 # by file: Python's protocols, and what never leaves the library
 OF_PYTHON = {
@@ -41,7 +37,7 @@ OF_PYTHON = {
 
 def codes():
     """Of classes, of raised errors, and of what per_sample hands on as a string."""
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg == "code":
                 value = node.value
@@ -64,7 +60,7 @@ def test_every_code_is_a_heading_and_no_other():
 
 def test_errors_are_of_this_library():
     found = set()
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and node.exc is not None:
                 kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
@@ -114,7 +110,7 @@ def texts_of(tree):
 def test_errors_are_short():
     """At most 35 words, of whatever is said; half of the errors at most 18."""
     raised = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for text in texts_of(tree):
             assert len(text.split()) <= 35, (name, text)
         for node in ast.walk(tree):

@@ -11,7 +11,8 @@ import sys
 import time
 
 import pytest
-from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
+from support.children import in_child
+from support.ledgers import DELTA, STEP, counted, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, ledger, session
 from torch_dpbayes.accounting.accountant import look_at
@@ -108,8 +109,7 @@ def test_an_interruption_in_memory_loses_no_charge(times):
         assert len(accountant) >= sum(told)
 
 
-@forks
-@pytest.mark.parametrize("times", [8, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [4, pytest.param(400, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_at_least_what_it_released(path, times):
     """A pipe, written after each charge, says what a forked child released."""
     parent, released = PrivacyAccountant(3e3, DELTA, path=path).compose(STEP), 1
@@ -232,7 +232,6 @@ def test_a_busy_file_is_an_error_and_no_release(path, monkeypatch):
     assert counted(path) == len(accountant) == 2
 
 
-@forks
 def test_a_full_disk_is_an_error_and_no_release(path):
     accountant = PrivacyAccountant(20.0, DELTA, path=path)
     accountant.compose(STEP).close()

@@ -8,7 +8,8 @@ import shutil
 import sqlite3
 
 import pytest
-from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
+from support.children import in_child
+from support.ledgers import DELTA, STEP, counted, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, ledger
 from torch_dpbayes.accounting.events import GaussianDpEvent
@@ -74,7 +75,7 @@ def charged(path):
     return before
 
 
-@pytest.mark.parametrize("times", [80, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [30, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
     errors = 0
@@ -173,7 +174,6 @@ def made(path):
     return again[1][0].count == counted(path) == 1 == path.stat().st_nlink
 
 
-@forks
 def test_a_ledger_whose_making_met_a_full_disk_can_be_made_again(tmp_path):
     outcomes = set()
     for room in (0, 1, 4095, 4096, 8192, 16384, 30_000, 100_000):
@@ -188,7 +188,7 @@ def test_a_ledger_whose_making_met_a_full_disk_can_be_made_again(tmp_path):
 
         outcomes.add((in_child(child), path.exists()))
         assert made(path)
-    assert outcomes == {(17, False), (0, True)}
+    assert outcomes == {(17, False), (None, True)}
 
 
 @pytest.mark.parametrize("content", [0, 4096])

@@ -107,7 +107,8 @@ def profile(kind, rate, noise, epsilons):
     return np.maximum(upper - np.exp(epsilons) * lower, 0.0)
 
 
-@pytest.mark.parametrize("groups", [300, pytest.param(4096, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("groups", [300, 4096])
 def test_groups_of_close_releases_stand_for_them(groups, monkeypatch):
     """The mean of a group, and the bound on what that changes; 4096 hold each release by itself."""
     rng, exact = np.random.default_rng(12), 2.594255267

@@ -82,10 +82,7 @@ def poisson(z, rate=1 / 3):
     [
         ({}, poisson(1.5)),
         ({"max_batch_size": 6}, TruncatedSubsampledGaussianDpEvent(12, 1 / 3, 6, 1.5)),
-        (
-            {"sampling": "fixed_size"},
-            SampledWithoutReplacementDpEvent(12, 4, GaussianDpEvent(1.5)),
-        ),
+        ({"sampling": "fixed_size"}, SampledWithoutReplacementDpEvent(12, 4, GaussianDpEvent(1.5))),
         ({"sampling": "fixed_size", "batch_size": 12}, GaussianDpEvent(1.5)),
         ({"sampling": "random_allocation", "batch_size": 12}, GaussianDpEvent(1.5)),
         ({"user_ids": IDS, "batch_size": 1}, UserLevelDpEvent(poisson(1.5))),

@@ -112,7 +112,6 @@ def test_a_seed_inside_is_forgotten_and_the_programs_stream_goes_on(work):
     assert len(torch.stack(found).unique(dim=0)) == 4
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_process_forked_inside_a_block_has_numbers_of_its_own():
     randomness = PrivateRandomness()
     entered, done = threading.Event(), threading.Event()

@@ -13,11 +13,7 @@ from support.refusals import refused
 from torch.utils.data import DataLoader
 
 RECORDS, BATCH, EPOCHS = 40, 8, 2
-pytestmark = [
-    pytest.mark.slow,
-    # of how datasets names a table, an error of dill
-    pytest.mark.filterwarnings("ignore:Cannot locate reference to"),
-]
+pytestmark = pytest.mark.slow
 
 
 def sentences():

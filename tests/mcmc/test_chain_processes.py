@@ -20,6 +20,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from support.conjugate_chains import counts
+from support.examples import few_of
 from support.ledgers import forks
 
 import torch_dpbayes as dpb
@@ -67,10 +69,6 @@ def make(kind, accountant, noise=50.0, **options):
     noises = {"ratio_noise_multiplier": noise, "grad_noise_multiplier": 1.2 * noise}
     bounds = {"log_ratio_slope": 5.0, "max_grad_norm": 5.0, "step_size": 0.02, "num_steps": 3}
     return DPHMC(model, **{**bounds, **noises, **options}, accountant=accountant)
-
-
-def counts(accountant):
-    return {charge.event.noise_multiplier: charge.count for charge in accountant.history}
 
 
 def expected(kind, iterations, chains):
@@ -186,7 +184,9 @@ def a_fork(pipe, told):
 
 
 @forks
-@pytest.mark.parametrize("leaves", [nothing, half_a_message, a_fork])
+@pytest.mark.parametrize(
+    "leaves", few_of([nothing, half_a_message, a_fork], half_a_message, a_fork)
+)
 def test_a_killed_chain_ends_the_run_and_keeps_what_it_was_charged(accountant, leaves):
     told, tell = os.pipe()
 

@@ -11,12 +11,15 @@ import torch
 from pyro.infer import MCMC
 from support.conjugate_chains import MAKERS, Gaussian, Tosses, counts, family, hmc, penalty
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
+from support.recorded import recorded_once
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPPenalty, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc import kernel as kernel_module
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
+_recorded = recorded_once(kernel_module)
 
 
 def run(kernel, *data, num_samples=2, warmup_steps=1, **options):

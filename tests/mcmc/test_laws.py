@@ -28,12 +28,16 @@ from support.conjugate_chains import (
     penalty,
     smallest,
 )
+from support.recorded import recorded_once
 
 from torch_dpbayes.accounting import events
+from torch_dpbayes.mcmc import kernel as kernel_module
 from torch_dpbayes.mcmc import proposals
 from torch_dpbayes.mcmc.kernel import Candidate
 
 pytestmark = pytest.mark.usefixtures("double")
+_recorded = recorded_once(kernel_module)
+
 
 WALK = torch.tensor([[0.2, 0.0], [0.15, 0.1]]).double()
 FULL_MASS = torch.tensor([[2.0, 0.8], [0.8, 1.0]]).double()

@@ -1,14 +1,11 @@
-"""Many owners: real process groups on the loopback interface, one process for each owner."""
+"""Many owners: real process groups on loopback, one process for each owner."""
 
 import copy
 import math
-import multiprocessing
 import os
 import pickle
 import signal
 import time
-import traceback
-import warnings
 from datetime import timedelta
 from functools import partial
 
@@ -20,6 +17,8 @@ import torch
 import torch._dynamo  # here, not in every process
 import torch.distributed
 from pyro.infer import MCMC
+from support.ranks import Server
+from support.recorded import record_once
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
@@ -31,65 +30,18 @@ from torch_dpbayes.mcmc.owners import SharedRandomness
 DIMENSION = 3
 
 
-# -- processes -------------------------------------------------------------------------------------
-
-
-def serve(function, rank, size, place, timeout, pipe, arguments):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of torch, for its own functions
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{place}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
-    try:
-        pipe.send((True, function(rank, *arguments)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    pipe.close()
-    os._exit(0)  # what tears the group down waits for ranks that are gone
-
-
-# a fork of this process, in which other tests may have computed gradients, could not compute any
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch._dynamo", "pyro.infer", "torch_dpbayes.mcmc"])
-
-
-@pytest.fixture
-def owners(tmp_path):
-    """Run ``function(rank, *arguments)`` on ``size`` ranks: what each returns, or None for
-    one that died.
+@pytest.fixture(scope="module")
+def owners(tmp_path_factory):
+    """``owners(function, size, **arguments)``: what each returned, or None for one that died. They
+    find the model recorded, without gradients: a process that computed those lets no child do so.
     """
-
-    def run(size, function, *arguments, timeout=30):
-        started = []
-        for rank in range(size):
-            mine, theirs = PROCESSES.Pipe()
-            settings = function, rank, size, tmp_path / "store", timeout, theirs, arguments
-            process = PROCESSES.Process(target=serve, args=settings)
-            process.start()
-            theirs.close()
-            started.append((process, mine))
-        results = []
-        try:
-            for _, pipe in started:
-                try:
-                    right, result = pipe.recv() if pipe.poll(100) else (False, "still running")
-                except EOFError:
-                    right, result = True, None
-                if not right:
-                    raise AssertionError(result)
-                results.append(result)
-        finally:
-            for process, _ in started:
-                process.kill()
-                process.join()
-        return results
-
-    return run
+    with pytest.MonkeyPatch.context() as patch:
+        record_once(patch, kernel_module, for_any_count=True)
+        options = {"data_plate": "data", "gradients": False, "count_is_public": False}
+        kernel_module.RecordDensity(model, (records(0),), {}, **options)
+        server = Server(__name__, tmp_path_factory.mktemp("owners"))
+        yield server.run
+        server.close()
 
 
 # -- models, and the truth about them --------------------------------------------------------------
@@ -163,7 +115,7 @@ class Silent:
         return torch.zeros(size, dtype=dtype)
 
 
-def public_values(rank, kind, counts, iterations):
+def public_values(rank, kind, counts, iterations=25):
     options = {} if kind == "penalty" else {"mass_matrix": torch.linspace(0.8, 1.2, DIMENSION)}
     is_alone = len(counts) == 1
     kernel = make(kind, 0.6 / len(counts) ** 0.5, alone=is_alone, **options)
@@ -193,8 +145,8 @@ def test_two_owners_make_the_chain_of_one_kernel_on_the_pooled_data(owners, kind
     """With public numbers fixed and no noise drawn: proposals, ratios and decisions, which count
     the noise of both.
     """
-    one, other = owners(2, public_values, kind, counts, 25)
-    pooled = public_values(0, kind, [40], 25)
+    one, other = owners(public_values, 2, kind=kind, counts=counts)
+    pooled = public_values(0, kind, [40])
     assert one[1] == other[1] and np.array_equal(one[0], other[0])
     np.testing.assert_allclose(one[0], pooled[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(one[1], pooled[1], rtol=1e-4, atol=1e-4)
@@ -255,21 +207,20 @@ def by_kind(sums):
             begins = not begins
 
 
-NOISES = (1.0, 1.5, 3.0)
+NOISES = (1.0, 1.5)
 
 
 def hospital(rank, folder):
-    """One of three, which differ in budget, relation, method and noise, and one of which has no
+    """One of two, which differ in budget, relation, method and noise, and one of which has no
     records: what it sends, the noise it drew, the exact sums that this hid, draws and charges.
     """
     accountant = [
-        dpb.PrivacyAccountant(5000.0, 1e-5),
-        dpb.PrivacyAccountant(6000.0, 1e-6, neighboring="replace_one", path=folder / "budget.db"),
         dpb.PrivacyAccountant(method="rdp"),
+        dpb.PrivacyAccountant(6000.0, 1e-6, neighboring="replace_one", path=folder / "budget.db"),
     ][rank]
     kernel, sums = make("HMC", NOISES[rank], accountant, target_accept_prob=0.5), []
-    x = records(rank, (25, 0, 4))
-    if rank == 2:
+    x = records(rank, (25, 0))
+    if rank == 0:
         x[1] = math.nan
     kernel.setup(2, x)
     (numbers, sent), kernel._noise = tap(), Tapped(kernel._noise)
@@ -300,7 +251,7 @@ def hospital(rank, folder):
 
 def test_what_leaves_an_owner_is_its_noisy_sums_which_it_pays_for(owners, tmp_path):
     """And all get the same draws."""
-    results = owners(3, hospital, tmp_path)
+    results = owners(hospital, 2, folder=tmp_path)
     every = [n for _, _, drawn, *_ in results for draw in drawn for n in draw]
     assert len(set(every)) == len(every)
     for rank, (numbers, sent, drawn, sums, draws, charges) in enumerate(results):
@@ -342,7 +293,7 @@ def tapped_set_ups(rank):
 
 @pytest.mark.thorough
 def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_number(owners):
-    _, (none, one, seven, forty) = owners(2, tapped_set_ups)
+    _, (none, one, seven, forty) = owners(tapped_set_ups, 2)
     assert len(none[0]) > 5 and none == one == seven == forty
 
 
@@ -365,7 +316,7 @@ def a_budget_ends(rank):
 
 
 def test_the_tightest_budget_stops_all_in_the_same_iteration(owners):
-    results = owners(3, a_budget_ends)
+    results = owners(a_budget_ends, 3)
     fitting = results[1][1]
     for rank, (((name, text, draws, charges), after_all), _) in enumerate(results):
         assert name == after_all[0] == "PrivacyBudgetExceeded"
@@ -418,7 +369,7 @@ def mishap_of_one(rank, how):
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", MISHAPS)
 def test_what_happens_to_one_owner_reaches_the_others_at_once(owners, how):
-    results, own_error = owners(3, mishap_of_one, how), MISHAPS[how][1]
+    results, own_error = owners(mishap_of_one, 3, how=how), MISHAPS[how][1]
     assert (results[1] is None) == (how == "dies")
     for rank in (0, 2):
         (name, text, *counts), shorter, seconds = results[rank]
@@ -468,7 +419,7 @@ def different(rank):
 
 
 def test_owners_that_differ_find_out_before_a_charge(owners):
-    for rank, result in enumerate(owners(2, different)):
+    for rank, result in enumerate(owners(different, 2)):
         for name, (error, _, *nothing) in result.items():
             assert nothing == [0, 0], name
             assert error == ("UnfitModel" if rank and name == "model" else "OwnerError"), name
@@ -506,6 +457,6 @@ def refusals(rank, folder):
 
 def test_what_is_refused_of_an_owner(owners, tmp_path):
     """No noise of its own, copies of a kernel, and messages that nobody can read."""
-    owners(2, refusals, tmp_path)
+    owners(refusals, 2, folder=tmp_path)
     with pytest.raises(dpb.errors.OwnerError):  # there is no group
         make("penalty", 1.0)

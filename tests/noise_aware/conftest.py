@@ -3,27 +3,17 @@
 import math
 
 import pytest
+from support.recorded import record_once
 
-from torch_dpbayes.density import RecordDensity
 from torch_dpbayes.noise_aware import drawing, inference, latents, noisy_gram, records
 
 
 @pytest.fixture(scope="module")
-def recorded_once():
-    """Models are recorded once for records of the same shapes, which is half of what a quick run
-    takes, and few draws of a prior are made.
-    """
-    made = {}
-
-    def density(model, args, **options):
-        shapes = [(arg.shape, arg.dtype) for arg in args]
-        key = model, str(shapes), str(options)
-        if key not in made:
-            made[key] = RecordDensity(model, args, **options)
-        return made[key].with_rows([args[k] for k in made[key].row_dims])
-
+def recorded_once(request):
+    """And few draws of a prior are made. Of any number of records, where no test is about it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "RecordDensity", density)
+        counts_matter = getattr(request.module, "COUNTS_MATTER", False)
+        record_once(patch, records, for_any_count=not counts_matter)
         patch.setattr(latents, "_DRAWS", 200)
         yield
 

@@ -86,6 +86,7 @@ def prior_p(fit, releases, latents):
     return prior_p_value(fit, latents, covariance @ (pulled.T @ value), covariance)
 
 
+@pytest.mark.thorough
 @pytest.mark.chance(1e-3)
 def test_p_values_are_uniform_where_the_model_is_right():
     latents = latents_of()
@@ -100,6 +101,7 @@ def test_p_values_are_uniform_where_the_model_is_right():
     assert stats.kstest(of_prior, "uniform").pvalue > 2.5e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.chance(1e-3)
 def test_covariates_that_are_not_known_raise_no_more_alarms(monkeypatch):
     """Of 200 right runs 2 are expected to alarm, and 9 or more once in 4,000 times. With the

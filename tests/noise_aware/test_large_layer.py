@@ -285,12 +285,12 @@ def test_chains_sample_the_density():
 
 
 def test_quick_draws_of_a_matrix_are_as_far_from_each_other_as_from_the_truth():
-    """Over 60 releases, of noise that is half of the least eigenvalue; the ratio was 1.2, with a
-    deviation of .05.
+    """Over 30 releases, of noise that is half of the least eigenvalue; the ratio was 1.2, with a
+    deviation of .07.
     """
     truth = torch.diag(torch.logspace(0, -1, 6, dtype=DOUBLE))
     error = spread = 0.0
-    for _ in range(60):
+    for _ in range(30):
         noise = torch.randn(6, 6, dtype=DOUBLE) * 0.05
         draws = quick_gram_draws(truth + (noise + noise.T) / 2, 0.05, 40)
         assert float(torch.linalg.eigvalsh(draws).min()) > 0

@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import stats
+from support.examples import few_of
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.calibration import total_multiplier
@@ -147,6 +148,7 @@ def test_a_hierarchical_prior_is_sampled():
     assert own == pytest.approx(deviation, rel=0.25)
 
 
+@pytest.mark.thorough
 @pytest.mark.chance(1e-3)
 def test_non_centred_coordinates_have_the_law_of_the_prior():
     """θ(ξ) of draws of ξ against draws of θ; log p(ξ) against that of normal numbers."""
@@ -193,7 +195,7 @@ def test_the_weight_of_a_latent_is_not_that_of_its_other_coordinates():
         assert float(log_density[0]) == pytest.approx(float(expected), rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("is_followed", [True, False])
+@pytest.mark.parametrize("is_followed", few_of([True, False], False))
 def test_chains_end_in_the_posterior(is_followed):
     """In five dimensions from two Gaussians that are 1.6 times too wide and two deviations off; the
     gradients that trajectories follow are right, or of a likelihood that is off.

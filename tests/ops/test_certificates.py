@@ -20,6 +20,14 @@ from torch_dpbayes.ops.models import Limits
 
 BASES = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
 RECORDS = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
+CASES = {
+    "family": st.sampled_from(ops.glm.FAMILIES),
+    "neighboring": st.sampled_from(RELATIONS),
+    "base": BASES,
+    "record": RECORDS,
+    "other": RECORDS,
+    "rho": st.sampled_from([0.3, 1.0]),
+}
 
 
 def neighbours_of(base, record, other, neighboring):
@@ -42,15 +50,7 @@ def of_exact_draws(glm, neighbours, certificate, setting):
 
 @pytest.mark.parametrize("certificate", [ops.Bounded((-2.0, 0.5)), ops.StronglyLogConcave(0.3)])
 @examples(24)
-@hypothesis.given(
-    family=st.sampled_from(ops.glm.FAMILIES),
-    neighboring=st.sampled_from(RELATIONS),
-    base=BASES,
-    record=RECORDS,
-    other=RECORDS,
-    std=st.sampled_from([0.5, 2.0]),
-    rho=st.sampled_from([0.3, 1.0]),
-)
+@hypothesis.given(**CASES, std=st.sampled_from([0.5, 2.0]))
 def test_exact_densities_never_exceed_the_stated_delta(
     certificate, family, neighboring, base, record, other, std, rho
 ):
@@ -108,16 +108,11 @@ def of_runs(glm, neighbours, run, setting):
 
 @examples(80)
 @hypothesis.given(
-    family=st.sampled_from(ops.glm.FAMILIES),
-    neighboring=st.sampled_from(RELATIONS),
-    base=BASES,
-    record=RECORDS,
-    other=RECORDS,
+    **CASES,
     lam=st.sampled_from([0.0, 0.5, 2.0]),
     steps=st.integers(1, 12),
     stretch=st.sampled_from([0.3, 1.0, 1.9]),
     clip=st.sampled_from([0.5, 1.0, 2.0]),
-    rho=st.sampled_from([0.3, 1.0]),
 )
 def test_exact_output_densities_of_runs_never_exceed_the_stated_delta(
     family, neighboring, base, record, other, lam, steps, stretch, clip, rho

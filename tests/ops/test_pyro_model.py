@@ -10,15 +10,18 @@ import torch
 from scipy import stats
 from support.profiles import excess_and_share
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
+from support.recorded import recorded_once
 
 import torch_dpbayes as dpb
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.ops import pyro_model
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.ops.models import Limits
 from torch_dpbayes.ops.pyro_model import PyroModel
 
 LEVEL = 1e-4  # of one look at a law
+_recorded = recorded_once(pyro_model)
 
 
 def line(x, y):

@@ -36,6 +36,7 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
             wheel.writestr(name, text)
     return "small-1-py3-none-any.whl"
 """
+WORKERS = ["-n", "2", "--dist", "loadfile"]
 PRINT_ARGUMENTS = "import os, sys\nprint(os.path.realpath(sys.prefix), *sys.argv[1:], sep='|')\n"
 
 
@@ -109,20 +110,20 @@ def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
     both = [project.start("demo", "--dataset", "two words"), project.start("test", "-k", "sgld")]
     assert [project.finish(process) for process in both] == [
         ["--dataset", "two words"],
-        ["-n", "2", "-k", "sgld"],
+        [*WORKERS, "-k", "sgld"],
     ]
     assert project.builds == 1
 
     with_python = project.environment["PATH"]
     project.environment["PATH"] = os.defpath
     assert project.run("demo") == []
-    assert project.run("test", "-m", "slow") == ["-n", "2", "-m", "slow"]
+    assert project.run("test", "-m", "slow") == [*WORKERS, "-m", "slow"]
     assert project.builds == 1
 
     project.environment["PATH"] = with_python
     with (project.root / "setup.cfg").open("a") as setup:
         setup.write("version = 2\n")
-    assert project.run("test") == ["-n", "2"]
+    assert project.run("test") == WORKERS
     assert project.builds == 2
 
 

@@ -18,11 +18,7 @@ SCRIPTS = {
     "speed": ("optimizers loader kernels --seconds 0.01", {}, r"network 3-50-1, N = 2,000, terms"),
     "gpu": ("--seconds 0 --no-checks", {}, "time is up"),
     "recorded_runs": ("{0}/runs.pt --only history:1", {}, ""),
-    "compare_samplers": (
-        "--quick",
-        {},
-        r"\| posteriors SGNHT",
-    ),
+    "compare_samplers": ("--quick", {}, r"\| posteriors SGNHT"),
     "does_bayes_pay": (
         "table --quick --results {0}/runs.jsonl --csv {0}/a.csv --picture {0}/a.png",
         {},

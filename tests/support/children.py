@@ -2,14 +2,17 @@
 
 import multiprocessing
 import os
+import warnings
 
 import torch
 
 
 def in_child(work):
-    """What ``work`` returns in a forked process."""
+    """What ``work`` returns in a forked process, or the exit code of one that was killed."""
     ours, theirs = multiprocessing.Pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process may have threads
+        pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)
         try:
@@ -18,7 +21,10 @@ def in_child(work):
             answer = f"{type(error).__name__}: {error}"
         theirs.send(answer)
         os._exit(0)
+    theirs.close()
     assert ours.poll(60), "the child did not answer"
-    answer = ours.recv()
-    os.waitpid(pid, 0)
-    return answer
+    try:
+        answer = ours.recv()
+    except EOFError:
+        answer = None
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or answer

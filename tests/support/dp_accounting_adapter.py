@@ -18,9 +18,7 @@ class DpAccountingAdapter(dp_accounting.PrivacyAccountant):
     """A ``PrivacyAccountant`` without a budget, as a ``dp_accounting.PrivacyAccountant``."""
 
     def __init__(
-        self,
-        neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-        method="pld",
+        self, neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, method="pld"
     ):
         super().__init__(neighboring_relation)
         self._accountant = PrivacyAccountant(neighboring=neighboring_relation, method=method)

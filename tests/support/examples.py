@@ -1,9 +1,12 @@
-"""How many examples hypothesis takes of a test that states their number itself."""
+"""How many cases the default run takes of tests that .ci/run takes in full."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
+THOROUGH = [pytest.mark.thorough]
 OF_THE_THOROUGH_PROFILE = settings.get_profile("thorough").max_examples
 
 
@@ -13,3 +16,11 @@ def examples(count: int, **more: Any) -> settings:
     """
     part = settings().max_examples / OF_THE_THOROUGH_PROFILE
     return settings(max_examples=max(3, round(count * part)), deadline=None, **more)
+
+
+def few_of(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """All cases for .ci/run, of which the default run takes those that are named."""
+    return [
+        pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=[] if c in kept else THOROUGH)
+        for c in cases
+    ]

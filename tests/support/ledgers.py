@@ -1,6 +1,5 @@
-"""What tests of ledgers share: an event, a count that SQLite alone reads, forked children."""
+"""What tests of ledgers share: an event, a count that SQLite alone reads, later jobs."""
 
-import os
 import sqlite3
 
 import pytest
@@ -43,20 +42,6 @@ def counted(path):
         ).fetchone()[0]
     finally:
         connection.close()
-
-
-def in_child(work):
-    """Exit code of ``work`` in a forked child: what it returns, 99 after an exception."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            code = work() or 0
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -1,0 +1,38 @@
+"""Models that are recorded once, which is most of what a short run takes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_dpbayes.density import RecordDensity
+
+
+def record_once(patch, *modules, for_any_count=False):
+    """What ``modules`` record of a model serves for all records of the same shapes, or of rows of
+    the same shapes.
+    """
+    made = {}
+
+    def density(model, args=(), kwargs=None, **options):
+        if kwargs or not all(isinstance(arg, Tensor) for arg in args):
+            return RecordDensity(model, args, kwargs, **options)
+        shapes = [(arg.shape[for_any_count:], arg.dtype) for arg in args]
+        key = model, str(shapes), str(options), torch.get_default_dtype()
+        if key not in made:
+            made[key] = RecordDensity(model, args, **options)
+        return made[key].with_rows([args[k] for k in made[key].row_dims])
+
+    for module in modules:
+        patch.setattr(module, "RecordDensity", density)
+
+
+def recorded_once(*modules):
+    """A fixture for all tests of a file."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def recorded():
+        with pytest.MonkeyPatch.context() as patch:
+            record_once(patch, *modules)
+            yield
+
+    return recorded
