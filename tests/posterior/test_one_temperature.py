@@ -295,11 +295,17 @@ def test_a_model_that_passes_records_on_is_refused(how):
     assert caught.value.code in ("samples", "model-map") and samples.temperature == 1
 
 
+def put(h, x):
+    return h.clone().scatter_add_(1, x[:, None], 0 * h[:, :1])
+
+
 def test_an_error_that_a_record_causes_is_charged_and_does_not_show_it():
-    """Of indexing, whose error names the index."""
-    samples, model, x = sampled(torch.zeros(2, 10, 3), "categorical")
-    with pytest.raises(IndexError, match="4711"):
-        model(x + 4711)
+    """Of an index in an operation in place, whose error names it."""
+    samples, model, _ = sampled(torch.zeros(2, 10, 3), "categorical")
+    table = model.forward
+    model.forward = lambda x: put(table(x % 10), x)
+    with pytest.raises(RuntimeError, match="4711"):
+        model(torch.full((1,), 4711))
     held = accountant(1.0)
     records = TensorDataset(torch.full((60,), 4711), torch.randint(3, (60,)))
     with pytest.raises(dpb.DPBayesError) as caught:
