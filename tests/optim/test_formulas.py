@@ -211,10 +211,10 @@ def test_steps_and_charges_are_those_of_the_formulas(
         floor = floor or 0.5
     floor *= batch / (clip or 0.6) * math.sqrt(2 * (temperature or 1.0) / (LRS[0] * N))
     stated, stds = prior
-    given_prior = {"prior_std": stated}
+    given_prior = {"prior_std": stated, "prior_mean": mean}
     if is_function and not is_fisher:
         given_prior = {"log_prior": density(stds, mean)}
-    options = dict(given_prior, prior_mean=mean, temperature=temperature, max_grad_norm=clip)
+    options = dict(given_prior, temperature=temperature, max_grad_norm=clip)
     scale = 0.5 + torch.rand(11).double() if is_scaled and is_fisher else None
     if is_fisher:
         options["sensitivity_scale"] = scale
