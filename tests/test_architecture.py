@@ -10,7 +10,8 @@ ROOT = Path(torch_dpbayes.__file__).parent
 
 MAY_IMPORT = {
     "errors": "",
-    "accounting": "errors",
+    "processes": "",
+    "accounting": "",
     "noise": "",
     "metrics": "",
     "distributed": "accounting noise",
@@ -31,8 +32,12 @@ MAY_IMPORT = {
 }
 # files that may import from a room though theirs as a whole may not
 EXCEPTIONS = {("optim/fisher_sum.py", "per_sample")}
-# errors are the ground of all
-MAY_IMPORT = {room: {*below.split(), "errors"} - {room} for room, below in MAY_IMPORT.items()}
+# the ground of all
+GROUND = {"errors", "processes"}
+MAY_IMPORT = {
+    room: {*below.split(), *GROUND} if room not in GROUND else set()
+    for room, below in MAY_IMPORT.items()
+}
 
 
 def imports_of(path: Path) -> set[str]:
