@@ -7,7 +7,8 @@ from support.sources import ROOT, trees
 
 MAY_IMPORT = {
     "errors": "",
-    "accounting": "errors",
+    "processes": "",
+    "accounting": "",
     "noise": "",
     "metrics": "",
     "distributed": "accounting noise",
@@ -28,8 +29,12 @@ MAY_IMPORT = {
 }
 # files that may import from a room though theirs as a whole may not
 EXCEPTIONS = {("optim/fisher_sum.py", "per_sample")}
-# errors are the ground of all
-MAY_IMPORT = {room: {*below.split(), "errors"} - {room} for room, below in MAY_IMPORT.items()}
+# the ground of all
+GROUND = {"errors", "processes"}
+MAY_IMPORT = {
+    room: {*below.split(), *GROUND} if room not in GROUND else set()
+    for room, below in MAY_IMPORT.items()
+}
 
 
 def imports_of(name: str, tree: ast.Module) -> set[str]:

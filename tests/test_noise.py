@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import pickle
 from functools import partial
 
@@ -128,18 +129,27 @@ def test_fresh_generators_have_more_than_a_seeds_entropy():
     assert not torch.equal(one.get_state(), seeded(one.initial_seed()).get_state())
 
 
-def test_a_forked_process_draws_noise_of_its_own():
-    own, callers = GaussianNoise(), GaussianNoise(seeded())
-    draw(own)
+@pytest.mark.parametrize("same_pid", [False, True])
+def test_a_forked_process_draws_noise_of_its_own(same_pid, monkeypatch):
+    """Also with the pid of its parent, which comes again in nested PID namespaces."""
+    own, callers, masks = GaussianNoise(), GaussianNoise(seeded()), noise.PrivateRandomness()
+    parent = os.getpid()
+
+    def draws():
+        with masks([]):
+            return draw(own).tolist(), torch.rand(3).tolist()
 
     def work():
+        if same_pid:
+            monkeypatch.setattr(os, "getpid", lambda: parent)
         try:
             draw(callers)
         except dpb.DPBayesError as error:
-            return error.code, draw(own).tolist()
+            return error.code, draws()
 
+    draws()
     code, theirs = in_child(work)
-    assert code == "forked" and theirs != draw(own).tolist()
+    assert code == "forked" and all(a != b for a, b in zip(theirs, draws(), strict=True))
 
 
 def test_a_clip_bound_whose_sums_floats_cannot_hold_is_refused():

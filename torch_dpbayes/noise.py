@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, StateError
+from .processes import this_process
 
 # Positions of callers' streams from which something was already drawn in this process: (what,
 # digest).
@@ -106,7 +107,7 @@ class PrivateRandomness:
     def __init__(self, generator: torch.Generator | None = None, rank: int = 0) -> None:
         self._generator, self._rank = generator, rank
         self._streams: dict[torch.device, Tensor] = {}
-        self._pid = os.getpid()
+        self._process = this_process()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy draws its own numbers."""
@@ -143,8 +144,8 @@ class PrivateRandomness:
 
     def _begin(self, kinds: set[torch.device], hides: Iterable[Tensor]) -> None:
         """Have a stream for each device: of a caller's generator a new one for every block."""
-        if self._generator is not None or os.getpid() != self._pid:
-            self._streams, self._pid = {}, os.getpid()
+        if self._generator is not None or this_process() != self._process:
+            self._streams, self._process = {}, this_process()
         new = kinds - self._streams.keys()
         if self._generator is None:
             self._streams.update({kind: fresh_generator(kind).get_state() for kind in new})
@@ -160,16 +161,16 @@ class PrivateRandomness:
 
 
 # Torch's global streams are one for all threads; a lock of the parent's may be held for ever.
-_locks: dict[int, threading.RLock] = {}
+_locks: dict[tuple[int, int], threading.RLock] = {}
 _private_now: list[PrivateRandomness] = []
 _blocks_at: dict[bytes, int] = {}  # positions of callers' generators
 
 
 def _lock_of_process() -> Any:
-    if os.getpid() not in _locks:
+    if this_process() not in _locks:
         _locks.clear()
         _private_now.clear()
-    return _locks.setdefault(os.getpid(), threading.RLock())
+    return _locks.setdefault(this_process(), threading.RLock())
 
 
 def _global_state(device: torch.device) -> Tensor:
@@ -205,7 +206,7 @@ class GaussianNoise:
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
         self._own: torch.Generator | None = None
-        self._pid = os.getpid()
+        self._process = this_process()
         if generator is not None:
             _refuse_used("noise", stream_position(generator))
 
@@ -230,7 +231,7 @@ class GaussianNoise:
         """Raise what :meth:`next_stream` would, before a release is charged."""
         if self.generator is None:
             return
-        if os.getpid() != self._pid:
+        if this_process() != self._process:
             raise StateError(
                 "this noise generator was made in another process, and a forked copy draws its"
                 " parent's noise: build the optimizer inside the worker, or leave out generator=.",
@@ -250,8 +251,8 @@ class GaussianNoise:
         equal only where all of it is.
         """
         if self.generator is None:
-            if self._own is None or self._own.device != device or os.getpid() != self._pid:
-                self._own, self._pid = fresh_generator(device), os.getpid()
+            if self._own is None or self._own.device != device or this_process() != self._process:
+                self._own, self._process = fresh_generator(device), this_process()
             return self._own
         self.require_usable(device)
         return stream_of_key("noise", self.generator, hides, device)

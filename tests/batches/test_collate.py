@@ -2,6 +2,7 @@
 else of a record alone is refused on what it makes of synthetic ones.
 """
 
+import functools
 import random
 from collections import UserDict, namedtuple
 from functools import partial
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from support.refusals import refused
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 import torch_dpbayes as dpb
 from torch_dpbayes.batches.collate import CollateWithEmpty, RecordwiseCollate
+from torch_dpbayes.per_sample.nested import tensors_in
 
 PICTURES = [(torch.rand(3, 4, 4), 1), (torch.rand(3, 4, 4), 0)]
 LENGTHS = [(torch.randn(n, 2), n % 2) for n in (5, 7, 6)]
@@ -115,6 +118,57 @@ def test_what_differs_alone_is_refused(name):
     else:
         assert ("draws random numbers" in check(dataset)) == (answer == "random")
     assert states() == before
+
+
+class Bound(dict):
+    """What torch makes of a batch comes by way of this type's own code."""
+
+    def update(self, columns):
+        super().update({name: x - x.mean(0) for name, x in columns.items()})
+
+
+class Named(namedtuple("Pair", "x y")):
+    __slots__ = ()
+
+    def __new__(cls, x, y):
+        return super().__new__(cls, x - x.mean(0) if isinstance(x, torch.Tensor) else x, y)
+
+
+class Centred(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return found - found.mean(0) if function is torch.stack else found
+
+
+def centred(batch, *, collate_fn_map):
+    return torch.stack(batch) - torch.stack(batch).mean(0)
+
+
+# a record, and what is registered with torch
+CODE_IN_TORCHS = {
+    "registered": (lambda x: x, {torch.Tensor: centred}),
+    "wrapped": (lambda x: x, {torch.Tensor: functools.wraps(collate_tensor_fn)(centred)}),
+    "a mapping": (lambda x: Bound(x=x), {}),
+    "a tuple": (lambda x: (Named(x, 0),), {}),
+    "a tensor": (lambda x: [x.as_subclass(Centred)], {}),
+}
+
+
+@pytest.mark.parametrize("name", CODE_IN_TORCHS)
+def test_torch_s_function_is_trusted_where_it_runs_no_code_of_the_user(name, monkeypatch):
+    """Looked at in each call: functions may be registered after make_private."""
+    make, registered = CODE_IN_TORCHS[name]
+    batches = [[make(torch.tensor([u, 1.0])) for u in (0.0, other)] for other in (1.0, 9.0)]
+    function = RecordwiseCollate(default_collate)
+    function([torch.ones(2)])
+    for kind, own in registered.items():
+        monkeypatch.setitem(default_collate_fn_map, kind, own)
+    first, second = (next(tensors_in(function(batch)))[0] for batch in batches)
+    assert torch.equal(first, second)
+    if registered:
+        with refused("loader-collate"):
+            RecordwiseCollate(default_collate).require_same_alone(batches[0])
 
 
 def test_no_value_of_a_record_is_used():

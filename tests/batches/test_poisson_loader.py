@@ -5,10 +5,13 @@ hold.
 import copy
 import gc
 import itertools
+import os
+import random
 import threading
 import time
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,8 +221,21 @@ def test_a_borrowed_collate_function_takes_no_part_of_a_draw(parts, size):
 def test_each_pass_looks_for_records_that_repeat():
     data = Subset(TensorDataset(torch.rand(40, 1), torch.zeros(40, 1)), list(range(20)))
     _, _, loader = private(dataset=data)
-    data.indices = [0] * 20
-    with refused("loader-repeats"):
+    random.shuffle(data.indices)
+    next(iter(loader))
+    data.indices[:10] = data.indices[10:]
+    for _ in range(2):
+        with refused("loader-repeats"):
+            next(iter(loader))
+
+
+def test_ranks_share_records_by_position():
+    """One that shuffles its list would use records of another rank."""
+    data = [(torch.rand(1), 0) for _ in range(20)]
+    loader = PoissonLoader(DataLoader(data), 0.2, SimpleNamespace(rank=0, size=2))
+    next(iter(loader))
+    data.reverse()
+    with refused("data-changed"):
         next(iter(loader))
 
 
@@ -285,11 +301,18 @@ def test_a_loader_that_a_framework_builds_of_this_one_gets_no_step():
 # -- draws belong to one process -------------------------------------------------------------------
 
 
-def test_forked_children_draw_batches_of_their_own():
+def test_forked_children_draw_batches_of_their_own(monkeypatch):
+    """Also with the pid of their parent, which comes again in nested PID namespaces."""
     net, optimizer, loader = private(rows=200, batch_size=50)
     one(net, optimizer, next(iter(loader)))
-    waiting = records(next(iter(loader)), 200)
-    seen = [in_child(lambda: [records(batch, 200) for batch in loader]) for _ in range(2)]
+    waiting, parent = records(next(iter(loader)), 200), os.getpid()
+
+    def work(same_pid):
+        if same_pid:
+            monkeypatch.setattr(os, "getpid", lambda: parent)
+        return [records(batch, 200) for batch in loader]
+
+    seen = [in_child(partial(work, same_pid)) for same_pid in (False, True)]
     seen.append([records(batch, 200) for batch in loader])
     assert seen[2][0] == waiting
     assert len(set(itertools.chain(*seen))) == sum(map(len, seen)) == 12

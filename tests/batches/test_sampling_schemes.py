@@ -283,6 +283,72 @@ def test_records_of_users_may_repeat():
     assert len(optimizer.accountant) == len(loader)
 
 
+X, Y = torch.rand(12, 1), torch.zeros(12, 1)
+
+
+def rows():
+    return list(zip(X, Y, strict=True))
+
+
+def part(dataset):
+    return Subset(dataset, list(range(len(dataset))))
+
+
+def exchange(items):
+    items[0], items[5] = items[5], items[0]
+
+
+def exchange_tensors(data):
+    data.tensors = tuple(t.flip(0) for t in data.tensors)
+
+
+# data sets of twelve records, and how they change
+CHANGES = {
+    "a list": (rows, exchange),
+    "a part": (lambda: part(TensorDataset(X, Y)), lambda d: exchange(d.indices)),
+    "a part of an array": (
+        lambda: Subset(TensorDataset(X, Y), np.arange(12)),
+        lambda d: np.copyto(d.indices, d.indices[::-1].copy()),
+    ),
+    "a part of a list": (lambda: part(rows()), lambda d: exchange(d.dataset)),
+    "parts": (lambda: ConcatDataset([rows()[:6], rows()[6:]]), lambda d: d.datasets.reverse()),
+    "tensors": (lambda: TensorDataset(X, Y), exchange_tensors),
+    "a tensor": (lambda: TensorDataset(X.clone(), Y), lambda d: d.tensors[0].copy_(X.flip(0))),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_user_ids_belong_to_positions(kind):
+    """Records that moved after make_private would count as other people's; copies look, too."""
+    make, change = CHANGES[kind]
+    dataset = make()
+    loader = private(data_loader=DataLoader(dataset, 2), user_ids=IDS)[2]
+    list(loader)
+    change(dataset)
+    for use in (list, list, copy.deepcopy, lambda loader: list(copy.copy(loader))):
+        with refused("data-changed"):
+            use(loader)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_records_stay_where_they_are_while_a_pass_is_allocated(kind):
+    """A pass that goes on would use some of them twice; between passes they may move."""
+    make, change = CHANGES[kind]
+    dataset = make()
+    loader = DataLoader(dataset, 4)
+    net, optimizer, loader = private(data_loader=loader, sampling="random_allocation")
+    next(iter(loader))  # charged at the first step only
+    change(dataset)
+    train(net, optimizer, loader)
+    change(dataset)
+    one(net, optimizer, next(iter(loader)))
+    change(dataset)
+    for _ in range(2):
+        with refused("data-changed"):
+            next(iter(loader))
+    assert len(optimizer.accountant) == 2
+
+
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_user_moves_the_sum_by_no_more_than_is_charged(most):
     """Of users with up to nine records, all of whose gradients are far above the clip norm."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, StateError
+from ..processes import this_process
 from . import events, odometer, report, risk
 from .events import (
     ComposedDpEvent,
@@ -42,7 +43,6 @@ from .history import (
     Settings,
     needed,
     read_saved,
-    this_process,
 )
 from .ledger import LOCK, Ledger, Row
 from .session import SHARE, Session

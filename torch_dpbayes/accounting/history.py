@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from ..errors import ArgumentError, DPBayesError
+from ..processes import this_process
 from . import bounds, events, renyi
 from .bounds import MOST_STEPS
 from .budget import Budget, Filter
@@ -49,23 +49,6 @@ _NAMED = 2  # different events of one charge, in an error
 # relative: a history that was admitted under the same budget may be bounded a hair above it by
 # another discretisation
 _SLACK = {"pld": 1e-3, "rdp": 1e-9}
-
-
-_forks = 0  # between the first process of this program and this one
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
-
-
-def this_process() -> tuple[int, int]:
-    """This process: a pid can come again in a descendant, a number of forks cannot."""
-    return os.getpid(), _forks
 
 
 class PrivacyBudgetExceeded(DPBayesError, RuntimeError):

@@ -22,11 +22,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..errors import ArgumentError
+from ..processes import this_process
 from . import events
 from .budget import Budget
 from .dominating_pairs import Pair, covers
 from .events import DpEvent
-from .history import RESUMED, Block, Flag, History, Key, Part, needed, this_process
+from .history import RESUMED, Block, Flag, History, Key, Part, needed
 from .ledger import Ledger, LedgerError, Row, open_blocks
 
 BLOCK = 64  # releases that a process may have reserved, or half as many as it made

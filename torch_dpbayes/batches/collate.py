@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..errors import ArgumentError
 from ..noise import seeded
@@ -21,6 +23,7 @@ from ..per_sample.nested import leaves_in, map_tensors, tensors_in
 
 _RECORDS = 5  # synthetic ones, which are compared
 _TOLERANCE = 1e-4  # of sums in another order
+_PLAIN = ("builtins", "collections")  # where containers are defined that mix nothing
 _VOUCHED = "collate_fn is given whole batches: you vouch that it keeps records apart, too"
 _RANDOM = (
     "collate_fn draws random numbers, and is called for each record alone: what it draws for a"
@@ -41,6 +44,18 @@ def users_collate(data_loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     return collate_fn
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether ``default_collate`` runs none of the user's code for a value of this type: it builds
+    containers of the record's own types, and stacks tensors of theirs.
+    """
+    kind = type(value)
+    if isinstance(value, (Mapping, list, tuple)):
+        is_named = kind.__base__ is tuple and hasattr(kind, "_fields")
+        parts = value.values() if isinstance(value, Mapping) else value
+        return (is_named or kind.__module__ in _PLAIN) and all(map(_is_plain, parts))
+    return not isinstance(value, Tensor) or kind is Tensor
+
+
 class RecordwiseCollate:
     """Gives a collate function each record alone, so that no batch mixes records. One that keeps
     records apart, as torch's own does and the user vouches of others, is given whole batches.
@@ -48,7 +63,15 @@ class RecordwiseCollate:
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.wrapped_collator_fn = collate_fn
-        self.is_vouched = collate_fn is default_collate
+        self._is_vouched = False
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether the function is torch's own, and calls none that were registered with it."""
+        registered = default_collate_fn_map.values()
+        return self.wrapped_collator_fn is default_collate and all(
+            getattr(function, "__globals__", None) is vars(torch_collate) for function in registered
+        )
 
     def __call__(self, records: Any) -> Any:
         batch = self._batch_of(records)
@@ -61,7 +84,7 @@ class RecordwiseCollate:
         return batch
 
     def _batch_of(self, records: Any) -> Any:
-        if self.is_vouched:
+        if self._is_vouched or (self.is_torchs and _is_plain(next(iter(records)))):
             return self.wrapped_collator_fn(records)
         if isinstance(records, list):
             parts = [self.wrapped_collator_fn([record]) for record in records]
@@ -83,9 +106,11 @@ class RecordwiseCollate:
         vouches for it. A function that fails on them is not tested; of a random one, only the
         shapes are compared. Returns what the user should know, or an empty text.
         """
-        self.is_vouched |= is_vouched
-        if self.is_vouched or len(dataset) == 0:
-            return "" if self.wrapped_collator_fn is default_collate else _VOUCHED
+        self._is_vouched |= is_vouched
+        if len(dataset) == 0 or (self.is_torchs and _is_plain(dataset[0])):
+            return ""
+        if self._is_vouched:
+            return _VOUCHED
         streams = [torch.Generator().manual_seed(k) for k in range(_RECORDS)]
         first = dataset[0]
         records = [pytree.tree_map(partial(_like, generator=s), first) for s in streams]

@@ -5,6 +5,7 @@ which data sets are private, and whether ranks have the same.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
@@ -21,7 +22,6 @@ from torch.utils.data import (
     Dataset,
     Subset,
     TensorDataset,
-    default_collate,
 )
 
 from ..errors import ArgumentError
@@ -39,7 +39,7 @@ _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 class BatchedDataset(Dataset[Any]):
     """Reads a batch of records for which :meth:`fits` at once, for a loader that collates by
-    :func:`unchanged`; ``collate_fn`` makes the batch without records.
+    :func:`unchanged`; ``collate_fn`` makes batches of rows that come one by one, and of none.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -56,7 +56,7 @@ class BatchedDataset(Dataset[Any]):
         return type(dataset) is TensorDataset or is_table
 
     def __getitems__(self, positions: list[int]) -> Any:
-        return _read(self._dataset, positions) if positions else self._collate([])
+        return _read(self._dataset, positions, self._collate) if positions else self._collate([])
 
 
 def unchanged(batch: Any) -> Any:
@@ -64,9 +64,9 @@ def unchanged(batch: Any) -> Any:
     return batch
 
 
-def _read(dataset: Any, positions: list[int]) -> Any:
+def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any]) -> Any:
     if isinstance(dataset, Subset):
-        return _read(dataset.dataset, [dataset.indices[i] for i in positions])
+        return _read(dataset.dataset, [dataset.indices[i] for i in positions], collate)
     if isinstance(dataset, TensorDataset):
         index = torch.from_numpy(np.array(positions))  # torch.tensor takes ten times as long
         return [tensor[index] for tensor in dataset.tensors]
@@ -74,7 +74,7 @@ def _read(dataset: Any, positions: list[int]) -> Any:
         columns = dataset[positions]
         if all(isinstance(c, torch.Tensor) and len(c) == len(positions) for c in columns.values()):
             return columns
-    return default_collate(dataset.__getitems__(positions))
+    return collate(dataset.__getitems__(positions))
 
 
 def require_no_repeats(dataset: Any) -> None:
@@ -87,8 +87,8 @@ def require_no_repeats(dataset: Any) -> None:
     for parts in found.values():
         if len(parts) == 1 and type(parts[0]) is range:  # not a number for each of 10⁹ records
             continue
-        together = np.concatenate([np.asarray(part) for part in parts])
-        if len(np.unique(together)) < together.size:
+        together = np.sort(np.concatenate([np.asarray(part) for part in parts]))
+        if (together[1:] == together[:-1]).any():
             raise ArgumentError(
                 "the data set holds some records several times, by a Subset or a ConcatDataset:"
                 " epsilon would be that of one copy. Keep each once, or pass user_ids=, the id of"
@@ -97,14 +97,44 @@ def require_no_repeats(dataset: Any) -> None:
             )
 
 
-def arrangement(dataset: Any) -> list[int]:
-    """What changes where a ``Subset`` or ``ConcatDataset`` is given other records."""
-    if type(dataset) is Subset:
-        own = [id(dataset.indices), len(dataset.indices)]
-        return [*own, *arrangement(dataset.dataset)]
-    if type(dataset) is ConcatDataset:
-        return [number for part in dataset.datasets for number in arrangement(part)]
-    return [id(dataset), len(dataset)]
+class Arrangement:
+    """Which records stand where in a data set, as far as it shows: the positions of a ``Subset``,
+    the items of a list, the tensors of a ``TensorDataset`` and whether they were written to, else
+    which data set it is. Equal while none of that changed.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._values: list[Any] = []
+        self._objects: list[Any] = []  # live on, so that no others get their identities
+        self._look_at(dataset)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Arrangement) or self._values != other._values:
+            return False
+        return all(map(operator.is_, self._objects, other._objects))
+
+    def _look_at(self, dataset: Any) -> None:
+        self._values.append(len(dataset))
+        if isinstance(dataset, Subset):
+            at: Any = dataset.indices
+            is_known = isinstance(at, list | range)  # compared several times as fast
+            self._values.append(at[:] if is_known else np.asarray(at).tobytes())
+            self._look_at(dataset.dataset)
+        elif isinstance(dataset, ConcatDataset):
+            for part in dataset.datasets:
+                self._look_at(part)
+        elif isinstance(dataset, list):
+            self._objects += dataset
+        else:
+            parts = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
+            self._values += map(_version, parts)
+            self._objects += parts
+
+
+def _version(value: Any) -> int:
+    """How often torch wrote into a tensor."""
+    is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value._version if is_counted else 0
 
 
 def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[int, _Positions]]:

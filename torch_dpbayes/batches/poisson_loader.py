@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -12,10 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..distributed import Ranks
 from ..errors import ArgumentError, StateError
+from ..processes import this_process
 from .collate import CollateWithEmpty, RecordwiseCollate, users_collate
 from .datasets import (
     BatchedDataset,
-    arrangement,
     register_private,
     require_no_repeats,
     unchanged,
@@ -98,7 +97,7 @@ class PoissonLoader(DPDataLoader):
         self._aside: PoissonLoader | None = None
         self._batched: DataLoader[Any] | None = None  # the same batches, read at once
         # not with worker_init_fn, which may look for the user's data set
-        if settings["worker_init_fn"] is None and self.recordwise.is_vouched:
+        if settings["worker_init_fn"] is None and self.recordwise.is_torchs:
             if BatchedDataset.fits(dataset):
                 batched = BatchedDataset(dataset, collate_fn)
                 self._batched = DataLoader(batched, collate_fn=unchanged, **settings)
@@ -109,17 +108,7 @@ class PoissonLoader(DPDataLoader):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        dataset: Any = self.dataset
-        sampler = self.sampler_of_draws
-        known: list[Any] = []
-
-        def count() -> int:
-            if sampler.drawn[1] == "records" and known != (now := arrangement(dataset)):
-                require_no_repeats(dataset)
-                known[:] = now
-            return len(dataset)
-
-        sampler.count_records = count
+        self.sampler_of_draws.watch(self.dataset)
         register_private(self)
 
     def __repr__(self) -> str:
@@ -169,9 +158,9 @@ class PoissonLoader(DPDataLoader):
         return epochs * len(self) // self.sampler_of_draws.steps_per_charge
 
     def __iter__(self) -> Iterator[Any]:
-        sampler, this, process = self.sampler_of_draws, 0, os.getpid()
+        sampler, this, process = self.sampler_of_draws, 0, this_process()
         for batch in super().__iter__() if self._batched is None else self._batched:
-            if self.num_workers > 0 and os.getpid() != process:
+            if self.num_workers > 0 and this_process() != process:
                 raise StateError(
                     "this pass over the private loader began in another process, whose workers'"
                     " batches come from draws of that process: begin a new pass",

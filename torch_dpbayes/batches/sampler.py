@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from ..distributed import Ranks
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..noise import fresh_generator, stream_of_key
+from ..processes import this_process
+from .datasets import Arrangement, require_no_repeats
 from .poisson_sampling import MAX_RECORDS, DenseSubset, SparseSubset
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier ones
         # makes batches whose operations run for each record alone; None: ordinary tensors
         self.delivery: Callable[[Any, int], Any] | None = None
-        self.count_records: Callable[[], int] = lambda: num_data  # of the data set now
+        self._dataset: Any = None  # whose positions are drawn
+        self._arrangement: Arrangement | None = None  # as it was when last looked at
         # where steps are charged, and the noise multiplier of a calibration kept for the end
         self.accountant: PrivacyAccountant | None = None
         self.reserved: float | None = None
@@ -112,7 +114,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.checksum = 0  # of the draw delivered last
         # data, which must not leave the library: this rank's records in the draw, and in the batch
         self.size = self.part_size = 0
-        self._pid = os.getpid()
+        self._process = this_process()
         self._renew(fresh_generator() if generator is None else generator)
         self._begin()
 
@@ -129,6 +131,7 @@ class PoissonSampler(UniformWithReplacementSampler):
                 " DataLoader for the copy.",
                 code="copied",
             )
+        self._look_at_data()
         settings = self.num_samples, self.sample_rate, None, self.num_workers
         return partial(type(self), **self._options()), settings
 
@@ -155,15 +158,17 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def _enter_process(self) -> None:
         """A forked child begins a sequence of its own, with randomness of its own."""
-        if os.getpid() != self._pid:
+        if this_process() != self._process:
             self.require_own_process()
             self._renew(fresh_generator())
-            self._pid = os.getpid()
+            self._process = this_process()
             self._begin()
 
     def require_own_process(self) -> None:
         """Raise in a forked child whose draws would be its parent's."""
-        if os.getpid() != self._pid and (self.generator is not None or self.ranks is not None):
+        if this_process() != self._process and (
+            self.generator is not None or self.ranks is not None
+        ):
             raise StateError(
                 "this private loader was made in another process, and a forked child draws the same"
                 " batches. Call make_private inside the child on a DataLoader with another"
@@ -171,16 +176,47 @@ class PoissonSampler(UniformWithReplacementSampler):
                 code="forked",
             )
 
-    # -- drawing -----------------------------------------------------------------------------------
+    # -- the data set ------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[list[int]]:
-        self._enter_process()
-        if (count := self.count_records()) != self.num_samples:
+    def watch(self, dataset: Any) -> None:
+        """Positions of this data set are drawn."""
+        if self._dataset is None:  # in a shallow copy of the loader it is known
+            self._dataset = dataset
+            self._look_at_data()
+
+    def _look_at_data(self) -> None:
+        """Raise if there are more or fewer records than are charged for, if some are there several
+        times, or if they moved while they must not.
+        """
+        if self._dataset is None:
+            return
+        if (count := len(self._dataset)) != self.num_samples:
             raise StateError(
                 f"the data set has {count} records now, and had {self.num_samples} when it was made"
                 " private: put them back, or call make_private for the records of today.",
                 code="data-changed",
             )
+        if (now := Arrangement(self._dataset)) == self._arrangement:
+            return
+        if self._arrangement is not None and (why := self._why_in_order()):
+            raise StateError(
+                f"records of the data set were replaced or put in another order, {why}. Leave the"
+                " order as it was, as draws are random themselves, or call make_private again.",
+                code="data-changed",
+            )
+        if self.drawn[1] == "records":
+            require_no_repeats(self._dataset)
+        self._arrangement = now
+
+    def _why_in_order(self) -> str:
+        """Why the records must stay in their order; empty: they need not."""
+        return "" if self.ranks is None else "and ranks share them by position"
+
+    # -- drawing -----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._enter_process()
+        self._look_at_data()
         self._begin()
         self.passes += 1
         this = self.passes
@@ -279,7 +315,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         """The optimizer steps on the batch delivered last; returns whether it completes its
         draw.
         """
-        if not self._is_ready or os.getpid() != self._pid:
+        if not self._is_ready or this_process() != self._process:
             self.require_own_process()
             raise StateError(
                 "no new batch came from the private loader since the last step, or since this"

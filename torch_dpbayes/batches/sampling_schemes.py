@@ -98,6 +98,11 @@ class RandomAllocationSampler(PoissonSampler):
     def _left_in_pass(self) -> int:
         return self.steps - self._released
 
+    def _why_in_order(self) -> str:
+        if self._charged_noise is not None:
+            return "in the middle of a pass of random allocation, which is charged once"
+        return super()._why_in_order()
+
     def _next_draw(self) -> _Draw:
         if self._allocation:
             return self._share(self._next_batch(), self._allocation_state)
@@ -250,6 +255,9 @@ class UserSampler(PoissonSampler):
     @property
     def drawn(self) -> tuple[int, str]:
         return len(self._users), "users"
+
+    def _why_in_order(self) -> str:
+        return "and user_ids= are those of positions"
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         of_a_user = GaussianDpEvent(gaussian.noise_multiplier / self._users.records_per_user)

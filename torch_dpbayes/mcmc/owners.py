@@ -29,6 +29,7 @@ from ..density.pyro_runs import nearly_equal
 from ..distributed import CHAIN_END, ITERATION, SET_UP, Ranks
 from ..errors import ArgumentError, OwnerError, RankError
 from ..noise import GaussianNoise
+from ..processes import this_process
 
 _COMPARED_ROWS = 5
 _DRAWS = 100
@@ -59,7 +60,7 @@ class ManyOwners:
         world = dist.group.WORLD if group is None else group
         assert world is not None
         self._ranks: Ranks | None = Ranks(world, shares_errors=False)
-        self._pid = os.getpid()
+        self._process = this_process()
         self._noise, self._settings = noise, settings
         self._together = False
         self._seed: list[int] = []
@@ -207,7 +208,7 @@ class ManyOwners:
 
     def end_chain(self) -> None:
         """Tell the others, who may be waiting."""
-        if self._together and self._ranks is not None and self._pid == os.getpid():
+        if self._together and self._ranks is not None and self._process == this_process():
             self._together = False
             with suppress(RankError):  # what the others say no longer matters here
                 self._ranks.check_consistent(CHAIN_END)
@@ -232,7 +233,7 @@ class ManyOwners:
         return [rank for rank, is_set in enumerate(flags) if is_set]
 
     def _ranks_here(self) -> Ranks:
-        if self._ranks is None or self._pid != os.getpid():
+        if self._ranks is None or self._process != this_process():
             raise OwnerError(
                 "this kernel was copied into another process than its owner's, where parallel"
                 " chains cannot run: leave out num_chains=, and call run() more than once. Nothing"
