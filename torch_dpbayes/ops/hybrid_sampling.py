@@ -37,7 +37,8 @@ class Hybrid(NamedTuple):
     module: nn.Module
     """With the chain's last state; returns linear predictors of clipped features."""
     samples: PosteriorSamples
-    """States of the chain: ``samples.predict(module, x)``."""
+    """States of the chain: ``samples.predict(module, x)``; rates of counts by ``predict(module, x,
+    torch.exp)``."""
     start: dict[str, Tensor]
     """The posterior sample that the chain began with."""
     accountant: PrivacyAccountant
@@ -153,9 +154,11 @@ def hybrid(
     with torch.no_grad():
         module.weights.copy_(start["weights"])
     if samples is None:
-        samples = PosteriorSamples(
-            "bernoulli" if model.family == "bernoulli" else None, max_samples=200
-        )
+        options: dict[str, dict[str, Any]] = {
+            "bernoulli": {"likelihood": "bernoulli"},
+            "gaussian": {"likelihood": "normal", "noise_std": records.weight**-0.5},
+        }
+        samples = PosteriorSamples(max_samples=200, **options.get(model.family, {}))
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()
