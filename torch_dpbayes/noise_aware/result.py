@@ -63,8 +63,8 @@ class NoiseAwarePosterior:
 
     def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
         """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
-        ``pyro.infer.Predictive`` takes. They belong to rows that are shortened as in the run: :meth:`predict` does
-        so, ``Predictive`` and :meth:`.PosteriorSamples.from_draws` do not.
+        ``pyro.infer.Predictive`` takes. They belong to rows that are shortened as in the run:
+        :meth:`predict` does so, ``Predictive`` and :meth:`.PosteriorSamples.from_draws` do not.
         """
         num_samples = positive_count(num_samples, "num_samples")
         chosen = torch.multinomial(self._weights, num_samples, replacement=True)
