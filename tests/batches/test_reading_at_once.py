@@ -4,17 +4,20 @@ and a record that stands in a data set several times is refused where torch's wr
 
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.refusals import refused
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    StackDataset,
     Subset,
     TensorDataset,
     default_collate,
@@ -62,6 +65,16 @@ class Doubled(TensorDataset):
         return tuple(2 * t for t in super().__getitem__(i))
 
 
+class Centred(Table):
+    """Whose batches are not its records, as of a transform of Hugging Face's that pads them."""
+
+    def __getitems__(self, positions):
+        self.reads.append(positions)
+        x = self.x[positions]
+        rows = x - x.mean(0), self.label[positions]
+        return [{"x": a, "label": b} for a, b in zip(*rows)]
+
+
 def plain(size):
     return TensorDataset(torch.randn(size, 2, 2), torch.arange(size), torch.rand(size) < 0.5)
 
@@ -82,6 +95,11 @@ def doubled(records):
     return [2 * t for t in default_collate(records)]
 
 
+def labels_twice(records):
+    batch = default_collate(records)
+    return {**batch, "label": 2 * batch["label"]}
+
+
 CASES = {
     "tensors": (lambda: plain(60), {}),
     "a part of a part": (lambda: Subset(Subset(plain(90), range(5, 85)), range(62, 2, -1)), {}),
@@ -92,6 +110,11 @@ CASES = {
     "a subclass": (lambda: Doubled(*plain(60).tensors), {}),
     "a collate function": (lambda: plain(60), {"collate_fn": doubled}),
     "mappings": (lambda: [{"x": torch.randn(4), "y": 1} for _ in range(60)], {}),
+    "a transform of batches": (lambda: Centred(60, "custom"), {}),
+    "a part of that": (lambda: Subset(Centred(90, "custom"), list(range(60))), {}),
+    "it beside others": (lambda: StackDataset(Centred(60, "custom"), plain(60)), {}),
+    "it with worker_init_fn": (lambda: Centred(60, "custom"), {"worker_init_fn": print}),
+    "it with a collate function": (lambda: Centred(60, "custom"), {"collate_fn": labels_twice}),
     "tensors in workers": (lambda: plain(60), {"num_workers": 2}),
     "a table in workers": (lambda: Table(60), {"num_workers": 2}),
 }
@@ -109,6 +132,19 @@ def test_a_batch_is_what_its_records_are_one_by_one(name):
     assert number == 19
     collate = options.get("collate_fn", default_collate)
     assert same(loader.collate_fn([dataset[3]]), collate([dataset[3]]))
+
+
+def test_what_reads_whole_batches_reads_none_of_private_records():
+    table = Centred(60, "custom")
+    (whole,) = PoissonLoader.every_record(DataLoader(table))
+    assert same(whole, default_collate([table[i] for i in range(60)]))
+    loader, parts = private(table), []
+    loader.sampler_of_draws.delivery = lambda batch, size: parts.append(size) or batch
+    optimizer = SimpleNamespace(signal_skip_step=lambda do_skip: None)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ) as managed:
+        assert sum(1 for _ in managed) and not parts
 
 
 def test_no_record_is_read_alone():

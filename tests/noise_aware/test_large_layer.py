@@ -79,7 +79,13 @@ def test_a_run_of_any_records_tells_what_its_draws_are_worth(short_chains):
     draws = posterior.sample(7)
     assert {name: value.shape for name, value in draws.items()} == {"2.weight": (7, K, D)}
     assert bool(draws["2.weight"].isfinite().all())
-    assert posterior.predict(net, torch.randn(4, 2)).sum(1) == pytest.approx([1.0] * 4, abs=1e-5)
+    far = 30 * torch.randn(4, 2)
+    features = net[1](net[0](far)).detach()
+    short = features / features.norm(dim=1, keepdim=True).clamp_min(1.0)
+    torch.manual_seed(1)
+    wanted = (short @ posterior.sample(100)["2.weight"].mT).softmax(-1).mean(0)
+    torch.manual_seed(1)
+    assert torch.allclose(posterior.predict(net, far), wanted, atol=1e-5)
     assert posterior.effective_sample_size <= 8 and posterior.r_hat > 0
     said = posterior.guarantee()
     assert "NOT SURE" in said and f"R-hat = {posterior.r_hat:.2f}" in said

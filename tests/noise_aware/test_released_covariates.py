@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
+from torch_dpbayes.errors import ArgumentError
 from torch_dpbayes.noise_aware import inference, noisy_gram, posterior
 from torch_dpbayes.noise_aware.categories import NoisyCategories, noisy_categories, num_ones
 from torch_dpbayes.noise_aware.covariates import (
@@ -49,6 +50,31 @@ def records_of(model, *covariates):
     options = {"data_plate": "data", "count_is_public": True, "public": (), "chunk": 1000}
     y = torch.zeros(len(covariates[0]), dtype=DOUBLE)
     return ModelRecords(model, (*covariates, y), **options)
+
+
+@pytest.mark.usefixtures("few_draws")
+@pytest.mark.parametrize("options", [{"constant_columns": {0: 0.5}}, {"public": ("features",)}])
+def test_predictions_read_rows_as_the_run_did(options):
+    glm, x, y = (
+        dpb.ops.GLM(max_feature_norm=1.5),
+        3 * torch.randn(100, 3, dtype=DOUBLE),
+        torch.ones(100),
+    )
+    run = {"epsilon": 1.0, "delta": 1e-5, "num_simulated": 500, "num_releases": 1}
+    found = posterior(glm, x, y, **run, **options)
+    rows = x
+    if "public" not in options:
+        free = x[:, 1:] * (1.5 / x[:, 1:].norm(dim=1, keepdim=True)).clamp_max(1.0)
+        rows = torch.cat([torch.full((100, 1), 0.5), free], 1)
+        with pytest.raises(ArgumentError):
+            found.predict(glm, x[:, :2])
+    torch.manual_seed(1)
+    wanted = (rows @ found.sample(100)["weights"].T).sigmoid().mean(1)
+    torch.manual_seed(1)
+    assert torch.allclose(found.predict(glm, x), wanted, atol=1e-5)
+    torch.manual_seed(1)
+    by_network = found.predict(glm.module(3), x, likelihood="bernoulli")
+    assert torch.allclose(by_network, wanted, atol=1e-5)
 
 
 def law_of(mean, covariance, bound=2.0, constants=None):

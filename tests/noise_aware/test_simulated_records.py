@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from scipy import stats
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import posterior_for_module
@@ -119,6 +120,15 @@ def test_a_last_layer_is_found_and_has_the_prior_where_nothing_is_told():
     both = found.sample(4000)["2.bias"].sum(1)
     assert float(both.std()) == pytest.approx(3.0 * math.sqrt(2), rel=0.3)
     assert all(p.grad is None for p in net.parameters())
+    features = net[1](net[0](3 * x)).detach()
+    short = features / features.norm(dim=1, keepdim=True).clamp_min(1.0)
+    torch.manual_seed(1)
+    draws = found.sample(100)
+    logits = short @ draws["2.weight"].mT + draws["2.bias"][:, None]
+    torch.manual_seed(1)
+    predicted = found.predict(net, 3 * x)
+    assert torch.allclose(predicted, logits.softmax(-1).mean(0), atol=1e-5)
+    assert not net[2]._forward_pre_hooks
 
 
 def test_features_of_a_record_are_a_function_of_it_alone():
@@ -156,6 +166,24 @@ def test_a_gaussian_target_has_the_scale_of_its_glm():
         model(zeros, zeros[:, 0])
     scale = torch.as_tensor(noted.trace.nodes["targets"]["fn"].stddev)
     assert float(scale.flatten()[0]) == pytest.approx(0.5)
+
+
+@pytest.mark.chance(1e-4)
+def test_counts_are_simulated_clamped_as_those_of_records_are():
+    for largest, least in ((4.0, 4), (2.5, 3)):
+        model = model_of(dpb.ops.GLM("poisson", max_count=largest), 1)
+        weights = torch.tensor([1.0, 3.0], dtype=torch.float64)
+        for weight in weights:
+            ones = torch.ones(200, 1, dtype=torch.float64)
+            with pyro.poutine.trace() as noted, pyro.condition(data={"weights": weight[None]}):
+                model(ones, torch.full((200,), largest, dtype=torch.float64))
+            law = noted.trace.nodes["targets"]["fn"]
+            own = stats.poisson(float(weight.exp()))
+            counts = [*range(least), largest]
+            wanted = [*own.logpmf(range(least)), own.logsf(least - 1)]
+            found = [float(law.log_prob(torch.tensor(y).double())[0]) for y in counts]
+            assert found == pytest.approx(wanted) and float(law.sample().max()) <= largest
+        assert float(law.sample().min()) == pytest.approx(largest)  # of a rate of 20
 
 
 def test_no_record_raises_in_a_frozen_body():

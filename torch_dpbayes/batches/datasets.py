@@ -20,6 +20,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    StackDataset,
     Subset,
     TensorDataset,
 )
@@ -38,8 +39,9 @@ _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 
 class BatchedDataset(Dataset[Any]):
-    """Reads a batch of records for which :meth:`fits` at once, for a loader that collates by
-    :func:`unchanged`; ``collate_fn`` makes batches of rows that come one by one, and of none.
+    """Reads a batch of records for which :meth:`fits` at once, others one by one, for a loader that
+    collates by :func:`unchanged`; ``collate_fn`` makes batches of rows that come one by one, and of
+    none.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -52,8 +54,10 @@ class BatchedDataset(Dataset[Any]):
         """
         while type(dataset) is Subset:
             dataset = dataset.dataset
-        is_table = hasattr(dataset, "column_names") and hasattr(dataset, "__getitems__")
-        return type(dataset) is TensorDataset or is_table
+        return type(dataset) is TensorDataset or _is_table(dataset)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
 
     def __getitems__(self, positions: list[int]) -> Any:
         return _read(self._dataset, positions, self._collate) if positions else self._collate([])
@@ -74,7 +78,27 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
         columns = dataset[positions]
         if all(isinstance(c, torch.Tensor) and len(c) == len(positions) for c in columns.values()):
             return columns
-    return collate(dataset.__getitems__(positions))
+    if _is_table(dataset):
+        return collate(dataset.__getitems__(positions))
+    return collate([dataset[i] for i in positions])
+
+
+def _is_table(dataset: Any) -> bool:
+    """Of Hugging Face's ``datasets``, and not with a transform, which is given whole batches."""
+    has_columns = hasattr(dataset, "column_names") and hasattr(dataset, "__getitems__")
+    return has_columns and getattr(dataset, "format", {}).get("type") != "custom"
+
+
+def reads_whole_batches(dataset: Any) -> bool:
+    """Whether code of the user's would read all records of a batch, which torch prefers to reading
+    one by one, and could mix them.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return any(map(reads_whole_batches, parts.values() if isinstance(parts, dict) else parts))
+    return bool(getattr(dataset, "__getitems__", None)) and not _is_table(dataset)
 
 
 def require_no_repeats(dataset: Any) -> None:

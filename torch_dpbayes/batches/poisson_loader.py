@@ -15,6 +15,7 @@ from ..processes import this_process
 from .collate import CollateWithEmpty, RecordwiseCollate, users_collate
 from .datasets import (
     BatchedDataset,
+    reads_whole_batches,
     register_private,
     require_no_repeats,
     unchanged,
@@ -97,11 +98,12 @@ class PoissonLoader(DPDataLoader):
         self._aside: PoissonLoader | None = None
         self._batched: DataLoader[Any] | None = None  # the same batches, read at once
         # not with worker_init_fn, which may look for the user's data set
-        if settings["worker_init_fn"] is None and self.recordwise.is_torchs:
-            if BatchedDataset.fits(dataset):
-                batched = BatchedDataset(dataset, collate_fn)
-                self._batched = DataLoader(batched, collate_fn=unchanged, **settings)
-        if data_loader.num_workers == 0:
+        is_at_once = settings["worker_init_fn"] is None and self.recordwise.is_torchs
+        is_alone = reads_whole_batches(dataset)
+        if is_alone or (is_at_once and BatchedDataset.fits(dataset)):
+            batched = BatchedDataset(dataset, collate_fn)
+            self._batched = DataLoader(batched, collate_fn=unchanged, **settings)
+        if data_loader.num_workers == 0 and not is_alone:
             collate_fn = _DeliveringCollate(collate_fn, sampler)
         # num_workers is read-only here, and torch's __init__ would set it
         self.__setstate__(vars(DataLoader(dataset, collate_fn=collate_fn, **settings)))
@@ -150,7 +152,9 @@ class PoissonLoader(DPDataLoader):
                 code="loader-iterable",
             )
         require_no_repeats(dataset)
-        collate = RecordwiseCollate(users_collate(loader))
+        collate: Any = RecordwiseCollate(users_collate(loader))
+        if reads_whole_batches(dataset):
+            dataset, collate = BatchedDataset(dataset, collate), unchanged
         return DataLoader(dataset, batch_size=_ROWS, collate_fn=collate)
 
     def num_charges(self, epochs: int) -> int:

@@ -18,6 +18,7 @@ from torch.func import grad, jacrev
 from ..density import UnfitModel
 from ..errors import ArgumentError
 from ..noise import check_clip_bound, check_positive
+from .models import ClampedPoisson
 
 Values = Mapping[str, Tensor]
 
@@ -66,12 +67,9 @@ class _ClampedPoisson(ExponentialFamily):
     def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """Of min(x, c) − c/2, from the probabilities of all counts up to c."""
         counts = torch.arange(math.floor(self.max_count) + 1, dtype=torch.float64)
-        log_p = counts * eta - eta.exp() - torch.lgamma(counts + 1)
-        below = log_p.exp()
-        rest = (1 - below.sum()).clamp_min(0.0)
+        p = ClampedPoisson(eta.exp().expand(counts.shape), self.max_count).log_prob(counts).exp()
         values = counts - self.max_count / 2
-        mean = below @ values + rest * self.max_count / 2
-        square = below @ values.square() + rest * (self.max_count / 2) ** 2
+        mean, square = p @ values, p @ values.square()
         return mean[None], (square - mean.square()).clamp_min(0.0)[None, None]
 
 

@@ -420,7 +420,9 @@ class Setup:
             self.latents.values(found.theta, found.weights),
             (self.latents, likelihood),
         )
-        return NoiseAwarePosterior(found, values, statement, transcript, checks, density)
+        return NoiseAwarePosterior(
+            found, values, statement, transcript, checks, density, self.shape
+        )
 
     def _assumed(self) -> list[str]:
         """Of covariates, which are simulated so."""

@@ -194,7 +194,7 @@ def posterior_of_large_layer(
         f"  simulated   {count} rows of features; their error is counted",
     ]
     transcript = Transcript(moments, None, tuple(law.releases), tuple(bounds), count_of_clipped)
-    return NoiseAwarePosterior(draws, named, statement, transcript)
+    return NoiseAwarePosterior(draws, named, statement, transcript, shape=shape)
 
 
 def _private_sums(

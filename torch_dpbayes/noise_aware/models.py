@@ -5,6 +5,7 @@ network.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
         )
     # of a Gaussian target: a second derivative is 1/s² times the squared length of the features
     noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
-    return _LinearModel(model.family, precision.rsqrt().clone(), noise_std)
+    return _LinearModel(model.family, precision.rsqrt().clone(), noise_std, model.max_count)
 
 
 def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,29 +61,52 @@ def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple
     return features, targets
 
 
-def law_of(family: str, output: Tensor, std: Any = 1.0) -> Any:
+def law_of(family: str, output: Tensor, std: Any = 1.0, max_count: float | None = None) -> Any:
     """Of a target given a linear predictor ``[n]``, or one for each class ``[n, K]``."""
     if family == "categorical":
         return dist.Categorical(logits=output)
     if family == "bernoulli":
         return dist.Bernoulli(logits=output)
     if family == "poisson":
-        return dist.Poisson(output.clamp(max=_LARGEST_LOG_RATE).exp())
+        assert max_count is not None
+        return ClampedPoisson(output.clamp(max=_LARGEST_LOG_RATE).exp(), max_count)
     return dist.Normal(output, std)
+
+
+class ClampedPoisson(dist.Poisson):
+    """min(Y, c) of a Poisson count Y: c has the probability of all counts from c."""
+
+    def __init__(self, rate: Tensor, largest: float) -> None:
+        super().__init__(rate, validate_args=False)  # c may be no whole number
+        self._largest = largest
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> ClampedPoisson:
+        return ClampedPoisson(self.rate.expand(batch_shape), self._largest)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        drawn: Tensor = super().sample(sample_shape)
+        return drawn.clamp_max(self._largest)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        own, least = super().log_prob(value), torch.full_like(self.rate, math.ceil(self._largest))
+        rest = torch.special.gammainc(least.double(), self.rate.double())
+        tiny = 1e-300  # nearly all of so little is that of the first of these counts
+        log_rest = torch.where(rest > tiny, rest.clamp_min(tiny).log(), super().log_prob(least))
+        return torch.where(value < self._largest, own, log_rest.to(own))
 
 
 class _LinearModel:
     """``"weights"`` of one linear predictor, or of one for each class, ``[d]`` or ``[K, d]``."""
 
-    def __init__(self, family: str, prior_std: Tensor, noise_std: float = 1.0) -> None:
-        self._family, self._prior_std, self._noise_std = family, prior_std, noise_std
+    def __init__(self, family: str, prior_std: Tensor, *of_target: Any) -> None:
+        self._family, self._prior_std, self._of_target = family, prior_std, of_target
 
     def __call__(self, features: Tensor, targets: Tensor) -> None:
         scale = self._prior_std.to(features)
         prior = dist.Normal(torch.zeros_like(scale), scale).to_event(scale.dim())
         output = features @ pyro.sample("weights", prior).movedim(-1, 0)
         with pyro.plate("data", len(targets)):
-            pyro.sample("targets", law_of(self._family, output, self._noise_std), obs=targets)
+            pyro.sample("targets", law_of(self._family, output, *self._of_target), obs=targets)
 
 
 # -- the last layer of a network -------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,10 +13,12 @@ from torch import Tensor, nn
 from ..accounting.events import positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..ops.glm import GLM
+from ..ops.linear_model import LinearPredictor, expected_targets
 from ..ops.softmax import Softmax
 from ..posterior.files import arviz_of
 from ..posterior.outputs import Transform
 from ..posterior.samples import PosteriorSamples
+from .covariates import FeatureShape
 from .drawing import Draws
 from .latents import Latents
 from .likelihood import Likelihood
@@ -43,12 +47,13 @@ class NoiseAwarePosterior:
         transcript: Any,
         checks: tuple[list[float], float] | None = None,
         density: tuple[Latents, Likelihood] | None = None,
+        shape: FeatureShape | None = None,
     ) -> None:
         self._density, self._values, self._statement = density, values, list(statement)
         self._theta, self._weights = draws.theta, draws.weights
         self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
         self.r_hat, self.method = draws.r_hat, draws.method
-        self.transcript = transcript
+        self.transcript, self._shape = transcript, shape
         self.checks = checks
         self.likelihood: Literal["categorical", "bernoulli", "normal"] | None = None
 
@@ -58,7 +63,8 @@ class NoiseAwarePosterior:
 
     def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
         """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
-        ``pyro.infer.Predictive`` takes.
+        ``pyro.infer.Predictive`` takes. They belong to rows that are shortened as in the run:
+        :meth:`predict` does so, ``Predictive`` and :meth:`.PosteriorSamples.from_draws` do not.
         """
         num_samples = positive_count(num_samples, "num_samples")
         chosen = torch.multinomial(self._weights, num_samples, replacement=True)
@@ -73,12 +79,14 @@ class NoiseAwarePosterior:
         likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
         num_samples: int = 100,
     ) -> Tensor:
-        """The average prediction over draws, as :meth:`.PosteriorSamples.predict` gives it.
+        """The average prediction over draws, as :meth:`.PosteriorSamples.predict` gives it, with
+        rows of floats shortened as in the run: what the last layer reads, else ``x``. Public ones
+        were not.
 
         Args:
             model: a network whose trainable parameters are the posterior's sites, as after
                 ``posterior_for_module``; or the GLM or Softmax of the run.
-            x: rows ``[n, ...]``, or a ``DataLoader`` for a network.
+            x: rows ``[n, ...]``, or a ``DataLoader`` for a network; what the run's model read.
             transform, likelihood: of a network's output, as of :class:`.PosteriorSamples`; the
                 likelihood is by default that of ``posterior_for_module``. A GLM or Softmax brings
                 its own.
@@ -88,21 +96,56 @@ class NoiseAwarePosterior:
             ``[n, ...]``.
 
         Raises:
-            ArgumentError: the model has other parameters, or an output that does not fit.
+            ArgumentError: the model has other parameters, or an output that does not fit; the rows
+                have other columns than the run's.
 
         **Privacy.** Post-processing; a prediction also tells of its private input.
         """
         draws = self.sample(num_samples)
         if isinstance(model, GLM | Softmax):
-            each = [{name: value[k] for name, value in draws.items()} for k in range(num_samples)]
-            return torch.stack([model.predict(draw, x) for draw in each]).mean(0)
+            if not isinstance(x, Tensor) or x.dim() != 2:
+                raise ArgumentError("x must be a tensor of features [n, d], as the run had them.")
+            rows = self._shortened(x.to(torch.promote_types(x.dtype, torch.float32)))
+            return torch.stack([expected_targets(model, w, rows) for w in draws["weights"]]).mean(0)
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(
                 "model must be a torch.nn.Module, ops.GLM or ops.Softmax; of a Pyro model give"
                 " sample() to pyro.infer.Predictive."
             )
+        if isinstance(model, LinearPredictor):  # it would shorten rows by a rule of its own
+            model = LinearPredictor(model.weights.shape, torch.clone).to(model.weights)
         samples = PosteriorSamples.from_draws(draws, likelihood or self.likelihood)
-        return samples.predict(model, x, transform)
+        with self._as_in_the_run(model):
+            return samples.predict(model, x, transform)
+
+    @contextmanager
+    def _as_in_the_run(self, network: nn.Module) -> Iterator[None]:
+        """What the layer, or the network of another model, reads is shortened."""
+        name = next(iter(self._values)).rpartition(".")[0] if self.likelihood else ""
+        reader = dict(network.named_modules(remove_duplicate=False)).get(name)
+        if reader is None:  # the prediction says that parameters are missing
+            yield
+            return
+        handle = reader.register_forward_pre_hook(
+            lambda _, given: tuple(map(self._shortened, given))
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _shortened(self, x: Any) -> Any:
+        """Rows of floats ``[n, ...]`` as the run had them."""
+        if self._shape is None or not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        rows = x.reshape(len(x), math.prod(x.shape[1:]))
+        if rows.shape[1] != sum(self._shape.widths):
+            raise ArgumentError(
+                f"rows have {rows.shape[1]} numbers, and {sum(self._shape.widths)} were shortened"
+                " together in the run: pass what its model read; where these are several arguments,"
+                " give sample() to pyro.infer.Predictive."
+            )
+        return self._shape.shortened(rows).reshape(x.shape)
 
     @property
     def mean(self) -> dict[str, Tensor]:

@@ -35,7 +35,8 @@ class Hybrid(NamedTuple):
     """What a hybrid run released, and what it cost."""
 
     module: nn.Module  # linear predictors of clipped features, in the chain's last state
-    samples: PosteriorSamples  # states of the chain: samples.predict(module, x)
+    # states of the chain: samples.predict(module, x), of counts predict(module, x, torch.exp)
+    samples: PosteriorSamples
     start: dict[str, Tensor]  # the posterior sample that the chain began with
     accountant: PrivacyAccountant
     guarantee: str  # of the start, in words
@@ -145,9 +146,11 @@ def hybrid(
     with torch.no_grad():
         module.weights.copy_(start["weights"])
     if samples is None:
-        samples = PosteriorSamples(
-            "bernoulli" if model.family == "bernoulli" else None, max_samples=200
-        )
+        options: dict[str, dict[str, Any]] = {
+            "bernoulli": {"likelihood": "bernoulli"},
+            "gaussian": {"likelihood": "normal", "noise_std": records.weight**-0.5},
+        }
+        samples = PosteriorSamples(max_samples=200, **options.get(model.family, {}))
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()

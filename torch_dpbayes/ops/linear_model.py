@@ -81,13 +81,14 @@ class LinearModel(Model):
         clipped as in fitting: a probability, a mean or a rate ``[n]``; of a Softmax probabilities
         of classes ``[n, K]``.
         """
-        return self._mean(_predictors(self.features(features), draw["weights"]))
+        return expected_targets(self, draw["weights"], self.features(features))
 
     def module(self, num_features: int) -> LinearPredictor:
         """The linear predictors as a network of one parameter, ``weights`` ``[num_features]``, or
         ``[K, num_features]`` of a Softmax. With it :meth:`.PosteriorSamples.from_draws` predicts as
         "bernoulli", as "normal" with ``noise_std``, or as "categorical"; rates by ``predict(...,
-        torch.exp)``.
+        torch.exp)``. It shortens whole rows; ``noise_aware.posterior`` leaves constant columns and
+        public rows as they are: of draws of such a run take its own ``predict``.
         """
         return LinearPredictor(self._shape(num_features), self.features)
 
@@ -150,6 +151,11 @@ class LinearPredictor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _predictors(self._features(x), self.weights)
+
+
+def expected_targets(model: LinearModel, weights: Tensor, rows: Tensor) -> Tensor:
+    """Of rows ``[n, d]`` as they are."""
+    return model._mean(_predictors(rows, weights))  # noqa: SLF001
 
 
 def _predictors(x: Tensor, weights: Tensor) -> Tensor:
