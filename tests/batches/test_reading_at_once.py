@@ -140,7 +140,11 @@ def test_what_reads_whole_batches_reads_none_of_private_records():
     assert same(whole, default_collate([table[i] for i in range(60)]))
     loader, parts = private(table), []
     loader.sampler_of_draws.delivery = lambda batch, size: parts.append(size) or batch
-    optimizer = SimpleNamespace(signal_skip_step=lambda do_skip: None)
+    optimizer = SimpleNamespace(
+        signal_skip_step=lambda do_skip: loader.sampler_of_draws.delivered(
+            is_part=True, is_last=not do_skip
+        )
+    )
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
     ) as managed:

@@ -298,6 +298,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [*((name, "bookkeeping") for name in REFUSED), ("vmap rule", "vmap"), ("item", "vmap")],
