@@ -12,13 +12,13 @@ records it is a release with no noise and no charge; evaluate on public or held-
 disclosure is accepted, and do not tune on a metric of the training set.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
-from .accounting.events import positive_count
 from .errors import ArgumentError
 
 __all__ = [
@@ -81,7 +81,8 @@ def reliability_curve(
     ((b-1)/num_bins, b/num_bins].
     """
     probabilities, labels = _by_class(probabilities, labels)
-    num_bins = positive_count(num_bins, "num_bins")
+    if not isinstance(num_bins, int) or num_bins < 1:
+        raise ArgumentError(f"num_bins must be a whole number from 1 on, got {num_bins}.")
     confidence, predicted = probabilities.max(1)
     correct = (predicted == labels).double()
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
@@ -117,13 +118,13 @@ def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> floa
         ("in_distribution", in_distribution),
         ("out_of_distribution", out_of_distribution),
     ):
-        scores = torch.as_tensor(scores)
+        scores = _tensor(scores)
         if scores.dim() != 1 or len(scores) == 0 or bool(scores.isnan().any()):
             raise ArgumentError(
                 f"{name} must be a one-dimensional tensor of at least one score, without NaN."
             )
     both = out_of_distribution, in_distribution
-    outside, inside = (torch.as_tensor(t).double().cpu() for t in both)
+    outside, inside = (_tensor(t).double().cpu() for t in both)
     counted = mannwhitneyu(outside.numpy(), inside.numpy(), method="asymptotic").statistic
     return float(counted) / (len(outside) * len(inside))
 
@@ -145,9 +146,14 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
     return float(((lower <= targets) & (targets <= upper)).double().mean())
 
 
+def _tensor(values: Any) -> Tensor:
+    """Of an array or a list, too; Python's numbers are wide."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+
+
 def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """``[n, classes]`` and ``[n]``, also of targets that are 0 or 1."""
-    probabilities, labels = torch.as_tensor(probabilities), torch.as_tensor(labels)
+    probabilities, labels = _tensor(probabilities), _tensor(labels)
     if probabilities.dim() > 0 and probabilities.shape == labels.shape:
         probabilities, labels = probabilities.flatten(), labels.flatten()
         probabilities = torch.stack([1 - probabilities, probabilities], 1)
@@ -176,7 +182,7 @@ def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_same_shape(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    values, targets = torch.as_tensor(values), torch.as_tensor(targets)
+    values, targets = _tensor(values), _tensor(targets)
     # broadcasting [n, 1] against [n] would compare every record with every other
     if values.shape != targets.shape:
         raise ArgumentError(

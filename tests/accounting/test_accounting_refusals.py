@@ -207,7 +207,6 @@ def test_an_absurd_size_is_refused_wherever_it_comes_in():
             for call in (
                 lambda z: accountant.step(noise_multiplier=z, sample_rate=0.1),
                 lambda z: get_num_steps(**steps, noise_multiplier=z),
-                lambda z: PLANNED(noise_multiplier=z),
                 lambda z: dpb.mcmc.DPPenalty(print, **penalty, noise_multiplier=z),
                 lambda z: made_private(noise_multiplier=z),
                 lambda z: bare(dpb.optim.DPSGLD, noise_multiplier=z),
@@ -271,9 +270,6 @@ USES = {
     ),
     "plan, noise": lambda relation, _: (
         PLANNED(num_iterations=50, neighboring=relation).noise_multipliers
-    ),
-    "plan, iterations": lambda relation, _: (
-        PLANNED(noise_multiplier=30.0, neighboring=relation).num_iterations
     ),
     "dominating_pair": lambda relation, _: repr(dominating_pair(STEP, relation)),
     "a certificate's setting": lambda relation, _: Setting(1.0, None, relation).records_changed,

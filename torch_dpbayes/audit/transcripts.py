@@ -12,8 +12,8 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from ..accounting import PrivacyAccountant
 from ..accounting.events import (
     SampledWithoutReplacementDpEvent,
-    check_epsilon,
     positive_count,
+    real,
 )
 from ..accounting.random_allocation import RandomAllocationDpEvent
 from ..errors import AuditError
@@ -144,7 +144,7 @@ def repeated(
     lower_bound.require_enough(positive_count(repeats, "repeats"))
     epsilon = _stated(epsilon, accountant, delta)
     included = draw_inclusion(repeats, generator_of(seed)).tolist()
-    scores = np.array([float(release(is_in)) for is_in in included])
+    scores = np.array([np.asarray(release(is_in), float).item() for is_in in included])
     if np.isnan(scores).any():
         raise AuditError("release returned nan: return 0 where neither guess is better")
     correct = int(((scores > 0) == included).sum())
@@ -154,7 +154,9 @@ def repeated(
 def _stated(epsilon: float | None, accountant: PrivacyAccountant | None, delta: float) -> float:
     """The ε to compare with."""
     if accountant is None and epsilon is not None:
-        return check_epsilon(epsilon)
+        if not 0 <= (found := real(epsilon, "epsilon")) < np.inf:
+            raise AuditError(f"epsilon must be a number from 0 on, got {epsilon}")
+        return found
     if accountant is None or epsilon is not None:
         raise AuditError("state what was charged, once: pass accountant=, or epsilon=")
     if np.isinf(found := accountant.get_epsilon(delta)):

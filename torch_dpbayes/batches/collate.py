@@ -68,10 +68,12 @@ class RecordwiseCollate:
     @property
     def is_torchs(self) -> bool:
         """Whether the function is torch's own, and calls none that were registered with it."""
-        registered = default_collate_fn_map.values()
-        return self.wrapped_collator_fn is default_collate and all(
-            getattr(function, "__globals__", None) is vars(torch_collate) for function in registered
-        )
+        if self.wrapped_collator_fn is not default_collate:
+            return False
+        for function in default_collate_fn_map.values():
+            if getattr(function, "__globals__", None) is not vars(torch_collate):
+                return False
+        return True
 
     def __call__(self, records: Any) -> Any:
         batch = self._batch_of(records)

@@ -65,7 +65,9 @@ class RecordStatistics:
 
     def _map(self, rows: list[Tensor]) -> Tensor:
         with torch.no_grad():
-            (found,) = RecordMap(len(rows[0]))(lambda row: [self._statistics(*row)], rows)
+            (found,) = RecordMap(len(rows[0]), is_random=False)(
+                lambda row: [self._statistics(*row)], rows
+            )
         if found.dim() > 2:
             raise ValueError("the statistics of a record are a vector, or one number")
         return found.reshape(len(rows[0]), -1)

@@ -432,7 +432,12 @@ class Setup:
                 "  ASSUMED     means of columns of floats differ by category, and of several"
                 " arguments the differences add up; their covariance given categories is one"
             )
-        if len(self.categories) > 1 and not has_combinations(self.categories):
+        if has_combinations(self.categories):
+            lines.append(
+                "  ASSUMED     categories whose counts of combinations noise hides are nearly"
+                " independent of each other"
+            )
+        elif len(self.categories) > 1:
             lines.append(
                 "  ASSUMED     categories are independent of each other: their combinations are too"
                 " many to count"

@@ -196,7 +196,8 @@ class LastLayer:
         if not len(inputs):
             return inputs.new_zeros(0, self.linear.in_features)
         try:
-            return self._map(inputs)
+            found = self._map(inputs)
+            return torch.where(found.isfinite().all(1, keepdim=True), found, 0.0)
         except torch.OutOfMemoryError:
             raise
         except Exception:
@@ -206,7 +207,7 @@ class LastLayer:
 
     def _map(self, inputs: Tensor) -> Tensor:
         each = inputs.unsqueeze(1)
-        return RecordMap(len(each))(lambda row: [self._body(*row)[0]], [each])[0]
+        return RecordMap(len(each), is_random=False)(lambda row: [self._body(*row)[0]], [each])[0]
 
     def __call__(self, features: Tensor, targets: Tensor) -> None:
         """The Pyro model of the layer."""

@@ -89,8 +89,11 @@ class Settings:
                 " at least 1e-12"
             )
         _require_positive("noise_multiplier", z, or_zero=True)
-        if z:
-            events.gaussian_noise_multiplier(z)
+        if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
+            raise ArgumentError(
+                f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps would"
+                f" overflow: take one below {_LARGEST_NOISE_MULTIPLIER:g}"
+            )
         if self.temperature is not None:
             _require_positive("temperature", self.temperature, or_zero=True)
         if self.sampling not in (None, "poisson", "recordwise"):
@@ -130,6 +133,7 @@ class DeclaredOptimizer(Optimizer):
     _group_options: dict[str, Any] = {}  # noqa: RUF012
     # whether larger noise does not heat the samples: friction or step follow it
     _holds_temperature = False
+    _is_made = False
     __signature__: ClassVar[inspect.Signature]  # help() shows it
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -197,7 +201,9 @@ class DeclaredOptimizer(Optimizer):
         # which the free lr is a function of
         self.defaults = {"prior_std": prior_std, "prior_mean": prior_mean, **self._group_options}
         super().__init__(params, {"lr": self._resolved(lr, self.defaults), **self.defaults})
-        require_used(prior_std, self.param_groups)
+        self._is_made = True  # a prior's names may be those of any group
+        for group in (self.defaults, *self.param_groups):
+            require_used(group["prior_std"], self.param_groups)
         if self._derives_bound:
             self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
@@ -314,8 +320,8 @@ class DeclaredOptimizer(Optimizer):
         try:
             _require_positive("lr", group["lr"])
             self._require_group(group)
-            if group["prior_std"] is not self.defaults["prior_std"]:
-                require_used(group["prior_std"], [group])
+            if self._is_made:
+                require_used(group["prior_std"], self.param_groups)
             for p in group["params"]:
                 if not p.is_floating_point():
                     raise ArgumentTypeError(

@@ -275,7 +275,15 @@ def gaussian_nll(
         return {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[reduction]()
 
 
+def _is_all_true(t: Tensor) -> Tensor:
+    """What ``torch.distributions`` asks of all records at once, to raise an error: an invalid one
+    is not finite, and counts as zero.
+    """
+    return torch.ones((), dtype=torch.bool, device=t.device)
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch._is_all_true: _is_all_true,  # noqa: SLF001
     F.embedding: embedding,
     torch.embedding: _table,
     F.embedding_bag: embedding_bag,

@@ -143,7 +143,7 @@ def of_those_that_run(
         pass  # its text may hold values of a record
     spare = [synthetic_row(t) for t in rows]
     run(spare)
-    fails = torch.tensor([_fails(run, [t[k : k + 1] for t in rows]) for k in range(len(rows[0]))])
+    fails = torch.tensor(_which_fail(run, rows))
 
     def put(value: Tensor | float, t: Tensor) -> Tensor:
         where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
@@ -153,22 +153,29 @@ def of_those_that_run(
     return [put(math.nan, t) if t.is_floating_point() else t for t in found]
 
 
-def _fails(run: Callable[[Sequence[Tensor]], Any], row: Sequence[Tensor]) -> bool:
+def _which_fail(run: Callable[[Sequence[Tensor]], Any], rows: Sequence[Tensor]) -> list[bool]:
+    """Of every record, by halves."""
+    count = len(rows[0])
     try:
-        run(row)
+        run(rows)
     except Exception:
-        return True
-    return False
+        if count == 1:
+            return [True]
+        halves = (slice(count // 2), slice(count // 2, count))
+        return [each for half in halves for each in _which_fail(run, [t[half] for t in rows])]
+    return [False] * count
 
 
 def synthetic_row(t: Tensor) -> Tensor:
     """A record of such rows: zeros, or numbers in between, which are probabilities, and entries of
-    matrices that have an inverse.
+    matrices that have an inverse, and a factor.
     """
     made = t.new_zeros(1, *t.shape[1:])
     if t.is_floating_point():
         stream = torch.Generator("cpu").manual_seed(0)
         made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
+        if t.dim() > 2 and t.shape[-1] == t.shape[-2]:
+            made = made / (2 * t.shape[-1]) + torch.eye(t.shape[-1]).to(made) / 2
     return made
 
 
@@ -179,10 +186,12 @@ class RecordMap:
         records: n, the number of rows that every mapped tensor has in dimension 0.
         leaves: whether fused operations run on the batch; not where gradients will be taken inside
             a map, as they then would draw other random numbers.
+        is_random: whether records may draw random numbers; refused where nothing keeps them from
+            following their place in the batch.
     """
 
-    def __init__(self, records: int, *, leaves: bool = True) -> None:
-        self.records = records
+    def __init__(self, records: int, *, leaves: bool = True, is_random: bool = True) -> None:
+        self.records, self._randomness = records, "different" if is_random else "error"
         self.leaves = leaves
         self._level: int | None = None
         self.error: Exception | None = None  # inside, which the model may have caught
@@ -199,7 +208,7 @@ class RecordMap:
         """
         require_no_modes()
         with as_traced(), _OfOneRecord(self):
-            self._level = level = functorch._vmap_increment_nesting(self.records, "different")
+            self._level = level = functorch._vmap_increment_nesting(self.records, self._randomness)
             try:
                 inside = [functorch._add_batch_dim(t, 0, level) for t in tensors]
                 self.track(inside)
@@ -334,11 +343,12 @@ _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fil
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
-# They go by numbers that nobody compares with the size of a table, in the memory of all records.
+# They may go by numbers that nobody compares with the size of a table, in the memory of all
+# records, as may those of private names and of backward passes.
 _UNCHECKED = frozenset(
-    f"aten.{name}"
-    for name in "embedding index_fill index_fill_ ctc_loss _ctc_loss segment_reduce".split()
+    "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm".split()
 )
+_OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss)
 
 
 class RecordsApart(TorchFunctionMode):
@@ -425,8 +435,14 @@ class _OfOneRecord(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in FUNCTIONS:
-            with self:
-                found = FUNCTIONS[func](*args, **kwargs)
+            try:
+                with self:
+                    found = FUNCTIONS[func](*args, **kwargs)
+            except Exception as error:
+                found = self._of_those_that_run(FUNCTIONS[func], args, kwargs)
+                if found is None:
+                    self._map.error = error
+                    raise
             if found is not None:
                 return found
         # asked for by gradient checkpointing; gradients are taken anyway
@@ -495,16 +511,19 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
         )
     if isinstance(func, _OPERATORS):
         name = str(func)
-        if name.partition(".")[0] not in _TORCHS_OPERATORS:
+        source, bare, *_ = name.split(".")
+        if source not in _TORCHS_OPERATORS:
             raise CannotBeMapped(
                 f"operator {name} is not torch's own: what it does to whole batches, or keeps of"
                 " one record for the next, is not seen"
             )
-        if ".".join(name.split(".")[:2]) in _UNCHECKED:
+        if bare in _UNCHECKED or bare.startswith("_") or "_backward" in bare:
             raise CannotBeMapped(
                 f"operator {name} may look beyond a record: write the function of"
                 " torch.nn.functional for which it stands"
             )
+    if func in _OF_ALL_RECORDS:
+        raise CannotBeMapped(f"{func.__name__} looks at all records at once: write t.any() instead")
     if func is torch.segment_reduce and kwargs.get("unsafe"):
         raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
     if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):

@@ -125,7 +125,12 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing of the draws.
         """
         if isinstance(draws, Mapping):
-            whole = {name: torch.atleast_1d(torch.as_tensor(v)) for name, v in draws.items()}
+            whole = {
+                name: torch.atleast_1d(v)
+                if isinstance(v, Tensor)
+                else torch.stack([torch.as_tensor(each) for each in v])
+                for name, v in draws.items()
+            }
             counts = {len(value) for value in whole.values()}
             kept = [
                 {name: v[k] for name, v in whole.items()} for k in range(min(counts, default=0))
