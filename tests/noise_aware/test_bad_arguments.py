@@ -140,13 +140,19 @@ def prior_of_m():
     return pyro.sample("m", dist.Normal(ZERO, ONE))
 
 
-FAMILY_WITH_A_RULE = dpb.noise_aware.ExponentialFamily(
-    prior_of_m,
-    lambda y: Rule.apply(y[None]),
-    lambda v: v["m"][None],
-    lambda e: (e**2).sum() / 2,
-    1.0,
-)
+def family(statistics):
+    def log_partition(e):
+        return (e**2).sum() / 2
+
+    return dpb.noise_aware.ExponentialFamily(
+        prior_of_m, statistics, lambda v: v["m"][None], log_partition, 1.0
+    )
+
+
+def random_sign(y):
+    return torch.where(torch.rand(()) < 0.5, -y, y)[None]
+
+
 X, Y = data()
 LABELS = torch.randint(3, (N,))
 NET, SOFTMAX = nn.Linear(2, 1).double(), nn.Linear(2, 3).double()
@@ -203,8 +209,9 @@ REFUSED = {
     "lengths": refused(UnfitModel, sufficient_statistics, beta_bernoulli(), Y, Y[:3]),
     "statistics of rows": refused(UnfitModel, sufficient_statistics, beta_bernoulli(), X),
     "statistics of whole batches": refused(
-        UnfitModel, sufficient_statistics, FAMILY_WITH_A_RULE, Y
+        UnfitModel, sufficient_statistics, family(lambda y: Rule.apply(y[None])), Y
     ),
+    "random statistics": refused(UnfitModel, sufficient_statistics, family(random_sign), Y),
     "features of whole batches": of_layer(CannotBeMapped, nn.Sequential(WithARule(), NET), X, Y),
     "no module": of_layer(ArgumentTypeError, 3, X, Y),
     "likelihood": of_layer(ArgumentError, NET, X, Y, "poisson"),

@@ -127,6 +127,13 @@ def test_no_prior_of_a_group_is_left_out(group, options):
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_prior_s_names_may_be_those_of_any_group():
+    stds, net = {"0": 0.1, "1": 0.2}, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, second = list(net.named_parameters())[:2], list(net.named_parameters())[2:]
+    groups = [{"params": part, "prior_std": dict(stds)} for part in (first, second)]
+    assert len(bare(groups, DPSGLD).param_groups) == 2
+
+
 def test_momentum_has_its_limits_whoever_sets_it():
     optimizer = bare([p := nn.Parameter(torch.zeros(2))], DPSGHMC)
     fill([p])

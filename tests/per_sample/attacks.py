@@ -435,7 +435,7 @@ ERRORS = {
     "margin": lambda out, t: F.multi_margin_loss(out, (t > 50).long() * 7),
     "table": lambda out, t: ((out - torch.eye(2, out.shape[1])[(t > 50).long() * 7]) ** 2).mean(),
     "no factor": lambda out, t: (
-        torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(2))[:, 0, 0] * out[:, 0]
+        torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(3))[:, 0, 0] * out[:, 0]
     ).mean(),
 }
 

@@ -285,6 +285,7 @@ REFUSED = {
         h + torch.segment_reduce(h, "sum", lengths=(h[:1, 0] > 0).long(), unsafe=True)
     ),
     "caught error": catching,
+    "validity of all records": lambda h: -h if torch._is_any_true(h > 1e6) else h,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
     "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,

@@ -71,6 +71,12 @@ def test_a_bin_holds_its_upper_end_and_an_empty_one_is_nan():
     assert curve.accuracy[:5].isnan().all()
 
 
+def test_arrays_and_lists_are_taken_as_they_are():
+    bound = np.array([0.1, 0.3])
+    assert metrics.interval_coverage(bound, bound[::-1], [0.1, 0.3]) == 0.5
+    assert metrics.accuracy([[0.2, 0.8], [0.9, 0.1]], np.array([1, 1])) == 0.5
+
+
 def test_cases_worked_by_hand():
     values, targets = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 4.0, 3.0])
     assert metrics.root_mean_squared_error(values, targets) == pytest.approx((5 / 3) ** 0.5)
