@@ -7,14 +7,13 @@ import pytest
 from hypothesis import settings
 
 THOROUGH = [pytest.mark.thorough]
-OF_THE_THOROUGH_PROFILE = settings.get_profile("thorough").max_examples
 
 
 def examples(count: int, **more: Any) -> settings:
     """Settings for ``count`` examples in .ci/run, and in the default run for as large a part of
     them as its profile takes of hypothesis' own number, at least three.
     """
-    part = settings().max_examples / OF_THE_THOROUGH_PROFILE
+    part = settings().max_examples / settings.get_profile("thorough").max_examples
     return settings(max_examples=max(3, round(count * part)), deadline=None, **more)
 
 
