@@ -31,7 +31,6 @@ OF_SCORES = {
     "nan": scores([np.nan], [True], epsilon=1),
     "more guesses than canaries": scores(epsilon=1, num_guesses=3),
     "nan of a release": partial(repeated, lambda is_in: np.nan, epsilon=1, delta=1e-5),
-    "delta of no number": scores(epsilon=1, delta=None),
     "no guess": scores(epsilon=1, num_guesses=0),
     "not all if independent": scores(epsilon=1, num_guesses=1, **INDEPENDENT),
     "another bound": scores(epsilon=1, bound="tight"),
@@ -59,7 +58,8 @@ def test_scores_that_make_no_audit(name):
 
 @pytest.mark.parametrize("epsilon", [-1.0, np.nan, "1"])
 def test_no_audit_of_what_no_epsilon_is(epsilon):
-    for audit in (scores(epsilon=epsilon), partial(repeated, float, epsilon=epsilon, delta=1e-5)):
+    wrong = scores(epsilon=epsilon), scores(epsilon=1.0, delta=None)
+    for audit in (*wrong, partial(repeated, float, epsilon=epsilon, delta=1e-5)):
         with pytest.raises((dpb.errors.ArgumentError, dpb.errors.ArgumentTypeError)):
             audit()
 

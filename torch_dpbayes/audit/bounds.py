@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +36,7 @@ import numpy.typing as npt
 from scipy import optimize, special, stats
 
 from ..accounting import Risk
+from ..accounting.events import real
 from ..accounting.gdp import gaussian_epsilon, gaussian_mu
 from ..errors import AuditError
 
@@ -165,13 +165,13 @@ class LowerBound:
     def __post_init__(self) -> None:
         if self.kind not in ("gaussian", "independent", "basic"):
             raise AuditError(f'bound is "gaussian", "independent" or "basic", not {self.kind!r}')
-        is_number = isinstance(self.delta, Real) and isinstance(self.confidence, Real)
-        if not is_number or not 0 <= self.delta < 1 or not 0.5 <= self.confidence < 1:
+        delta, confidence = real(self.delta, "delta"), real(self.confidence, "confidence")
+        if not 0 <= delta < 1 or not 0.5 <= confidence < 1:
             raise AuditError(
                 "delta and confidence are probabilities below 1, confidence is at least 0.5; got"
-                f" {self.delta} and {self.confidence}"
+                f" {delta} and {confidence}"
             )
-        if self.kind != "basic" and self.delta == 0:
+        if self.kind != "basic" and delta == 0:
             raise AuditError('a Gaussian\'s ε is infinite at delta=0: pass bound="basic"')
 
     def __call__(self, guesses: Guesses) -> float:

@@ -10,11 +10,7 @@ import numpy.typing as npt
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from ..accounting import PrivacyAccountant
-from ..accounting.events import (
-    SampledWithoutReplacementDpEvent,
-    positive_count,
-    real,
-)
+from ..accounting.events import SampledWithoutReplacementDpEvent, positive_count, real
 from ..accounting.random_allocation import RandomAllocationDpEvent
 from ..errors import AuditError
 from .bounds import Array, Guesses, LowerBound
@@ -83,12 +79,8 @@ def from_scores(
     **Privacy.** Nothing is charged: the bound is computed from the release.
     """
     found, drawn = np.asarray(scores, dtype=float), np.asarray(included)
-    if (
-        found.ndim != 1
-        or found.shape != drawn.shape
-        or drawn.dtype != bool
-        or (found != found).any()
-    ):
+    is_one_each = found.ndim == 1 and found.shape == drawn.shape and drawn.dtype == bool
+    if not is_one_each or np.isnan(found).any():
         raise AuditError(
             "scores, without nan, and inclusions of bool are vectors of one length; got shapes"
             f" {found.shape} and {drawn.shape}, {drawn.dtype}. Score 0 leaves a canary undecided."
@@ -153,12 +145,10 @@ def repeated(
 
 def _stated(epsilon: float | None, accountant: PrivacyAccountant | None, delta: float) -> float:
     """The ε to compare with."""
-    if accountant is None and epsilon is not None:
-        if not 0 <= (found := real(epsilon, "epsilon")) < np.inf:
-            raise AuditError(f"epsilon must be a number from 0 on, got {epsilon}")
-        return found
+    if accountant is None and epsilon is not None and 0 <= real(epsilon, "epsilon") < np.inf:
+        return float(epsilon)
     if accountant is None or epsilon is not None:
-        raise AuditError("state what was charged, once: pass accountant=, or epsilon=")
+        raise AuditError("state what was charged, once: pass accountant=, or epsilon= from 0 on")
     if np.isinf(found := accountant.get_epsilon(delta)):
         raise AuditError("the accountant states no ε for this run, so none can be refuted")
     return found
@@ -172,9 +162,8 @@ def _result(
     threat: str,
 ) -> AuditResult:
     kind, delta, confidence = lower_bound.kind, lower_bound.delta, lower_bound.confidence
-    found, neighboring, refutes = lower_bound(guesses), None, None
-    if accountant is not None:
-        neighboring = accountant.neighboring
+    neighboring = None if accountant is None else accountant.neighboring
+    found, refutes = lower_bound(guesses), None
     if accountant is not None and kind != "basic":
         refutes = lower_bound.refutes(accountant.risk(prior=0.5, delta=delta), guesses)
     return AuditResult(
