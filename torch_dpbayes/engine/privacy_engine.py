@@ -245,7 +245,8 @@ class PrivacyEngine:
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
-        given = {name: value for name, value in locals().items() if name != "self"}
+        given = dict(locals())  # before another name is bound
+        del given["self"]
         with self._ranks or self._alone():
             return self._made_private(Settings(**given))
 
