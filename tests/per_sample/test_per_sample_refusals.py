@@ -59,6 +59,7 @@ def ragged(out, x, y):
 LOSSES = {
     "a vector": ("loss-vector", lambda out, x, y: entropy(out, y, reduction="none")),
     "a constant": ("loss-constant", lambda out, x, y: y.float().mean()),
+    "one column": ("loss-constant", lambda out, x, y: entropy(out[:, :1], 0 * y)),
     "a sum": ("loss-reduction", lambda out, x, y: entropy(out, y, reduction="sum")),
     "a mean's square": ("loss-reduced", lambda out, x, y: entropy(out, y) ** 2),
     "a learned scale": ("loss-outside", lambda out, x, y: entropy(out * SCALE.exp(), y)),

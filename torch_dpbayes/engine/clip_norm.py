@@ -43,8 +43,7 @@ def private_clipped_fraction(
             a tuple of the model's inputs and the target.
         noise_multiplier: z > 0.
         max_grad_norm: C to ask about; None asks about the optimizer's.
-        criterion: ``criterion(module(*inputs), target)`` reduces over the batch as the model was
-            made private for.
+        criterion: as for :func:`simulate_gradient_norms`.
 
     Returns:
         The noisy share, between 0 and 1.
@@ -107,12 +106,11 @@ def simulate_gradient_norms(
         ‖g_i‖₂ of all records, a float32 tensor.
 
     Raises:
-        ValueError: the loader is a private one, reads a private data set, or hands out batches of
-            one.
+        ValueError: a private loader of this process, a loader over its data set or a
+            ``torch.utils.data.Subset`` of it, or batches of one.
 
     **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged.
-    Refused are private loaders of this process, and loaders over their data sets or a
-    ``torch.utils.data.Subset`` of them. Copies of private records are not recognised.
+    Copies of private records are not recognised.
     """
     if reads_private_data(public_or_synthetic_loader):
         raise ArgumentError(

@@ -240,7 +240,7 @@ class _Operation:
         """For outputs ``[B, 1]`` beside targets ``[B]``, which torch would pair each with each."""
         shapes = sorted((tuple(f.shape) for f in self.followed), key=len)
         if len(shapes) == 2 and shapes[1] == (*shapes[0], 1):
-            return "Give both one shape: write out.squeeze(-1)"
+            return "Give both one shape: write .squeeze(-1) after the longer one"
         return None
 
     def _is_detached(self) -> bool:
@@ -255,6 +255,12 @@ class _Operation:
         how = kwargs.pop("reduction", "mean")
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             raise batch.refuse(f"{name}: size_average and reduce are deprecated", "loss-option")
+        if name == "cross_entropy" and first.shape[1:2] == (1,):
+            raise batch.refuse(
+                "cross_entropy of one column is always 0",
+                "loss-constant",
+                "For one logit write F.binary_cross_entropy_with_logits(out.squeeze(-1), y)",
+            )
         is_weighted = name in (*kinds.OF_CLASSES, "mse_loss", "l1_loss")
         if how == "mean" and is_weighted and kwargs.get("weight") is not None:
             raise batch.refuse(
