@@ -1,6 +1,4 @@
-"""Two ways to choose a clip norm: a count on the private data that is paid for, and norms on
-public data that are free.
-"""
+"""Two ways to choose a clip norm: a charged count on private data, or free norms on public data."""
 
 from __future__ import annotations
 
@@ -120,11 +118,9 @@ def simulate_gradient_norms(
         )
     attached = GradientSource.attached_to(module)
     source = BookkeepingGradientSource(module) if attached is None else attached
-    norms = []
     try:
-        for batch in public_or_synthetic_loader:
-            norms.append(_norms(module, source, batch, criterion))
-        return torch.cat(norms)
+        batches = public_or_synthetic_loader
+        return torch.cat([_norms(module, source, batch, criterion) for batch in batches])
     finally:
         if attached is None:
             source.remove()
@@ -144,8 +140,7 @@ def _norms(
         )
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
-    device = parameters[0].device
-    *inputs, target = (x.to(device) for x in batch)
+    *inputs, target = (x.to(parameters[0].device) for x in batch)
     grads = [p.grad for p in parameters]
     source.discard(parameters)
     for p in parameters:
