@@ -1,8 +1,8 @@
 """Fine-tunes a transformer privately: all of it, LoRA adapters, or the last layer alone.
 
-    python examples/fine_tuning.py [--train all | lora | last] [--epsilon 8]
+    python examples/fine_tuning.py [--model bert | gpt2] [--train all | lora | last] [--epsilon 8]
 
-A small BERT is trained on public sentences of one question, without privacy, and then on private
+A small BERT or GPT-2 is trained on public sentences of one question, without privacy, and then on private
 sentences of another. Sentences are made up here. A model of your own is loaded by
 ``AutoModelForSequenceClassification.from_pretrained``. The example needs the package
 ``transformers``, and ``--train lora`` needs ``peft``.
@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 import torch_dpbayes as dpb
 
@@ -29,9 +34,13 @@ def sentences(n: int) -> Tensor:
     return torch.randint(1, WORDS, (n, LENGTH))
 
 
-def pretrained(records: int) -> nn.Module:
-    """A BERT that tells the topic of a sentence, the last digit of its first word."""
-    net = BertForSequenceClassification(
+def untrained(model: str) -> nn.Module:
+    if model == "gpt2":
+        sizes: dict[str, Any] = dict(n_embd=32, n_layer=2, n_head=2, n_positions=LENGTH)
+        off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        config = GPT2Config(vocab_size=WORDS, num_labels=TOPICS, pad_token_id=0, **sizes, **off)
+        return GPT2ForSequenceClassification(config)
+    return BertForSequenceClassification(
         BertConfig(
             vocab_size=WORDS,
             hidden_size=32,
@@ -44,7 +53,11 @@ def pretrained(records: int) -> nn.Module:
             attention_probs_dropout_prob=0.0,
         )
     )
-    words = sentences(records)
+
+
+def pretrained(model: str, records: int) -> nn.Module:
+    """It tells the topic of a sentence, the last digit of its first word."""
+    net, words = untrained(model), sentences(records)
     data = TensorDataset(words, words[:, 0] % TOPICS)
     adam = torch.optim.Adam(net.parameters(), 2e-3)
     for _ in range(4):
@@ -57,18 +70,18 @@ def pretrained(records: int) -> nn.Module:
 
 def prepared(net: Any, train: str) -> nn.Module:
     """The network for two classes, with what is to be trained unfrozen."""
-    net.classifier, net.num_labels = nn.Linear(32, 2), 2
-    net.config.use_cache = False
+    last = "score" if hasattr(net, "score") else "classifier"
+    setattr(net, last, nn.Linear(32, 2))
+    net.num_labels, net.config.use_cache = 2, False
     if train == "lora":
         from peft import LoraConfig, get_peft_model
 
-        adapters = LoraConfig(
-            r=8, lora_alpha=16, target_modules=["query", "value"], modules_to_save=["classifier"]
-        )
+        targets = ["query", "value"] if last == "classifier" else ["c_attn"]
+        adapters = LoraConfig(r=8, lora_alpha=16, target_modules=targets, modules_to_save=[last])
         return get_peft_model(net, adapters)
     if train == "last":
         net.requires_grad_(False)
-        net.classifier.requires_grad_(True)
+        getattr(net, last).requires_grad_(True)
     return net
 
 
@@ -90,6 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--model", choices=("bert", "gpt2"), default="bert")
     parser.add_argument("--train", choices=("all", "lora", "last"), default="all")
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--delta", type=float, default=1e-5)
@@ -98,7 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     options = parser.parse_args(arguments)
 
-    net = Logits(prepared(pretrained(4 * options.records), options.train)).train()
+    net = pretrained(options.model, 4 * options.records)
+    net = Logits(prepared(net, options.train)).train()
     words, new = sentences(options.records), sentences(2000)  # private, and for the test
     engine = dpb.PrivacyEngine()
     net, optimizer, loader = engine.make_private_with_epsilon(

@@ -2,7 +2,7 @@
 """Does Bayes pay? The posterior average at the defaults beside DP-SGD, at the same ε.
 
     python scripts/benchmarks/does_bayes_pay.py table --data-root ROOT [--seeds 5]
-    python scripts/benchmarks/does_bayes_pay.py temperature | rates | plane
+    python scripts/benchmarks/does_bayes_pay.py linear | temperature | rates | plane
 
 ROOT has the folders ``adult`` and ``abalone`` with UCI's files, and ``mnist`` in torchvision's
 layout. Finished runs are lines of ``--results`` and are not made again; seeds are the outer loop.
@@ -21,12 +21,16 @@ against Fashion-MNIST, too.
 Runs of DP-SGD are made many at a time, by :func:`clipped_sums`, which has Opacus' clipped sum and
 noise (tests/scripts/test_smoke.py); the settings of one seed share their batches. Networks have one
 tanh layer of 32. Of MNIST and Fashion-MNIST these are the first 12,000 training images and all test
-images, averaged over squares of 2 x 2 pixels. "topics" is a synthetic stand-in for text: bags of
-words of five topics. Splits, first weights and synthetic data follow from the seed.
+images, averaged over squares of 2 x 2 pixels, or the wavelet features of
+``examples/scattering_features.py``, averaged over each quarter of the image. "topics" is a
+synthetic stand-in for text: bags of words of five topics. Splits, first weights and synthetic data
+follow from the seed.
 
 ``temperature`` is how the default of 1 was chosen: T = .3 and 1 on random teacher networks with
 label noise, none of them in the table; "1 unless .3 is ahead by 5 %" in the geometric mean of the
-classifiers' NLL. ``rates`` is ours at half and twice the lr; ``plane`` the NLL over lr and T.
+classifiers' NLL. ``linear`` is a noise-aware posterior of a linear classifier of the same inputs,
+with nothing to tune: prior N(0, 1), rows longer than ``LENGTHS`` shortened. ``rates`` is ours at
+half and twice the lr; ``plane`` the NLL over lr and T.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -60,6 +65,7 @@ sys.path[:0] = [str(ROOT / "scripts" / "reproductions"), str(ROOT / "examples")]
 import private_bnn  # noqa: E402
 import reproduce_privacy_for_free as free  # noqa: E402
 import reproduction  # noqa: E402
+import scattering_features  # noqa: E402
 from reproduction import Panel, Row, columns, grouped, having  # noqa: E402
 
 DELTA, EPSILONS, HIDDEN = 1e-5, (1.0, 3.0, 8.0), 32
@@ -77,6 +83,8 @@ SIZES = {
     "adult": (1024, 15),
     "mnist": (512, 20),
     "fashion-mnist": (512, 20),
+    "mnist, wavelets": (512, 20),
+    "fashion-mnist, wavelets": (512, 20),
 }
 # records, inputs, share of inputs that are zero, hidden units, classes (1: regression), label noise
 TEACHERS = {
@@ -93,7 +101,9 @@ MEASURES = ("accuracy", "RMSE", "NLL", "ECE", "Brier", "coverage", "AUROC", "sec
 MEASURES += ("tempered",)
 HEATS = [2 ** (k / 6) for k in range(-12, 19)]  # temperatures of the tempered oracle
 REGRESSIONS = ("diabetes", "abalone", "teacher 5")
+LENGTHS = {"breast cancer": 30**0.5, "adult": 3.0}  # of inputs; else 8
 GRIDS: dict[str, Any] = {  # data, ε, lr and T of the other tables
+    "linear": ([name for name in TABLE if name not in REGRESSIONS], EPSILONS, (None,), (None,)),
     "temperature": (TEACHERS, EPSILONS, (None,), (0.3, 1.0)),
     "rates": (("digits", "adult"), EPSILONS, (LR / 2, LR, 2 * LR), (None,)),
     "plane": (("digits",), (3.0,), (0.125, 0.25, 0.5, 1.0, 2.0), (0.1, 0.3, 1.0, 3.0)),
@@ -162,19 +172,27 @@ def teacher(name: str, seed: int) -> Data:
     return Data(x[:records], y[:records], x[records:], y[records:])
 
 
+def wavelets(images: Tensor) -> Tensor:
+    maps = scattering_features.features(images.flatten(1, 2), dict(size=28, scales=2, groups=27))
+    quarters = F.adaptive_avg_pool2d(maps.mT.unflatten(2, (7, 7)), 2)
+    return 8 * F.normalize(quarters.flatten(1))  # as long as a record of digits
+
+
 @cache
 def images(name: str, root: Path) -> Data:
+    name, _, kind = name.partition(", ")
     problem = private_bnn.images(name, root / "mnist")
     x, y = problem.train.tensors
     three = (x[:IMAGES], problem.test_x, problem.outside_x)
-    small, small_test, outside = (F.avg_pool2d(images, 2).flatten(1) for images in three)
+    read = wavelets if kind else lambda images: F.avg_pool2d(images, 2).flatten(1)
+    small, small_test, outside = map(read, three)
     return Data(small, y[:IMAGES], small_test, problem.test_y, outside=outside)
 
 
 def load(name: str, root: Path, seed: int) -> Data:
     if name in TEACHERS:
         return teacher(name, seed)
-    if name in ("mnist", "fashion-mnist"):
+    if "mnist" in name:
         return images(name, root)
     if name == "adult":
         x, y, test_x, test_y = free.load("Adult", 0, str(root))
@@ -202,6 +220,15 @@ def gaussian_loss(output: Tensor, y: Tensor) -> Tensor:
     return 0.5 * ((y - output[:, 0]).square() * (-output[:, 1]).exp() + output[:, 1]).mean()
 
 
+def measured(p: Tensor, labels: Tensor) -> dict[str, float]:
+    return {
+        "accuracy": metrics.accuracy(p, labels),
+        "NLL": metrics.negative_log_likelihood(p, labels),
+        "ECE": metrics.expected_calibration_error(p, labels),
+        "Brier": metrics.brier_score(p, labels),
+    }
+
+
 def score(
     data: Data, normal: bool, net: nn.Module, samples: dpb.PosteriorSamples
 ) -> dict[str, float]:
@@ -214,12 +241,7 @@ def score(
             "NLL": float(nll) + math.log(data.unit),
             "coverage": float(((low <= data.test_y) & (data.test_y <= high)).float().mean()),
         }
-    found = {
-        "accuracy": float((point.argmax(1) == data.test_y).float().mean()),
-        "NLL": metrics.negative_log_likelihood(point, data.test_y),
-        "ECE": metrics.expected_calibration_error(point, data.test_y),
-        "Brier": float((point - F.one_hot(data.test_y, point.shape[1])).square().sum(1).mean()),
-    }
+    found = measured(point, data.test_y)
     if data.outside is not None and samples.temperature != 1:
         entropies = (samples.predictive_entropy(net, x) for x in (data.test_x, data.outside))
         found["AUROC"] = metrics.area_under_roc(*entropies)
@@ -367,9 +389,33 @@ def ours(root: Path, data: str, seed: int, **job: Any) -> Row:
     return {"rows": [{"row": k} | row | score(problem, normal, net, v) for k, v in found.items()]}
 
 
+def linear(root: Path, data: str, seed: int, epsilon: float, **_: Any) -> Row:
+    """A linear classifier whose posterior knows its noise."""
+    problem = load(data, root, seed)
+    torch.manual_seed(seed)
+    classes = int(problem.y.max()) + 1
+    net = nn.Linear(problem.x.shape[1], classes if classes > 2 else 1)
+    begun = time.process_time()
+    posterior = dpb.noise_aware.posterior_for_module(
+        net,
+        problem.x,
+        problem.y if classes > 2 else problem.y.float(),
+        likelihood="categorical" if classes > 2 else "bernoulli",
+        prior_std=1.0,
+        max_feature_norm=LENGTHS.get(data, 8.0),
+        epsilon=epsilon,
+        delta=DELTA,
+    )
+    row = {"row": "linear, noise-aware", "seconds": time.process_time() - begun, "spent": epsilon}
+    p = posterior.predict(net, problem.test_x)
+    p = p if classes > 2 else torch.stack([1 - p.flatten(), p.flatten()], 1)
+    return row | measured(p, problem.test_y)
+
+
 def jobs(what: str, names: Sequence[str], seeds: int) -> list[Row]:
     """Of :func:`ours`, and those without ε of :func:`dp_sgd`."""
     data, epsilons, lrs, temperatures = GRIDS.get(what, (names, EPSILONS, (None,), (None,)))
+    data = [name for name in data if name in names or name in TEACHERS]
     made = []
     for seed, name in itertools.product(range(seeds), data):
         settings = reproduction.digest(size=SIZES[name], hidden=HIDDEN, teacher=TEACHERS.get(name))
@@ -462,9 +508,10 @@ def main(arguments: list[str] | None = None) -> None:
         options.data, options.seeds = ["breast cancer"], 1
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     what, more = options.what, {"table": figures, "temperature": default}
+    methods = defaultdict(lambda: ours, linear=linear)
     reproduction.finish(
         options,
-        lambda **job: (ours if "epsilon" in job else dp_sgd)(options.data_root, **job),
+        lambda **job: (methods[what] if "epsilon" in job else dp_sgd)(options.data_root, **job),
         jobs(what, options.data, options.seeds),
         lambda runs: table(means(runs)) if what == "table" else means(runs),
         lambda rows: {"": rows} | {f"Of the {k}": f(rows) for k, f in more.items() if k == what},

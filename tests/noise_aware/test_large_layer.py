@@ -32,7 +32,8 @@ def small_layers_count_as_large(monkeypatch):
 
 @pytest.fixture
 def short_chains(monkeypatch):
-    monkeypatch.setattr(last_layer, "_USUAL", (2, 4, 4))
+    monkeypatch.setattr(last_layer, "_CHAINS", 2)
+    monkeypatch.setattr(last_layer, "_KEPT", 4)
     monkeypatch.setattr(last_layer, "_SIMULATED", 500)
 
 
@@ -120,7 +121,7 @@ def test_residuals_of_a_right_law_have_uniform_p_values():
 
 def test_features_in_clusters_are_no_fit(monkeypatch):
     """Scores of corners are not those of the Gaussian features that are simulated."""
-    monkeypatch.setattr(last_layer, "_USUAL", (2, 8, 8))
+    monkeypatch.setattr(last_layer, "_KEPT", 8)
     monkeypatch.setattr(last_layer, "_SIMULATED", 1000)
     n = 20_000
     corners = torch.randint(2, (n, 2)) * 2 - 1
@@ -276,7 +277,7 @@ def test_chains_sample_the_density():
     law = law_of(rows, 1, 100, 12.0, classes=2, prior_std=3.0)
     start = torch.zeros(2, 1, dtype=DOUBLE)
     law.settle(start[None])
-    states, _ = last_layer._chains(law, start, 30, 40, 60)
+    states, _ = last_layer._chains(law, start, 30, 60)
     axis = torch.linspace(-12, 12, 121)
     grid = torch.cartesian_prod(axis, axis)[:, :, None]
     weights = (-law.potential(grid)[0]).softmax(0)

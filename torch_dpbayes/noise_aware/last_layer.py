@@ -65,14 +65,13 @@ from .run import QUANTILES, Transcript, largest_bound
 
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
-# chains, their trajectories before the first that is kept, and kept: of 650 weights the worst is
-# then worth 10 independent draws (25 where 60 are kept), and the usual one 50
-_USUAL = (4, 24, 30)
+_CHAINS, _KEPT = 6, 60  # and states kept of each
+_LEAST_KEPT, _WEIGHTS_KEPT = 6, 150_000  # the former at least; weights times states of a chain
 _LAWS = 16  # of the features, drawn given what was released of them
-_SETTLINGS = 4  # of S in the warm-up
-_LARGEST = 20_000  # parameters; chains of 77,000 are far from mixed after three minutes
+_SETTLINGS, _EACH = 3, 2  # of S in the warm-up, and trajectories after each
+_LARGEST = 80_000  # weights, which take three minutes of one core
 _WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
-_LEAPFROG_STEPS = 20
+_LENGTH = 3.0  # of trajectories, in deviations of the posterior: half a turn
 _ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
@@ -129,7 +128,6 @@ def posterior_of_large_layer(
     sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_ones": 0}
     plan = plan_run(held, epsilon, delta, has_numbers=True, **sizes)
     assert plan.moments is not None
-    number, warm_up, kept = _USUAL
 
     held.compose(plan.event, label="noise_aware.posterior")
     shape = FeatureShape(bound, {}, (width,))
@@ -164,7 +162,8 @@ def posterior_of_large_layer(
             law.settle(point[None])
             point = law.mode(point, _MODE_STEPS)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
-    states, accepted = _chains(law, point, number, warm_up, kept)
+    kept = min(_KEPT, max(_LEAST_KEPT, _WEIGHTS_KEPT // point.numel()))
+    states, accepted = _chains(law, point, _CHAINS, kept)
     p_value, (effective, r_hat) = law.p_value(states[:, -1]), mixing(law.standard(states))
     weights = states.flatten(0, 1).double() @ basis.T
     parts = {"weight": weights[..., :width], "bias": weights[..., -1]}
@@ -172,7 +171,7 @@ def posterior_of_large_layer(
     named = {own: parts[part].to(dtype) for part, own in layer.names.items()}
     theta = torch.cat([named[name].flatten(1) for name in sorted(named)], 1).double()
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
-    method = f"{number} Hamiltonian chains of {kept} states, {accepted:.0%} accepted"
+    method = f"{_CHAINS} Hamiltonian chains of {kept} states, {accepted:.0%} accepted"
     draws = Draws(theta, equal, 0.0, effective, r_hat, method)
     released = [
         f"{num_releases} clipped sums; a record moves each by at most 1 in units of its clip bound",
@@ -376,30 +375,29 @@ class _Law:
         return one_hot(labels, self._classes).T.float()
 
 
-def _chains(law: _Law, start: Tensor, number: int, warm_up: int, kept: int) -> tuple[Tensor, float]:
-    """States ``[C, kept, K, d]``, and what share was accepted: from the mode, with S at it; in the
-    warm-up S is taken anew, averaged over the chains, a few times, and the step size is adapted. It
-    varies by a fifth against periods.
+def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> tuple[Tensor, float]:
+    """States ``[C, kept, K, d]``, and what share was accepted. Chains start at draws of a Gaussian
+    about the mode; in the warm-up S is averaged anew over their states, and the step size is
+    adapted. It varies by a fifth against periods.
     """
-    at, step = start.float().repeat(number, 1, 1), 2 * start.numel() ** -0.25
-    now, states, accepted = States(at, *law.potential(at)), list[Tensor](), 0.0
-    each = warm_up // _SETTLINGS
-    for sweep in range((_SETTLINGS + 1) * each + kept):
-        since = sweep % each
-        if since == 0 and 0 < sweep <= _SETTLINGS * each:
-            law.settle(now.at)
-            now = States(now.at, *law.potential(now.at))
+    at = mode.float() + law.unscaled(torch.randn(number, *mode.shape))
+    step, states, accepted = 2 * mode.numel() ** -0.25, list[Tensor](), 0.0
+    for sweep in range(_SETTLINGS * _EACH + kept):
+        is_kept, since = sweep >= _SETTLINGS * _EACH, sweep % _EACH
+        if not is_kept and since == 0:
+            law.settle(at)
+            now = States(at, *law.potential(at))
         length = step * float(0.8 + 0.4 * torch.rand(()))
-        momenta = torch.randn_like(now.at)
+        momenta, count = torch.randn_like(at), math.ceil(_LENGTH / step)
         now, chances = trajectory(
-            now, momenta, length, _LEAPFROG_STEPS, law.potential, law.scaled, law.unscaled
+            now, momenta, length, count, law.potential, law.scaled, law.unscaled
         )
-        chance = float(chances.mean())
-        if sweep < (_SETTLINGS + 1) * each:
-            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + since / 3))
-        else:
-            states.append(now.at)
+        at, chance = now.at, float(chances.mean())
+        if is_kept:
+            states.append(at)
             accepted += chance / kept
+        else:
+            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + since / 3))
     return torch.stack(states, 1), accepted
 
 

@@ -4,16 +4,18 @@ A record's score :math:`\psi` says whether the prediction is too sure of it or n
 is bounded by 1, and its expectation is zero where the prediction is right: for classes it is the
 slope of :math:`\log p_T(y \mid x)` in :math:`\log T`, clipped to ±½, minus the expectation of that
 under :math:`p_T(\cdot \mid x)`; for a normal target with the predictive distribution function F it
-is :math:`6 (F(y) - \frac12)^2 - \frac12`. Their sum is released a few times, each time at the mean
-of what is known by then:
+is :math:`(\min(z^2, 9) - c) / (9 - c)`, z = Φ⁻¹(F(y)), c the expectation of the first term for
+normal z: the slope of a Gaussian's log density in the log of its scale, cut at three deviations.
+The sum is released a few times, each time at the mean of what is known by then:
 
-.. math:: \tilde S_k = \sum_i \psi_i(t_k) + z_k \xi_k = \frac J2 (1 - e^{2(t_k - t)}) + \sqrt J
-          \xi + J (t_k - t)^2 \xi'_k + z_k \xi''_k
+.. math:: \tilde S_k = \sum_i \psi_i(t_k) + z_k \xi_k = J\,h(t - t_k) + \sqrt J \xi + J (t_k - t)^2
+          \xi'_k + z_k \xi''_k
 
 for t = log T, or log of the factor of a noise scale. How many records count, J, is as unknown as t.
-The first term is the shape that scores of networks have: one that is far too sure loses no more
-than a bounded score. The records are a sample, of variance at most J (a clipped slope ψ has Var ψ ≤
-Cov(ψ, slope) = J), in common to all releases; the third is what the shape may be wrong by.
+h has the slope 1 at 0: for normal targets it is the expectation of ψ; for classes :math:`\frac12 (1
+- e^{-2d})`, the shape that scores of networks have: one that is far too sure loses no more than a
+bounded score. The records are a sample, of variance at most J (a clipped slope ψ has Var ψ ≤
+Cov(ψ, slope) = J), in common to all releases; the third term is what the shape may be wrong by.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ..batches.poisson_loader import PoissonLoader
 from ..distributed import require_single_process
 from ..errors import ArgumentError, SamplesError
 from ..noise import GaussianNoise
-from .likelihoods import Likelihood, Normal
+from .likelihoods import Likelihood, Normal, mean_square
 
 # of the budget from one release to the next: the first ones only serve to arrive
 _RELEASES, _GROWTH = 5, 1.8
@@ -91,7 +93,15 @@ def charged_to(
     return accountant, total_multiplier(accountant, epsilon, delta)
 
 
-def estimate(score: Callable[[float], float], total: float) -> tuple[float, float]:
+def shape_of_scores(distance: np.ndarray, is_normal: bool) -> np.ndarray:
+    """h: Σψ over J where the log of the scale is too small by ``distance``."""
+    if not is_normal:
+        return (1 - np.exp(-2 * distance)) / 2
+    right, slope = mean_square(1.0)
+    return (mean_square(np.exp(distance))[0] - right) / slope
+
+
+def estimate(score: Callable[[float], float], total: float, is_normal: bool) -> tuple[float, float]:
     """Posterior mean and standard deviation of t from noisy values of ``score``, whose parts are
     bounded by 1.
 
@@ -105,7 +115,7 @@ def estimate(score: Callable[[float], float], total: float) -> tuple[float, floa
         released = _released(score(mean), z, noise)
         distance = mean - _T
         variance = z**2 + (_J * (distance**2 + _SPACING)) ** 2  # no finer than the grid
-        error = released - _J * (1 - np.exp(2 * distance)) / 2
+        error = released - _J * shape_of_scores(-distance, is_normal)
         ones += 1 / variance
         errors += error / variance
         squares += error**2 / variance + np.log(variance)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from scipy.stats import norm
 from torch import Tensor, distributions, nn
 
 from ..errors import ArgumentError, SamplesError
@@ -23,11 +25,20 @@ NoiseStd = float | Callable[[nn.Module], Tensor]
 # are right to 0.01 nats, however different the components' scales are.
 _REACH, _NODES = 7.0, 97
 _MOST_POINTS = 2**20  # of the grids of all records and samples together
+_LONGEST = 3.0  # normal deviate of a score
 _LEAST_LOG = -1e6  # of a probability: 0 would make 0·∞ of an entropy
 _THREE = (
     'write PosteriorSamples("categorical") for classes, "bernoulli" for logits of targets that are'
     ' 0 or 1, or "normal" for means, or means and log variances'
 )
+
+
+def mean_square(scale: Any) -> Any:
+    """E min((scale·Z)², 9) of a normal Z, and its slope in the log of the scale."""
+    edge = _LONGEST / scale
+    beyond = 2 * norm.sf(edge)
+    inside = scale**2 * (1 - beyond - 2 * edge * norm.pdf(edge))
+    return inside + _LONGEST**2 * beyond, 2 * inside
 
 
 class Likelihood(ABC):
@@ -191,7 +202,9 @@ class Normal(Likelihood):
     def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
         mean, log_variance = compact.unbind(-1)
         inside = torch.special.ndtr((y[:, None] - mean) * (-log_variance / 2 - t).exp()).mean(1)
-        return 6 * (inside - 0.5).square() - 0.5
+        squares = torch.special.ndtri(inside).square().clamp_max(_LONGEST**2)
+        right = float(mean_square(1.0)[0])
+        return (squares - right) / (_LONGEST**2 - right)
 
     def point(self, forms: Tensor) -> Tensor:
         return forms[..., 0]

@@ -272,8 +272,9 @@ class PosteriorSamples(Chain):
             raise PrivacyBudgetExceeded(
                 f"calibrating would pass the accountant's budget; nothing was released: {instead}."
             ) from refused
-        t, std = calibration.estimate(score_of(records), total)
-        unit = 2 if self.likelihood == "normal" else 1  # of t in log T
+        is_normal = self.likelihood == "normal"
+        t, std = calibration.estimate(score_of(records), total, is_normal)
+        unit = 2 if is_normal else 1  # of t in log T
         self._temperature = math.exp(unit * t)
         if std > calibration.UNDETERMINED:
             warnings.warn(
