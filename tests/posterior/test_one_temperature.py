@@ -78,7 +78,7 @@ def average(samples, model, x, likelihood):
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_without_noise_it_is_the_root_of_the_bounded_scores(likelihood):
     """By scipy, from the equation: of classes the clipped slope of log p less what the prediction
-    expects; normal deviates have a mean square of 1, and a little less where it is cut at 9.
+    expects; normal deviates have a mean square of 1, and a little less where it is cut.
     """
     samples, model, records = problem(likelihood, 20_000)  # which outweigh the prior
     x, y = records.tensors
@@ -94,8 +94,8 @@ def test_without_noise_it_is_the_root_of_the_bounded_scores(likelihood):
     def of_a_mixture(t):
         outputs = samples.outputs(model, x).numpy()
         inside = norm.cdf(y.numpy(), outputs[..., 0], np.exp(outputs[..., 1] / 2 + t)).mean(0)
-        of_normal = norm.expect(lambda z: min(z * z, 9.0))
-        return np.minimum(np.square(norm.ppf(inside)), 9.0).mean() - of_normal
+        of_normal = norm.expect(lambda z: min(z * z, 6.25))
+        return np.minimum(np.square(norm.ppf(inside)), 6.25).mean() - of_normal
 
     total, unit = (of_a_mixture, 2) if likelihood == "normal" else (of_classes, 1)
     found = calibrated(samples, model, records)

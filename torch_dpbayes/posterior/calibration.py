@@ -4,8 +4,8 @@ A record's score :math:`\psi` says whether the prediction is too sure of it or n
 is bounded by 1, and its expectation is zero where the prediction is right: for classes it is the
 slope of :math:`\log p_T(y \mid x)` in :math:`\log T`, clipped to ±½, minus the expectation of that
 under :math:`p_T(\cdot \mid x)`; for a normal target with the predictive distribution function F it
-is :math:`(\min(z^2, 9) - c) / (9 - c)`, z = Φ⁻¹(F(y)), c the expectation of the first term for
-normal z: the slope of a Gaussian's log density in the log of its scale, cut at three deviations.
+is :math:`(\min(z^2, l^2) - c) / (l^2 - c)`, z = Φ⁻¹(F(y)), l = 2.5, c the expectation of the first
+term for normal z: the slope of a Gaussian's log density in the log of its scale, but bounded.
 The sum is released a few times, each time at the mean of what is known by then:
 
 .. math:: \tilde S_k = \sum_i \psi_i(t_k) + z_k \xi_k = J\,h(t - t_k) + \sqrt J \xi + J (t_k - t)^2
