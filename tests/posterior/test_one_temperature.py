@@ -190,9 +190,7 @@ def scores_of(samples, model, *records):
     """The function whose noisy values are released."""
     held = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            calibration, "estimate", lambda score, *_: held.append(score) or (0.0, 0.0)
-        )
+        patch.setattr(calibration, "estimate", lambda score, *_: held.append(score) or (0.0, 0.0))
         calibrated(samples, model, TensorDataset(*records))
     return held[0]
 
