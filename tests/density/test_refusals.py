@@ -208,6 +208,12 @@ RECORDED = {  # what cannot be recorded as operations on one row
     "branch on one": model_of(lambda m, y: m * (2.0 if float(y[0]) > 0 else 1.0)),
     "one-hot of any number": one_hot,
     "a rule for whole batches": model_of(lambda m, y: m * rare(y)),
+    "how many are positive": model_of(
+        lambda m, y: m / (1 + torch.nonzero(m.reshape(1) > 0).numel())
+    ),
+    "those that are positive": and_more(
+        lambda m, y: dist.Unit(m.reshape(1)[m.reshape(1) > 0].sum()), obs=lambda y: torch.empty(0)
+    ),
     "numpy": model_of(lambda m, y: m * torch.as_tensor(np.tanh(y.numpy()))),
     "stable": reparametrised(lambda y: LatentStableReparam(), partial(dist.Stable, 1.5, 0.0)),
 }
