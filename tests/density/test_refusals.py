@@ -139,6 +139,10 @@ STRUCTURE = {  # what shapes alone say
         lambda m, y: dist.Normal(m, 1.0).expand([9]).to_event(1), obs=lambda y: DATA_ELSEWHERE
     ),
     "a number outside": and_more(lambda m, y: dist.Normal(m, 1.0), obs=lambda y: torch.tensor(1.0)),
+    "a density outside": and_more(
+        lambda m, y: dist.Delta(torch.zeros(()), log_density=-m.abs()),
+        obs=lambda y: torch.zeros(()),
+    ),
     "two data plates": two_data_plates,
     "obs_mask": in_the_plate(lambda m, y: pyro.sample("y", NORMAL, obs=y, obs_mask=y > 0)),
     "a latent a record": in_the_plate(
