@@ -12,6 +12,8 @@ from torch.func import functionalize, vmap
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .pyro_runs import UnfitModel
+
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
 _VIEWS = {"aten.view", "aten._unsafe_view", "aten.expand", "aten.permute"}
@@ -23,7 +25,7 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     a tensor in its own layout, the concatenation of one.
 
     Raises:
-        RuntimeError: values of the inputs decide about a shape, which the graph would keep.
+        ValueError: values of the inputs decide about a shape, which the graph would keep.
     """
     graph: GraphModule = make_fx(functionalize(function))(*inputs)
     varying: set[Any] = set()
@@ -31,7 +33,7 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
         if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
         if _shape_follows(varying, node):
-            raise RuntimeError(f"values decide about the shape of {node.target}")
+            raise UnfitModel(f"values decide about the shape of {node.target}")
         source: Any = node.args[0] if node.args else None
         if node.target is _aten.ones_like.default:
             # a gradient begins with them; they take a shape alone, and need not wait for the value
