@@ -131,6 +131,7 @@ ZOO = {
     "two hidden coins": (two_hidden_coins, lambda: (normal(),)),
     "several dims each row": (several_dims_each_row, lambda: (torch.randn(2, COUNT, 3),)),
     "written in place": (written_in_place, lambda: (normal(3), normal(), torch.arange(COUNT) != 2)),
+    "complex": (lambda x: gaussian(x.abs(), weights("m")), lambda: (torch.complex(*normal(2).T),)),
     "factor": (survival, lambda: (normal(), {"y": normal()})),
 }
 

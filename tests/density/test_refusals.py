@@ -139,6 +139,10 @@ STRUCTURE = {  # what shapes alone say
         lambda m, y: dist.Normal(m, 1.0).expand([9]).to_event(1), obs=lambda y: DATA_ELSEWHERE
     ),
     "a number outside": and_more(lambda m, y: dist.Normal(m, 1.0), obs=lambda y: torch.tensor(1.0)),
+    "a density outside": and_more(
+        lambda m, y: dist.Delta(torch.zeros(()), log_density=-m.abs()),
+        obs=lambda y: torch.zeros(()),
+    ),
     "two data plates": two_data_plates,
     "obs_mask": in_the_plate(lambda m, y: pyro.sample("y", NORMAL, obs=y, obs_mask=y > 0)),
     "a latent a record": in_the_plate(
@@ -208,6 +212,12 @@ RECORDED = {  # what cannot be recorded as operations on one row
     "branch on one": model_of(lambda m, y: m * (2.0 if float(y[0]) > 0 else 1.0)),
     "one-hot of any number": one_hot,
     "a rule for whole batches": model_of(lambda m, y: m * rare(y)),
+    "how many are positive": model_of(
+        lambda m, y: m / (1 + torch.nonzero(m.reshape(1) > 0).numel())
+    ),
+    "those that are positive": and_more(
+        lambda m, y: dist.Unit(m.reshape(1)[m.reshape(1) > 0].sum()), obs=lambda y: torch.empty(0)
+    ),
     "numpy": model_of(lambda m, y: m * torch.as_tensor(np.tanh(y.numpy()))),
     "stable": reparametrised(lambda y: LatentStableReparam(), partial(dist.Stable, 1.5, 0.0)),
 }

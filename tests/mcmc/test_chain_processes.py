@@ -113,10 +113,11 @@ def accountant(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:num_chains=3 is more than available_cpu:UserWarning")
-def test_sequential_chains_are_charged_each():
-    kernel = make("family", dpb.PrivacyAccountant())
-    assert_draws_are_kept(run(kernel, processors=1, initial_params=START))
-    assert counts(kernel.accountant) == {50.0: 36}
+def test_sequential_chains_are_charged_each_and_a_pickled_run_has_no_records(accountant):
+    runner = run(make("family", accountant), processors=1, initial_params=START)
+    assert_draws_are_kept(runner)
+    assert counts(accountant) == {50.0: 36}
+    assert DATA.numpy().tobytes() not in pickle.dumps(runner)
 
 
 def chains_side_by_side(kind, context, path):

@@ -195,6 +195,9 @@ REFUSED = {
     "public target": of_logistic(ArgumentError, public="y"),
     "public type": of_logistic(ArgumentTypeError, public=1.5),
     "public NaN": refused(ArgumentError, posterior, logistic, X * math.nan, Y, public="x"),
+    "public rows that may be more": of_logistic(
+        ArgumentError, public="x", num_data=N, accountant=dpb.PrivacyAccountant(1.0, 1e-5)
+    ),
     "public in part": refused(ArgumentError, posterior, two_kinds, Y, LABELS, Y, public=("x",)),
     "one sample of two": refused(ArgumentError, posterior, two_kinds, Y, LABELS, Y, covariates=Y),
     "sample shape": of_logistic(ArgumentError, covariates=X[:, :1]),

@@ -94,6 +94,13 @@ def test_a_run_of_any_records_tells_what_its_draws_are_worth(short_chains):
         posterior.log_density({"2.weight": torch.zeros(K, D)})
 
 
+@pytest.mark.usefixtures("double")
+def test_numbers_may_be_double_by_default(short_chains):
+    with pytest.warns(UserWarning, match="the draws are not to be relied on"):
+        posterior = run(*records())
+    assert posterior.mean["weight"].dtype == DOUBLE
+
+
 @pytest.mark.chance(1e-3)
 def test_residuals_of_a_right_law_have_uniform_p_values():
     """Of releases made by the law at a true point, its features' second moments among others like

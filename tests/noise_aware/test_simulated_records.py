@@ -35,7 +35,9 @@ def records_of(model, *args, **options):
 
 
 def test_roles_are_read_from_the_model():
-    assert records_of(regression, *data()).roles == ["numbers", "observed"]
+    x, y = data()
+    assert records_of(regression, x, y).roles == ["numbers", "observed"]
+    assert records_of(regression, x.float(), y.double()).roles == ["numbers", "observed"]
     assert records_of(regression, *data(), public=("x",)).roles == ["public", "observed"]
 
     def grouped(y, g):

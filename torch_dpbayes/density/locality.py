@@ -228,12 +228,12 @@ class MadeUpRecords:
                 entries.masked_fill_(numbers.reshape(entries.shape) % every == 0, value)
             return result
 
-        floating = [k for k, row in enumerate(rows) if row.is_floating_point()]
+        floating = [k for k, r in enumerate(rows) if r.is_floating_point() or r.is_complex()]
         # On a GPU an index out of range would end the process.
         whole = [
             k
             for k, row in enumerate(rows)
-            if not row.is_floating_point() and row.dtype != torch.bool and row.device.type == "cpu"
+            if k not in floating and row.dtype != torch.bool and row.device.type == "cpu"
         ]
         for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
             yield "is not a number", altered(chosen, math.nan)

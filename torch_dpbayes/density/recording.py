@@ -12,7 +12,10 @@ from torch.func import functionalize, vmap
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .pyro_runs import UnfitModel
+
 _aten = torch.ops.aten
+_MASKS = {torch.bool, torch.uint8}
 _VIEWS = {"aten.view", "aten._unsafe_view", "aten.expand", "aten.permute"}
 
 
@@ -20,9 +23,17 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     """What ``function`` does to tensors of the shapes of ``inputs``, as a graph that writes into
     none. It is without what ``vmap`` and ``grad`` leave behind: values that nothing reads, views of
     a tensor in its own layout, the concatenation of one.
+
+    Raises:
+        ValueError: values of the inputs decide about a shape, which the graph would keep.
     """
     graph: GraphModule = make_fx(functionalize(function))(*inputs)
+    varying: set[Any] = set()
     for node in graph.graph.nodes:
+        if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+        if _shape_follows(varying, node):
+            raise UnfitModel(f"values decide about the shape of {node.target}")
         source: Any = node.args[0] if node.args else None
         if node.target is _aten.ones_like.default:
             # a gradient begins with them; they take a shape alone, and need not wait for the value
@@ -42,6 +53,15 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _shape_follows(varying: set[Any], node: Any) -> bool:
+    """Whether values of the ``varying`` nodes decide about the shape of what ``node`` makes."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is not _aten.index.Tensor:
+        return node in varying
+    return any(k in varying and k.meta["val"].dtype in _MASKS for k in node.args[1])
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:

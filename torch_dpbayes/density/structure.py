@@ -197,4 +197,4 @@ def _is_left_by_reparam(site: Any) -> bool:
     distribution = site["fn"]
     while (inner := getattr(distribution, "base_dist", None)) is not None:
         distribution = inner
-    return type(distribution).__name__ == "Delta"
+    return type(distribution).__name__ == "Delta" and not bool(distribution.log_density.any())

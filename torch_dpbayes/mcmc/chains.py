@@ -84,6 +84,7 @@ class MCMC(pyro.infer.MCMC):
                 super().run(*args, **kwargs)
             finally:
                 self.sampler.terminate()
+                self._args = self._kwargs = None  # the records, which a pickle would hold
         if (complaint := complaint_of(self.kernel.diagnostics())) is not None:
             warnings.warn(complaint, stacklevel=2)
 

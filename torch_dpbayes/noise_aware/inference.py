@@ -116,7 +116,8 @@ def posterior(
         num_data: the number of records, a public constant. None: taken from the data under
             replace-one, where it is public.
         public: names or positions of covariates that are public: all of them or none. The
-            posterior is then conditional on their rows.
+            posterior is then conditional on their rows, and neighbours differ in what one record
+            observes: replace-one alone says so.
         covariates: a public sample of rows in place of the private ones, a tensor for each
             covariate. None: private covariates are released once, with noise: mean and products of
             rows of floats, their sums by category, counts of categories and combinations.
@@ -296,14 +297,21 @@ class Setup:
                     f"num_simulated = {self.count} is too few for moments: leave it out, or take"
                     f" {_LEAST_SIMULATED} or more."
                 )
+        is_swap = self.accountant.neighboring == "replace_one"
         self.records = ModelRecords(
             model,
             data,
             data_plate=data_plate,
-            count_is_public=self.accountant.neighboring == "replace_one",
+            count_is_public=is_swap,
             public=public,
             chunk=min(_FEW, self.count),
         )
+        if self.records.of_role("public") and not is_swap:
+            raise ArgumentError(
+                "public= says which records there are, and this accountant's neighbours add or"
+                " remove one: use PrivacyAccountant(neighboring='replace_one'), where they differ"
+                " in what is observed."
+            )
         self.latents = Latents(self.records.density.prior, self.records.read)
         found = self.records.density.num_records
         self.num_data = public_num_data(num_data, found, self.accountant)

@@ -236,7 +236,7 @@ class _Law:
         self._root = torch.linalg.cholesky(ridged((rows.T @ rows / len(rows)).double()))
         self._count, self._n, self._classes = len(rows), num_data, classes
         self._scale, self._precision = white, prior_std**-2
-        self._own = self._left = torch.empty(0, classes, self._count)
+        self._own = self._left = rows.new_empty(0, classes, self._count)
         self.releases: list[Release] = []
 
     def add(self, release: Release) -> None:
@@ -258,7 +258,7 @@ class _Law:
         norms = residual.norm(dim=0) * self._lengths
         residual = _class_basis(p[None]).T @ residual
         levels = {}
-        for bound in torch.quantile(norms, torch.tensor(QUANTILES)).tolist():
+        for bound in torch.quantile(norms, norms.new_tensor(QUANTILES)).tolist():
             scale = 1 / norms.clamp_min(bound)
             variance = (residual * scale).square() @ self._squares / self._count
             slope = (residual.square() * scale) @ self._both / self._count
@@ -272,8 +272,9 @@ class _Law:
         each = self._probabilities(points.float())
         self._basis = _class_basis(each)
         shape = (*points.shape[1:], number)
-        covariance, slopes = torch.zeros(*shape, number), torch.zeros(shape)
-        by_law, linears = torch.zeros_like(covariance), torch.zeros(number, *points.shape[1:])
+        covariance, slopes = self._x.new_zeros(*shape, number), self._x.new_zeros(shape)
+        by_law = torch.zeros_like(covariance)
+        linears = self._x.new_zeros(number, *points.shape[1:])
         for p in each:
             given = self._drawn(p)
             chosen = (self._left * given).sum(1, keepdim=True)
@@ -380,7 +381,8 @@ def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> tuple[Tensor, fl
     about the mode; in the warm-up S is averaged anew over their states, and the step size is
     adapted. It varies by a fifth against periods.
     """
-    at = mode.float() + law.unscaled(torch.randn(number, *mode.shape))
+    at = mode.float().repeat(number, 1, 1)
+    at = at + law.unscaled(torch.randn_like(at))
     step, states, accepted = 2 * mode.numel() ** -0.25, list[Tensor](), 0.0
     for sweep in range(_SETTLINGS * _EACH + kept):
         is_kept, since = sweep >= _SETTLINGS * _EACH, sweep % _EACH

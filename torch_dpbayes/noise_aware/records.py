@@ -297,7 +297,8 @@ def _is_same_data(value: Tensor, row: Tensor) -> bool:
         return True
     if value.numel() != row.numel():
         return False
-    return torch.equal(value.reshape(row.shape).to(row.dtype), row)
+    seen = row.to(value.dtype).to(row.dtype)
+    return torch.equal(value.reshape(row.shape).to(row.dtype), seen)
 
 
 def _argument_names(model: Model, args: Sequence[Any]) -> dict[int, str]:
