@@ -199,8 +199,10 @@ class BookkeepingGradientSource(GradientSource):
                     self.record_map = _WholeBatch()
                     with as_traced():
                         return of_one(rows, ()), anchors
-                copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
+                # of a clone: what the model may write into them stays out of the parameters
+                copies = [p.detach().clone().expand(n, *p.shape).requires_grad_() for p in direct]
                 self._copies = list(zip(direct, copies, strict=True))
+                self._versions += [(copy, copy._version) for copy in copies]
                 self.record_map = record_map = RecordMap(n)
                 found = record_map(
                     lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]),
