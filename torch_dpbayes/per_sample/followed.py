@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
@@ -204,7 +205,9 @@ class Followed(Tensor):
         if self._batch.is_open:
             raise self._batch.refuse("an open batch is copied", "loss-number")
         if self._freed is None:
-            self._freed = self._copied()
+            # inside a transform of torch.func the copy would be its own, and lose the mark
+            with temporarily_clear_interpreter_stack():
+                self._freed = self._copied()
         return self._freed
 
     def _copied(self) -> Tensor:
