@@ -31,7 +31,7 @@ from torch_dpbayes.batches.poisson_loader import PoissonLoader
 class Table(Dataset):
     """As those of Hugging Face's ``datasets``: columns by name, rows in lists or tensors."""
 
-    column_names = ["x", "label"]  # noqa: RUF012
+    __module__ = "datasets.arrow_dataset"
 
     def __init__(self, size, kind="torch"):
         self.format = {"type": kind}
@@ -54,6 +54,8 @@ class Table(Dataset):
 
 class Ragged(Table):
     """Its column comes as a list of tensors."""
+
+    __module__ = Table.__module__
 
     def __getitem__(self, at):
         found = super().__getitem__(at)
@@ -85,6 +87,8 @@ class PartBackwards(Backwards, Subset):
 
 class Centred(Table):
     """Whose batches are not its records, as of a transform of Hugging Face's that pads them."""
+
+    __module__ = Table.__module__
 
     def __getitems__(self, positions):
         self.reads.append(positions)
@@ -134,6 +138,7 @@ CASES = {
     "a collate function": (lambda: plain(60), {"collate_fn": doubled}),
     "mappings": (lambda: [{"x": torch.randn(4), "y": 1} for _ in range(60)], {}),
     "a transform of batches": (lambda: Centred(60, "custom"), {}),
+    "a table of one's own": (lambda: type("Own", (Centred,), {"__module__": "mine"})(60), {}),
     "a part of a transform": (lambda: Subset(Centred(90, "custom"), list(range(60))), {}),
     "it beside others": (lambda: StackDataset(Centred(60, "custom"), plain(60)), {}),
     "it with worker_init_fn": (lambda: Centred(60, "custom"), {"worker_init_fn": print}),

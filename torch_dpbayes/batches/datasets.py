@@ -76,7 +76,7 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
         return [tensor[index] for tensor in dataset.tensors]
     if not _is_table(dataset):
         return collate([dataset[i] for i in positions])
-    if getattr(dataset, "format", {}).get("type") == "torch":
+    if dataset.format["type"] == "torch":
         columns = dataset[positions]
         if all(isinstance(c, torch.Tensor) and len(c) == len(positions) for c in columns.values()):
             return columns
@@ -85,8 +85,8 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
 
 def _is_table(dataset: Any) -> bool:
     """Of Hugging Face's ``datasets``, and not with a transform, which is given whole batches."""
-    has_columns = hasattr(dataset, "column_names") and hasattr(dataset, "__getitems__")
-    return has_columns and getattr(dataset, "format", {}).get("type") != "custom"
+    is_theirs = type(dataset).__module__ == "datasets.arrow_dataset"
+    return is_theirs and dataset.format["type"] != "custom"
 
 
 def reads_whole_batches(dataset: Any) -> bool:
