@@ -138,7 +138,7 @@ CASES = {
     "a collate function": (lambda: plain(60), {"collate_fn": doubled}),
     "mappings": (lambda: [{"x": torch.randn(4), "y": 1} for _ in range(60)], {}),
     "a transform of batches": (lambda: Centred(60, "custom"), {}),
-    "a table of one's own": (lambda: type("Own", (Centred,), {"__module__": "mine"})(60), {}),
+    "a table of one's own": (lambda: type("Own", (Centred,), {"__module__": "mine"})(60, None), {}),
     "a part of a transform": (lambda: Subset(Centred(90, "custom"), list(range(60))), {}),
     "it beside others": (lambda: StackDataset(Centred(60, "custom"), plain(60)), {}),
     "it with worker_init_fn": (lambda: Centred(60, "custom"), {"worker_init_fn": print}),
