@@ -97,6 +97,14 @@ class Centred(Table):
         return [{"x": a, "label": b} for a, b in zip(*rows)]
 
 
+class Coded(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        is_batch = function is torch.Tensor.__getitem__ and found.dim() > 1
+        return found - found.mean(0) if is_batch else found
+
+
 def plain(size):
     return TensorDataset(torch.randn(size, 2, 2), torch.arange(size), torch.rand(size) < 0.5)
 
@@ -129,6 +137,7 @@ CASES = {
     "a table of lists": (lambda: Table(60, None), {}),
     "a ragged table": (lambda: Ragged(60), {}),
     "a part of a table": (lambda: Subset(Table(90), list(range(60))), {}),
+    "tensors with code": (lambda: TensorDataset(torch.randn(60, 2).as_subclass(Coded)), {}),
     "a subclass": (lambda: Doubled(*plain(60).tensors), {}),
     "one that reads several": (lambda: TensorsBackwards(*plain(60).tensors), {}),
     "a part of that, with code of its own": (

@@ -50,11 +50,14 @@ class BatchedDataset(Dataset[Any]):
     @staticmethod
     def fits(dataset: Any) -> bool:
         """Whether a batch read at once is ``default_collate`` of its records: known of torch's
-        ``TensorDataset``, of tables of Hugging Face's ``datasets``, and of ``Subset`` of these.
+        ``TensorDataset`` of plain tensors, of tables of Hugging Face's ``datasets``, and of
+        ``Subset`` of these.
         """
         while type(dataset) is Subset:
             dataset = dataset.dataset
-        return type(dataset) is TensorDataset or _is_table(dataset)
+        if type(dataset) is TensorDataset:
+            return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+        return _is_table(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
