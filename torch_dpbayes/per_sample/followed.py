@@ -182,9 +182,9 @@ class Followed(Tensor):
             f"{func} reached the batch below torch's Python functions (TorchScript, torch.func)"
         )
         for value in flatten((args, kwargs))[0]:
-            if isinstance(value, Followed):
+            if isinstance(value, Followed) and value._batch.is_open:
                 raise value._batch.refuse(message)
-        raise LossError(f"{message}. {INSTEAD}.", code="loss-mixes")
+        raise LossError(f"{message}. After backward() give it x.detach().", code="loss-mixes")
 
     # loss += 1 is loss = loss + 1
     __iadd__ = Tensor.__add__
