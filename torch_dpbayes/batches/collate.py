@@ -19,7 +19,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..errors import ArgumentError
 from ..noise import seeded
-from ..per_sample.derived import as_plain
+from ..per_sample.derived import Derived, as_plain
 from ..per_sample.nested import leaves_in, map_tensors, tensors_in
 
 _RECORDS = 5  # synthetic ones, which are compared
@@ -55,6 +55,11 @@ def _is_plain(value: Any) -> bool:
         parts = value.values() if isinstance(value, Mapping) else value
         return (is_named or kind.__module__ in _PLAIN) and all(map(_is_plain, parts))
     return not isinstance(value, Tensor) or kind is Tensor
+
+
+def _without_code(t: Tensor) -> Tensor:
+    """As a plain tensor, so that no class of the user's sees all records; marks of records stay."""
+    return t if isinstance(t, Derived) else as_plain(t)
 
 
 class RecordwiseCollate:
@@ -95,8 +100,7 @@ class RecordwiseCollate:
             layouts = {repr(map_tensors(part, attrgetter("shape"))) for part in parts}
             if len(layouts) == 1 and all(t.dim() and len(t) == 1 for t in tensors_in(parts[0])):
                 columns = zip(*map(tensors_in, parts), strict=True)
-                # without the code that a class of tensors may have for what holds all records
-                whole = iter([torch.cat([*map(as_plain, column)]) for column in columns])
+                whole = iter([torch.cat([*map(_without_code, column)]) for column in columns])
                 return map_tensors(parts[0], lambda _: next(whole))
         raise ArgumentError(
             "collate_fn is given each record alone, and has to make tensors with one row of it, of"
