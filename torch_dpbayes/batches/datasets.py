@@ -152,15 +152,15 @@ class Arrangement:
             is_known = isinstance(at, list | range)  # compared several times as fast
             self._values.append(at[:] if is_known else np.asarray(at).tobytes())
             self._look_at(dataset.dataset)
-        elif parts := _parts(dataset):
-            for part in parts:
+        elif isinstance(dataset, ConcatDataset | StackDataset):
+            for part in _parts(dataset):
                 self._look_at(part)
         elif isinstance(dataset, list):
             self._objects += dataset
         else:
-            held = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
-            self._values += map(_version, held)
-            self._objects += held
+            parts = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
+            self._values += map(_version, parts)
+            self._objects += parts
 
 
 def _version(value: Any) -> int:
