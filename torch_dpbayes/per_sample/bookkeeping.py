@@ -160,7 +160,7 @@ class BookkeepingGradientSource(GradientSource):
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
-        self._copies = []
+        self._copies, self._versions = [], []
         self.step += 1
         self.passes, self.is_empty = 0, False
 
@@ -227,7 +227,8 @@ class BookkeepingGradientSource(GradientSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and no data."""
-        empty: dict[str, Any] = {k: [] for k in ("_handles", "_noted", "_copies", "_held")}
+        lists = ("_handles", "_noted", "_copies", "_held", "_versions")
+        empty: dict[str, Any] = {k: [] for k in lists}
         return {**self.__dict__, **empty, "is_copy": True}
 
 
