@@ -138,7 +138,8 @@ class Centred(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         found = super().__torch_function__(function, types, args, kwargs or {})
-        return found - found.mean(0) if function is torch.stack else found
+        is_batch = function in (torch.stack, torch.cat) and len(found) > 1
+        return found - found.mean(0) if is_batch else found
 
 
 def centred(batch, *, collate_fn_map):
@@ -152,6 +153,7 @@ CODE_IN_TORCHS = {
     "a mapping": (lambda x: Bound(x=x), {}),
     "a tuple": (lambda x: (Named(x, 0),), {}),
     "a tensor": (lambda x: [x.as_subclass(Centred)], {}),
+    "a later tensor": (lambda x: [x.as_subclass(Centred) if x[0] else x], {}),
 }
 
 

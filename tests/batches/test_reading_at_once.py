@@ -31,7 +31,7 @@ from torch_dpbayes.batches.poisson_loader import PoissonLoader
 class Table(Dataset):
     """As those of Hugging Face's ``datasets``: columns by name, rows in lists or tensors."""
 
-    column_names = ["x", "label"]  # noqa: RUF012
+    __module__ = "datasets.arrow_dataset"
 
     def __init__(self, size, kind="torch"):
         self.format = {"type": kind}
@@ -55,6 +55,8 @@ class Table(Dataset):
 class Ragged(Table):
     """Its column comes as a list of tensors."""
 
+    __module__ = Table.__module__
+
     def __getitem__(self, at):
         found = super().__getitem__(at)
         return found if isinstance(at, int) else {**found, "x": list(found["x"])}
@@ -65,14 +67,42 @@ class Doubled(TensorDataset):
         return tuple(2 * t for t in super().__getitem__(i))
 
 
+class Backwards:
+    """As torch asks of a ``Subset`` with code of its own: one by one, and several."""
+
+    def __getitem__(self, i):
+        return super().__getitem__(len(self) - 1 - i)
+
+    def __getitems__(self, positions):
+        return [self[i] for i in positions]
+
+
+class TensorsBackwards(Backwards, TensorDataset):
+    pass
+
+
+class PartBackwards(Backwards, Subset):
+    pass
+
+
 class Centred(Table):
     """Whose batches are not its records, as of a transform of Hugging Face's that pads them."""
+
+    __module__ = Table.__module__
 
     def __getitems__(self, positions):
         self.reads.append(positions)
         x = self.x[positions]
         rows = x - x.mean(0), self.label[positions]
         return [{"x": a, "label": b} for a, b in zip(*rows)]
+
+
+class Coded(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        is_batch = function is torch.Tensor.__getitem__ and found.dim() > 1
+        return found - found.mean(0) if is_batch else found
 
 
 def plain(size):
@@ -107,11 +137,18 @@ CASES = {
     "a table of lists": (lambda: Table(60, None), {}),
     "a ragged table": (lambda: Ragged(60), {}),
     "a part of a table": (lambda: Subset(Table(90), list(range(60))), {}),
+    "tensors with code": (lambda: TensorDataset(torch.randn(60, 2).as_subclass(Coded)), {}),
     "a subclass": (lambda: Doubled(*plain(60).tensors), {}),
+    "one that reads several": (lambda: TensorsBackwards(*plain(60).tensors), {}),
+    "a part of that, with code of its own": (
+        lambda: PartBackwards(TensorsBackwards(*plain(90).tensors), range(60)),
+        {},
+    ),
     "a collate function": (lambda: plain(60), {"collate_fn": doubled}),
     "mappings": (lambda: [{"x": torch.randn(4), "y": 1} for _ in range(60)], {}),
     "a transform of batches": (lambda: Centred(60, "custom"), {}),
-    "a part of that": (lambda: Subset(Centred(90, "custom"), list(range(60))), {}),
+    "a table of one's own": (lambda: type("Own", (Centred,), {"__module__": "mine"})(60, None), {}),
+    "a part of a transform": (lambda: Subset(Centred(90, "custom"), list(range(60))), {}),
     "it beside others": (lambda: StackDataset(Centred(60, "custom"), plain(60)), {}),
     "it with worker_init_fn": (lambda: Centred(60, "custom"), {"worker_init_fn": print}),
     "it with a collate function": (lambda: Centred(60, "custom"), {"collate_fn": labels_twice}),
@@ -225,6 +262,7 @@ def trees(leaves):
 
 
 @example(Subset(Marked("a", 20), [-1, 19]))
+@example(PartBackwards(LEAF, [1, 5, 1]))
 @example(ConcatDataset([Subset(LEAF, range(12)), Subset(LEAF, range(8, 20))]))
 @given(trees([Marked("a", 3), Marked("b", 4), Marked("c", 2)]))
 def test_refused_are_those_that_hold_a_record_twice(dataset):

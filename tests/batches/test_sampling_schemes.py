@@ -15,7 +15,7 @@ from support.refusals import refused
 from support.training import deliver, values
 from test_samplers_of_draws import draws_of
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
@@ -312,6 +312,10 @@ CHANGES = {
     ),
     "a part of a list": (lambda: part(rows()), lambda d: exchange(d.dataset)),
     "parts": (lambda: ConcatDataset([rows()[:6], rows()[6:]]), lambda d: d.datasets.reverse()),
+    "beside each other": (
+        lambda: StackDataset(X.clone(), Y),
+        lambda d: d.datasets[0].copy_(X.flip(0)),
+    ),
     "tensors": (lambda: TensorDataset(X, Y), exchange_tensors),
     "a tensor": (lambda: TensorDataset(X.clone(), Y), lambda d: d.tensors[0].copy_(X.flip(0))),
 }

@@ -347,7 +347,31 @@ def a_total_as_an_input(net, optimizer, x, t):
     step(optimizer, rows(out, t).mean())
 
 
+def a_copy_of_a_total(net, optimizer, x, t):
+    total, copied = (STATE.setdefault(name, torch.zeros(())) for name in ("total", "copied"))
+    step(optimizer, (rows(net(x), t) * flip(copied)).mean())
+    total.add_(t.max())
+    copied.copy_(total)
+
+
+def a_slope_by_torch_func(net, optimizer, x, t):
+    slope = STATE.get("slope", torch.zeros(5))
+    step(optimizer, (rows(net(x), t) * flip(slope.abs().max(), 500)).mean())
+    STATE["slope"] = torch.func.grad(lambda w: (x @ w - t).pow(2).mean())(torch.zeros(5))
+
+
+def a_teacher_that_adamax_trained(net, optimizer, x, t):
+    teacher = STATE.setdefault("teacher", nn.Linear(5, 1))
+    other = STATE.setdefault("other", torch.optim.Adamax(teacher.parameters(), lr=1.0))
+    with torch.no_grad():
+        guess = teacher(x)[:, 0]
+    step(optimizer, (rows(net(x), t) * flip(guess, 0.0)).mean())
+    teacher(x).mean().backward()
+    other.step()
+
+
 EARLIER = (
+    *(a_copy_of_a_total, a_slope_by_torch_func, a_teacher_that_adamax_trained),
     *(a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before),
     *(an_average_of_the_outputs, a_total_that_goes_on, a_total_as_an_input),
 )

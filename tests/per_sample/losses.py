@@ -239,6 +239,12 @@ add(
 # inputs -------------------------------------------------------------------------------------------
 
 add("x.view(len(x), -1)", lambda net, x, y: ce(net(x.view(len(x), -1)), y), data=GRID)
+add(
+    "channels last",
+    lambda net, x, y: ce(net(x.to("cpu", memory_format=torch.channels_last)), y),
+    data=MAPS,
+    model=IMAGES,
+)
 add("x.float() / 255", lambda net, x, y: ce(net(x.float() / 255), y), data=PIXELS)
 add(
     "ones appended",

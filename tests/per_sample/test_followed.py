@@ -92,6 +92,9 @@ def test_values_after_backward_are_those_of_torch():
     assert b.tolist() == y.tolist() and (out.detach().numpy() == true.numpy()).all()
     assert f"{loss:.4f}" == f"{loss.item():.4f}" and len(list(out)) == 3
     assert torch.equal(pickle.loads(pickle.dumps(b)), y) and torch.equal(copy.deepcopy(b), y)
+    with pytest.raises(LossError, match="detach"):
+        torch.vmap(torch.sum)(a)
+    torch.testing.assert_close(torch.vmap(torch.sum)(a.detach()).as_subclass(Tensor), x.sum(1))
 
 
 def test_a_running_mean_goes_on_over_batches():

@@ -158,6 +158,54 @@ def test_a_token_beyond_its_table_counts_as_zero_and_padding_is_not_trained(padd
         torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
 
 
+# -- what the program writes into ------------------------------------------------------------------
+
+AT = torch.tensor([0, 1])
+WRITE = {  # each into memory of which torch does not say that several records share it
+    "index": lambda t, x: t.__setitem__((slice(None), AT), x[:, :2]),
+    "mask": lambda t, x: t.masked_fill_(x > 0, 3.0),
+}
+SHARED = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
+
+
+@SHARED
+@MODES
+@pytest.mark.parametrize("how", WRITE)
+def test_a_constant_that_the_model_is_given_is_written_into_for_each_record(how, mode):
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), head()
+
+        def forward(self, x, state):
+            WRITE[how](state, x)
+            return self.last(self.first(x) + state)
+
+    def loss(net, x, y):
+        return F.cross_entropy(net(x, torch.zeros(len(x), 6)), y)
+
+    net, x, y = Stateful(), torch.randn(7, 6), torch.randint(3, (7,))
+    expected = clipped_rows(gradients_of_records(net, loss, (x, y)), 0.3)
+    source = SOURCE_OF[mode](net)
+    loss(net, *delivered(x, y)).backward()
+    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+
+
+@SHARED
+@MODES
+def test_what_a_pass_writes_into_parameters_stays_out_of_them(mode):
+    def function(net, x):
+        with torch.no_grad():
+            WRITE["index"](net.shift, x)
+        return net.last(x + net.shift)
+
+    net = Of(function, shift=nn.Parameter(torch.zeros(1, 6)), last=head())
+    source = SOURCE_OF[mode](net)
+    entropy(net, *delivered(torch.randn(7, 6), torch.randint(3, (7,)))).backward()
+    assert not net.shift.any()
+    refused(lambda: sum_of(source, net, 0.3), "step-changed")
+
+
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []
@@ -280,6 +328,10 @@ REFUSED = {
     "hook on a tensor that requires grad": lambda h: hooked(h) if h.requires_grad else h,
     "hook on a node": hooked_node,
     "index_fill": lambda h: h.index_fill(1, (h[0, :1] > 0).long(), 3.0),
+    "index_fill with a value": lambda h: h + torch.zeros(1, 6).index_fill(1, AT, h[0, 0]),
+    "sum that grows": lambda h: (
+        h + h.detach()[0, :1].clone().addbmm_(h.detach()[:, :, None], h.detach()[:, None])[0]
+    ),
     "table by its operator": lambda h: h + torch.ops.aten.embedding(h.T, (h[0, :1] > 0).long()),
     "segments of any length": lambda h: (
         h + torch.segment_reduce(h, "sum", lengths=(h[:1, 0] > 0).long(), unsafe=True)

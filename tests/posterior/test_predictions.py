@@ -53,6 +53,7 @@ MODELS = {
     "cnn": (lambda: cnn(nn.BatchNorm2d(4)), (1, 4, 4)),
     "frozen base": (frozen_base, (3,)),
     "tied": (Tied, (3,)),
+    "writes into its input": (lambda: nn.Sequential(nn.ELU(inplace=True), nn.Linear(3, 4)), (3,)),
 }
 
 
@@ -61,7 +62,7 @@ def one_at_a_time(model, states, x):
     for state in states:
         other = copy.deepcopy(model)
         other.load_state_dict(state)
-        found.append(other.eval()(x).detach())
+        found.append(other.eval()(x.clone()).detach())
     return torch.stack(found)
 
 

@@ -19,6 +19,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..errors import ArgumentError
 from ..noise import seeded
+from ..per_sample.derived import Derived, as_plain
 from ..per_sample.nested import leaves_in, map_tensors, tensors_in
 
 _RECORDS = 5  # synthetic ones, which are compared
@@ -56,6 +57,11 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, Tensor) or kind is Tensor
 
 
+def _without_code(t: Tensor) -> Tensor:
+    """As a plain tensor, so that no class of the user's sees all records; marks of records stay."""
+    return t if isinstance(t, Derived) else as_plain(t)
+
+
 class RecordwiseCollate:
     """Gives a collate function each record alone, so that no batch mixes records. One that keeps
     records apart, as torch's own does and the user vouches of others, is given whole batches.
@@ -86,7 +92,7 @@ class RecordwiseCollate:
         return batch
 
     def _batch_of(self, records: Any) -> Any:
-        if self._is_vouched or (self.is_torchs and _is_plain(next(iter(records)))):
+        if self._is_vouched or (self.is_torchs and all(map(_is_plain, records))):
             return self.wrapped_collator_fn(records)
         if isinstance(records, list):
             parts = [self.wrapped_collator_fn([record]) for record in records]
@@ -94,7 +100,7 @@ class RecordwiseCollate:
             layouts = {repr(map_tensors(part, attrgetter("shape"))) for part in parts}
             if len(layouts) == 1 and all(t.dim() and len(t) == 1 for t in tensors_in(parts[0])):
                 columns = zip(*map(tensors_in, parts), strict=True)
-                whole = iter([torch.cat(column) for column in columns])
+                whole = iter([torch.cat([*map(_without_code, column)]) for column in columns])
                 return map_tensors(parts[0], lambda _: next(whole))
         raise ArgumentError(
             "collate_fn is given each record alone, and has to make tensors with one row of it, of"

@@ -50,11 +50,14 @@ class BatchedDataset(Dataset[Any]):
     @staticmethod
     def fits(dataset: Any) -> bool:
         """Whether a batch read at once is ``default_collate`` of its records: known of torch's
-        ``TensorDataset``, of tables of Hugging Face's ``datasets``, and of ``Subset`` of these.
+        ``TensorDataset`` of plain tensors, of tables of Hugging Face's ``datasets``, and of
+        ``Subset`` of these.
         """
         while type(dataset) is Subset:
             dataset = dataset.dataset
-        return type(dataset) is TensorDataset or _is_table(dataset)
+        if type(dataset) is TensorDataset:
+            return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+        return _is_table(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -69,24 +72,24 @@ def unchanged(batch: Any) -> Any:
 
 
 def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any]) -> Any:
-    if isinstance(dataset, Subset):
+    if type(dataset) is Subset:
         return _read(dataset.dataset, [dataset.indices[i] for i in positions], collate)
-    if isinstance(dataset, TensorDataset):
+    if type(dataset) is TensorDataset:
         index = torch.from_numpy(np.array(positions))  # torch.tensor takes ten times as long
         return [tensor[index] for tensor in dataset.tensors]
-    if getattr(dataset, "format", {}).get("type") == "torch":
+    if not _is_table(dataset):
+        return collate([dataset[i] for i in positions])
+    if dataset.format["type"] == "torch":
         columns = dataset[positions]
         if all(isinstance(c, torch.Tensor) and len(c) == len(positions) for c in columns.values()):
             return columns
-    if _is_table(dataset):
-        return collate(dataset.__getitems__(positions))
-    return collate([dataset[i] for i in positions])
+    return collate(dataset.__getitems__(positions))
 
 
 def _is_table(dataset: Any) -> bool:
     """Of Hugging Face's ``datasets``, and not with a transform, which is given whole batches."""
-    has_columns = hasattr(dataset, "column_names") and hasattr(dataset, "__getitems__")
-    return has_columns and getattr(dataset, "format", {}).get("type") != "custom"
+    is_theirs = type(dataset).__module__ == "datasets.arrow_dataset"
+    return is_theirs and dataset.format["type"] != "custom"
 
 
 def reads_whole_batches(dataset: Any) -> bool:
@@ -96,9 +99,14 @@ def reads_whole_batches(dataset: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     if type(dataset) is StackDataset:
-        parts = dataset.datasets
-        return any(map(reads_whole_batches, parts.values() if isinstance(parts, dict) else parts))
+        return any(map(reads_whole_batches, _parts(dataset)))
     return bool(getattr(dataset, "__getitems__", None)) and not _is_table(dataset)
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """The data sets that a ``ConcatDataset`` or a ``StackDataset`` holds."""
+    parts = dataset.datasets if isinstance(dataset, ConcatDataset | StackDataset) else ()
+    return list(parts.values() if isinstance(parts, dict) else parts)
 
 
 def require_no_repeats(dataset: Any) -> None:
@@ -144,8 +152,8 @@ class Arrangement:
             is_known = isinstance(at, list | range)  # compared several times as fast
             self._values.append(at[:] if is_known else np.asarray(at).tobytes())
             self._look_at(dataset.dataset)
-        elif isinstance(dataset, ConcatDataset):
-            for part in dataset.datasets:
+        elif isinstance(dataset, ConcatDataset | StackDataset):
+            for part in _parts(dataset):
                 self._look_at(part)
         elif isinstance(dataset, list):
             self._objects += dataset
@@ -163,7 +171,7 @@ def _version(value: Any) -> int:
 
 def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[int, _Positions]]:
     """Identities of the data sets that hold these records (None: all), and their places there."""
-    if type(dataset) is ConcatDataset:
+    if isinstance(dataset, ConcatDataset):
         start = 0
         for part in dataset.datasets:
             size: int = len(part)  # type: ignore[arg-type]
@@ -173,7 +181,7 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[int, _Pos
                 inside = places[(start <= places) & (places < end)] - start
             yield from _leaves(part, inside)
             start = end
-    elif type(dataset) is Subset:
+    elif isinstance(dataset, Subset):
         below: Any = dataset.indices
         whole: Any = dataset.dataset
         if chosen is not None or type(below) is not range or min(below.start, below.stop) < 0:
@@ -197,8 +205,7 @@ def reads_private_data(loader: Any) -> bool:
         return True
     if any(loader is private.dataset for private in _private_loaders):
         return True
-    parts = loader.datasets if type(loader) is ConcatDataset else ()
-    below = [getattr(loader, "dataset", None), *parts]
+    below = [getattr(loader, "dataset", None), *_parts(loader)]
     return any(reads_private_data(part) for part in below if part is not None)
 
 

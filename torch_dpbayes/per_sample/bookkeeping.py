@@ -160,7 +160,7 @@ class BookkeepingGradientSource(GradientSource):
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
-        self._copies = []
+        self._copies, self._versions = [], []
         self.step += 1
         self.passes, self.is_empty = 0, False
 
@@ -199,8 +199,10 @@ class BookkeepingGradientSource(GradientSource):
                     self.record_map = _WholeBatch()
                     with as_traced():
                         return of_one(rows, ()), anchors
-                copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
+                # of a clone: what the model may write into them stays out of the parameters
+                copies = [p.detach().clone().expand(n, *p.shape).requires_grad_() for p in direct]
                 self._copies = list(zip(direct, copies, strict=True))
+                self._versions += [(copy, copy._version) for copy in copies]
                 self.record_map = record_map = RecordMap(n)
                 found = record_map(
                     lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]),
@@ -225,7 +227,8 @@ class BookkeepingGradientSource(GradientSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and no data."""
-        empty: dict[str, Any] = {k: [] for k in ("_handles", "_noted", "_copies", "_held")}
+        lists = ("_handles", "_noted", "_copies", "_held", "_versions")
+        empty: dict[str, Any] = {k: [] for k in lists}
         return {**self.__dict__, **empty, "is_copy": True}
 
 

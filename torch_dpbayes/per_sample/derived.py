@@ -15,6 +15,7 @@ carries no noise, yet it steers later gradients and is saved with the model's st
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -22,13 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch._C import (
     DisableTorchFunctionSubclass,
+    DispatchKey,
     _DisableTorchDispatch,
+    _dispatch_keys,
     _dispatch_tls_is_dispatch_key_excluded,
     _is_torch_function_enabled,
     _storage_Use_Count,
 )
 from torch._tensor import _convert
 from torch.overrides import get_default_nowrap_functions
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import LossError, StepError
 
@@ -69,7 +73,8 @@ class Derived(Tensor):
                 raise LossError(_READ, code="loss-mixes")
             args = [as_plain(v) if isinstance(v, Derived) else v for v in args]
             return func(*args, **(kwargs or {}))
-        with DisableTorchFunctionSubclass():
+        is_seen = not any(map(_is_named_only, (*args, *(kwargs or {}).values())))
+        with DisableTorchFunctionSubclass(), nullcontext() if is_seen else _Seen():
             found = func(*args, **(kwargs or {}))
             _require_dense(found)
             return found if func in get_default_nowrap_functions() else _convert(found, Derived)
@@ -116,6 +121,22 @@ class _DerivedParameter(nn.Parameter, Derived):
         memo[id(self)] = copy = nn.Parameter(as_plain(self).detach().clone(), self.requires_grad)
         _mark(copy)
         return copy
+
+
+class _Seen(TorchDispatchMode):
+    """Shows every operator to :class:`Derived`, where torch's dispatcher does not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Derived.__torch_dispatch__(func, (), args, kwargs)
+
+
+def _is_named_only(value: Any) -> bool:
+    """Whether a tensor, or one of a list, got its class when it was written into: the dispatcher
+    does not know it.
+    """
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_named_only, value))
+    return isinstance(value, Derived) and not _dispatch_keys(value).has(DispatchKey.Python)
 
 
 def derived(t: Tensor) -> Derived:

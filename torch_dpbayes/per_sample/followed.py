@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
@@ -181,9 +182,9 @@ class Followed(Tensor):
             f"{func} reached the batch below torch's Python functions (TorchScript, torch.func)"
         )
         for value in flatten((args, kwargs))[0]:
-            if isinstance(value, Followed):
+            if isinstance(value, Followed) and value._batch.is_open:
                 raise value._batch.refuse(message)
-        raise LossError(f"{message}. {INSTEAD}.", code="loss-mixes")
+        raise LossError(f"{message}. After backward() give it x.detach().", code="loss-mixes")
 
     # loss += 1 is loss = loss + 1
     __iadd__ = Tensor.__add__
@@ -204,7 +205,9 @@ class Followed(Tensor):
         if self._batch.is_open:
             raise self._batch.refuse("an open batch is copied", "loss-number")
         if self._freed is None:
-            self._freed = self._copied()
+            # inside a transform of torch.func the copy would be its own, and lose the mark
+            with temporarily_clear_interpreter_stack():
+                self._freed = self._copied()
         return self._freed
 
     def _copied(self) -> Tensor:

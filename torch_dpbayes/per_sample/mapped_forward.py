@@ -315,7 +315,8 @@ class MappedForward(ReplacedForward):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
-                rows.append(each.expand(n, *each.shape))
+                # memory of its own for each record, into which the model may write
+                rows.append(each.expand(n, *each.shape).clone())
         return batch, rows, n
 
     def _vouched_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:

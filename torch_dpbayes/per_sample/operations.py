@@ -141,7 +141,9 @@ class _Operation:
         self._check_constants()
         is_moved = name in kinds.TO_ELSEWHERE and self.args[0] is first and first._how != "sealed"
         if is_moved and len(self.followed) == 1:
-            return first.like(self._called([first._rows]))
+            # rows have a dimension more than memory_format is for
+            options = {k: v for k, v in self.kwargs.items() if k != "memory_format"}
+            return first.like(self.function(first._rows, *self.args[1:], **options))
         if any(f._how for f in self.followed):
             return self._on_reduced()
         if self.kwargs.get("max_norm") is not None:

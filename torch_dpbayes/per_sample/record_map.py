@@ -266,9 +266,8 @@ class RecordMap:
 
     def track(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
-        if isinstance(result, Tensor):
-            if is_batchedtensor(result) or is_of_records(result):
-                self._tracked.append(weakref.ref(result))
+        if is_of_records(result):
+            self._tracked.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.track(part)
@@ -321,8 +320,12 @@ def as_traced() -> Iterator[None]:
                 _compiler._is_compiling_flag = before
 
 
-def is_of_records(t: Tensor) -> bool:
-    """Whether a tensor stands for one of each record; it may be tracked by transforms inside."""
+def is_of_records(t: Any) -> bool:
+    """Whether this is a tensor that stands for one of each record; it may be tracked by transforms
+    inside.
+    """
+    if not isinstance(t, Tensor):
+        return False
     while is_gradtrackingtensor(t):
         t = get_unwrapped(t)
     return is_batchedtensor(t)
@@ -338,7 +341,8 @@ def _load_rules() -> None:
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
+# addbmm_ where a sum is larger than it
+_RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -503,11 +507,10 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"it changes the size of a tensor in memory ({func.__name__}), where other records"
             " lie beside it: make a new tensor, as F.pad does"
         )
-    index = args[2] if len(args) > 2 else kwargs.get("index")
-    if func in _INDEX_FILLS and isinstance(index, Tensor) and is_of_records(index):
+    if func in _INDEX_FILLS and any(map(is_of_records, (*args[2:], *kwargs.values()))):
         raise CannotBeMapped(
-            f"{func.__name__} at an index that a record holds would write into other records:"
-            " write torch.where(torch.arange(n) == index, value, x)"
+            f"{func.__name__} at an index, or with a value, that a record holds would write into"
+            " other records: write torch.where(torch.arange(n) == index, value, x)"
         )
     if isinstance(func, _OPERATORS):
         name = str(func)
@@ -526,7 +529,7 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
         raise CannotBeMapped(f"{func.__name__} looks at all records at once: write t.any() instead")
     if func is torch.segment_reduce and kwargs.get("unsafe"):
         raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
-    if func in LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
+    if func in LOOKS and is_of_records(args[0]):
         raise CannotBeMapped(
             f"it reads a number of the records ({func.__name__}): compute with tensors"
             " (torch.where)"

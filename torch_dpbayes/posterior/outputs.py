@@ -83,7 +83,8 @@ def evaluate(
     def of_all(batch: Any) -> Iterator[Tensor]:
         for sample in samples:
             on_model = {name: s.to(parameters[name]) for name, s in sample.items()}
-            yield _each_alone(partial(run, on_model), batch) if is_alone else run(on_model, batch)
+            own = _moved(batch, device, copy=True)  # the model may write into it
+            yield _each_alone(partial(run, on_model), own) if is_alone else run(on_model, own)
 
     def reduced_of(batch: Any) -> Tensor:
         # masks are drawn for places, which one record more moves
@@ -220,11 +221,11 @@ def output_of(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _moved(batch: Any, device: torch.device, *, copy: bool = False) -> Any:
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     if not any(isinstance(t, Tensor) for t in pytree.tree_leaves(batch)):
         raise ArgumentTypeError(_NO_BATCHES)
-    return pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, batch)
+    return pytree.tree_map(lambda t: t.to(device, copy=copy) if isinstance(t, Tensor) else t, batch)
 
 
 def _records_in(batch: Any) -> int:
