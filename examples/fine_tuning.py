@@ -2,8 +2,8 @@
 
     python examples/fine_tuning.py [--model bert | gpt2] [--train all | lora | last] [--epsilon 8]
 
-A small BERT or GPT-2 is trained on public sentences of one question, without privacy, and then on private
-sentences of another. Sentences are made up here. A model of your own is loaded by
+A small BERT or GPT-2 is trained on public sentences of one question, without privacy, and then on
+private sentences of another. Sentences are made up here. A model of your own is loaded by
 ``AutoModelForSequenceClassification.from_pretrained``. The example needs the package
 ``transformers``, and ``--train lora`` needs ``peft``.
 """
