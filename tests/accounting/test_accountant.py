@@ -1,6 +1,5 @@
 """The accountant: what it records, what it says, and what it takes."""
 
-import itertools
 import json
 import math
 import random
@@ -16,7 +15,6 @@ import torch
 from dp_accounting import privacy_accountant_test
 from dp_accounting.pld import pld_privacy_accountant, pld_privacy_accountant_test
 from support.dp_accounting_adapter import DpAccountingAdapter
-from support.examples import few_of
 from support.ledgers import WHERE, made, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, events
@@ -171,10 +169,7 @@ def test_a_saved_state_and_a_file_hold_the_history_that_memory_does(path):
         assert held.get_epsilon(0.1) == pytest.approx(accountant.get_epsilon(0.1), rel=1e-9)
 
 
-METHODS = few_of(itertools.product(["pld", "rdp"], [False, True]), ("pld", True), ("rdp", False))
-
-
-@pytest.mark.parametrize(("method", "adaptive"), METHODS)
+@pytest.mark.parametrize(("method", "adaptive"), [("pld", True), ("rdp", False)])
 def test_a_budget_that_is_used_up_stays_so_when_it_is_saved(method, adaptive, path):
     accountant = PrivacyAccountant(2.0, DELTA, method=method)
     accountant.compose(STEP, 9, adaptive=adaptive)
