@@ -33,12 +33,13 @@ DIMENSION = 3
 @pytest.fixture(scope="module")
 def owners(tmp_path_factory):
     """``owners(function, size, **arguments)``: what each returned, or None for one that died. They
-    find the model recorded, without gradients: a process that computed those lets no child do so.
+    find the model recorded.
     """
     with pytest.MonkeyPatch.context() as patch:
         record_once(patch, kernel_module, for_any_count=True)
-        options = {"data_plate": "data", "gradients": False, "count_is_public": False}
-        kernel_module.RecordDensity(model, (records(0),), {}, **options)
+        for gradients in (False, True):
+            options = {"data_plate": "data", "gradients": gradients, "count_is_public": False}
+            kernel_module.RecordDensity(model, (records(0),), {}, **options)
         server = Server(__name__, tmp_path_factory.mktemp("owners"))
         yield server.run
         server.close()

@@ -13,8 +13,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .children import in_child
-
 TIMEOUT = 60.0  # seconds; of a process group, where no test is about it
 
 
@@ -29,8 +27,10 @@ class Server:
     def __init__(self, module, folder):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._pipe, theirs = multiprocessing.Pipe()
-        # autograd's threads, which earlier tests may have started, do not survive a fork
-        context = multiprocessing.get_context("spawn" if in_child(_differentiate) else "fork")
+        # autograd's threads, which it has where there is an accelerator, do not survive a fork
+        context = multiprocessing.get_context(
+            "spawn" if torch.accelerator.is_available() else "fork"
+        )
         self._process = context.Process(target=_serve, args=(theirs, self._pipe, module))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This process .* multi-threaded", DeprecationWarning)
@@ -52,11 +52,6 @@ class Server:
     def close(self):
         self._process.kill()
         self._process.join()
-
-
-def _differentiate():
-    one = torch.ones((), requires_grad=True)
-    torch.autograd.grad(one * one, one)
 
 
 def _serve(requests, other_end, module):
