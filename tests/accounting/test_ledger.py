@@ -138,12 +138,7 @@ def test_remaining_is_exact(where, method, relation, event, path):
             100,
             id="four kinds",
         ),
-        pytest.param(
-            [sampled(2 + math.sin(t / 50)) for t in range(600)],
-            60,
-            id="schedule",
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param([sampled(2 + math.sin(t / 50)) for t in range(600)], 60, id="schedule"),
     ],
 )
 def test_a_kill_costs_half_of_what_was_released_or_64_steps(path, turns, most_commits, monkeypatch):
@@ -275,7 +270,6 @@ accountant.close()
 """
 
 
-@pytest.mark.thorough
 def test_an_accountant_that_was_kept_for_another_program_is_a_later_job(path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()

@@ -54,7 +54,10 @@ def release(accountant, path, steps, opened, answers):
 @pytest.mark.parametrize(
     ("number", "steps"), [(3, 200), pytest.param(8, 10_000, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(("how", "budget"), [("forked", 25.0), ("forked", 1.2), ("by path", 1.2)])
+@pytest.mark.parametrize(
+    ("how", "budget"),
+    [("forked", 25.0), ("by path", 1.2), pytest.param("forked", 1.2, marks=pytest.mark.slow)],
+)
 def test_no_charge_is_lost_and_no_budget_passed(path, number, steps, budget, how):
     parent = PrivacyAccountant(budget, DELTA, path=path)
     fit, fork = parent.remaining(STEP), multiprocessing.get_context("fork")
@@ -146,8 +149,9 @@ def test_a_worker_that_fails_returns_its_blocks(path):
 
 ENDING = """
 import os, sys
-from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting import PrivacyAccountant, __main__
 from torch_dpbayes.accounting.events import GaussianDpEvent
+assert not {"torch", "opacus", "pyro", "matplotlib"} & {*sys.modules}
 accountant = PrivacyAccountant(30.0, 1e-5, path=sys.argv[1])
 for _ in range(300):
     accountant.compose(GaussianDpEvent(1e3))

@@ -36,9 +36,7 @@ def between(low, high):
     return math.exp(random.uniform(math.log(low), math.log(high)))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("rate", "scale"), [(0.5, 1e4), (1 - 1e-12, 10.0)])
-def test_sampled_laplace_noise_that_is_large_takes_little_memory(rate, scale):
+def test_sampled_laplace_noise_that_is_large_takes_little_memory(rate=0.5, scale=1e4):
     tracemalloc.start()
     accountant = PrivacyAccountant().compose(PoissonSampledDpEvent(rate, LaplaceDpEvent(scale)))
     found, bound = accountant.get_epsilon(1e-15), math.log1p(rate * math.expm1(1 / scale))

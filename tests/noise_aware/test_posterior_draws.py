@@ -147,7 +147,6 @@ def test_a_hierarchical_prior_is_sampled():
     assert own == pytest.approx(deviation, rel=0.25)
 
 
-@pytest.mark.thorough
 @pytest.mark.chance(1e-3)
 def test_non_centred_coordinates_have_the_law_of_the_prior():
     """θ(ξ) of draws of ξ against draws of θ; log p(ξ) against that of normal numbers."""
