@@ -5,16 +5,12 @@ import math
 import random
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import attr
 import dp_accounting as dpa
 import numpy as np
 import pytest
 import torch
-from dp_accounting import privacy_accountant_test
-from dp_accounting.pld import pld_privacy_accountant, pld_privacy_accountant_test
-from support.dp_accounting_adapter import DpAccountingAdapter
 from support.ledgers import WHERE, made, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, events
@@ -376,41 +372,3 @@ def test_a_file_keeps_them_for_all_jobs(path, capsys):
     assert main([str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rests_on"] == [FIRST, SECOND]
     assert path.read_bytes() == before
-
-
-# --- dp_accounting's own suites -------------------------------------------------------------------
-
-
-class TestOfDpAccounting(privacy_accountant_test.PrivacyAccountantTest):
-    def _make_test_accountants(self):
-        return [
-            DpAccountingAdapter(dpa.NeighboringRelation[relation.upper()], method)
-            for relation in RELATIONS
-            for method in ("pld", "rdp")
-        ]
-
-
-# tests of dp_accounting's that do not run, with the reason
-NOT_RUN = {
-    "test_composition_errors_for_neighboring_relation": "asks for its own sentences",
-    "test_mixture_of_gaussians_basic": "asks for 11 digits of delta; ours is 1.1e-5 higher",
-    "test_truncated_subsampled_gaussian_basic": "ours also covers which batches are full",
-}
-
-
-class TestOfPld(pld_privacy_accountant_test.PldPrivacyAccountantTest):
-    """Its tests make ``pld_privacy_accountant.PLDAccountant``, which is the adapter here."""
-
-    def setUp(self):
-        super().setUp()
-        for name, why in NOT_RUN.items():
-            if self._testMethodName.startswith(name):
-                self.skipTest(why)
-        self.enter_context(
-            mock.patch.object(pld_privacy_accountant, "PLDAccountant", DpAccountingAdapter)
-        )
-
-    test_laplace_basic = test_poisson_subsampled_laplace = None  # test_compositions.py has these
-
-    def _make_test_accountants(self):
-        return [DpAccountingAdapter(dpa.NeighboringRelation[name.upper()]) for name in RELATIONS]
