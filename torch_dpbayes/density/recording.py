@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vmap
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,7 +23,9 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     none. It is without what ``vmap`` and ``grad`` leave behind: values that nothing reads, views of
     a tensor in its own layout, the concatenation of one.
     """
-    graph: GraphModule = make_fx(functionalize(function))(*inputs)
+    # one for the shapes of all values: torch would make one for each
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        graph: GraphModule = make_fx(functionalize(function))(*inputs)
     for node in graph.graph.nodes:
         source: Any = node.args[0] if node.args else None
         if node.target is _aten.ones_like.default:
