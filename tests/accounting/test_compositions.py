@@ -63,18 +63,6 @@ def test_schedules_against_an_integral(law, kind, monkeypatch):
     assert found[-1] <= 2e-2, (law, found)
 
 
-@pytest.mark.slow
-def test_few_large_releases_among_many_small_ones(monkeypatch):
-    """Of a thousand, against all as they are; mixtures of all of them are 5 per cent high."""
-    draw = np.random.default_rng().uniform
-    small = zip(np.exp(draw(-13.8, -6.9, 997)), np.exp(draw(-1.2, 0.7, 997)), strict=True)
-    pairs = [*small, (0.5, 2.0), (0.6, 2.5), (0.7, 3.0)]
-    counts = {Sampled("directed", float(q), float(z)): 1 for q, z in pairs}
-    mixed = bounds.upper_epsilon(counts, 1e-3)
-    monkeypatch.setattr("torch_dpbayes.accounting.dominating_pairs.EXACT_LEVELS", 10_000)
-    assert -1e-4 < mixed / bounds.upper_epsilon(counts, 1e-3) - 1 < 5e-3
-
-
 def excess(epsilon, delta, laws):
     """Of epsilon over the true one, relative; asserts that it is none below."""
     if epsilon == 0:

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from support.vmap_rule import Centred
 from torch import nn
 
 import torch_dpbayes as dpb
@@ -114,25 +115,9 @@ def trainable_body():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
 
 
-class Rule(torch.autograd.Function):
-    """Identity, which centres large numbers where it sees a whole batch."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return torch.where(x > 1e30, x - x.mean(), x), in_dims[0]
-
-
 class WithARule(nn.Module):
     def forward(self, x):
-        return Rule.apply(x)
+        return Centred.apply(x)
 
 
 def prior_of_m():
@@ -208,7 +193,7 @@ REFUSED = {
     "lengths": refused(UnfitModel, sufficient_statistics, beta_bernoulli(), Y, Y[:3]),
     "statistics of rows": refused(UnfitModel, sufficient_statistics, beta_bernoulli(), X),
     "statistics of whole batches": refused(
-        UnfitModel, sufficient_statistics, family(lambda y: Rule.apply(y[None])), Y
+        UnfitModel, sufficient_statistics, family(lambda y: Centred.apply(y[None])), Y
     ),
     "random statistics": refused(UnfitModel, sufficient_statistics, family(random_sign), Y),
     "features of whole batches": of_layer(CannotBeMapped, nn.Sequential(WithARule(), NET), X, Y),
