@@ -83,7 +83,10 @@ def bernoulli_sets(num_data, rate):
 @pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.parametrize(
     ("kind", "num_data", "rate", "bits"),
-    [(SparseSubset, 5, 0.1, 63), (SparseSubset, 2, 0.45, 1), (DenseSubset, 4, 0.3, 2)],
+    [
+        *((SparseSubset, *of) for of in ((5, 0.1, 63), (2, 0.45, 1), (3, 0.45, 3))),
+        (DenseSubset, 4, 0.3, 2),
+    ],
 )
 def test_every_set_of_records_has_its_probability_in_draws_in_a_row(
     kind, num_data, rate, bits, monkeypatch
