@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting.dp_event import (
     ComposedDpEvent,
+    DiscreteLaplaceDpEvent,
     LaplaceDpEvent,
     MixtureOfGaussiansDpEvent,
     NonPrivateDpEvent,
@@ -60,6 +61,14 @@ def test_events_that_are_others():
     for nothing in (RandomizedResponseDpEvent(1.0, 3), RandomizedResponseDpEvent(0.1, 1)):
         assert list(events.elementary(nothing)) == []
     assert list(events.elementary(MixtureOfGaussiansDpEvent(1.0, [0.0], [1.0]))) == []
+
+
+def test_a_replaced_record_moves_an_answer_twice_as_far():
+    costs = [
+        PrivacyAccountant(neighboring=relation).compose(DiscreteLaplaceDpEvent(0.3, moved))
+        for relation, moved in ((REPLACE, 2), (ADD, 4))
+    ]
+    assert costs[0].get_epsilon(DELTA) == costs[1].get_epsilon(DELTA) > 0
 
 
 def permute_and_flip(scores, epsilon):
