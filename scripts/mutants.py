@@ -15,6 +15,7 @@ the lines that it takes out and those that it puts in their place:
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import shutil
@@ -73,7 +74,9 @@ def fails(mutant: Mutant, tree: Path) -> bool:
     """Whether the mutant's tests fail in this copy of the project."""
     path = tree / "torch_dpbayes" / mutant.file
     text = path.read_text()
-    path.write_text(mutant.applied_to(tree / "torch_dpbayes"))
+    faulty = mutant.applied_to(tree / "torch_dpbayes")
+    ast.parse(faulty)  # what is no Python fails every test
+    path.write_text(faulty)
     try:
         code = code_of(mutant.tests, tree)
     finally:

@@ -36,7 +36,7 @@ def test_type_checkers_see_the_same_names():
     assert imported == set(dpb.__all__) - {"__version__"}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_archives_hold_the_package_its_pages_and_no_tests(tmp_path):
     """``scripts/release.py`` looks into them; a release also installs them and tries them."""
     command = [sys.executable, ROOT / "scripts/release.py", "--to", tmp_path]
@@ -52,7 +52,7 @@ def test_the_archives_hold_the_package_its_pages_and_no_tests(tmp_path):
     assert any(name.endswith("LICENSE") for name in built.namelist())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_tries_an_installed_release_runs_here():
     command = [sys.executable, "-W", "ignore", ROOT / "scripts/smoke.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

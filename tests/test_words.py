@@ -4,7 +4,6 @@ import io
 from contextlib import redirect_stderr
 from functools import partial
 
-import pytest
 import torch
 from support import steps
 from torch import nn
@@ -42,16 +41,6 @@ def test_what_is_spent_and_how_records_are_kept_apart_is_said():
     assert temperature in repr(optimizer) and "by construction" in repr(optimizer)
     assert "200 records" in repr(loader) and "probability 0.1" in repr(loader)
     assert "nothing is made private" in repr(dpb.PrivacyEngine())
-
-
-@pytest.mark.parametrize(
-    "module", ["audit", "infer", "mcmc", "metrics", "noise_aware", "ops", "optim"]
-)
-def test_public_modules_show_public_names(module):
-    found = getattr(dpb, module)
-    assert dir(found) == sorted(found.__all__)
-    for name in found.__all__:
-        assert getattr(found, name) is not None
 
 
 def test_what_takes_long_shows_how_far_it_is(monkeypatch):

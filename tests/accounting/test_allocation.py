@@ -94,7 +94,6 @@ def test_the_renyi_curve_is_above_the_divergences(kind):
                 assert bound <= truth * (1 + 1e-6) + 1e-9
 
 
-@pytest.mark.thorough
 def test_grids_of_many_steps_stay_small_and_above(monkeypatch):
     steps, noise = random.randint(2000, 4000), random.uniform(0.5, 0.7)
     pair = Allocated("directed", steps, noise)

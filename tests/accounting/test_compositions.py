@@ -13,8 +13,8 @@ import dp_accounting
 import numpy as np
 import pytest
 import random_compositions as reference
+from hypothesis import settings
 from random_compositions import composition, in_worse_direction, of_poisson
-from support.examples import few_of
 
 from torch_dpbayes.accounting import PrivacyAccountant, bounds, events, mechanisms
 from torch_dpbayes.accounting.dominating_pairs import DiscreteGaussian, Sampled
@@ -26,29 +26,20 @@ KINDS = sorted(KINDS.union(*reference.ONE_RELATION.values()))
 LOOSE = 2e-3  # of epsilon; measured: 99 of 100 below .1 percent
 
 
-def _log_uniform(rng, low, high, number):
-    return np.exp(rng.uniform(math.log(low), math.log(high), number))
-
-
-# laws of (rate, noise) for schedules: narrow and wide, even and in clusters, with an outlier
+# laws of (rate, noise) for schedules
 LAWS = {
-    "uniform": lambda r, n: (r.uniform(0.001, 0.01, n), r.uniform(0.9, 4.0, n)),
-    "logarithmic": lambda r, n: (_log_uniform(r, 1e-3, 0.1, n), _log_uniform(r, 0.6, 6.0, n)),
-    "decaying": lambda r, n: (np.full(n, 0.01), np.sqrt(1 + np.arange(n) / (n / 5))),
     "clusters": lambda r, n: (r.choice([1e-3, 0.02, 0.1], n), r.normal(2.0, 0.02, n)),
     "outlier": lambda r, n: (np.append(r.uniform(1e-3, 2e-3, n - 1), 0.3), r.uniform(1, 4, n)),
 }
 
 
-@pytest.mark.parametrize(
-    ("replace", "draws"), few_of([(None, 1), (False, 3), (True, 3)], (None, 1))
-)
+@pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_against_its_definition(kind, replace, draws):
-    """The default run draws the relation. What has one only is drawn under it, again where an
+def test_every_kind_against_its_definition(kind, replace):
+    """Once, by .ci/run three times. What has one relation only is drawn under it, again where an
     integral does not settle.
     """
-    replace = random.random() < 0.5 if replace is None else replace
+    draws = max(1, settings().max_examples // 33)
     while draws:
         seed = secrets.randbits(60)
         row = composition(np.random.default_rng(seed), kind, replace)
@@ -59,7 +50,7 @@ def test_every_kind_against_its_definition(kind, replace, draws):
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
-@pytest.mark.parametrize("law", few_of(LAWS, "clusters", "outlier"))
+@pytest.mark.parametrize("law", LAWS)
 def test_schedules_against_an_integral(law, kind, monkeypatch):
     """Of few releases, brought to mixtures as hundreds are. The library composes so few as they
     are: mixtures of them come out up to 1 percent high, and those of 1,500 .2 percent. One draw in
@@ -75,19 +66,6 @@ def test_schedules_against_an_integral(law, kind, monkeypatch):
         counts = {Sampled(kind, q, z): 20 for q, z in pairs}
         found.append(excess(bounds.upper_epsilon(counts, delta), delta, laws))
     assert found[-1] <= 2e-2, (law, found)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["directed", "antipodal"])
-def test_few_large_releases_among_many_small_ones(kind, monkeypatch):
-    """Of a thousand, against all as they are; mixtures of all of them are 5 per cent high."""
-    draw = np.random.default_rng().uniform
-    small = zip(np.exp(draw(-13.8, -6.9, 997)), np.exp(draw(-1.2, 0.7, 997)), strict=True)
-    pairs = [*small, (0.5, 2.0), (0.6, 2.5), (0.7, 3.0)]
-    counts = {Sampled(kind, float(q), float(z)): 1 for q, z in pairs}
-    mixed = bounds.upper_epsilon(counts, 1e-3)
-    monkeypatch.setattr("torch_dpbayes.accounting.dominating_pairs.EXACT_LEVELS", 10_000)
-    assert -1e-4 < mixed / bounds.upper_epsilon(counts, 1e-3) - 1 < 5e-3
 
 
 def excess(epsilon, delta, laws):

@@ -107,20 +107,17 @@ def profile(kind, rate, noise, epsilons):
     return np.maximum(upper - np.exp(epsilons) * lower, 0.0)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("groups", [300, 4096])
-def test_groups_of_close_releases_stand_for_them(groups, monkeypatch):
-    """The mean of a group, and the bound on what that changes; 4096 hold each release by itself."""
+def test_groups_of_close_releases_stand_for_them(monkeypatch):
+    """The mean of a group, and the bound on what that changes."""
     rng, exact = np.random.default_rng(12), 2.594255267
     noise = np.exp(rng.uniform(math.log(0.7), math.log(5.0), 900))
     rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 900))
     counts = {Sampled("directed", float(q), float(z)): 1 for z, q in zip(noise, rate, strict=True)}
-    monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", groups)
+    monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", 300)
     (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
     left_out = composed.transform.left_out
     assert exact * (1 - 1e-7) <= composed.upper_epsilon(DELTA) <= exact * 1.02
-    assert 1e-15 < left_out < 1e-6 if groups == 300 else left_out < 1e-15
-    assert composed.round_off > left_out  # which counts
+    assert 1e-15 < left_out < min(1e-6, composed.round_off)  # it counts
 
 
 @given(

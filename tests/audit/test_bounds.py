@@ -123,9 +123,7 @@ def test_bounds_are_sharp(canaries, epsilon, of_basic, of_gaussian):
     [
         (GaussianDpEvent(2.0), 1, True),
         (BoundedRangeDpEvent(2.0), 1, False),
-        pytest.param(
-            PoissonSampledDpEvent(0.1, GaussianDpEvent(0.9)), 4, False, marks=pytest.mark.thorough
-        ),
+        (PoissonSampledDpEvent(0.1, GaussianDpEvent(0.9)), 4, False),
     ],
 )
 def test_an_accountants_whole_curve_is_tested(event, count, is_gaussian):

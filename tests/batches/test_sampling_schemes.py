@@ -180,7 +180,7 @@ def test_an_optimizer_with_another_loader_is_charged_for_that_one():
     [
         {"sampling": "fixed_size"},
         {"user_ids": IDS, "records_per_user": 2},
-        pytest.param({"sampling": "random_allocation"}, marks=pytest.mark.thorough),
+        {"sampling": "random_allocation"},
     ],
 )
 def test_the_noise_of_a_target_is_that_of_the_law(options):

@@ -4,7 +4,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from support.examples import few_of
 from support.pyro_models import gaussian
 from torch.func import grad, vmap
 
@@ -70,7 +69,7 @@ def expected(term, theta, data, bound):
     return rows.sum(0)
 
 
-@pytest.mark.parametrize("name", few_of(MODELS, "crossed", "pairs", "linear"))
+@pytest.mark.parametrize("name", MODELS)
 def test_sums_are_those_of_whole_vectors(name, monkeypatch):
     """Of records some of which count their index from the end; odd ones count as zero."""
     monkeypatch.setattr(program, "_CHUNK_BYTES", 2**14)  # more than one chunk

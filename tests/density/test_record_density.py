@@ -12,10 +12,8 @@ from pyro.infer import config_enumerate
 from pyro.infer.mcmc.util import initialize_model
 from pyro.nn import PyroModule, PyroSample
 from pyro.ops.integrator import potential_grad
-from support.examples import few_of
 from support.pyro_models import (
     gaussian,
-    ordered,
     singular_where_made_up,
     weights,
     with_and_without_a_record_that_fails,
@@ -37,6 +35,7 @@ def logistic(x, y):
 
 def groups(group, y):
     center = pyro.sample("center", dist.Normal(0.0, 1.0))
+    pyro.deterministic("twice", 2 * center)
     spread = pyro.sample("spread", dist.HalfNormal(1.0))
     with pyro.plate("groups", 4):
         effect = pyro.sample("effect", dist.Normal(center, spread))
@@ -101,16 +100,6 @@ def written_in_place(x, y, seen):
         gaussian(y, mean, scale=scale)
 
 
-def survival(x, *, y):
-    """Weibull times."""
-    beta = pyro.sample("beta", dist.Uniform(-1.0, 2.0))
-    shape = pyro.sample("shape", dist.LogNormal(0.0, 0.5))
-    pyro.deterministic("twice", 2 * beta)
-    with pyro.plate("data", len(y)):
-        hazard = (y.exp() * (beta * x).exp()) ** shape
-        pyro.factor("died", shape.log() + hazard.log() - y - hazard)
-
-
 def normal(*shape):
     return torch.randn(COUNT, *shape)
 
@@ -126,13 +115,12 @@ def counts(*shape):
 ZOO = {
     "mixture": (mixture, lambda: (normal(),)),
     "rates with hyperpriors": (rates_with_hyperpriors, lambda: (counts(3),)),
-    "groups": (groups, lambda: (whole(4), normal())),
+    "groups": (groups, lambda: (whole(4), {"y": normal()})),
     "PyroModule": (Net, lambda: (normal(3), normal())),
     "two hidden coins": (two_hidden_coins, lambda: (normal(),)),
     "several dims each row": (several_dims_each_row, lambda: (torch.randn(2, COUNT, 3),)),
     "written in place": (written_in_place, lambda: (normal(3), normal(), torch.arange(COUNT) != 2)),
     "complex": (lambda x: gaussian(x.abs(), weights("m")), lambda: (torch.complex(*normal(2).T),)),
-    "factor": (survival, lambda: (normal(), {"y": normal()})),
 }
 
 
@@ -143,9 +131,7 @@ def made(name):
     return (model() if isinstance(model, type) else model), args, kwargs
 
 
-@pytest.mark.parametrize(
-    "name", few_of(ZOO, *{*ZOO} - {"mixture", "factor", "several dims each row"})
-)
+@pytest.mark.parametrize("name", ZOO)
 def test_terms_and_gradients_are_those_of_pyro(name):
     """−log p(θ) − Σ log p(x_i | θ) of all records, and of each: the prior follows from both."""
     model, args, kwargs = made(name)
@@ -288,21 +274,13 @@ def test_the_set_up_does_not_look_at_the_data_and_what_follows_does_not_call_the
     assert len(calls) == during_set_up
 
 
-def ordered_by_the_largest(x, y):
-    """Mixes rows, but only where one is larger than any that the set-up tries."""
-    ordered(torch.where(x.abs().max() > 1e6, x / x.abs().max(), x), y)
+def test_what_the_set_up_overlooks_still_cannot_reach_another_record():
+    """Rows that mix, but only where one is larger than any that the set-up tries."""
 
+    def model(x, y):
+        gaussian(y, weights("m") * torch.where(x.abs().max() > 1e6, x / x.abs().max(), x))
 
-def normal_by_the_largest(x, y):
-    gaussian(y, weights("m") * torch.where(x.abs().max() > 1e6, x / x.abs().max(), x))
-
-
-MIXING = [normal_by_the_largest, ordered_by_the_largest]
-
-
-@pytest.mark.parametrize("model", few_of(MIXING, normal_by_the_largest))
-def test_what_the_set_up_overlooks_still_cannot_reach_another_record(model):
-    x, y, kept = torch.randn(50), torch.randint(0, 3, (50,)), torch.arange(50) != 3
+    x, y, kept = torch.randn(50), torch.randn(50), torch.arange(50) != 3
     first = RecordDensity(model, (x, y))
     for value in (1e8, -1e30, math.inf):
         spoilt = torch.where(kept, x, value)
@@ -314,20 +292,19 @@ def test_what_the_set_up_overlooks_still_cannot_reach_another_record(model):
         assert float((sums[0] - sums[1]).norm()) <= 0.02 * (1 + 1e-9)
 
 
-@pytest.mark.thorough
-def test_a_sum_over_a_million_records_moves_by_no_more_than_the_bound():
+def test_a_sum_over_many_records_moves_by_no_more_than_the_bound():
     torch.set_default_dtype(torch.float32)
 
     def model(x, y):
         gaussian(y, x * weights("w"))
 
     # every gradient is 1000, and clipped
-    x, y = torch.ones(1_000_000), torch.full((1_000_000,), 1e3)
+    x, y = torch.ones(300_000), torch.full((300_000,), 1e3)
     density = RecordDensity(model, (x, y))
     sums = [
         float(density.with_rows([x[k:], y[k:]]).clipped_gradient_sum(torch.zeros(1), 1.1))
-        for k in range(4)
+        for k in range(3)
     ]
-    assert sums[0] == pytest.approx(1.1e6, rel=1e-9)
+    assert sums[0] == pytest.approx(3.3e5, rel=1e-9)
     for more, less in pairwise(sums):
         assert abs(more - less) <= 1.1 * (1 + 1e-6)

@@ -169,7 +169,6 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
     assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
 
 
-@pytest.mark.thorough
 def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
     accountant = dpb.PrivacyAccountant()
     given = {"optimizer": partial(dpb.optim.DPSGLD, lr="free", temperature=1.0), "epochs": 2}

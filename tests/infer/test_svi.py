@@ -20,7 +20,6 @@ from pyro.infer.autoguide import (
 )
 from pyro.nn import PyroModule
 from scipy.stats import chi2
-from support.examples import few_of
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 from support.recorded import recorded_once
 from support.refusals import refused
@@ -31,7 +30,6 @@ from torch_dpbayes.infer import DPSVI
 from torch_dpbayes.infer import svi as svi_module
 
 DOUBLE = torch.float64
-GUIDES = (AutoNormal, AutoMultivariateNormal)
 CHANCE = 2e-4  # that one look fails when all is right
 _recorded = recorded_once(svi_module)
 
@@ -79,22 +77,18 @@ def make(model=model, guide=AutoNormal, **how):
 # --- the truth ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guide", few_of(GUIDES, AutoMultivariateNormal))
-def test_with_little_noise_the_guide_is_the_posterior_of_the_data(guide):
+def test_with_little_noise_the_guide_is_the_posterior_of_the_data():
     x = rows()
-    svi = make(guide=guide, noise_multiplier=1e-3, max_grad_norm=50.0)
+    svi = make(guide=AutoMultivariateNormal, noise_multiplier=1e-3, max_grad_norm=50.0)
     svi.run(300, x)
     precision = len(x) + 1
     mean, stddev = x.sum(0) / precision, precision**-0.5
     # the guide holds an average of iterates, which has forgotten its start
     assert float((svi.guide.median()["mean"] - mean).abs().max()) < 0.5 * stddev
-    quartiles = svi.guide.quantiles([0.25, 0.75])["mean"]
-    low, high = quartiles if isinstance(quartiles, list) else quartiles.unbind()
-    found, expected = (high - low).reshape(-1) / 1.349, torch.full((2,), stddev, dtype=DOUBLE)
-    torch.testing.assert_close(found, expected, rtol=0.35, atol=0.0)
+    low, high = svi.guide.quantiles([0.25, 0.75])["mean"]
+    assert ((high - low) / 1.349).tolist() == pytest.approx(2 * [stddev], rel=0.35)
 
 
-@pytest.mark.thorough
 def test_latents_in_other_supports_and_in_sorted_order():
     def scales(y):
         location = pyro.sample("z_location", dist.Normal(torch.zeros((), dtype=DOUBLE), 1.0))
@@ -103,19 +97,15 @@ def test_latents_in_other_supports_and_in_sorted_order():
             pyro.sample("y", dist.Normal(location, scale), obs=y)
 
     y = 2 * torch.randn(1500, dtype=DOUBLE) + 1
-    for guide in (AutoNormal, AutoMultivariateNormal):
-        svi = make(
-            scales, guide, noise_multiplier=1e-3, expected_batch_size=1500, max_grad_norm=50.0
-        )
-        svi.run(300, y)
-        found = svi.guide.median()
-        # The noise of a step is that of θ ~ N(m, Σ), so an average of T iterates with weights t³
-        # strays by Σ/(7T/16) (Polyak and Juditsky 1992): standard deviations .0045 and .0032, and
-        # half as much again was measured with Adam, whose steps of .05 move the scale up by .005.
-        # The prior moves the location by .003. Six or more of these: once in a billion.
-        assert float(found["z_location"]) == pytest.approx(float(y.mean()), abs=0.003 + 0.042)
-        assert float(found["a_scale"]) == pytest.approx(float(y.std()), abs=0.006 + 0.034)
-        pyro.clear_param_store()
+    svi = make(scales, noise_multiplier=1e-3, expected_batch_size=1500, max_grad_norm=50.0)
+    svi.run(200, y)
+    found = svi.guide.median()
+    # The noise of a step is that of θ ~ N(m, Σ), so an average of T iterates with weights t³
+    # strays by Σ/(7T/16) (Polyak and Juditsky 1992): standard deviations .0055 and .0039, and
+    # half as much again was measured with Adam, whose steps of .05 move the scale up by .005.
+    # The prior moves the location by .003. Five or more of these: once in a million.
+    assert float(found["z_location"]) == pytest.approx(float(y.mean()), abs=0.003 + 0.042)
+    assert float(found["a_scale"]) == pytest.approx(float(y.std()), abs=0.006 + 0.034)
 
 
 # --- what is released is what is charged ----------------------------------------------------------
@@ -186,7 +176,6 @@ def test_of_many_threads_one_makes_a_step():
     assert len(svi.accountant) == len(svi.released) == len(losses) == 24
 
 
-@pytest.mark.thorough
 def test_the_guide_holds_the_average_and_serves_pyro():
     x = rows()
     svi = make()
@@ -205,7 +194,6 @@ def test_the_guide_holds_the_average_and_serves_pyro():
     svi.step(x)  # the store now names the guide's own parameters
 
 
-@pytest.mark.thorough
 def test_a_state_goes_on():
     x, scheduled = rows(), {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}}
     svi = make(optim=pyro.optim.ExponentialLR(scheduled | {"gamma": 0.99}))
@@ -436,26 +424,14 @@ def test_what_is_written_between_steps_is_not_used_or_refused():
     assert len(svi.released) == 3
 
 
-def decays():
-    inner = {"optimizer": torch.optim.Adam, "optim_args": {"lr": torch.tensor(0.05)}}
-    return pyro.optim.ExponentialLR(inner | {"gamma": 0.9})
-
-
-@pytest.mark.parametrize(
-    ("optim", "rate"),
-    [
-        (lambda: pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.9}), 0.045),
-        pytest.param(decays, 0.05, marks=pytest.mark.thorough),  # its user steps it
-    ],
-)
-def test_that_it_was_tried_leaves_an_optimizer_as_it_was(optim, rate):
+def test_that_it_was_tried_leaves_an_optimizer_as_it_was():
     """One that decays has decayed once."""
-    svi = make(optim=optim())
+    svi = make(optim=pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.9}))
     svi.step(rows())
-    states = [getattr(o, "optimizer", o).state_dict() for o in svi.optim.optim_objs.values()]
+    states = [optim.state_dict() for optim in svi.optim.optim_objs.values()]
     assert len(states) == 2  # of the locations and the scales
     for state in states:
-        assert float(state["param_groups"][0]["lr"]) == pytest.approx(rate)
+        assert float(state["param_groups"][0]["lr"]) == pytest.approx(0.045)
         assert int(state["state"][0]["step"]) == 1
 
 

@@ -49,14 +49,11 @@ LAWS = {
     "family, private number of records": (Tosses, partial(family, **PRIVATE_COUNT)),
 }
 MORE_LAWS = {
-    "penalty, groups": (Hierarchy, penalty),
-    "penalty, much noise": (Gaussian, partial(penalty, noise_multiplier=0.5, proposal_scale=0.4)),
     "penalty, asymmetric proposal": (Gaussian, partial(penalty, proposal=Drift())),
     "penalty, correlated walk": (TWO, partial(penalty, proposal_scale=WALK)),
     "HMC, groups": (Hierarchy, partial(hmc, num_steps=3)),
     "HMC, without reuse": (Gaussian, partial(hmc, num_steps=5, reuse_gradients=False)),
     "HMC, full mass": (TWO, partial(hmc, mass_matrix=FULL_MASS, step_size=0.12)),
-    "HMC, diagonal mass": (TWO, partial(hmc, mass_matrix=FULL_MASS.diagonal(), step_size=0.12)),
     "family, groups": (Hierarchy, family),
 }
 
@@ -68,7 +65,7 @@ def test_the_posterior_is_stationary(case):
     assert p_value(make(target()), target(), 160, 3) > LEVEL
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.chance(CHANCE)
 @pytest.mark.parametrize("case", MORE_LAWS)
 def test_the_posterior_is_stationary_for_all_moves(case):
@@ -76,7 +73,7 @@ def test_the_posterior_is_stationary_for_all_moves(case):
     assert p_value(make(target()), target()) > LEVEL
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_warm_up_reaches_the_acceptance_rate_it_aims_at():
     kernel = penalty(Gaussian(), proposal_scale=0.001, noise_multiplier=0.1, target_accept_prob=0.3)
     MCMC(kernel, 1000, 1500, disable_progbar=True).run(*Gaussian().args)

@@ -11,7 +11,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from support.examples import few_of
 from torch.nn.functional import one_hot
 
 import torch_dpbayes as dpb
@@ -170,14 +169,13 @@ MODULE = {"likelihood": "categorical", "prior_std": 1.0, "num_simulated": 500}
 LINEAR = LinearRegression(dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0), 1.0, 0.5)
 # the door, what it takes before features, and the bound of these
 DOORS = {
-    "Softmax": (posterior, dpb.ops.Softmax(3), {"num_simulated": 500, "num_releases": 3}, 1.0),
     "module": (posterior_for_module, linear_layer(), MODULE | {"num_releases": 2}, 1.0),
     "large module": (posterior_for_module, linear_layer(), MODULE | {"num_releases": 5}, 1.0),
     "linear regression": (sufficient_statistics, LINEAR, {}, 0.5),
 }
 
 
-@pytest.mark.parametrize("name", few_of(DOORS, "module", "large module", "linear regression"))
+@pytest.mark.parametrize("name", DOORS)
 def test_doors_charge_the_noise_of_their_releases(name, drawn, transcript_of, monkeypatch):
     door, model, options, bound = DOORS[name]
     is_large, relation = name == "large module", "replace_one"

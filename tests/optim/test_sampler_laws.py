@@ -1,18 +1,16 @@
-"""What the samplers sample, against closed forms, and that steps without noise are torch's SGD.
+"""What the samplers sample, against closed forms.
 
 Replicas are coordinates of one parameter, so the variance of R of them has a relative standard
 error of √(2/R); it is allowed five of them, two-sided 6e-7. The law is Gaussian and compared as a
 whole, too: Kolmogorov-Smirnov at 1e-6.
 """
 
-import copy
 import math
 from functools import partial
 
 import pytest
 import scipy.stats
 import torch
-from opacus.grad_sample import GradSampleModule
 from support.steps import bare
 from torch import nn
 
@@ -123,30 +121,3 @@ def test_the_law_on_a_quadratic(name):
     assert abs(float(theta.square().mean() / variance - 1)) < SIGMAS * math.sqrt(2 / len(theta))
     law = ("norm", (0.0, math.sqrt(variance)))
     assert scipy.stats.kstest(theta.numpy(), *law).pvalue > 1e-6
-
-
-@pytest.mark.parametrize("momentum", [None, 0.8])
-def test_temperature_zero_is_torch_sgd_step_for_step(momentum, double):
-    """Sums are over B, whatever batch came; weight decay λ is the prior of std 1/√(Nλ)."""
-    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    twin, records, batch, decay = copy.deepcopy(net), 40, 16, 0.05
-    make = DPSGLD if momentum is None else partial(DPSGHMC, momentum=momentum)
-    numbers = {"num_data": records, "expected_batch_size": batch, "max_grad_norm": 1e6}
-    prior = 1 / math.sqrt(records * decay)
-    ours = bare(net.parameters(), make, 0.3, **numbers, temperature=0.0, prior_std=prior)
-    hooked = GradSampleModule(net)
-    theirs = torch.optim.SGD(twin.parameters(), 0.3, momentum or 0.0, weight_decay=decay)
-    # torch's velocity is in units of the gradient, ours in those of the parameters
-    scheduled = (ours, theirs) if momentum is None else ()
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in scheduled]
-    for step in range(12):
-        x, y = torch.randn(10 + step, 5), torch.randint(3, (10 + step,))
-        for model, optimizer in ((hooked, ours), (twin, theirs)):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            (loss if model is hooked else loss * len(x) / batch).backward()
-            optimizer.step()
-        for schedule in schedules:
-            schedule.step()
-    for p, q in zip(net.parameters(), twin.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)

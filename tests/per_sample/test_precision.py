@@ -22,7 +22,7 @@ from helpers import (
 )
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.examples import examples, few_of
+from support.examples import examples
 from torch import nn
 
 from torch_dpbayes.per_sample import arithmetic, contributions, layers
@@ -132,13 +132,10 @@ NUMBERS = [
     (torch.bfloat16, 1.0, H200),
     (torch.float32, 1e6, None),
     (torch.float64, 1.0, None),
-    (torch.bfloat16, 1e6, None),
-    (torch.float32, 1e-6, None),
-    (torch.bfloat16, 1.0, T4),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "size", "machine"), few_of(NUMBERS, *NUMBERS[:4]))
+@pytest.mark.parametrize(("dtype", "size", "machine"), NUMBERS)
 @pytest.mark.parametrize("name", [*zoo.LAYERS, *HELD_PRODUCTS])
 def test_what_one_record_adds_is_no_longer_than_the_clip_norm(name, dtype, size, machine):
     net, x, way = held(name, 1, dtype)

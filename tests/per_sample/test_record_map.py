@@ -9,6 +9,7 @@ import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import clipped_rows, delivered, entropy, gradients_of_records, private, sum_of
+from support.vmap_rule import Centred
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -245,29 +246,10 @@ def test_a_tensor_that_outlives_the_pass_is_refused(keep, mode):
         KEPT.clear()
 
 
-class Own(torch.autograd.Function):
-    """Identity, whose vmap rule subtracts the mean over the batch."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
-
-
 class Generated(torch.autograd.Function):
     generate_vmap_rule = True
-    forward, setup_context, backward = Own.forward, Own.setup_context, Own.backward
+    forward, setup_context = Centred.forward, Centred.setup_context
+    backward = Centred.backward
 
 
 class Centring(TorchDispatchMode):
@@ -317,7 +299,7 @@ def catching(h):
 
 TRAINED = torch.ones(1, 6, requires_grad=True)
 REFUSED = {
-    "vmap rule": Own.apply,
+    "vmap rule": Centred.apply,
     "generated vmap rule": Generated.apply,
     "dispatch mode": by_dispatch_mode,
     "function that a torch function calls": by_callback,

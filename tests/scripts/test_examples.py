@@ -43,7 +43,7 @@ def stated(out, name):
     return float(line[22:].split()[0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_demo_trains_on_digits_and_draws_the_picture(tmp_path):
     picture = tmp_path / "digits.png"
     arguments = ["--epochs", "2", "--epsilon", "3"]
@@ -73,7 +73,6 @@ def test_demo_trains_on_digits_and_draws_the_picture(tmp_path):
     assert re.search(r"epoch 2/2, epsilon [23]\.\d+ spent, 0\.\d+ left: 100%", lines[-1]), lines[-1]
 
 
-@pytest.mark.thorough
 def test_regression_states_its_likelihood(private_bnn, capsys):
     private_bnn.main(["--task", "regression", "--epochs", "3"])
     out = capsys.readouterr().out
@@ -84,7 +83,6 @@ def test_regression_states_its_likelihood(private_bnn, capsys):
     assert Path("diabetes.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.thorough
 def test_scattering_features(capsys, monkeypatch, tmp_path):
     plot = tmp_path / "accuracy.png"
     arguments = ["scattering_features.py", "--epsilon", "50", "--epochs", "30", "--plot", str(plot)]
@@ -96,7 +94,7 @@ def test_scattering_features(capsys, monkeypatch, tmp_path):
     assert min(float(accuracy) for _, accuracy in found) > 0.75 and plot.exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_fine_tuning(capsys):
     arguments = ["--train", "last", "--records", "128", "--epochs", "2"]
     load_example("fine_tuning").main(arguments)
@@ -134,7 +132,7 @@ def called(name, *arguments, launcher=()):
     return done
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_accountant_pays_for_the_start_and_the_chain(tmp_path):
     picture = tmp_path / "logistic.png"
     short = "--records 3000 --iterations 12 --steps 2 --epsilon 2 --plot".split()
@@ -146,7 +144,7 @@ def test_one_accountant_pays_for_the_start_and_the_chain(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one_posterior_sample", "private_mean"])
 def test_one_posterior_sample_prints_its_guarantee(name):
     done = called(name, "--records", "300", "--epsilon", "0.7")

@@ -221,7 +221,7 @@ def test_the_ten_lines_and_the_six(capsys):
     assert accountant.summary() in capsys.readouterr().out
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_readmes_short_examples(capsys):
     kernel, noise_aware, draw, ledger = blocks(README, "python")[2:]
     names = records_names()
@@ -238,7 +238,6 @@ def test_the_readmes_short_examples(capsys):
     assert "epsilon = 3" in subprocess.run(command, capture_output=True, text=True).stdout
 
 
-@pytest.mark.thorough
 def test_getting_started_from_top_to_bottom():
     names = {}
     for code in blocks(ROOT / "docs/getting_started.md", "python"):
@@ -266,7 +265,6 @@ NAMES = {
 LONG = ("choosing_a_method.md", "coming_from.md", "noise_aware.md")  # the README's is run daily
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in NAMES]
 )

@@ -125,30 +125,3 @@ def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
         setup.write("version = 2\n")
     assert project.run("test") == WORKERS
     assert project.builds == 2
-
-
-def test_without_a_python_that_is_new_enough_it_says_what_to_install(tmp_path):
-    project = Project(tmp_path)
-    only = tmp_path / "only"
-    only.mkdir()
-    for command in ("sh", "dirname", "cat", "cksum"):
-        (only / command).symlink_to(shutil.which(command))
-    project.tool(only / "python3", "exit 1")  # what the version check of an older Python ends with
-    project.environment["PATH"] = str(only)
-    process = project.start("demo")
-    _, err = process.communicate()
-    assert process.returncode == 1
-    assert "needs Python 3.11 or newer" in err
-    assert not (project.root / ".venv").exists()
-
-
-def test_an_existing_environment_of_an_older_python_is_named_and_not_touched(tmp_path):
-    project = Project(tmp_path)
-    (project.root / ".venv" / "bin").mkdir(parents=True)
-    older = 'case "$*" in *version_info*) exit 1 ;; --version) echo Python 3.10.13 ;; esac'
-    project.tool(project.root / ".venv" / "bin" / "python", older)
-    process = project.start("test")
-    _, err = process.communicate()
-    assert process.returncode == 1
-    assert "Python 3.10.13" in err and "remove that folder" in err
-    assert project.builds == 0

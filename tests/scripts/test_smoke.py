@@ -1,6 +1,5 @@
 """Every script runs, with the smallest arguments that it has, and prints what it is for."""
 
-import json
 import re
 import sys
 from importlib import import_module
@@ -63,28 +62,6 @@ def test_a_script_runs(name, tmp_path, monkeypatch, capsys):
 def test_a_run_of_the_penalty_reproduction(what):
     script = import_module("reproduce_penalty")
     assert script.run(**next(job for job in script.jobs(quick=True) if job["what"] == what))
-
-
-@pytest.mark.parametrize(("algorithm", "epsilon"), [("DP-HMC", 1.5), ("DP-SGLD as published", 0.3)])
-def test_a_run_of_the_dp_hmc_reproduction(algorithm, epsilon):
-    script = import_module("reproduce_dp_hmc")
-    rows = script.figure_1("Gaussian", algorithm, "prior", [epsilon], 0, 2000)["rows"]
-    assert rows[0]["iterations"] == script.iterations("Gaussian", algorithm, epsilon)
-
-
-def test_runs_are_made_once(tmp_path):
-    reproduction, made = import_module("reproduction"), []
-
-    def work(x):
-        made.append(x)
-        return {"value": torch.tensor(x).square().item()}
-
-    for _ in range(2):
-        runs = reproduction.run_jobs(work, [{"x": 1}, {"x": 2}], tmp_path / "runs.jsonl")
-        assert [run.result["value"] for run in runs] == [1, 4]
-    assert made == [1, 2]
-    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
-    assert [json.loads(line)["job"] for line in lines] == [{"x": 1}, {"x": 2}]
 
 
 @pytest.mark.parametrize("normal", [False, True])

@@ -1,12 +1,8 @@
-"""How many cases the default run takes of tests that .ci/run takes in full."""
+"""How many examples the default run takes of a test that .ci/run takes in full."""
 
-from collections.abc import Iterable
 from typing import Any
 
-import pytest
 from hypothesis import settings
-
-THOROUGH = [pytest.mark.thorough]
 
 
 def examples(count: int, **more: Any) -> settings:
@@ -15,11 +11,3 @@ def examples(count: int, **more: Any) -> settings:
     """
     part = settings().max_examples / settings.get_profile("thorough").max_examples
     return settings(max_examples=max(3, round(count * part)), deadline=None, **more)
-
-
-def few_of(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """All cases for .ci/run, of which the default run takes those that are named."""
-    return [
-        pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=[] if c in kept else THOROUGH)
-        for c in cases
-    ]

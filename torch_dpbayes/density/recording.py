@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vmap
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,7 +29,9 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     Raises:
         ValueError: values of the inputs decide about a shape, which the graph would keep.
     """
-    graph: GraphModule = make_fx(functionalize(function))(*inputs)
+    # one for the shapes of all values: torch would make one for each
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        graph: GraphModule = make_fx(functionalize(function))(*inputs)
     varying: set[Any] = set()
     for node in graph.graph.nodes:
         if node.op == "placeholder" or not varying.isdisjoint(node.all_input_nodes):
