@@ -53,9 +53,6 @@ def fresh_seed() -> int:
     import torch  # not in the process of xdist that runs no test
 
     torch.set_num_threads(1)
-    # before a FakeTensorMode has made up devices, for which autograd would start threads that no
-    # fork of this process has
-    torch.ones(1, requires_grad=True).sum().backward()
     return torch.seed()
 
 

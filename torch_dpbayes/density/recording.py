@@ -29,6 +29,10 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     Raises:
         ValueError: values of the inputs decide about a shape, which the graph would keep.
     """
+    with torch.inference_mode(False), torch.enable_grad():
+        # the first backward pass starts a thread for each device; a mode that fakes some makes it
+        # start threads that no fork of this process has
+        torch.ones(1, requires_grad=True).sum().backward()
     # one for the shapes of all values: torch would make one for each
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         graph: GraphModule = make_fx(functionalize(function))(*inputs)
