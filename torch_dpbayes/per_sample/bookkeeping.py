@@ -310,9 +310,8 @@ class _Layer(ReplacedForward):
 
     def _record(self, given: Tensor, rows: int = 1) -> Tensor:
         receive = self._receiver(given.clone() if given.is_inference() else given.detach(), rows)
-        values = self.module._parameters
-        weight, bias = (None if p is None else p.detach() for p in map(values.get, _NAMES))
-        out: Tensor = self.kind.run(self.module, given, weight, bias)
+        values = {name: p.detach() for name, p in self.known}
+        out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
         # an operation in place on a view would leave the view's own hook behind
         base, shape = out if out._base is None else out._base, out.shape
 
@@ -388,4 +387,3 @@ _CHANGED = (
     "the class of layer {!r}, or its forward(), is not what it was when the model was made private:"
     " undo that, or call make_private again"
 )
-_NAMES = ("weight", "bias")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_SPLIT, is_split, joined, pieces, split, wide
+from .arithmetic import LOST_IN_SPLIT, constant, is_split, joined, pieces, split, wide
 
 
 class Contribution(ABC):
@@ -406,7 +406,8 @@ def _norm_above(t: Tensor) -> Tensor:
     """Row norms, plus at most what is lost where squares underflow: a product with a huge
     number must not hide it.
     """
-    return torch.linalg.vector_norm(t, dim=1, dtype=wide(t)).add_(_lost_in_squares(t))
+    norms = torch.linalg.vector_norm(t, dim=1, dtype=wide(t))
+    return norms.add_(constant(_lost_in_squares(t), norms.dtype))
 
 
 def _first_places(tokens: Tensor) -> Tensor:

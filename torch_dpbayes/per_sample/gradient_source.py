@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError, LossError, StepError
 from ..noise import PrivateRandomness
-from .arithmetic import full_precision, joined
+from .arithmetic import constant, full_precision, joined
 from .contributions import Contribution, PerRecord, in_type, set_norms
 from .followed import Batch, Followed
 
@@ -263,7 +263,7 @@ def add_clipped(
     if sizes:
         largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
         norm = torch.maximum(norm, largest / _MOST_CANCELLED)
-    factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
+    factor = torch.div(constant(max_grad_norm, norm.dtype), norm).clamp_max_(1.0)
     # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
     # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or
     # more); where only they do, no record is found to be cut out. This is the one look at the

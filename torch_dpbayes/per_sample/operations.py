@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -485,11 +486,8 @@ class _Operation:
                 raise batch.refuse(
                     f"{name} reads values of the batch before backward()", "loss-number"
                 )
-            sealed.append(
-                Followed(
-                    meta, batch, None, "sealed", lambda k=k: result(k), self.followed[0].device
-                )
-            )
+            value = partial(result, k)
+            sealed.append(Followed(meta, batch, None, "sealed", value, self.followed[0].device))
         return unflatten(sealed, nesting)
 
     def _on_reduced(self) -> Any:
