@@ -167,10 +167,11 @@ _blocks_at: dict[bytes, int] = {}  # positions of callers' generators
 
 
 def _lock_of_process() -> Any:
-    if this_process() not in _locks:
+    if (lock := _locks.get(process := this_process())) is None:
         _locks.clear()
         _private_now.clear()
-    return _locks.setdefault(this_process(), threading.RLock())
+        lock = _locks.setdefault(process, threading.RLock())
+    return lock
 
 
 def _global_state(device: torch.device) -> Tensor:

@@ -88,8 +88,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                         loss = closure()
                 if hasattr(self, "grad_scale"):
                     self._refuse_scaler()
-                for group in self.param_groups:
-                    require_public("a parameter group", group.values())
+                require_public("a parameter group", self.param_groups)
                 require_public("the optimizer's state", self.state.values())
                 layout = self._current_layout()
                 for part in layout.groups:
