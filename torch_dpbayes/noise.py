@@ -167,11 +167,10 @@ _blocks_at: dict[bytes, int] = {}  # positions of callers' generators
 
 
 def _lock_of_process() -> Any:
-    if (lock := _locks.get(process := this_process())) is None:
+    if this_process() not in _locks:
         _locks.clear()
         _private_now.clear()
-        lock = _locks.setdefault(process, threading.RLock())
-    return lock
+    return _locks.setdefault(this_process(), threading.RLock())
 
 
 def _global_state(device: torch.device) -> Tensor:

@@ -88,7 +88,8 @@ class PrivateOptimizer(DeclaredOptimizer):
                         loss = closure()
                 if hasattr(self, "grad_scale"):
                     self._refuse_scaler()
-                require_public("a parameter group", self.param_groups)
+                for group in self.param_groups:
+                    require_public("a parameter group", group.values())
                 require_public("the optimizer's state", self.state.values())
                 layout = self._current_layout()
                 for part in layout.groups:

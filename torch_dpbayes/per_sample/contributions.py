@@ -177,8 +177,9 @@ class Outer(Product):
             g = weighted(g, c)
             if g.dim() > 2:
                 g, a = g.flatten(0, -2), a.flatten(0, -2)
-            if self.weight is not None and self.weight in out:
-                weight = out[self.weight].view(self.weight.shape)
+            weight = None if self.weight is None else out.get(self.weight)
+            if weight is not None and self.weight is not None:
+                weight = weight.view(self.weight.shape)
                 if not is_split(a) or g.dtype != torch.float32:
                     a = in_type(a, g.dtype)
                     left, right = (a, g) if self.is_transposed else (g, a)

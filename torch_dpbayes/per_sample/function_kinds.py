@@ -53,9 +53,6 @@ LOSSES = frozenset(
     if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
 ) | {"kl_div"}
 OF_CLASSES = names("cross_entropy nll_loss")
-BY_ELEMENT = names("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits")
-# Some of those that draw no random numbers.
-DRAW_NOTHING = OF_CLASSES | BY_ELEMENT | LINEAR | SIZES | TO_ELSEWHERE
 
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 

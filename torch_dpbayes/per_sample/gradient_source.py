@@ -131,6 +131,7 @@ class GradientSource(ABC):
         with full_precision(out[0].device):
             return add_clipped(parts, max_grad_norm, sums, scale, second_moment)
 
+    @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the
         library unless the records are public.

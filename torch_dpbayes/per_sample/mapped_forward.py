@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +188,8 @@ class MappedForward(ReplacedForward):
 
     def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
         """The module's own forward pass, with other tensors in place of its parameters."""
+        if not self._direct:
+            return self.original(*args, **kwargs)
         before = {owner: owner._parameters for owner, _, _ in self._direct}
         for owner, parameters in before.items():
             owner.__dict__["_parameters"] = {
@@ -259,6 +261,9 @@ class MappedForward(ReplacedForward):
         """
         is_compiled, changing = False, list[tuple[nn.Module, str]]()
         for module in self.module.modules():
+            kind: Any = type(module)
+            if not (_is_special(kind) or any(map(vars(module).get, _ADDED))):
+                continue
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ModelError(
                     f"{type(module).__name__} has a backward hook (register_full_backward_hook),"
@@ -352,6 +357,16 @@ class MappedForward(ReplacedForward):
             f"the forward pass keeps a tensor made of the records ({place}), which the next batch"
             " would see: return it instead"
         )
+
+
+# what may be added to a module that matters to a map
+_ADDED = ("_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks", "_compiled_call_impl")
+
+
+@lru_cache(2048)
+def _is_special(kind: Any) -> bool:
+    """Whether modules of this class may need care in a map, with nothing added to them."""
+    return issubclass(kind, (_BatchNorm, nn.RNNBase, torch._dynamo.OptimizedModule))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -20,10 +20,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype,
 
 def _children(value: Any) -> Sequence[Any] | None:
     """The values in a tuple, list, mapping or dataclass; None for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, (tuple, list)):
         return value
+    if isinstance(value, _PLAIN):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
     return [getattr(value, name) for name in _fields(value)] if _fields(value) else None
 
 
@@ -53,24 +55,20 @@ def _with_children(value: Any, children: Sequence[Any]) -> Any:
     return whole
 
 
-def map_tensors(
-    value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None
-) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """``function`` of every tensor in nested tuples, lists, mappings and dataclasses, which keep
-    their types; ``other`` of what is not plain, and of containers that keep more than their items.
+    their types.
     """
     if isinstance(value, Tensor):
         return function(value)
     if (kind := type(value)) is tuple or kind is list:  # the usual ones, quickly
-        return kind([map_tensors(child, function, other) for child in value])
+        return kind([map_tensors(child, function) for child in value])
     if kind is dict:
-        return {key: map_tensors(child, function, other) for key, child in value.items()}
-    if isinstance(value, _PLAIN):
-        return value
-    children = _children(value) if other is None or _holds_items_only(value) else None
+        return {key: map_tensors(child, function) for key, child in value.items()}
+    children = _children(value)
     if children is None:
-        return value if other is None else other(value)
-    return _with_children(value, [map_tensors(child, function, other) for child in children])
+        return value
+    return _with_children(value, [map_tensors(child, function) for child in children])
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
@@ -104,13 +102,21 @@ class Nested:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._keeps_strangers = keeps_strangers
-        self._shell = map_tensors(value, self._placed, self._kept)
+        self._shell = self._taken(value)
 
-    def _placed(self, tensor: Tensor) -> Tensor:
-        self.tensors.append(tensor)
-        return _PLACE
-
-    def _kept(self, value: Any) -> Any:
+    def _taken(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return _PLACE
+        if (kind := type(value)) is tuple or kind is list:
+            return kind([self._taken(child) for child in value])
+        if kind is dict:
+            return {key: self._taken(child) for key, child in value.items()}
+        if isinstance(value, _PLAIN):
+            return value
+        children = _children(value) if _holds_items_only(value) else None
+        if children is not None:
+            return _with_children(value, [self._taken(child) for child in children])
         self.strangers.append(value)
         return value if self._keeps_strangers else None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -84,6 +84,9 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name == "backward" or name in kinds.METADATA:
             return operation.run()
+        if name in _SPECIAL or name in kinds.OF_CLASSES:  # which draw no random numbers
+            with as_traced():
+                return operation.run()
         with as_traced(), operation.private_numbers():
             return operation.run()
     except CannotBeMapped as error:
@@ -154,9 +157,8 @@ class _Operation:
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
             return self._reduced(first._rows, name)
-        if name == "squeeze" and (is_alone or (len(self.args) == 2 and self.args[1] == -1)):
-            dims = range(first.dim())[-1 if len(self.args) == 2 else 0 :]
-            keep = [d for d in dims if d != first._dim and first.shape[d] == 1]
+        if name == "squeeze" and is_alone:
+            keep = [d for d, size in enumerate(first.shape) if d != first._dim and size == 1]
             dim = None if first._dim is None else first._dim - sum(d < first._dim for d in keep)
             return Followed(first._rows.squeeze([d + 1 for d in keep]), batch, dim)
         return self._mapped()
@@ -201,12 +203,16 @@ class _Operation:
         mean. The result is sealed, so that it meets no loss and no model.
         """
         earlier = [f for f in self.followed if f._batch is not self.batch]
-        mine = (f for f in self.followed if f._batch is self.batch)
+        if not earlier and not any(map(holds_records, self.others)):
+            return False
         return (
-            (bool(earlier) or any(map(holds_records, self.others)))
-            and not any(f._batch.is_open for f in earlier)
+            not any(f._batch.is_open for f in earlier)
             and not any(v.requires_grad for v in self.others)
-            and all(f._how is not None and not f._rows.requires_grad for f in mine)
+            and all(
+                f._how is not None and not f._rows.requires_grad
+                for f in self.followed
+                if f._batch is self.batch
+            )
         )
 
     def _free_earlier(self) -> None:
@@ -232,8 +238,6 @@ class _Operation:
 
     def private_numbers(self) -> AbstractContextManager[None]:
         """In which what the function draws is unknown."""
-        if self.name in _SPECIAL or self.name in kinds.DRAW_NOTHING:
-            return nullcontext()
         rows = [f._rows for f in self.followed if not f._rows.is_meta]  # as sealed values are
         return self.batch.randomness({r.device for r in rows}, rows)
 
@@ -270,7 +274,7 @@ class _Operation:
                 "Write F.ctc_loss(..., reduction='none').mean()",
             )
         self.kwargs = {**kwargs, "reduction": "none"}
-        if (whole := self._at_once()) is not None:
+        if (whole := self._of_classes()) is not None:
             if whole.shape == first._rows.shape[:1] and how in ("mean", "sum"):
                 return Followed(whole, batch, None, how)
             rows = whole.unflatten(0, first._rows.shape[:2])
@@ -319,24 +323,20 @@ class _Operation:
         is_read = place < whole[3].reshape(-1, 1)
         return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 
-    def _at_once(self) -> Tensor | None:
-        """A loss by element, or of classes, on all records at once, a number for each element or
-        row; None where outputs and labels are not rows in dimension 0. A record whose label is no
-        class gets the loss NaN, which counts as zero; it stops nobody else's step.
+    def _of_classes(self) -> Tensor | None:
+        """A loss of classes on all records at once, a number for each row; None where outputs and
+        labels are not rows in dimension 0. A record whose label is no class gets the loss NaN,
+        which counts as zero; it stops nobody else's step.
         """
-        is_known = [*map(id, self.args[:2])] == [*map(id, self.followed)]
-        if not is_known or len(self.followed) != 2 or any(f._dim != 0 for f in self.followed):
+        if self.name not in kinds.OF_CLASSES or len(self.followed) != 2:
             return None
         outputs, labels = self.followed
-        shape, of_labels = outputs._rows.shape, labels._rows.shape
-        is_by_element = self.name in kinds.BY_ELEMENT and not self.others and of_labels == shape
-        is_by_element &= labels.dtype == outputs.dtype
-        is_of_classes = self.name in kinds.OF_CLASSES and of_labels == (*shape[:2], *shape[3:])
-        if not is_by_element and not (is_of_classes and len(shape) > 2):
+        if outputs is not self.args[0] or labels is not self.args[1]:
+            return None
+        is_alike = labels._rows.shape == (*outputs._rows.shape[:2], *outputs._rows.shape[3:])
+        if outputs._dim != 0 or labels._dim != 0 or outputs._rows.dim() < 3 or not is_alike:
             return None
         values = outputs._rows.flatten(0, 1), labels._rows.flatten(0, 1), *self.args[2:]
-        if is_by_element:
-            return self.function(*values, **self.kwargs)
         if values[0].device.type == "cpu":  # where torch raises an error, and does not abort
             with suppress(IndexError):
                 return self.function(*values, **self.kwargs)
@@ -564,8 +564,8 @@ class _Operation:
                 f" .{batch.loss_reduction}()",
             )
         try:
-            # of each record's own loss; nothing outside the model receives a gradient. Torch's
-            # checks of shapes would take as long as a small backward pass
+            # of each record's own loss; nothing outside the model receives a gradient. The engine
+            # itself: torch's checks of shapes take as long as a small backward pass
             given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, (*batch.leaves,)
             _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
         finally:

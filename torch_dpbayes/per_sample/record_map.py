@@ -548,8 +548,9 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 def require_no_modes() -> None:
     """Refuse modes of the caller's: they see tensors that hold all records."""
-    modes = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
-    names = {type(mode).__module__.partition(".")[0] for mode in modes}
+    if not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
+        return
+    names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
     if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(
             "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records at"
