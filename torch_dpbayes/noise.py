@@ -316,7 +316,7 @@ def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Vectors of one length by pieces on which several operations in a row run in the cache;
     on a GPU as they are.
     """
-    if vectors[0].device.type == "cpu" and len(vectors[0]) > _PIECE:
+    if vectors[0].shape[0] > _PIECE and vectors[0].device.type == "cpu":
         yield from zip(*(vector.split(_PIECE) for vector in vectors), strict=True)
     else:
         yield vectors

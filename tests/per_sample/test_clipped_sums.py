@@ -278,6 +278,19 @@ def test_a_usual_loss_runs_as_it_is(name, way, mode):
         assert float(loss.detach()) == pytest.approx(float(total), rel=1e-4, abs=1e-5)
 
 
+@slow_rules
+def test_a_given_loss_of_a_model_whose_arguments_the_first_pass_shows():
+    net, data = nn.Bilinear(3, 3, 4), (torch.randn(7, 6), torch.randint(4, (7,)))
+    gradients = gradients_of_records(
+        net, lambda net, x, y: nn.functional.cross_entropy(net(x[:, :3], x[:, 3:]), y), data
+    )
+    net, optimizer, loader = private(net, *data, loss=nn.functional.cross_entropy)
+    for x, y in loader:
+        net.private_loss(x[:, :3], x[:, 3:], y).backward()
+        found = sum_of(optimizer.release.source, net, 0.5)
+    torch.testing.assert_close(found, clipped_rows(gradients, 0.5), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", SOURCES)
 @pytest.mark.parametrize("is_vouched", [False, True])
 def test_empty_batches_add_nothing(mode, is_vouched):

@@ -31,6 +31,7 @@ from ..release.release import require_public
 from . import priors
 from .settings import DeclaredOptimizer
 
+_ALONE = nullcontext()
 _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _log = logging.getLogger("torch_dpbayes")
 
@@ -80,14 +81,15 @@ class PrivateOptimizer(DeclaredOptimizer):
         """
         release, loss = self.release, None
         # an error on one rank is one on all
-        with release.lock, release.ranks or nullcontext(), torch.no_grad():
+        with release.lock, release.ranks or _ALONE, torch.set_grad_enabled(False):
             try:
                 if closure is not None:
                     with torch.enable_grad():
                         loss = closure()
                 if hasattr(self, "grad_scale"):
                     self._refuse_scaler()
-                require_public("a parameter group", self.param_groups)
+                for group in self.param_groups:
+                    require_public("a parameter group", group.values())
                 require_public("the optimizer's state", self.state.values())
                 layout = self._current_layout()
                 for part in layout.groups:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -71,13 +72,19 @@ def pieces(numbers: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Some records of all these tensors at a time: about a piece, if one record has so many
     numbers.
     """
-    n = len(tensors[0])
-    step = max(1, machine_of(tensors[0].device).piece // max(1, numbers))
+    n = tensors[0].shape[0]
+    step = max(1, machine_of(tensors[0].device).piece // numbers if numbers else n)
     if step >= n > 0:
         yield tensors
         return
     for start in range(0, n, step):
         yield tuple(t[start : start + step] for t in tensors)
+
+
+@functools.lru_cache(1024)
+def constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor, which operations take three times faster, on any device."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def wide(t: Tensor) -> torch.dtype:
@@ -136,7 +143,7 @@ _found: list[dict[tuple[str, str], Any]] = []
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
     kind = device.type
-    precisions = (_precision_of(*of) for of in _PRODUCTS.get(kind, ()))
+    precisions = starmap(_precision_of, _PRODUCTS.get(kind, ()))
     if _FULL.issuperset(precisions) and not torch.is_autocast_enabled(kind):
         return _AS_IT_IS
     return _precision(kind, is_full=True)

@@ -14,7 +14,6 @@ and raises an error.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -140,15 +139,15 @@ class BookkeepingGradientSource(GradientSource):
         found: list[Contribution] = []
         calls: dict[_Layer, list[layers.Call]] = {}
         for layer, what in self._noted:
-            if isinstance(what, Contribution):
-                found.append(what)
-            else:
+            if isinstance(what, tuple):
                 calls.setdefault(layer, []).append(what)
+            else:
+                found.append(what)
         found += [layer.contribution(several) for layer, several in calls.items()]
         found += [PerRecord({p: c.grad}) for p, c in self._copies if c.grad is not None]
-        uses = Counter(id(p) for contribution in found for p in contribution.parameters)
-        if len(uses) < uses.total():
-            shared = [c for c in found if any(uses[id(p)] > 1 for p in c.parameters)]
+        uses = [id(p) for contribution in found for p in contribution.parameters]
+        if len(set(uses)) < len(uses):
+            shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
         return found
 
@@ -190,15 +189,16 @@ class BookkeepingGradientSource(GradientSource):
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
         self._versions = [(p, p._version) for p in self._parameters]
-        anchors = [layer.anchor for layer in self._layers]
+        leaves = [layer.anchor for layer in self._layers]
+        leaves += [p for p in self._parameters if p.requires_grad]
         try:
+            if self._is_one_layer(rows):  # which draws no random numbers
+                require_no_modes()
+                self.record_map = _WholeBatch()
+                with as_traced():
+                    return of_one(rows, ()), leaves
             hides = *rows, *self._parameters
             with self.randomness({t.device for t in hides}, hides):
-                if self._is_one_layer(rows):
-                    require_no_modes()
-                    self.record_map = _WholeBatch()
-                    with as_traced():
-                        return of_one(rows, ()), anchors
                 # of a clone: what the model may write into them stays out of the parameters
                 copies = [p.detach().clone().expand(n, *p.shape).requires_grad_() for p in direct]
                 self._copies = list(zip(direct, copies, strict=True))
@@ -212,7 +212,7 @@ class BookkeepingGradientSource(GradientSource):
             self.record_map = None
         if kept := record_map.kept():
             raise ModelError(self.mapped.where(kept), code="model-kept")
-        return found, [*copies, *anchors]
+        return found, [*copies, *leaves]
 
     def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:
         """Whether the program of a record is a single layer, for which no map is needed."""
@@ -222,7 +222,7 @@ class BookkeepingGradientSource(GradientSource):
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
-        held = what.held if isinstance(what, Contribution) else what
+        held = what if isinstance(what, tuple) else what.held
         self._held += [(layer.name, t, t._version) for t in held]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -278,12 +278,13 @@ class _Layer(ReplacedForward):
         record_map = self.source.record_map
         if record_map is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        if any(self.module._parameters.get(name) is not p for name, p in self.known):
+        parameters = self.module._parameters
+        if [p for name, p in self.known if parameters.get(name) is not p]:
             if not self.source.mapped.is_checking:
                 raise StepError(COPIED, code="model-copied")
             # by functional_call, most likely
             raise UsedElsewhere(COPIED, (p for _, p in self.known))
-        if not any(p.requires_grad for _, p in self.known):
+        if not [p for _, p in self.known if p.requires_grad]:
             return self.original(*args, **kwargs)
         inputs = (*args, *kwargs.values())
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
@@ -295,28 +296,25 @@ class _Layer(ReplacedForward):
     def _forward_in_map(self, record_map: RecordMap | _WholeBatch, given: Tensor) -> Tensor:
         """The whole batch at once; several rows of one record are several calls."""
 
-        def run(whole: Tensor) -> Tensor:
+        def run(several: Sequence[Tensor]) -> Sequence[Tensor]:
+            (whole,) = several
             is_one, is_several = layers.rows_of(self.kind, self.module, whole.shape[1:])
-            if is_one and not self.kind.has_positions:  # else it is one position
-                return self._record(whole.squeeze(1)).unsqueeze(1)
+            if is_one:
+                return [self._record(whole.squeeze(1)).unsqueeze(1)]
             if is_several:
                 n, rows = whole.shape[:2]
-                return self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))
-            return self._record(whole)
-
-        def those_that_run(whole: Tensor) -> Tensor:
-            return of_those_that_run(lambda rows: [run(rows[0])], [whole])[0]
+                return [self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))]
+            return [self._record(whole)]
 
         try:
-            return record_map.call_batched(those_that_run, [given])
+            return record_map.call_batched(lambda t: of_those_that_run(run, [t])[0], [given])
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 
     def _record(self, given: Tensor, rows: int = 1) -> Tensor:
         receive = self._receiver(given.clone() if given.is_inference() else given.detach(), rows)
-        values = self.module._parameters
-        weight, bias = (None if p is None else p.detach() for p in map(values.get, _NAMES))
-        out: Tensor = self.kind.run(self.module, given, weight, bias)
+        values = {name: p.detach() for name, p in self.known}
+        out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
         # an operation in place on a view would leave the view's own hook behind
         base, shape = out if out._base is None else out._base, out.shape
 
@@ -392,4 +390,3 @@ _CHANGED = (
     "the class of layer {!r}, or its forward(), is not what it was when the model was made private:"
     " undo that, or call make_private again"
 )
-_NAMES = ("weight", "bias")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_SPLIT, is_split, joined, pieces, split, wide
+from .arithmetic import LOST_IN_SPLIT, constant, is_split, joined, pieces, split, wide
 
 
 class Contribution(ABC):
@@ -20,10 +20,15 @@ class Contribution(ABC):
     Attributes:
         parameters: those it has gradients for.
         held: tensors that must stay as they are until the sum is taken.
+        norms: once they were found, of a :class:`Product`.
+        size: at least Σ_t ‖(term t of g_i)‖, what rounding in a product is relative to; None where
+            there is one term.
     """
 
     parameters: tuple[Tensor, ...]
     held: tuple[Tensor, ...] = ()
+    norms: Tensor | None = None
+    size: Tensor | None = None
 
     @abstractmethod
     def norm(self) -> Tensor:
@@ -33,7 +38,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        """out[p] += Σ_i factor_i·g_i, for flat ``out``."""
+        """out[p] += Σ_i factor_i·g_i, for flat ``out``, of the type of ``factor``."""
 
     @abstractmethod
     def per_record(self) -> dict[Tensor, Tensor]:
@@ -58,7 +63,7 @@ class PerRecord(Contribution):
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         for p, g in self._rows.items():
             if p in out:
-                out[p].addmv_(in_type(g, out[p].dtype).T, in_type(factor, out[p].dtype))
+                out[p].addmv_(in_type(g, factor.dtype).T, factor)
 
     def per_record(self) -> dict[Tensor, Tensor]:
         return self._rows
@@ -70,15 +75,7 @@ class PerRecord(Contribution):
 class Product(Contribution):
     """Held as what went in and the gradient of what came out, of which one product makes the sum
     over records and positions.
-
-    Attributes:
-        norms: once they were found.
-        size: at least Σ_t ‖(term t of g_i)‖, what rounding in the product is relative to; None
-            where there is one term.
     """
-
-    norms: Tensor | None = None
-    size: Tensor | None = None
 
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
         self.inputs, self.backprops = inputs, backprops
@@ -177,10 +174,12 @@ class Outer(Product):
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         numbers = self.backprops[0].numel() if is_split(self.backprops) else 0  # else no copies
         for g, a, c in pieces(numbers, self.backprops, self.inputs, factor):
-            g = weighted(g, c, out)
-            g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
-            if self.weight is not None and self.weight in out:
-                weight = out[self.weight].view(self.weight.shape)
+            g = weighted(g, c)
+            if g.dim() > 2:
+                g, a = g.flatten(0, -2), a.flatten(0, -2)
+            weight = None if self.weight is None else out.get(self.weight)
+            if weight is not None and self.weight is not None:
+                weight = weight.view(self.weight.shape)
                 if not is_split(a) or g.dtype != torch.float32:
                     a = in_type(a, g.dtype)
                     left, right = (a, g) if self.is_transposed else (g, a)
@@ -203,7 +202,7 @@ def set_norms(parts: Sequence[Contribution]) -> None:
     """
     groups: dict[Any, list[Product]] = {}
     for part in parts:
-        if isinstance(part, Product) and part.norms is None:
+        if part.norms is None and isinstance(part, Product):
             groups.setdefault((type(part), part.key), []).append(part)
     for alike in groups.values():
         alike[0].set_norms(alike)
@@ -289,7 +288,7 @@ class Tokens(Contribution):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight in out:
-            rows = weighted(self.rows, factor[self._records], out)
+            rows = weighted(self.rows, factor[self._records])
             out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
 
     def per_record(self) -> dict[Tensor, Tensor]:
@@ -407,7 +406,8 @@ def _norm_above(t: Tensor) -> Tensor:
     """Row norms, plus at most what is lost where squares underflow: a product with a huge
     number must not hide it.
     """
-    return torch.linalg.vector_norm(t, dim=1, dtype=wide(t)).add_(_lost_in_squares(t))
+    norms = torch.linalg.vector_norm(t, dim=1, dtype=wide(t))
+    return norms.add_(constant(_lost_in_squares(t), norms.dtype))
 
 
 def _first_places(tokens: Tensor) -> Tensor:
@@ -425,10 +425,9 @@ def _lost_in_squares(t: Tensor) -> float:
     return math.sqrt(t.shape[-1]) * (1.5e-154 if t.dtype == torch.float64 else 1.1e-19)
 
 
-def weighted(rows: Tensor, factor: Tensor, out: Mapping[Tensor, Tensor]) -> Tensor:
-    """``rows``, each times its factor, in the type of sums."""
-    dtype = next(iter(out.values())).dtype
-    return in_type(rows, dtype) * in_type(factor, dtype).view(-1, *[1] * (rows.dim() - 1))
+def weighted(rows: Tensor, factor: Tensor) -> Tensor:
+    """``rows``, each times its factor, in the type of sums, which that has."""
+    return in_type(rows, factor.dtype) * factor.view(-1, *[1] * (rows.dim() - 1))
 
 
 def in_type(t: Tensor, dtype: torch.dtype) -> Tensor:

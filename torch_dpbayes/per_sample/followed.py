@@ -149,9 +149,6 @@ class Followed(Tensor):
             self._value = value
         return self
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
     @classmethod
     @torch.compiler.disable  # a backend would be given the values
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

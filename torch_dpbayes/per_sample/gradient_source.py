@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError, LossError, StepError
 from ..noise import PrivateRandomness
-from .arithmetic import full_precision, joined
-from .contributions import Contribution, PerRecord, Product, set_norms
+from .arithmetic import constant, full_precision, joined
+from .contributions import Contribution, PerRecord, in_type, set_norms
 from .followed import Batch, Followed
-from .nested import tensors_in
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
 BY_CONSTRUCTION = "by construction, in the model and in the loss"
@@ -93,7 +92,6 @@ class GradientSource(ABC):
         source: GradientSource | None = module.__dict__.get(_ATTRIBUTE)
         return source
 
-    @torch.no_grad()
     def add_clipped_sum(
         self,
         named_parameters: Sequence[tuple[str, Tensor]],
@@ -159,9 +157,9 @@ class GradientSource(ABC):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Forget everything that forward and backward passes left behind."""
 
-    def begin_pass(self, given: Any) -> None:
-        """The model runs forward, with these arguments, and its gradients are recorded."""
-        if any(t.requires_grad for t in tensors_in(given) if not isinstance(t, Followed)):
+    def begin_pass(self, given: Iterable[Tensor]) -> None:
+        """The model runs forward, with these tensors, and its gradients are recorded."""
+        if any(not isinstance(t, Followed) and t.requires_grad for t in given):
             raise LossError(TRAINED, code="loss-outside")
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise StepError(AVERAGED, code="step-ddp")
@@ -261,11 +259,11 @@ def add_clipped(
         parts = [PerRecord(dict(zip(out, rows, strict=True)))]
     set_norms(parts)
     norm = joined([part.norm() for part in parts])
-    sizes = [p.size for p in parts if isinstance(p, Product) and p.size is not None]
+    sizes = [p.size for p in parts if p.size is not None]
     if sizes:
         largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
         norm = torch.maximum(norm, largest / _MOST_CANCELLED)
-    factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
+    factor = torch.div(constant(max_grad_norm, norm.dtype), norm).clamp_max_(1.0)
     # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
     # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or
     # more); where only they do, no record is found to be cut out. This is the one look at the
@@ -275,8 +273,9 @@ def add_clipped(
         factor = torch.where(kept, factor, 0.0)
         for part in parts:
             part.keep_only(kept)
+    in_sum = in_type(factor, next(iter(out.values())).dtype)
     for part in parts:
-        part.add_sum(factor, out)
+        part.add_sum(in_sum, out)
     if second_moment is not None and is_full:
         rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
         clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)
@@ -288,4 +287,4 @@ def add_clipped(
             if p in squares:
                 # clipped before they are squared, which large ones would not survive
                 squares[p].add_((g.to(second_moment.dtype) * weights).square_().sum(0))
-    return len(norm)
+    return norm.shape[0]

@@ -119,9 +119,9 @@ class _Hooks(GradSampleHooks):
         self._is_open = self.hooks_enabled and module.training and torch.is_grad_enabled()
         if not self._is_open:
             return None
-        self._source.begin_pass((args, kwargs))
-        first = next(tensors_in((args, kwargs)), None)
-        if first is None or first.dim() == 0 or len(first) > 0:
+        given = list(tensors_in((args, kwargs)))
+        self._source.begin_pass(given)
+        if not given or given[0].dim() == 0 or len(given[0]) > 0:
             return None
         self._source.is_empty = True  # many layers fail on no records: one of ones stands in
         return map_tensors(

@@ -253,7 +253,7 @@ class Convolution(Product):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         weight, bias = self.geometry.weight, self.geometry.bias
-        g = weighted(self.backprops, factor, out)
+        g = weighted(self.backprops, factor)
         if weight is not None and weight in out:
             out[weight].add_(self.geometry.weight_gradient(self.inputs.to(g.dtype), g).flatten())
         if bias is not None and bias in out:

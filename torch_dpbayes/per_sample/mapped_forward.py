@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -143,19 +143,20 @@ class MappedForward(ReplacedForward):
             if source.is_recording and any(t._batch.is_open for t in _followed_in(args, kwargs)):
                 raise StepError(EVALUATED, code="step-eval")
             return self.original(*args, **kwargs)
+        targets, self._targets = self._targets, None
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending(args, kwargs)
-        source.begin_pass((args, kwargs))
+        given = Nested((args, kwargs, targets))
+        source.begin_pass(given.tensors)
         try:
-            targets, self._targets = self._targets, None
             if self.loss is not None and targets is None and not self.is_checking:
                 raise LossError(
                     "this model was made private with loss=: train with net.private_loss(x, y),"
                     " which computes it for each record alone",
                     code="loss-twice-given",
                 )
-            return self._mapped(args, kwargs, targets)
+            return self._mapped(given, args, kwargs, targets)
         except BaseException as error:
             if source.passes == 1:  # no other waits for its backward pass
                 source.discard(())
@@ -187,6 +188,8 @@ class MappedForward(ReplacedForward):
 
     def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
         """The module's own forward pass, with other tensors in place of its parameters."""
+        if not self._direct:
+            return self.original(*args, **kwargs)
         before = {owner: owner._parameters for owner, _, _ in self._direct}
         for owner, parameters in before.items():
             owner.__dict__["_parameters"] = {
@@ -198,9 +201,8 @@ class MappedForward(ReplacedForward):
             for owner, parameters in before.items():
                 owner.__dict__["_parameters"] = parameters
 
-    def _mapped(self, args: Any, kwargs: Any, targets: tuple[Any, ...] | None) -> Any:
+    def _mapped(self, given: Nested, args: Any, kwargs: Any, targets: Any) -> Any:
         around = self._around()
-        given = Nested((args, kwargs, targets))
         kind = type(given.strangers[0]).__name__ if given.strangers else None
         if any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
             kind = "several numbers or texts"
@@ -242,7 +244,7 @@ class MappedForward(ReplacedForward):
                 [t.squeeze(1) if t.dim() > 1 else t.sum() / divisor for t in whole]
             )
         batch.loss_reduction = how
-        batch.leaves = [*leaves, *(p for p in self.module.parameters() if p.requires_grad)]
+        batch.leaves = leaves
         are_rows = self.rows_of_scalars
         if len(are_rows) != len(found) or targets is not None:
             are_rows = (False,) * len(found)
@@ -259,6 +261,9 @@ class MappedForward(ReplacedForward):
         """
         is_compiled, changing = False, list[tuple[nn.Module, str]]()
         for module in self.module.modules():
+            kind: Any = type(module)
+            if not (_is_special(kind) or any(map(vars(module).get, _ADDED))):
+                continue
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ModelError(
                     f"{type(module).__name__} has a backward hook (register_full_backward_hook),"
@@ -304,7 +309,7 @@ class MappedForward(ReplacedForward):
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
         self.source.is_empty, self.source.batch = batch.is_empty, batch
-        n = len(followed[0]._rows)
+        n = followed[0]._rows.shape[0]
         rows = []
         for t in tensors:
             if isinstance(t, Followed):
@@ -353,6 +358,16 @@ class MappedForward(ReplacedForward):
             f"the forward pass keeps a tensor made of the records ({place}), which the next batch"
             " would see: return it instead"
         )
+
+
+# what may be added to a module that matters to a map
+_ADDED = ("_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks", "_compiled_call_impl")
+
+
+@lru_cache(2048)
+def _is_special(kind: Any) -> bool:
+    """Whether modules of this class may need care in a map, with nothing added to them."""
+    return issubclass(kind, (_BatchNorm, nn.RNNBase, torch._dynamo.OptimizedModule))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -20,10 +20,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype,
 
 def _children(value: Any) -> Sequence[Any] | None:
     """The values in a tuple, list, mapping or dataclass; None for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, (tuple, list)):
         return value
+    if isinstance(value, _PLAIN):
+        return None
+    if isinstance(value, Mapping):
+        return list(value.values())
     return [getattr(value, name) for name in _fields(value)] if _fields(value) else None
 
 
@@ -59,6 +61,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    if (kind := type(value)) is tuple or kind is list:  # the usual ones, quickly
+        return kind([map_tensors(child, function) for child in value])
+    if kind is dict:
+        return {key: map_tensors(child, function) for key, child in value.items()}
     children = _children(value)
     if children is None:
         return value
@@ -102,6 +108,10 @@ class Nested:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return _PLACE
+        if (kind := type(value)) is tuple or kind is list:
+            return kind([self._taken(child) for child in value])
+        if kind is dict:
+            return {key: self._taken(child) for key, child in value.items()}
         if isinstance(value, _PLAIN):
             return value
         children = _children(value) if _holds_items_only(value) else None

@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from ..errors import DPBayesError, LossError
 from ..noise import PrivateRandomness
@@ -61,7 +63,7 @@ class Delivery:
         self.batch = batch = Batch(self._shown, _run, self._randomness, is_empty=records == 0)
 
         def followed(t: Tensor) -> Tensor:
-            if t.dim() == 0 or len(t) != records:
+            if t.dim() == 0 or t.shape[0] != records:
                 return derived(t)  # made of several records by collate_fn
             if holds_records(t):
                 raise LossError(
@@ -80,10 +82,12 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     """A torch function on followed tensors of an open batch."""
     operation = _Operation(function, name, *given)
     try:
-        if name in ("backward", *kinds.METADATA):
+        if name == "backward" or name in kinds.METADATA:
             return operation.run()
-        numbers = nullcontext() if name in _SPECIAL else operation.private_numbers()
-        with as_traced(), numbers:
+        if name in _SPECIAL or name in kinds.OF_CLASSES:  # which draw no random numbers
+            with as_traced():
+                return operation.run()
+        with as_traced(), operation.private_numbers():
             return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
@@ -112,7 +116,9 @@ class _Operation:
     batch: Batch
 
     def __post_init__(self) -> None:
-        self.followed = [v for v in self.leaves if isinstance(v, Followed)]
+        tensors = [v for v in self.leaves if isinstance(v, Tensor)]
+        self.followed = [v for v in tensors if isinstance(v, Followed)]
+        self.others = [v for v in tensors if not isinstance(v, Followed)]
 
     def run(self) -> Any:
         name, first, batch = self.name, self.followed[0], self.batch
@@ -170,9 +176,7 @@ class _Operation:
         if name == "_is_all_true":  # asked by torch.distributions, to raise an error
             return torch.tensor(True)
         if self.function is torch.autograd.backward:
-            if len(self.followed) != 1 or any(
-                isinstance(v, Tensor) and v is not first for v in self.leaves
-            ):
+            if len(self.followed) != 1 or self.others:
                 raise batch.refuse("torch.autograd.backward() of several tensors")
             return self._backward()
         if name == "backward":
@@ -200,14 +204,17 @@ class _Operation:
         """Whether reduced values without gradients meet those of earlier batches, as in a running
         mean. The result is sealed, so that it meets no loss and no model.
         """
-        mine = [f for f in self.followed if f._batch is self.batch]
-        others = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
         earlier = [f for f in self.followed if f._batch is not self.batch]
+        if not earlier and not any(map(holds_records, self.others)):
+            return False
         return (
-            (bool(earlier) or any(map(holds_records, others)))
-            and not any(f._batch.is_open for f in earlier)
-            and not any(v.requires_grad for v in others)
-            and all(f._how is not None and not f._rows.requires_grad for f in mine)
+            not any(f._batch.is_open for f in earlier)
+            and not any(v.requires_grad for v in self.others)
+            and all(
+                f._how is not None and not f._rows.requires_grad
+                for f in self.followed
+                if f._batch is self.batch
+            )
         )
 
     def _free_earlier(self) -> None:
@@ -216,12 +223,10 @@ class _Operation:
             v.free() if isinstance(v, Followed) and v._batch is not self.batch else v
             for v in self.leaves
         ]
-        self.followed = [v for v in self.leaves if isinstance(v, Followed)]
+        self.__post_init__()
 
     def _check_constants(self) -> None:
-        for value in self.leaves:
-            if not isinstance(value, Tensor) or isinstance(value, Followed):
-                continue
+        for value in self.others:
             if holds_records(value):
                 raise self.batch.refuse(
                     f"{self.name} meets a tensor that was computed from other records, or from"
@@ -277,14 +282,14 @@ class _Operation:
                 "Write F.ctc_loss(..., reduction='none').mean()",
             )
         self.kwargs = {**kwargs, "reduction": "none"}
-        self.leaves, self.spec = flatten((self.args, self.kwargs))
         if (whole := self._of_classes()) is not None:
-            if whole.dim() == 1 and len(whole) == len(first._rows) and how in ("mean", "sum"):
+            if whole.shape == first._rows.shape[:1] and how in ("mean", "sum"):
                 return Followed(whole, batch, None, how)
             rows = whole.unflatten(0, first._rows.shape[:2])
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
+            self.leaves, self.spec = flatten((self.args, self.kwargs))
             is_ours = name == "gaussian_nll_loss"
             found = gaussian_nll(*self.args, **self.kwargs) if is_ours else self._mapped()
             if how == "none" or found._how == "sealed":
@@ -331,19 +336,19 @@ class _Operation:
         labels are not rows in dimension 0. A record whose label is no class gets the loss NaN,
         which counts as zero; it stops nobody else's step.
         """
-        is_known = [*map(id, self.args[:2])] == [*map(id, self.followed)]
-        if self.name not in kinds.OF_CLASSES or not is_known or len(self.followed) != 2:
+        if self.name not in kinds.OF_CLASSES or len(self.followed) != 2:
             return None
         outputs, labels = self.followed
+        if outputs is not self.args[0] or labels is not self.args[1]:
+            return None
         is_alike = labels._rows.shape == (*outputs._rows.shape[:2], *outputs._rows.shape[3:])
         if outputs._dim != 0 or labels._dim != 0 or outputs._rows.dim() < 3 or not is_alike:
             return None
-        values = [f._rows.flatten(0, 1) for f in self.followed]
+        values = outputs._rows.flatten(0, 1), labels._rows.flatten(0, 1), *self.args[2:]
         if values[0].device.type == "cpu":  # where torch raises an error, and does not abort
             with suppress(IndexError):
-                return self._called(values)
-        self.function = FUNCTIONS[self.function]
-        return self._called(values)
+                return self.function(*values, **self.kwargs)
+        return FUNCTIONS[self.function](*values, **self.kwargs)
 
     def _reduced(self, rows: Tensor, how: str) -> Followed:
         if rows.dim() > 1:
@@ -401,10 +406,7 @@ class _Operation:
 
     def _refused(self, failure: Exception) -> DPBayesError:
         """The error of a function that no shapes suit."""
-        if any(
-            isinstance(v, Tensor) and not isinstance(v, Followed) and self.batch.shown in v.shape
-            for v in self.leaves
-        ):
+        if any(self.batch.shown in v.shape for v in self.others):
             return self.batch.refuse(
                 f"{self.name} meets a tensor with a row for each record that is not made of the"
                 " batch",
@@ -492,11 +494,8 @@ class _Operation:
                 raise batch.refuse(
                     f"{name} reads values of the batch before backward()", "loss-number"
                 )
-            sealed.append(
-                Followed(
-                    meta, batch, None, "sealed", lambda k=k: result(k), self.followed[0].device
-                )
-            )
+            value = partial(result, k)
+            sealed.append(Followed(meta, batch, None, "sealed", value, self.followed[0].device))
         return unflatten(sealed, nesting)
 
     def _on_reduced(self) -> Any:
@@ -504,12 +503,11 @@ class _Operation:
         name, batch, first = self.name, self.batch, self.followed[0]
         how = first._how
         is_one = how in ("mean", "sum") and all(f._how == how for f in self.followed)
-        tensors = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
         numbers = [v for v in self.leaves if isinstance(v, (int, float))]
         if name in kinds.PRODUCTS:
-            is_fixed = len(self.followed) == 1 and not tensors and self.args[0] is first
+            is_fixed = len(self.followed) == 1 and not self.others and self.args[0] is first
         else:
-            is_fixed = all(v.dim() == 0 for v in tensors)  # torch.zeros(()) + loss
+            is_fixed = all(v.dim() == 0 for v in self.others)  # torch.zeros(()) + loss
         if not (is_one and is_fixed and name in kinds.LINEAR):
             if self._is_detached():
                 return self._sealed()
@@ -524,7 +522,7 @@ class _Operation:
                     " a constant write a Python number)"
                 )
             raise batch.refuse(what, "loss-reduced")
-        if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *tensors)):
+        if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *self.others)):
             if self._is_detached():
                 return self._sealed()
             raise batch.refuse("a number is added to a sum over records", "loss-reduced")
@@ -553,6 +551,8 @@ class _Operation:
             raise batch.refuse(
                 "backward() of a tensor that is not one mean or sum over the records", "loss-vector"
             )
+        if torch._C._are_functorch_transforms_active():
+            raise batch.refuse("backward() is called inside a torch.func transform")
         if torch.is_anomaly_enabled():
             raise batch.refuse(
                 "anomaly detection is on, where one record's gradient ends the step",
@@ -572,9 +572,10 @@ class _Operation:
                 f" .{batch.loss_reduction}()",
             )
         try:
-            # of each record's own loss; nothing outside the model receives a gradient
-            rows = loss._rows
-            torch.autograd.backward(rows, torch.ones_like(rows), inputs=list(batch.leaves))
+            # of each record's own loss; nothing outside the model receives a gradient. The engine
+            # itself: torch's checks of shapes take as long as a small backward pass
+            given = (loss._rows,), (torch.ones_like(loss._rows),), False, False, (*batch.leaves,)
+            _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
         finally:
             batch.close()
 

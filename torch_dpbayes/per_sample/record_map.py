@@ -17,8 +17,8 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import MethodWrapperType
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
 # every layer
 from torch._C import _functorch as functorch
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -297,27 +297,27 @@ class RecordMap:
         return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
 
 
-@contextmanager
-def as_traced() -> Iterator[None]:
+class as_traced:
     """Run as while torch traces a program. Hooks on saved tensors are not called, which would see,
     and could mix, what the backward pass of all records needs; ``checkpoint`` therefore runs its
     function once. ``transformers`` builds every attention mask, and looks at no values of tokens,
     for which each record may have another answer.
     """
-    with _lock:
-        _flags.append(_compiler._is_compiling_flag)
-        _compiler._is_compiling_flag = True
-    is_tracing = _trace_hooks(True)
-    try:
-        yield
-        if not _trace_hooks(True):  # by torch.compiler.reset()
-            raise CannotBeMapped("it resets torch's compiler: leave that out of forward")
-    finally:
-        _trace_hooks(is_tracing)
+
+    def __enter__(self) -> None:
+        with _lock:
+            _flags.append(_compiler._is_compiling_flag)
+            _compiler._is_compiling_flag = True
+        self._is_tracing = _trace_hooks(True)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        is_traced = _trace_hooks(self._is_tracing)
         with _lock:
             before = _flags.pop()
             if not _flags:  # the last map of all threads; the others found the flag set
                 _compiler._is_compiling_flag = before
+        if kind is None and not is_traced:  # by torch.compiler.reset()
+            raise CannotBeMapped("it resets torch's compiler: leave that out of forward")
 
 
 def is_of_records(t: Any) -> bool:
@@ -551,6 +551,8 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 def require_no_modes() -> None:
     """Refuse modes of the caller's: they see tensors that hold all records."""
+    if not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
+        return
     names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
     if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(

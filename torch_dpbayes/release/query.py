@@ -87,7 +87,7 @@ class Layout:
     @property
     def smallest_noise_multiplier(self) -> float:
         """z that the release is charged for; infinite where nothing is taken from the data."""
-        return min(group.noise_multiplier for group in self.groups)
+        return min([group.noise_multiplier for group in self.groups])
 
 
 class ClippedSum:
