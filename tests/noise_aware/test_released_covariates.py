@@ -20,9 +20,11 @@ from torch_dpbayes.noise_aware.covariates import (
     noisy_moments,
     shortened_draws,
 )
+from torch_dpbayes.noise_aware.drawing import Draws
 from torch_dpbayes.noise_aware.likelihood import law_differences
 from torch_dpbayes.noise_aware.noisy_gram import _hyperparameters, gram_draws
 from torch_dpbayes.noise_aware.records import ModelRecords
+from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
 
 DOUBLE = torch.float64
 pytestmark = pytest.mark.usefixtures("recorded_once")
@@ -76,6 +78,25 @@ def test_predictions_read_rows_as_the_run_did(options):
     torch.manual_seed(1)
     by_network = found.predict(glm.module(3), x, likelihood="bernoulli")
     assert torch.allclose(by_network, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_rows_are_shortened_however_a_layer_is_called(by_name):
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(2, 1, bias=False, dtype=DOUBLE)
+
+        def forward(self, x):
+            return self.head(input=x) if by_name else self.head(x)
+
+    weight = torch.tensor([[[1.0, 2.0]]], dtype=DOUBLE)
+    one = torch.ones(1, dtype=DOUBLE)
+    draws, shape = Draws(weight[0], one, 0.0, 1.0, 1.0, ""), FeatureShape(1.0, {}, (2,))
+    found = NoiseAwarePosterior(draws, {"head.weight": weight}, [], None, shape=shape)
+    found.likelihood = "bernoulli"
+    predicted = found.predict(Network(), torch.tensor([[3.0, 4.0]], dtype=DOUBLE), num_samples=2)
+    assert float(predicted) == pytest.approx(1 / (1 + math.exp(-2.2)), rel=1e-5)
 
 
 def law_of(mean, covariance, bound=2.0, constants=None):
