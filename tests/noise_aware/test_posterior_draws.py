@@ -277,6 +277,18 @@ def test_families_find_their_parameters(name):
     assert bool(((mean - truth).abs() < 5 * stddev).all()) and float(stddev.max()) < largest
 
 
+@pytest.mark.parametrize("most", [1, 2, 7, 1000])
+@pytest.mark.parametrize("rate", [0.01, 1.0, 5.0, 300.0])
+def test_clamped_counts_have_the_moments_of_their_probabilities(most, rate):
+    counts = torch.arange(most + 1, dtype=torch.float64)
+    shares = (torch.xlogy(counts, rate * ONE) - rate - torch.lgamma(counts + 1)).exp()
+    shares[-1] = 1 - shares[:-1].sum()
+    expected = shares @ counts, shares @ (counts - shares @ counts).square()
+    mean, variance = gamma_poisson(1.0, 1.0, most).moments((rate * ONE).log()[None])
+    assert float(mean) + most / 2 == pytest.approx(float(expected[0]), abs=1e-7)
+    assert float(variance) == pytest.approx(float(expected[1]), abs=1e-6)
+
+
 # -- what a posterior gives ------------------------------------------------------------------------
 
 

@@ -6,14 +6,19 @@ effects of the arguments add up, and e has one covariance. With z the indicators
 p their means, sums less n·p·mean are
 
 .. math::
-    n\,\mathrm{Cov}(z)\,d + \mathrm{noise}, \qquad d_{ki} \sim N(0, \rho_i \lambda_i), \qquad
-    \rho_i \sim \mathrm{Beta}(1, h)
+    n\,\mathrm{Cov}(z)\,d + \mathrm{noise}, \qquad d_{jki} \sim N(0, \rho_{ji} \lambda_i), \qquad
+    \rho_{ji} \sim \mathrm{Beta}(1, h_j)
 
 in eigenvectors of the rows' covariance, of eigenvalues λ; ρ is the share of a variance that is
-between categories. It is drawn from its posterior, log h uniform, then d from its own: effects that
-noise hides are small if all are (empirical Bayes; Efron and Morris 1975, "Data analysis using
-Stein's estimator"). Counts are shrunk likewise, those of combinations to what they are if the
-arguments are independent.
+between the categories of an argument. Counts differ from equal ones, those of combinations from
+what they are if the arguments are independent, likewise: from nπ by N(0, ρ·n²π), the variance of a
+Dirichlet distribution. None is below 0, and combinations are raked to the counts of each argument
+(Deming and Stephan 1940, "On a least squares adjustment of a sampled frequency table").
+
+In all of these ρ is drawn from its posterior, then differences given it; those of one argument
+after another given the others' (Gibbs). 1/√h is uniform, and so a single √ρ, about (Gelman 2006,
+"Prior distributions for variance parameters in hierarchical models"): what noise hides is as large
+as it may be, and differences are small if all are.
 
 **Privacy.** A record adds m vectors (1, x/R), no longer than √2, and 1 to a combination: √(2m + 1)
 for m arguments. If it is replaced by one of another category a vector moves by 2 at most, within
@@ -37,6 +42,8 @@ from .records import seeded
 MOST_BETWEEN = 0.99  # of a variance, between categories
 _MOST_COMBINATIONS = 10_000
 _GRID = 24  # of ρ and of h
+_LEAST_COUNT = 1e-6
+_SWEEPS, _RAKINGS = 20, 20
 
 
 def has_combinations(sizes: Mapping[int, int]) -> bool:
@@ -65,6 +72,12 @@ class CategoryLaw(NamedTuple):
         return result
 
 
+def uniform_law(sizes: Mapping[int, int]) -> CategoryLaw:
+    """All categories as frequent, and independent of each other."""
+    each = [torch.ones(size, dtype=torch.float64) for size in sizes.values()]
+    return CategoryLaw(list(sizes), [(torch.arange(len(e))[:, None], e) for e in each])
+
+
 class NoisyCategories(NamedTuple):
     """Sums over the records of each category, with noise."""
 
@@ -76,49 +89,46 @@ class NoisyCategories(NamedTuple):
     def laws(
         self, num_data: int, moments: Sequence[tuple[Tensor, Tensor] | None], seed: int
     ) -> list[CategoryLaw]:
-        """A draw for each of the ``moments`` of rows from the posterior given the release; the
-        first one is the most likely, with the mean effects of the others.
+        """The mean of the others, and a draw from the posterior given the release for each of the
+        ``moments`` of rows but the first.
         """
-        first, *others = (
-            self.law(num_data, each, seed + k if k else None) for k, each in enumerate(moments)
-        )
-        means = [
-            torch.stack(each).mean(0) for each in zip(*(o.effects for o in others), strict=True)
+        with seeded(seed):
+            drawn = [self._drawn(max(num_data, 1), each) for each in moments[1:]]
+        tables = [
+            (each[0][0], torch.stack([shares for _, shares in each]).mean(0))
+            for each in zip(*(law.tables for law in drawn), strict=True)
         ]
-        return [first._replace(effects=means), *others]
+        effects = zip(*(law.effects for law in drawn), strict=True)
+        means = [torch.stack(each).mean(0) for each in effects]
+        return [CategoryLaw(list(self.sizes), tables, means), *drawn]
 
-    def law(
-        self, num_data: int, moments: tuple[Tensor, Tensor] | None, seed: int | None
-    ) -> CategoryLaw:
-        """One of them; with ``seed`` counts have the release's noise once more."""
-        sizes, counts, table = list(self.sizes.values()), self.sums[:, 0], self.combinations
-        with seeded(seed or 0):
-            if seed is not None:
-                counts = counts + self.std * torch.randn(len(counts), dtype=torch.float64)
-            levels = [c.mean().clamp_min(self.std).expand_as(c) for c in counts.split(sizes)]
-            shares = list(map(self._shares, counts.split(sizes), levels))
-            values = [torch.arange(size) for size in sizes]
-            tables = [(v[:, None], s) for v, s in zip(values, shares, strict=True)]
-            if table is not None:
-                if seed is not None:
-                    table = table + self.std * torch.randn(len(table), dtype=torch.float64)
-                total = (counts.sum() / len(sizes)).clamp_min(self.std)
-                own = self._shares(table, total * torch.cartesian_prod(*shares).prod(1))
-                tables = [(torch.cartesian_prod(*values), own)]
-            effects = () if moments is None else self._effects(num_data, tables, *moments)
+    def _drawn(self, n: int, moments: tuple[Tensor, Tensor] | None) -> CategoryLaw:
+        sizes = list(self.sizes.values())
+        values = [torch.arange(size) for size in sizes]
+        counts = [
+            self._counts(own, n, torch.ones(len(own), dtype=torch.float64))
+            for own in self.sums[:, 0].split(sizes)
+        ]
+        tables = [(v[:, None], c / c.sum()) for v, c in zip(values, counts, strict=True)]
+        if self.combinations is not None:
+            own = self._counts(self.combinations, n, torch.cartesian_prod(*counts).prod(1))
+            table = own.reshape(sizes)
+            for axis in [*range(len(sizes))] * _RAKINGS:
+                by_axis = table.movedim(axis, -1)
+                by_axis *= tables[axis][1] / by_axis.flatten(0, -2).sum(0)
+            tables = [(torch.cartesian_prod(*values), own / own.sum())]
+        effects = () if moments is None else self._effects(n, tables, *moments)
         return CategoryLaw(list(self.sizes), tables, effects)
 
-    def _shares(self, counts: Tensor, level: Tensor) -> Tensor:
-        """Shrunk towards shares like ``level`` by empirical Bayes, and positive."""
-        apart = counts - level * (counts.sum() / level.sum())
-        variance = max(float(apart.square().mean()) - self.std**2, float(level.mean()))
-        found = level + variance / (variance + self.std**2) * apart
-        found = found.clamp_min(0.0)
-        return found / found.sum()
+    def _counts(self, noisy: Tensor, n: int, level: Tensor) -> Tensor:
+        """A draw of counts, which are about proportional to ``level``."""
+        level = n * (level / level.sum())[:, None]
+        apart = self._differences(noisy[:, None] - level, torch.ones_like(level), n * level, n)
+        return (level + apart)[:, 0].clamp_min(_LEAST_COUNT)
 
     def _effects(
         self,
-        num_data: int,
+        n: int,
         tables: Sequence[tuple[Tensor, Tensor]],
         mean: Tensor,
         covariance: Tensor,
@@ -129,22 +139,40 @@ class NoisyCategories(NamedTuple):
             marks = torch.cat([one_hot(column) for column in combinations.T], 1).double()
             means.append(shares @ marks)
             spreads.append((marks - means[-1]).T @ (shares[:, None] * (marks - means[-1])))
-        sums = self.sums[:, 1:] - num_data * torch.outer(torch.cat(means), mean)
-        weights, turn = torch.linalg.eigh(num_data * torch.block_diag(*spreads))
         scales, basis = torch.linalg.eigh(covariance)
-        weights, scales = weights.clamp_min(0.0)[:, None], scales.clamp_min(0.0)
-        sums = turn.T @ sums @ basis
-        rho = torch.logspace(-3.0, math.log10(MOST_BETWEEN), _GRID, dtype=torch.float64)
+        scales = scales.clamp_min(0.0)
+        left = (self.sums[:, 1:] - n * torch.outer(torch.cat(means), mean)) @ basis
+        weights = n * torch.block_diag(*spreads)
+        # at first as if all arguments had one ρ: in turn, those that go together move slowly
+        values, turn = torch.linalg.eigh(weights)
+        start = turn @ self._differences(turn.T @ left, values.clamp_min(0.0)[:, None], scales, n)
+        left, sizes = left - weights @ start, list(self.sizes.values())
+        found, weights = list(start.split(sizes)), weights.split(sizes, 1)
+        turns = [torch.linalg.svd(each, full_matrices=False) for each in weights]
+        # one is enough where arguments are independent
+        for number in [*range(len(found))] * (_SWEEPS if len(tables) < len(found) else 1):
+            own, (out, size, back) = left + weights[number] @ found[number], turns[number]
+            found[number] = back.T @ self._differences(out.T @ own, size[:, None], scales, n)
+            left = own - weights[number] @ found[number]
+        return [each @ basis.T for each in found]
+
+    def _differences(self, sums: Tensor, weights: Tensor, scales: Tensor, n: int) -> Tensor:
+        """A draw of d ``[k, p]``, N(0, ρ·scales), given ``sums`` that are ``weights``·d and noise;
+        each column has a ρ.
+        """
+        places = torch.linspace(0.0, 1.0, _GRID, dtype=torch.float64)
+        # from what n independent records vary by
+        rho = MOST_BETWEEN * (n + 1.0) ** -places
+        h = 1 / rho[:, None, None]
         variances = (weights.square() * scales)[..., None] * rho + self.std**2
         told = -(sums.square()[..., None] / variances + variances.log()).sum(0) / 2
-        h = torch.logspace(0.0, 3.0, _GRID, dtype=torch.float64)[:, None, None]
         joint = told + (rho.log() + (h - 1) * torch.log1p(-rho)).log_softmax(2)  # [h, i, ρ]
-        own = joint[torch.multinomial(joint.logsumexp(2).sum(1).softmax(0), 1)[0]]
+        of_h = joint.logsumexp(2).sum(1) - h[:, 0, 0].log() / 2
+        own = joint[torch.multinomial(of_h.softmax(0), 1)[0]]
         between = rho[torch.multinomial(own.softmax(1), 1)[:, 0]] * scales
         gain = between / (weights.square() * between + self.std**2)
         white = torch.randn(sums.shape, dtype=torch.float64)
-        drawn = gain * weights * sums + self.std * gain.sqrt() * white
-        return (turn @ drawn @ basis.T).split(list(self.sizes.values()))
+        return gain * weights * sums + self.std * gain.sqrt() * white
 
 
 def noisy_categories(

@@ -285,20 +285,23 @@ def shortened_draws(
         root = root @ (basis * (1 - between.clamp_max(MOST_BETWEEN)).sqrt())
         root = torch.linalg.qr(root.T).R.T
         root = root * root.diagonal().sign()
-    wanted, fitted = root, apart_by
+    wanted, fitted = torch.linalg.cholesky(covariance), apart_by
     # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
     least = _RIDGE * float(wanted.square().sum()) / size + torch.finfo(torch.float64).eps
-    for step in range(_FITTING_STEPS + 1):
+    steps = _FITTING_STEPS * (1 + len(columns))
+    for step in range(steps + 1):
         rows = place + fitted + normal @ root.T
-        rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
-        if step < _FITTING_STEPS:
+        factors = shorten(rows.square().sum(1), 1.0)
+        rows = rows * factors[:, None]
+        if step < steps:
             found = rows.mean(0)
-            place = place + mean - found
-            apart = rows - found - apart_by
+            # what is shortened moves the less
+            place = place + (mean - found) / factors.mean()
+            apart = rows - found
             for column in columns:  # steps that are short enough where these depend on each other
-                counts = column.bincount().clamp_min(1)[:, None]
-                left = torch.zeros(len(counts), size, dtype=torch.float64)
-                left = left.index_add(0, column, apart) / counts
+                moved = column.bincount(factors).clamp_min(_RIDGE)[:, None]
+                left = torch.zeros(len(moved), size, dtype=torch.float64)
+                left = left.index_add(0, column, apart - apart_by) / moved
                 fitted = fitted - left[column] / len(columns)
             own = apart.T @ apart / len(rows) + least * torch.eye(size, dtype=torch.float64)
             own = torch.linalg.cholesky(own)

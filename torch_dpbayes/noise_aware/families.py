@@ -18,7 +18,6 @@ from torch.func import grad, jacrev
 from ..density import UnfitModel
 from ..errors import ArgumentError
 from ..noise import check_clip_bound, check_positive
-from .models import ClampedPoisson
 
 Values = Mapping[str, Tensor]
 
@@ -65,12 +64,15 @@ class _ClampedPoisson(ExponentialFamily):
     max_count: float = math.inf
 
     def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """Of min(x, c) − c/2, from the probabilities of all counts up to c."""
-        counts = torch.arange(math.floor(self.max_count) + 1, dtype=torch.float64)
-        p = ClampedPoisson(eta.exp().expand(counts.shape), self.max_count).log_prob(counts).exp()
-        values = counts - self.max_count / 2
-        mean, square = p @ values, p @ values.square()
-        return mean[None], (square - mean.square()).clamp_min(0.0)[None, None]
+        """Of min(x, c) − c/2. With q_k = P(x < c − k), E[x; x < c] = λ q₁ and E[x(x − 1); x < c] =
+        λ² q₂.
+        """
+        rate, c = eta.exp(), self.max_count
+        least = torch.tensor([c, c - 1, max(c - 2, 0.0)], dtype=rate.dtype)
+        q = torch.special.gammaincc(least, rate).split(1)
+        mean = rate * q[1] + c * (1 - q[0])
+        square = rate.square() * q[2] + rate * q[1] + c**2 * (1 - q[0])
+        return mean - c / 2, (square - mean.square()).clamp_min(0.0)[None]
 
 
 def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:

@@ -26,7 +26,7 @@ from .budget import (
     public_num_data,
     statement_of_charge,
 )
-from .categories import CategoryLaw, NoisyCategories, has_combinations, num_ones
+from .categories import CategoryLaw, has_combinations, num_ones, uniform_law
 from .checks import (
     note_clipped,
     note_draws,
@@ -363,8 +363,7 @@ class Setup:
             eye = torch.eye(size, dtype=torch.float64)
             moments = 0 * eye[0], 0.9 / size * eye
         if self.categories:
-            counts = torch.ones(sum(self.categories.values()), 1, dtype=torch.float64)
-            law = NoisyCategories(self.categories, counts, None, 1e-3).law(0, None, None)
+            law = uniform_law(self.categories)
         return Released(self.records, self.seed, self.shape, moments, law)
 
     def in_run(self, law: Covariates) -> Simulator:
@@ -442,8 +441,8 @@ class Setup:
             )
         if has_combinations(self.categories):
             lines.append(
-                "  ASSUMED     categories whose counts of combinations noise hides are nearly"
-                " independent of each other"
+                "  ASSUMED     combinations of categories differ at random from independent ones;"
+                " which of them do is not known where noise hides their counts"
             )
         elif len(self.categories) > 1:
             lines.append(

@@ -126,9 +126,12 @@ class NoiseAwarePosterior:
         if reader is None:  # the prediction says that parameters are missing
             yield
             return
-        handle = reader.register_forward_pre_hook(
-            lambda _, given: tuple(map(self._shortened, given))
-        )
+
+        def shortened(_: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+            by_name = {name: self._shortened(x) for name, x in named.items()}
+            return tuple(map(self._shortened, given)), by_name
+
+        handle = reader.register_forward_pre_hook(shortened, with_kwargs=True)
         try:
             yield
         finally:
