@@ -128,10 +128,11 @@ def test_two_rare_releases_against_an_integral(rate, noise, delta):
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
+@pytest.mark.parametrize("delta", [1e-5, 1e-10])
 @pytest.mark.parametrize(
     "others", [{(0.002, 0.7): 30}, {0.05: 1}], ids=["different rates", "a Gaussian"]
 )
-def test_cut_losses_against_one_grid(kind, others, delta=1e-10):
+def test_cut_losses_against_one_grid(kind, delta, others):
     """Both are bounds; the grid is .0001 percent from the truth where it has enough digits."""
     levels = {Sampled(kind, 0.01, 1.0): 40}
     for of, count in others.items():
