@@ -329,21 +329,25 @@ def test_effects_are_drawn_from_their_posterior(apart, std, least, most):
     assert float((drawn - truth).square().mean().sqrt()) < most
 
 
+@pytest.mark.chance(2e-3)
 def test_effects_of_one_argument_do_not_widen_those_of_another():
     """Three groups are apart by far, thirty others not at all, and noise of .3 hides that: with one
-    share of the variance for both their effects are drawn .24 to .33 wide, not .08 to .16.
+    share of the variance for both their effects are drawn .24 to .33 wide, else .09 to .18, but for
+    one release in twelve.
     """
-    n, std = 5000, 50.0
-    g, h = torch.randint(3, (n,)), torch.randint(30, (n,))
-    x = 0.1 * torch.randn(n, 1, dtype=DOUBLE) + torch.tensor([[-0.6], [0.0], [0.6]]).double()[g]
-    released = noisy_categories([g, h], {0: 3, 1: 30}, x, std)
-    moments = x.mean(0), torch.cov(x.T).reshape(1, 1)
-    laws = released.laws(n, [moments] * 41, 1)
-    strong, weak = (torch.stack([law.effects[k] for law in laws[1:]]) for k in (0, 1))
-    weak = weak - weak.mean(1, keepdim=True)
-    assert float(weak.square().mean().sqrt()) < 0.2
-    gaps = (strong[:, 2] - strong[:, 0])[:, 0]
-    assert float(gaps.mean()) == pytest.approx(1.2, abs=0.25)
+    n, std, widths = 5000, 50.0, []
+    for _ in range(7):
+        g, h = torch.randint(3, (n,)), torch.randint(30, (n,))
+        x = 0.1 * torch.randn(n, 1, dtype=DOUBLE) + torch.tensor([[-0.6], [0.0], [0.6]]).double()[g]
+        released = noisy_categories([g, h], {0: 3, 1: 30}, x, std)
+        moments = x.mean(0), torch.cov(x.T).reshape(1, 1)
+        laws = released.laws(n, [moments] * 21, 1)
+        strong, weak = (torch.stack([law.effects[k] for law in laws[1:]]) for k in (0, 1))
+        weak = weak - weak.mean(1, keepdim=True)
+        widths.append(float(weak.square().mean().sqrt()))
+        gaps = (strong[:, 2] - strong[:, 0])[:, 0]
+        assert float(gaps.mean()) == pytest.approx(1.2, abs=0.25)
+    assert sorted(widths)[3] < 0.2
 
 
 def test_rows_have_the_covariance_where_classes_are_beyond_the_bound():
