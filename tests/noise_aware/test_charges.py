@@ -181,7 +181,7 @@ def test_doors_charge_the_noise_of_their_releases(name, drawn, transcript_of, mo
     is_large, relation = name == "large module", "replace_one"
     if is_large:
         monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
-        monkeypatch.setattr(last_layer, "_KEPT", 2)
+        monkeypatch.setattr(last_layer, "_KEPT", 4)
     monkeypatch.setattr(inference, "_SIMULATED", 500)
     x, y = torch.randn(N, 3, dtype=DOUBLE) / 2, torch.randint(3, (N,))
     y = y.double() if name == "linear regression" else y
