@@ -4,12 +4,14 @@
     scripts/mutants.py [TEXT ...]
 
 runs the mutants of files whose name has one of the texts, or all of them, each in a copy of the
-package, and ends with 1 if one survives. A mutant is a file of the package, the tests that find it,
-the lines that it takes out and those that it puts in their place:
+package, and ends with 1 if one survives. A heading names a file of the package and the tests that
+find its mutants; below it stand the lines that each takes out and those put in their place:
 
-    optim/sgld.py: optim/test_samplers.py
-    -alpha=-float(part.group["lr"])
-    +alpha=-2 * float(part.group["lr"])
+    optim/sghmc.py: optim
+    -v.mul_(1 - friction).add_
+    +v.mul_(1).add_
+    -velocity.mul_(math.sqrt(lr / before))
+    +velocity.mul_(lr / before)
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,8 +60,11 @@ def mutants() -> list[Mutant]:
         for block in path.read_text().strip().split("\n\n"):
             head, *lines = block.splitlines()
             file, tests = head.split(": ")
-            old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
-            found.append(Mutant(file, [f"tests/{name}" for name in tests.split()], old, new))
+            names = [f"tests/{name}" for name in tests.split()]
+            runs = [[*run] for _, run in groupby(lines, key=lambda line: line[0])]  # of "-", of "+"
+            texts = ["\n".join(line[1:] for line in run) for run in runs]
+            for old, new in zip(texts[::2], texts[1::2], strict=True):
+                found.append(Mutant(file, names, old, new))
     return found
 
 
