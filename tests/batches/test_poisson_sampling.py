@@ -180,7 +180,7 @@ def test_records_join_at_the_rate_whatever_the_default_dtype(dtype, rate):
 )
 def test_some_of_them_are_every_set_alike(choice, number, most, monkeypatch):
     if choice is dense_choice:
-        with_words_of(3, monkeypatch)  # keys tie
+        with_words_of(1, monkeypatch)  # most keys tie, which is drawn again
     stream = generator()
     found = Counter(tuple(choice(number, most, stream).tolist()) for _ in range(2000))
     sets = list(itertools.combinations(range(number), most))

@@ -15,7 +15,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,6 +118,8 @@ def test_the_readme_is_read_in_one_go():
 
 
 def digits():
+    from sklearn.datasets import load_digits  # where it is needed: it takes long
+
     pixels, labels = load_digits(return_X_y=True)
     return torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
 

@@ -31,32 +31,36 @@ def is_ours(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith("torch_dpbayes")
 
 
-def described(name: str, value: Any) -> Iterator[str]:
-    """A line for a value, and one for each public member of a class that this library defines."""
+def described(name: str, value: Any, seen: set[type]) -> Iterator[str]:
+    """A line for a value; of a class those of its bases that this library defines come first, once,
+    and a line for each public member that it adds to them.
+    """
     if not inspect.isclass(value):
         yield name + (arguments(value) if callable(value) else "")
         return
-    bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
-    yield f"class {name}{arguments(value)}" + (f" of {bases}" if bases else "")
-    members: dict[str, Any] = {}
-    for kind in reversed(value.__mro__):
-        if is_ours(kind):
-            members |= {key: member for key, member in vars(kind).items() if key[0] != "_"}
-    for key in sorted(members):
-        member = inspect.getattr_static(value, key)
-        if isinstance(member, classmethod | staticmethod):
-            member = getattr(value, key)
-        yield f"    .{key}" + (arguments(member) if callable(member) else "")
+    if value in seen:  # the base of another
+        yield f"{name} = {value.__name__}"
+    for kind in reversed([kind for kind in value.__mro__ if is_ours(kind) and kind not in seen]):
+        seen.add(kind)
+        bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
+        label = name if kind is value else kind.__name__
+        yield f"class {label}{arguments(kind)}" + (f" of {bases}" if bases else "")
+        for key in sorted(key for key in vars(kind) if key[0] != "_"):
+            member = inspect.getattr_static(kind, key)
+            if isinstance(member, classmethod | staticmethod):
+                member = getattr(kind, key)
+            yield f"    .{key}" + (arguments(member) if callable(member) else "")
 
 
 def lines() -> Iterator[str]:
     """Of the package and of its public modules."""
     names: dict[int, str] = {}
+    seen: set[type] = set()
     for name in sorted(set(dpb.__all__) - {"__version__"}):
         value = getattr(dpb, name)
         if not inspect.ismodule(value):
             names[id(value)] = name
-            yield from described(name, value)
+            yield from described(name, value, seen)
     modules = sorted(MODULES)
     for name in modules:
         module = import_module(f"torch_dpbayes.{name}")
@@ -75,7 +79,7 @@ def lines() -> Iterator[str]:
                 yield f"{name}.{key} = {names[id(value)]}"
             else:
                 names[id(value)] = f"{name}.{key}"
-                yield from described(f"{name}.{key}", value)
+                yield from described(f"{name}.{key}", value, seen)
 
 
 if __name__ == "__main__":
