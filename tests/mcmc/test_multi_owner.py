@@ -14,7 +14,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-import torch._dynamo  # here, not in every process
 import torch.distributed
 from pyro.infer import MCMC
 from support.ranks import Server
@@ -35,6 +34,8 @@ def owners(tmp_path_factory):
     """``owners(function, size, **arguments)``: what each returned, or None for one that died. They
     find the model recorded.
     """
+    import torch._dynamo  # here, not in every process
+
     with pytest.MonkeyPatch.context() as patch:
         record_once(patch, kernel_module, for_any_count=True)
         for gradients in (False, True):

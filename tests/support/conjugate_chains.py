@@ -19,7 +19,7 @@ CHANCE = 2e-4
 LEVEL = CHANCE / 14
 
 PRIOR_STD = 0.3
-ROWS = torch.linspace(-1.0, 2.0, 20).double()[:, None] + torch.tensor([[0.0, 0.5]]).double()
+ROWS = torch.linspace(-1.0, 2.0, 20).double()[:, None] + torch.arange(4).double() / 2
 TOSSES = torch.tensor([1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0]).double()
 GROUPS, SPREAD = 3, 0.7
 GROUP, VALUES = torch.arange(9) % GROUPS, torch.linspace(-1.0, 2.0, 9).double()
