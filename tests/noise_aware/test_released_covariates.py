@@ -309,24 +309,28 @@ def test_combinations_add_up_to_the_counts_of_their_arguments():
     assert float(inner.min()) > 0.003
 
 
+@pytest.mark.chance(0.01, looks=3)
 @pytest.mark.parametrize(
     ("apart", "std", "least", "most"), [(0.0, 100.0, 0.0, 0.07), (0.3, 10.0, 0.005, 0.02)]
 )
 def test_effects_are_drawn_from_their_posterior(apart, std, least, most):
     """Of 20 groups of 1,000 rows of deviation .3. A mean has noise of .1 that hides effects which
-    are none: they are known to be less. Or noise of .01, and effects are as uncertain as that.
+    are none: they are known to be less, but for two releases in a hundred, and the middle one of
+    three is looked at. Or noise of .01, and effects are as uncertain as that.
     """
-    size, rows, count = 20, 1000, 30
-    truth = apart * torch.randn(size, 2, dtype=DOUBLE)
-    truth = truth - truth.mean(0)
-    exact = torch.cat([torch.ones(size, 1, dtype=DOUBLE), truth], 1)
-    sums = rows * exact + std * torch.randn(size, 3, dtype=DOUBLE)
+    size, rows, count, found = 20, 1000, 30, []
     moments = torch.zeros(2, dtype=DOUBLE), 0.09 * torch.eye(2, dtype=DOUBLE)
-    released = NoisyCategories({0: size}, sums, None, std)
-    laws = released.laws(size * rows, [moments] * count, 1)[1:]
-    drawn = torch.stack([law.effects[0] - law.effects[0].mean(0) for law in laws])
-    assert least < float(drawn.std(0).mean()) < most
-    assert float((drawn - truth).square().mean().sqrt()) < most
+    for _ in range(3):
+        truth = apart * torch.randn(size, 2, dtype=DOUBLE)
+        truth = truth - truth.mean(0)
+        exact = torch.cat([torch.ones(size, 1, dtype=DOUBLE), truth], 1)
+        sums = rows * exact + std * torch.randn(size, 3, dtype=DOUBLE)
+        released = NoisyCategories({0: size}, sums, None, std)
+        laws = released.laws(size * rows, [moments] * count, 1)[1:]
+        drawn = torch.stack([law.effects[0] - law.effects[0].mean(0) for law in laws])
+        found.append([drawn.std(0).mean(), (drawn - truth).square().mean().sqrt()])
+    width, error = torch.tensor(found).median(0).values.tolist()
+    assert least < width < most and error < most
 
 
 @pytest.mark.chance(2e-3)
