@@ -7,7 +7,8 @@ from functools import partial
 import dp_accounting as dpa
 import pytest
 from dp_accounting import dp_event as upstream
-from support.training import bare, made_private
+from support.steps import bare, zeros
+from support.training import made_private
 from torch import nn
 
 import torch_dpbayes as dpb
@@ -209,7 +210,7 @@ def test_an_absurd_size_is_refused_wherever_it_comes_in():
                 lambda z: get_num_steps(**steps, noise_multiplier=z),
                 lambda z: dpb.mcmc.DPPenalty(print, **penalty, noise_multiplier=z),
                 lambda z: made_private(noise_multiplier=z),
-                lambda z: bare(dpb.optim.DPSGLD, noise_multiplier=z),
+                lambda z: bare([zeros(3)], dpb.optim.DPSGLD, noise_multiplier=z),
                 lambda z: dpb.private_clipped_fraction(*made_private(), noise_multiplier=z),
             )
         ),
@@ -300,9 +301,9 @@ OPTIONS = {
     "method of noise_multiplier_for": lambda word: noise_multiplier_for(
         events.GaussianDpEvent, **TARGET, steps=100, method=word
     ),
-    "sampling": lambda word: bare(dpb.optim.DPSGLD, sampling=word),
-    "momentum": lambda word: bare(dpb.optim.DPSGHMC, momentum=word),
-    "fisher": lambda word: bare(dpb.optim.DPSGFS, fisher=word),
+    "sampling": lambda word: bare([zeros(3)], dpb.optim.DPSGLD, sampling=word),
+    "momentum": lambda word: bare([zeros(3)], dpb.optim.DPSGHMC, momentum=word),
+    "fisher": lambda word: bare([zeros(3)], dpb.optim.DPSGFS, fisher=word),
     "grad_sample_mode": lambda word: made_private(grad_sample_mode=word),
     "loss_reduction": lambda word: made_private(loss_reduction=word),
     "loss_reduction of book-keeping": lambda word: BookkeepingGradientSource(

@@ -46,8 +46,8 @@ def test_well_mixed_runs_are_passed_in_silence_and_stuck_ones_named():
         assert math.isnan(found["R-hat"]) and complaint_of(found) is None
 
 
-# Walks below are in four dimensions: one of 60 draws looks mixed in a single dimension in one run of
-# 540, by the chance that it turns round.
+# Walks below are in four dimensions: one of 60 draws looks mixed in a single dimension in one run
+# of 540, by the chance that it turns round.
 
 
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than")

@@ -1,6 +1,7 @@
 """Many owners: real process groups on loopback, one process for each owner."""
 
 import copy
+import importlib
 import math
 import os
 import pickle
@@ -34,8 +35,7 @@ def owners(tmp_path_factory):
     """``owners(function, size, **arguments)``: what each returned, or None for one that died. They
     find the model recorded.
     """
-    import torch._dynamo  # here, not in every process
-
+    importlib.import_module("torch._dynamo")  # here, not in every process
     with pytest.MonkeyPatch.context() as patch:
         record_once(patch, kernel_module, for_any_count=True)
         for gradients in (False, True):

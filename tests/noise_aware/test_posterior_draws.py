@@ -237,6 +237,7 @@ def test_chains_end_in_the_posterior():
     assert float(white.square().mean()) == pytest.approx(1.0, abs=0.32)
 
 
+@pytest.mark.chance(1e-3)
 def test_bernoulli_posterior_is_that_of_all_counts():
     n, epsilon = 60, 1.0
     x = (torch.rand(n) < 0.2).double()

@@ -28,16 +28,6 @@ def fill(parameters, records=10, value=None):
         p.grad_sample = random if value is None else torch.full(shape, value, dtype=p.dtype)
 
 
-def without_noise(optimizer, scale=1.0):
-    """Steps release ``scale`` times the mean of clipped gradients, as it is."""
-    divisor = optimizer.expected_batch_size
-
-    def add_noise(layout, smallest, stream):
-        layout.buffer.mul_(scale / divisor)
-
-    optimizer.release.query.add_noise = add_noise
-
-
 def one(net, optimizer, batch, loss=nn.functional.cross_entropy):
     """One step of the usual loop."""
     x, y = batch

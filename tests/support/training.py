@@ -1,4 +1,4 @@
-"""The smallest private training there is, and its event."""
+"""The smallest private training there is, and batches as the loader delivers them."""
 
 from functools import partial
 
@@ -7,13 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.per_sample.followed import Followed
 from torch_dpbayes.per_sample.operations import Delivery
-
-
-def sampled(noise):
-    return PoissonSampledDpEvent(0.01, GaussianDpEvent(noise))
 
 
 def made_private(**options):
@@ -23,13 +18,6 @@ def made_private(**options):
         optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
         data_loader=DataLoader(data, batch_size=5),
         **{"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options},
-    )
-
-
-def bare(optimizer, **options):
-    given = {"lr": 0.1, "num_data": 20, "expected_batch_size": 5, "max_grad_norm": 1.0}
-    return optimizer(
-        nn.Linear(3, 1).named_parameters(), **{**given, "noise_multiplier": 1.0, **options}
     )
 
 
