@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.refusals import refused
+from support.training import private
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-import torch_dpbayes as dpb
 from torch_dpbayes.batches.collate import CollateWithEmpty, RecordwiseCollate
 from torch_dpbayes.per_sample.nested import tensors_in
 
@@ -191,13 +191,8 @@ def test_no_value_of_a_record_is_used():
 def test_the_engine_asks_and_the_user_may_vouch():
     def make(function, is_vouched):
         data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
-        return dpb.PrivacyEngine().make_private(
-            module=torch.nn.Linear(3, 2),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-            data_loader=DataLoader(data, batch_size=8, collate_fn=function),
-            max_grad_norm=1.0,
-            assume_independent_records=is_vouched,
-        )
+        options = {"loader": {"collate_fn": function}, "assume_independent_records": is_vouched}
+        return private(torch.nn.Linear(3, 2), data, 8, **options)
 
     with refused("loader-collate"):
         make(changed(mixed_labels), False)

@@ -22,6 +22,7 @@ from support.children import in_child
 from support.examples import examples
 from support.refusals import refused
 from support.steps import one as step_on
+from support.training import private as made_private
 from support.training import values
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -52,15 +53,11 @@ def _threads_of_a_left_pass_end_in_the_test_that_left_it():
             thread.join(max(0.0, until - time.monotonic()))
 
 
-def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader_options):
+def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader):
     if dataset is None:
         dataset = TensorDataset(torch.arange(float(rows))[:, None] / rows, torch.zeros(rows, 1))
-    return dpb.PrivacyEngine(accountant).make_private(
-        module=nn.Linear(1, 1),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=DataLoader(dataset, batch_size=batch_size, **loader_options),
-        max_grad_norm=1.0,
-    )
+    engine = dpb.PrivacyEngine(accountant)
+    return made_private(nn.Linear(1, 1), dataset, batch_size, engine=engine, loader=loader)
 
 
 one = partial(step_on, loss=nn.functional.mse_loss)

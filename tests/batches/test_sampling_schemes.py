@@ -10,7 +10,7 @@ import pytest
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from support import steps
+from support import steps, training
 from support.refusals import refused
 from support.training import deliver, values
 from test_samplers_of_draws import draws_of
@@ -36,25 +36,19 @@ from torch_dpbayes.batches.sampling_schemes import Users
 IDS = [7, 3, 7, 3, 7, 5, 3, 3, 3, 3, 3, 3]  # of twelve records: eight, three, and one
 
 
-def loader_of(rows=12, batch_size=4, **options):
-    x = torch.arange(float(rows))[:, None] / rows
-    return DataLoader(TensorDataset(x, torch.zeros(rows, 1)), batch_size=batch_size, **options)
+def data(rows=12):
+    return TensorDataset(torch.arange(float(rows))[:, None] / rows, torch.zeros(rows, 1))
 
 
 def private(
     rows=12, batch_size=4, accountant=None, temperature=0.0, noise_multiplier=1.0, **options
 ):
-    made = {k: options.pop(k) for k in ("generator", "num_workers") if k in options}
+    loader = {k: options.pop(k) for k in ("generator", "num_workers") if k in options}
     if "user_ids" in options and accountant is None:
         accountant = dpb.PrivacyAccountant(unit="user")
-    given = {
-        "module": nn.Linear(1, 1),
-        "optimizer": partial(dpb.optim.DPSGLD, lr=1e-4, temperature=temperature),
-        "data_loader": loader_of(rows, batch_size, **made),
-        "max_grad_norm": 1.0,
-        "noise_multiplier": noise_multiplier,
-    }
-    return dpb.PrivacyEngine(accountant).make_private(**{**given, **options})
+    options |= {"noise_multiplier": noise_multiplier, "engine": dpb.PrivacyEngine(accountant)}
+    options.setdefault("optimizer", partial(dpb.optim.DPSGLD, lr=1e-4, temperature=temperature))
+    return training.private(nn.Linear(1, 1), data(rows), batch_size, loader=loader, **options)
 
 
 one = partial(steps.one, loss=nn.functional.mse_loss)
@@ -168,7 +162,7 @@ def test_an_optimizer_with_another_loader_is_charged_for_that_one():
     net, optimizer, loader = private(max_batch_size=8)
     one(net, optimizer, next(iter(loader)))
     net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=net, optimizer=optimizer, data_loader=loader_of(), max_batch_size=4
+        module=net, optimizer=optimizer, data_loader=DataLoader(data(), 4), max_batch_size=4
     )
     one(net, optimizer, next(iter(loader)))
     cut = [event.truncated_batch_size for event, _ in events_of(optimizer.accountant)]
@@ -189,7 +183,7 @@ def test_the_noise_of_a_target_is_that_of_the_law(options):
     arguments = {
         "module": nn.Linear(1, 1),
         "optimizer": partial(dpb.optim.DPSGLD, lr=1e-9, temperature=0.0),
-        "data_loader": loader_of(batch_size=3),
+        "data_loader": DataLoader(data(), 3),
         "target_epsilon": target,
         "target_delta": 1e-5,
         "epochs": epochs,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support import training
 from support.refusals import refused
 from support.steps import one
 from support.training import recorded
@@ -21,13 +22,8 @@ from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEve
 
 def private(rows=400, batch_size=100, data=None, accountant=None, **options):
     data = TensorDataset(torch.randn(rows, 5), torch.randn(rows, 1)) if data is None else data
-    given = {
-        "module": nn.Linear(5, 1, bias=False),
-        "optimizer": partial(dpb.optim.DPSGLD, lr=0.1),
-        "data_loader": DataLoader(data, batch_size=batch_size),
-        "max_grad_norm": 1.0,
-    }
-    return dpb.PrivacyEngine(accountant).make_private(**{**given, **options})
+    options["engine"] = dpb.PrivacyEngine(accountant)
+    return training.private(nn.Linear(5, 1, bias=False), data, batch_size, **options)
 
 
 share_of = partial(dpb.private_clipped_fraction, criterion=F.mse_loss)

@@ -4,10 +4,10 @@ The rooms of models and of accounting have bounds of their own.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
+from support.training import private
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,13 +40,8 @@ def run_by(call):
 
 def make():
     x, y = torch.randn(2560, 8), torch.randint(3, (2560,))
-    return dpb.PrivacyEngine(dpb.PrivacyAccountant()).make_private(
-        module=nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=256),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-    )
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    return private(net, TensorDataset(x, y), 256, noise_multiplier=1.0)
 
 
 def test_what_a_reader_has_to_read_is_little():

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 from support.children import in_child
+from support.training import private
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
@@ -19,14 +20,10 @@ CPU = torch.device("cpu")
 
 
 def made(mode=None, generator=None):
-    return dpb.PrivacyEngine().make_private(
-        module=nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=generator),
-        data_loader=DataLoader(TensorDataset(torch.ones(RECORDS, 8)), batch_size=RECORDS),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        grad_sample_mode=mode,
-    )
+    net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
+    options = {"optimizer": partial(dpb.optim.DPSGLD, lr=0.1, generator=generator)}
+    options |= {"noise_multiplier": 1.0, "grad_sample_mode": mode}
+    return private(net, TensorDataset(torch.ones(RECORDS, 8)), RECORDS, **options)
 
 
 def draws(run, steps=2):

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 from support.steps import train as train_on
+from support.training import private
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent, UserLevelDpEvent
@@ -49,13 +50,8 @@ def test_one_charge_for_the_best_of_private_trainings(number):
     tried = []
 
     def train(engine, lr):
-        made = engine.make_private(
-            module=nn.Linear(3, 2),
-            optimizer=partial(dpb.optim.DPSGLD, lr=lr, temperature=0.0, prior_std=1.0),
-            data_loader=DataLoader(data, batch_size=16),
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-        )
+        options = {"optimizer": partial(dpb.optim.DPSGLD, lr=lr, temperature=0.0), "engine": engine}
+        made = private(nn.Linear(3, 2), data, 16, noise_multiplier=1.0, **options)
         train_on(*made, steps=2)
         tried.append((lr, len(engine.accountant)))
         return made[0], -abs(lr - 0.2)

@@ -11,10 +11,11 @@ from functools import partial
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support import training
 from support.steps import bare, fill, one, train, zeros
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
@@ -33,14 +34,10 @@ def batch(rows):
 
 
 def private(net=None, rows=60, batch_size=12, data=None, mode=None, engine=None, **options):
+    given = {"optimizer": partial(dpb.optim.DPSGLD, **{"lr": 0.05, **options}), "engine": engine}
+    data = TensorDataset(*(data or batch(rows)))
     net = mlp() if net is None else net
-    return (dpb.PrivacyEngine() if engine is None else engine).make_private(
-        module=net,
-        optimizer=partial(dpb.optim.DPSGLD, lr=options.pop("lr", 0.05), **options),
-        data_loader=DataLoader(TensorDataset(*(data or batch(rows))), batch_size=batch_size),
-        max_grad_norm=0.5,
-        **(mode or {}),
-    )
+    return training.private(net, data, batch_size, max_grad_norm=0.5, **given, **(mode or {}))
 
 
 def in_parts(loader, optimizer, most):

@@ -12,8 +12,9 @@ import torch
 from dp_accounting import dp_event
 from scipy import stats
 from support.steps import bare, fill, train
+from support.training import private
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
@@ -225,13 +226,9 @@ def seeded(make):
     """A private model, every random number of which comes from generators."""
     first, second = (torch.Generator().manual_seed(int(torch.randint(2**40, ()))) for _ in "ab")
     data = TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
-    return dpb.PrivacyEngine().make_private(
-        module=nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
-        optimizer=partial(make, lr=0.05, generator=second),
-        data_loader=DataLoader(data, batch_size=8, generator=first),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-    )
+    options = {"optimizer": partial(make, lr=0.05, generator=second), "noise_multiplier": 1.0}
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    return private(net, data, 8, loader={"generator": first}, **options)
 
 
 @every_sampler

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 from helpers import clipped_rows, delivered, entropy, gradients_of_records, mlp, private, sum_of
+from support import training
 from support.refusals import refused
 from support.steps import one, train
 from torch import nn
-from torch.utils.data import DataLoader
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError
@@ -321,18 +321,13 @@ class Adjusted(torch.utils.data.Dataset):
 @pytest.mark.parametrize("name", KEPT)
 def test_values_of_a_batch_that_others_keep_are_refused(name):
     (keep, code), data, target = KEPT[name], Adjusted(), torch.zeros(())
-    net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=mlp(),
-        optimizer=partial(
-            dpb.optim.DPSGHMC,
-            lr=0.1,
-            temperature=0.0,
-            log_prior=lambda named: -sum(((p - target) ** 2).sum() for p in named.values()),
-        ),
-        data_loader=DataLoader(data, batch_size=10),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-    )
+
+    def log_prior(named):
+        return -sum(((p - target) ** 2).sum() for p in named.values())
+
+    factory = partial(dpb.optim.DPSGHMC, lr=0.1, temperature=0.0, log_prior=log_prior)
+    made = training.private(mlp(), data, 10, optimizer=factory, noise_multiplier=1.0)
+    net, optimizer, loader = made
     with refused(code):
         for x, y in loader:
             one(net, optimizer, (x, y))

@@ -3,12 +3,12 @@ Lightning warns of in small runs: its exact texts, nothing broader.
 """
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
+from support.training import private
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 
@@ -18,15 +18,9 @@ RECORDS, BATCH, DELTA = 60, 10, 1e-4
 def made(engine=None, **options):
     """Engine, model, optimizer and loader."""
     data = TensorDataset(torch.randn(RECORDS, 4), torch.randint(3, (RECORDS,)))
-    engine = dpb.PrivacyEngine() if engine is None else engine
-    given = {
-        "module": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
-        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05),
-        "data_loader": DataLoader(data, batch_size=BATCH),
-        "max_grad_norm": 1.0,
-        "noise_multiplier": 2.0,
-    }
-    return engine, *engine.make_private(**{**given, **options})
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    options = {"engine": engine or dpb.PrivacyEngine(), "noise_multiplier": 2.0, **options}
+    return options["engine"], *private(net, data, BATCH, lr=0.05, **options)
 
 
 def moves_nothing(run, engine, net, is_told=True):

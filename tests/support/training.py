@@ -11,14 +11,23 @@ from torch_dpbayes.per_sample.followed import Followed
 from torch_dpbayes.per_sample.operations import Delivery
 
 
+def private(net, data, batch_size, *, lr=0.1, engine=None, loader=None, **options):
+    """Model, optimizer and loader: DPSGLD at a clip norm of 1, where ``options`` say nothing else;
+    ``loader``: arguments of the data loader.
+    """
+    given = {
+        "module": net,
+        "optimizer": partial(dpb.optim.DPSGLD, lr=lr),
+        "data_loader": DataLoader(data, batch_size, **(loader or {})),
+        "max_grad_norm": 1.0,
+    }
+    engine = dpb.PrivacyEngine() if engine is None else engine
+    return engine.make_private(**{**given, **options})
+
+
 def made_private(**options):
     data = TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
-    return dpb.PrivacyEngine().make_private(
-        module=nn.Sequential(nn.Linear(3, 1)),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=DataLoader(data, batch_size=5),
-        **{"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options},
-    )
+    return private(nn.Sequential(nn.Linear(3, 1)), data, 5, **{"noise_multiplier": 1.0, **options})
 
 
 def recorded(mode):
