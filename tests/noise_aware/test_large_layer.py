@@ -56,6 +56,7 @@ Y = records()[1]
 
 def test_sums_are_those_of_records_that_are_clipped_alone():
     x, y = records(40)
+    x[4] = 0.0  # one at least is not clipped
     y[:4] = torch.tensor([-1, K, 10**9, -(10**9)])  # no classes: nothing
     point, white = torch.randn(K, D, dtype=DOUBLE), torch.tensor([2.0, 5.0, 1.0], dtype=DOUBLE)
     expected, clipped = torch.zeros(K, D, dtype=DOUBLE), 0
@@ -298,9 +299,10 @@ def test_chains_sample_the_density():
         assert float(own.std()) == pytest.approx(std, rel=0.2)
 
 
+@pytest.mark.chance(1e-3)
 def test_quick_draws_of_a_matrix_are_as_far_from_each_other_as_from_the_truth():
     """Over 30 releases, of noise that is half of the least eigenvalue; the ratio was 1.2, with a
-    deviation of .07.
+    deviation of .1.
     """
     truth = torch.diag(torch.logspace(0, -1, 6, dtype=DOUBLE))
     error = spread = 0.0
