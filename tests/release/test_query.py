@@ -40,6 +40,13 @@ def test_each_group_has_its_own_noise_in_units_of_the_clip_norm(is_first):
     assert layout.smallest_noise_multiplier == 2.0
 
 
+def test_a_clip_norm_is_a_number_that_nobody_changes():
+    bound = torch.tensor(CLIP)
+    query = ClippedSum(bound, BATCH)
+    bound.fill_(100.0)
+    assert query.max_grad_norm == CLIP
+
+
 @pytest.mark.parametrize(
     ("records", "dtype", "expected"),
     [

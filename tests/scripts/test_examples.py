@@ -102,26 +102,6 @@ def test_fine_tuning(capsys):
     assert out.startswith("66 of 20,194 parameters trained") and "average: " in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epsilon", "-1"], "epsilon"),
-        (["--delta", "1"], "delta"),
-        (["--lr", "1e30", "--epsilon", "inf", "--epochs", "3"], "not finite"),
-        (["--epochs", "0"], "--epochs must be at least 1"),
-        (["--epsilon", "inf", "--temperature", "1"], "leave out --temperature"),
-        (["--task", "regression", "--dataset", "mnist"], "not for --task regression"),
-        (["--plot", "no such folder/x.png"], "there is no folder"),
-        (["--dataset", "mnist", "--data-root", "no such folder"], "torchvision"),
-    ],
-)
-def test_bad_arguments_are_refused_with_a_reason(private_bnn, capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit:
-        private_bnn.main(arguments)
-    assert exit.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 # -- Pyro kernels and one posterior sample ---------------------------------------------------------
 
 

@@ -277,37 +277,6 @@ def test_code_of_the_pages_runs(page):
         exec(code, names)
 
 
-def test_a_wrong_kernel_of_ones_own_layer_is_refused(tmp_path, monkeypatch):
-    """The page's own layer, whose per-sample gradients are ``factor`` times too long."""
-    codes = blocks(ROOT / "docs/how_to/usual_networks.md", "python")
-    (code,) = (code for code in codes if "KINDS" in code)
-    (tmp_path / "scale_layer.py").write_text(f"import torch\nfrom torch import nn\n{code}")
-    monkeypatch.syspath_prepend(tmp_path)
-    import scale_layer
-
-    kind = scale_layer.KINDS[scale_layer.Scale]
-
-    def train(factor):
-        def kernel(module, given):
-            return kind.kernel(module, [(inputs, factor * g) for inputs, g in given])
-
-        scale_layer.KINDS[scale_layer.Scale] = kind._replace(kernel=kernel)
-        dpb.PrivacyEngine().make_private(
-            module=nn.Sequential(scale_layer.Scale(64), small_network()),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.25),
-            data_loader=classifier_names()["loader"],
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-        )
-
-    try:
-        train(1)
-        with pytest.raises(dpb.DPBayesError):
-            train(2)
-    finally:
-        del scale_layer.KINDS[scale_layer.Scale], sys.modules["scale_layer"]
-
-
 def test_all_code_is_run_or_marked_as_a_part_of_something():
     """``python`` is run above; ``py`` needs a process group, a large data set or a long time."""
     run = {README, ROOT / "CONTRIBUTING.md", ROOT / "docs/getting_started.md"}
