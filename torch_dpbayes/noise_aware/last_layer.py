@@ -15,8 +15,7 @@ Given W all of them together are N(n m(W), n S + V), simulated as in
 
 over M features from their released law, always the same ones: a smooth function of W, whose value
 and gradient are products of a matrix of features and one of K columns for each release. The
-posterior is wide and not Gaussian; Hamiltonian chains (Neal 2011, "MCMC using Hamiltonian
-dynamics") sample it:
+posterior is wide and not Gaussian; Hamiltonian chains without acceptance sample it:
 
 .. math:: -\log p(W \mid T) = \tfrac12 R^\top (nS + V)^{-1} R + \frac{\|W\|^2}{2 s_0^2} + \dots,
           \qquad R = T - n\,m(W)
@@ -56,7 +55,7 @@ from .checks import note_clipped, note_draws, note_releases, tail_probability
 from .covariance import normal_numbers
 from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
 from .drawing import Draws
-from .hamiltonian import States, mixing, trajectory
+from .hamiltonian import mixing
 from .likelihood import Release, ridged
 from .models import LastLayer
 from .noisy_gram import quick_gram_draws
@@ -66,13 +65,13 @@ from .run import QUANTILES, Transcript, largest_bound
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
 _CHAINS, _KEPT = 6, 60  # and states kept of each
-_LEAST_KEPT, _WEIGHTS_KEPT = 6, 150_000  # the former at least; weights times states of a chain
+_WEIGHTS_KEPT = 800_000  # and at most so many weights times states
 _LAWS = 16  # of the features, drawn given what was released of them
 _SETTLINGS, _EACH = 3, 2  # of S in the warm-up, and trajectories after each
-_LARGEST = 20_000  # weights; 90 % intervals of 77,000 held .78 after five minutes of one core
+_LARGEST = 80_000  # weights: more take longer than three minutes
 _WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
-_LENGTH = 3.0  # of trajectories, in deviations of the posterior: half a turn
-_ACCEPTANCE = 0.8  # that the step size is adapted to (Beskos et al. 2013: .65 to .8)
+_LENGTH = 5.0  # of the longest trajectory, in deviations of the posterior
+_STEP, _SHORTEST = 0.6, 0.05  # in the same unit; leapfrog steps are stable below 2
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
 _ROWS = 4096  # private rows at a time
@@ -162,8 +161,8 @@ def posterior_of_large_layer(
             law.settle(point[None])
             point = law.mode(point, _MODE_STEPS)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
-    kept = min(_KEPT, max(_LEAST_KEPT, _WEIGHTS_KEPT // point.numel()))
-    states, accepted = _chains(law, point, _CHAINS, kept)
+    kept = min(_KEPT, _WEIGHTS_KEPT // point.numel())
+    states = _chains(law, point, _CHAINS, kept)
     p_value, (effective, r_hat) = law.p_value(states[:, -1]), mixing(law.standard(states))
     weights = states.flatten(0, 1).double() @ basis.T
     parts = {"weight": weights[..., :width], "bias": weights[..., -1]}
@@ -171,7 +170,7 @@ def posterior_of_large_layer(
     named = {own: parts[part].to(dtype) for part, own in layer.names.items()}
     theta = torch.cat([named[name].flatten(1) for name in sorted(named)], 1).double()
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
-    method = f"{_CHAINS} Hamiltonian chains of {kept} states, {accepted:.0%} accepted"
+    method = f"{_CHAINS} Hamiltonian chains of {kept} states"
     draws = Draws(theta, equal, 0.0, effective, r_hat, method)
     released = [
         f"{num_releases} clipped sums; a record moves each by at most 1 in units of its clip bound",
@@ -376,31 +375,44 @@ class _Law:
         return one_hot(labels, self._classes).T.float()
 
 
-def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> tuple[Tensor, float]:
-    """States ``[C, kept, K, d]``, and what share was accepted. Chains start at draws of a Gaussian
-    about the mode; in the warm-up S is averaged anew over their states, and the step size is
-    adapted. It varies by a fifth against periods.
+def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> Tensor:
+    """States ``[C, kept, K, d]``. Chains start at draws of a Gaussian about the mode; in the
+    warm-up S is averaged anew over their states.
+
+    Nothing is rejected, for that would need steps that shrink with the number of weights. Momenta
+    are drawn in the middle of a leapfrog step, so that states have the right law for any stable
+    step where the density is Gaussian (Leimkuhler and Matthews 2013, "Rational construction of
+    stochastic numerical methods for molecular sampling"). Lengths of trajectories are uniform, so
+    that none is periodic. Where energy grows by half a unit for each weight the step was not
+    stable: it is halved, and the chain stays.
     """
     at = mode.float().repeat(number, 1, 1)
     at = at + law.unscaled(torch.randn_like(at))
-    step, states, accepted = 2 * mode.numel() ** -0.25, list[Tensor](), 0.0
+    step, states = _STEP, list[Tensor]()
     for sweep in range(_SETTLINGS * _EACH + kept):
-        is_kept, since = sweep >= _SETTLINGS * _EACH, sweep % _EACH
-        if not is_kept and since == 0:
+        if sweep < _SETTLINGS * _EACH and sweep % _EACH == 0:
             law.settle(at)
-            now = States(at, *law.potential(at))
-        length = step * float(0.8 + 0.4 * torch.rand(()))
-        momenta, count = torch.randn_like(at), math.ceil(_LENGTH / step)
-        now, chances = trajectory(
-            now, momenta, length, count, law.potential, law.scaled, law.unscaled
+            value, slope = law.potential(at)
+            slope, moving = law.scaled(slope), torch.randn_like(at)
+        before, energy, drawn = (at, slope), value, torch.randn_like(at)
+        for count in range(math.ceil(_LENGTH / step * float(torch.rand(())))):
+            moving = moving - step / 2 * slope
+            at = at + step / 2 * law.unscaled(moving)
+            moving = moving if count else drawn
+            at = at + step / 2 * law.unscaled(moving)
+            value, slope = law.potential(at)
+            slope = law.scaled(slope)
+            moving = moving - step / 2 * slope
+        kinetic = (moving.square() - drawn.square()).flatten(1).sum(1, dtype=torch.float64) / 2
+        stable = value - energy + kinetic < mode.numel() / 2
+        if not bool(stable.all()):
+            step = max(step / 2, _SHORTEST)
+        value, stays = torch.where(stable, value, energy), ~stable[:, None, None]
+        at, slope = (
+            torch.where(stays, old, new) for old, new in zip(before, (at, slope), strict=True)
         )
-        at, chance = now.at, float(chances.mean())
-        if is_kept:
-            states.append(at)
-            accepted += chance / kept
-        else:
-            step *= math.exp((chance - _ACCEPTANCE) / math.sqrt(1 + since / 3))
-    return torch.stack(states, 1), accepted
+        states.append(at)
+    return torch.stack(states[-kept:], 1)
 
 
 def _class_basis(p: Tensor) -> Tensor:
