@@ -150,7 +150,7 @@ def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
     share = min(max(count / num_data, 0.0), 1.0)
     return [
         f"  clipped     {share:.1%} of the records at the last point, ± {noise / num_data:.1%}: the"
-        " posterior knows of it, but where the model is not right clipped scores are zero elsewhere"
+        " posterior accounts for it if the model is right; if not, clipping moves the mean"
     ]
 
 
