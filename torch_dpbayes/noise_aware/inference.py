@@ -462,6 +462,7 @@ class Setup:
                 " rows"
             )
         if self.categories:
-            of = "ones" if self.shape is None else "ones and of covariates"
-            lines.append(f"sums of {of} by category, and counts of combinations of categories")
+            sums = "" if self.shape is None else ", sums of covariates in each"
+            more = ", counts of their combinations" if has_combinations(self.categories) else ""
+            lines.append(f"counts of each category{sums}{more}")
         return lines
