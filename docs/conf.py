@@ -80,7 +80,16 @@ def letters_are_no_numbers(*event: Any) -> None:
     lines[:] = [re.sub(r"^(\s*(?:\w+: )?[A-Za-z])\.(?=\s|$)", r"\1\\.", line) for line in lines]
 
 
+def keep_together(app: Any, tree: nodes.document, docname: str) -> None:
+    """No line ends between a number and its error or unit: ``0.5 ± 0.1``, ``5 %``."""
+    for text in list(tree.findall(nodes.Text)):
+        if not isinstance(text.parent, nodes.literal | nodes.literal_block):
+            kept = re.sub(r"(?<=[\d.]) (?=[±%])|(?<=±) ", "\N{NO-BREAK SPACE}", text)
+            text.parent.replace(text, nodes.Text(kept))
+
+
 def setup(app: Any) -> None:
+    app.connect("doctree-resolved", keep_together)
     app.connect("autodoc-process-docstring", letters_are_no_numbers, priority=1)  # before napoleon
     # Browsers draw MathML themselves: MathJax would be a script from elsewhere.
     app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))

@@ -161,8 +161,8 @@ def _by_class(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             labels = labels.long()  # as BCEWithLogitsLoss takes them
     if probabilities.dim() != 2 or not probabilities.is_floating_point():
         raise ArgumentError(
-            "probabilities must be floating point, [n, classes]; got shape"
-            f" {list(probabilities.shape)}."
+            "probabilities must be floating point, [n, classes], or of the labels' shape; got"
+            f" {list(probabilities.shape)} and labels {list(labels.shape)}."
         )
     is_integer = not labels.is_floating_point() and labels.dtype != torch.bool
     if not is_integer or labels.shape != probabilities.shape[:1] or len(labels) == 0:

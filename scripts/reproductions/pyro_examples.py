@@ -355,8 +355,8 @@ def panels(rows: list[Row]) -> list[Panel]:
         for end in ("narrowest", "widest"):
             widths[f"{method}: {end}"] = columns(some, end, "model")
     return [
-        Panel("largest difference of means to NUTS", "posterior sds", "", differences, ""),
-        Panel("standard deviations over those of NUTS", "", "", widths, ""),
+        Panel("largest difference of means", "posterior sds", "", differences, ""),
+        Panel("standard deviations", "over those of NUTS", "", widths, ""),
     ]
 
 

@@ -356,10 +356,10 @@ def panels(rows: list[Row]) -> list[Panel]:
     for label, line in by("acceptance", "sigma", "expected acceptance", kernel="ratios").items():
         acceptance[f"{label}: theory"] = line
     error = by("chain", "records", "squared error of the mean", "squared error of the mean, error")
-    owners = {"": columns(having(rows, what="owners"), "owners", "iterations")}
+    owners = {"iterations": columns(having(rows, what="owners"), "owners", "iterations")}
     return [
         Panel(f"iterations at ε = {EPSILON:g}, σ = {BEST}", "records", "", affords),
-        Panel("acceptance", "σ", "", acceptance, "x"),
+        Panel("acceptance", "σ", "", acceptance, ""),
         Panel("iterations of J owners", "owners", "", owners),
         Panel("squared error, posterior variances", "records", "", error),
     ]

@@ -170,27 +170,36 @@ def origin(runs: Sequence[Run]) -> str:
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """All panels, at most three beside each other."""
+    """All panels, two or three beside each other; one legend if all of them have the same lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
 
-    across = min(3, len(panels))
+    across = len(panels) if len(panels) < 4 else 2
     down = -(-len(panels) // across)
-    size = (4.6 * across, 4.2 * down)
+    together = all(panel.lines.keys() == panels[0].lines.keys() for panel in panels)
+    longest = max(len(panel.lines) for panel in panels)
+    size = (4.4 * across, (4.2 if together else 4 + 0.2 * longest) * down)
     figure, grid = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
-    for axis in grid.flat[len(panels) :]:
-        axis.axis("off")
     for axis, panel in zip(grid.flat, panels, strict=False):
+        colours = {label: f"C{i}" for i, label in enumerate(sorted(panel.lines))}
         for label, (x, y, *errors) in panel.lines.items():
+            shown = {"label": label, "color": colours[label]}
             if errors:
-                axis.errorbar(x, y, errors[0], fmt="o", markersize=3, capsize=2, label=label)
+                axis.errorbar(x, y, errors[0], fmt="o", markersize=3, capsize=2, **shown)
             else:
-                axis.plot(x, y, ".-", linewidth=1, label=label)
+                axis.plot(x, y, ".-", linewidth=1.5, **shown)
         axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axis.set(**{f"{name}scale": "log" for name in panel.log})
-        axis.legend(fontsize="x-small")
+        for name in panel.log:
+            getattr(axis, f"{name}axis").set_minor_formatter(LogFormatter())
+        if not together:
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize="small")
+    if together:
+        named = grid.flat[0].get_legend_handles_labels()
+        figure.legend(*named, loc="outside lower center", ncols=2 * across - 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -14,10 +14,12 @@ from torch_dpbayes.noise_aware import posterior_for_module
 from torch_dpbayes.noise_aware.checks import (
     FALSE_ALARMS,
     note_prior,
+    note_prior_width,
     note_releases,
     prior_p_value,
     release_p_values,
 )
+from torch_dpbayes.noise_aware.drawing import Draws
 from torch_dpbayes.noise_aware.latents import Latents
 from torch_dpbayes.noise_aware.likelihood import (
     Fit,
@@ -139,6 +141,17 @@ def test_warnings_come_with_small_p_values_alone():
             assert len(lines(p_values)) == 2
     with pytest.warns(UserWarning):
         note_releases([math.nan])
+
+
+def test_draws_that_are_worth_nothing_do_not_say_that_the_prior_comes_back():
+    theta, weights = 0.01 * torch.randn(500, SIZE, dtype=torch.float64), torch.full((500,), 1 / 500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for worth, scale in ((0.0, 1.0), (0.0, 200.0), (500.0, 1.0)):
+            draws = Draws(scale * theta, weights, 0.0, worth, math.inf, "chains")
+            assert not note_prior_width(draws, latents_of())
+    with pytest.warns(UserWarning, match="comes back"):
+        note_prior_width(Draws(400 * theta, weights, 0.0, 500.0, 1.0, "chains"), latents_of())
 
 
 @pytest.mark.usefixtures("few_draws")

@@ -101,21 +101,19 @@ class PrivacyAccountant:
         epsilon: the budget's epsilon. ``None``: no limit, or, with ``path``, that of the file.
         delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-30.
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi
-            curves, is looser (the more so, the fewer releases there are), and knows
-            zero-concentrated releases.
+            curves: it is looser, above all for few releases, and accepts zero-concentrated ones.
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
             member of ``dp_accounting.NeighboringRelation``.
         unit: what neighbouring data sets differ by: one ``"record"``, or one ``"user"`` with all
             of their records. Then only releases about users are charged
             (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`).
         path: a SQLite file that keeps the history, made if there is none. Processes share it: the
-            accountant may be forked, copied and sent to multiprocessing workers, and opened again:
-            that is one job. Any other process that opens a file with charges is a later job. Close
-            it (``with``, :meth:`close`, or the end of the program), so that releases reserved ahead
-            are given back; a process that is killed leaves at most 64 of them charged, or half as
-            many as it made. The file needs a local disk, in a folder that all processes see under
-            one path. Back it up while no program uses it, or together with the file ending in
-            ``-wal``, which has the newest charges.
+            accountant may be forked, copied, sent to multiprocessing workers and opened again, all
+            as one job. Any other process that opens a file with charges is a later job. Releases
+            are reserved ahead; closing (``with``, :meth:`close`, or the end of the program) returns
+            them. A killed process leaves at most 64 of them charged, or half as many as it made.
+            The file needs a local disk, and one path for all processes. Back it up while no program
+            uses it, or together with the file ending in ``-wal``, which has the newest charges.
 
     Raises:
         ArgumentError: a setting is out of range, or is not the one that the file was made with.
@@ -128,15 +126,13 @@ class PrivacyAccountant:
       (``method="rdp"``: likewise, because the best order is chosen afterwards). That is one job, or
       several that all opened an empty file.
     * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the
-      first charge on, or a later job. Then the Renyi divergence at one order (or, if declared with
-      a Gaussian first charge, mu^2) of everything in the file stays below a limit; both follow from
-      the budget and the first charge alone, so they were fixed before the first release (Feldman,
-      Zrnic 2021; Smith, Thakurta 2022). The guarantee is the budget, however much of it is used.
-      Where a later job makes an undeclared file turn to its filter, everything charged before
-      counts against the limit, and the file is refused to later jobs if that exceeds it already.
-      This is (epsilon, delta) if it was not decided from outputs whether there would be later jobs.
-      If it was, the two ways in which the file could have gone on split the outputs between them,
-      and together they are (epsilon, 2 delta). Declare it to be free of the condition.
+      first charge on, or a later job. The sum of Renyi divergences at one order (of mu^2, if the
+      declared first charge is a Gaussian) must stay below a limit. Order and limit follow from the
+      budget and the first charge, so they are fixed before the first release (Feldman, Zrnic 2021;
+      Smith, Thakurta 2022). The guarantee is the whole budget. If a later job turns an undeclared
+      file into a filter, earlier charges count; if they exceed the limit, later jobs are refused.
+      Then the guarantee is (epsilon, delta) if outputs did not decide whether there would be later
+      jobs, and (epsilon, 2 delta) if they did. To declare the file adaptive avoids that.
     * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is
       infinite.
     """

@@ -145,9 +145,9 @@ def one_run(
 ) -> AuditResult:
     """Train once on data with canaries in it, and bound the run's ε from below.
 
-    Each canary is in the data with probability 1/2. Releases score how much it looks as if it were.
-    Canaries with extreme scores are guessed, as many as is best at the stated ε, and the number of
-    right guesses gives the bound.
+    Each canary is in the data with probability 1/2. Its score, computed from the releases, says how
+    likely that is. The auditor guesses for the canaries with the most extreme scores (their number
+    is the best one at the stated ε); the number of right guesses gives the bound.
 
     Args:
         train: ``train(dataset, engine)``, your training. It calls ``engine.make_private`` or
@@ -155,9 +155,9 @@ def one_run(
             returns the model. Several trainings are audited together.
         dataset: the records, a map-style data set.
         num_canaries: m; thousands.
-        canaries: None: white-box; a canary is a gradient of norm C, in another direction in each
-            step. m records: black-box; they join the data set, and the trained model's ``loss``
-            scores them. Mislabelled records show most.
+        canaries: None: white-box, a canary is a gradient of norm C, in a new direction in each
+            step. Or m records: black-box, they join the data set and are scored by the trained
+            model's ``loss``. Mislabelled records work best.
         loss: of black-box canaries, ``(output, target) -> scalar`` for a batch of one.
         delta: δ at which to compare; None: that of the accountant's budget.
         confidence, bound, num_guesses: as for :func:`from_scores`. ``bound="independent"`` is for
@@ -170,8 +170,9 @@ def one_run(
         AuditError: too few canaries for any bound, no δ, a run without noise or without
             ``engine``, or a bound that its canaries or batches do not allow.
 
-    **Privacy.** The bound is computed from releases and unprotected sums. It depends on canaries
-    alone: other records' share is subtracted. The model has learned them and is not for use.
+    **Privacy.** The bound is computed from releases and unprotected sums, and depends on canaries
+    alone: the other records' share is subtracted. The model has learned the canaries: do not use
+    it.
     """
     if delta is None and (accountant is None or (delta := accountant.delta) is None):
         raise AuditError("no accountant with a budget says at which δ to compare: pass delta=1e-5")

@@ -73,10 +73,7 @@ class Plan:
                 f" noise; {asked}"
             ),
             f"steps                 {self.steps} at sampling rate {self.sample_rate:.6g}",
-            (
-                f"privacy               ({self.epsilon:.4g}, {self.delta:.3g}) at the end, what was"
-                " spent before included"
-            ),
+            f"privacy               ({self.epsilon:.4g}, {self.delta:.3g}) of all charges",
         ]
         if self.calibration_noise_multiplier is not None:
             lines.append(

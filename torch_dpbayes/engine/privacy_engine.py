@@ -263,21 +263,21 @@ class PrivacyEngine:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
         ``target_delta``) after ``epochs`` passes.
 
-        What the accountant was charged before counts. Of lr, temperature and clip norm one follows
-        from the noise that ε asks for. Without ``max_grad_norm`` it is the clip norm, at the
-        optimizer's temperature (1 if none is given). With it and without temperature it is the
-        temperature. With both, lr may be ``"free"``, the largest lr that the noise is the
-        sampler's own at; with all three the larger noise wins, and a warning says what of the
-        target is left and which values would use it.
+        Earlier charges of the accountant count. The target fixes the noise; give two of lr,
+        temperature and clip norm, and the third follows. Without ``max_grad_norm`` the clip norm
+        follows, at the optimizer's temperature (default 1). With ``max_grad_norm`` alone the
+        temperature follows. With both, lr may be ``"free"``: the largest lr at which the sampler
+        itself needs this noise. If all three are given, the larger noise is used; a warning says
+        how much of the target stays unspent, and which values would spend it.
 
         Args:
             target_epsilon, target_delta: of everything on the accountant after the last epoch.
             epochs: passes over the loader.
-            additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
-                that the accountant holds at ``target_delta`` already.
-            calibrate: the share of the target, as 0.02, that the noise leaves room for:
-                :meth:`.PosteriorSamples.calibrate` takes it with the returned loader, and charges
-                it then. The share is of 1/z², z that of one Gaussian release of the whole target.
+            additional_epsilon: instead of ``target_epsilon``: this run's share, on top of the ε of
+                earlier charges at ``target_delta``.
+            calibrate: a share of the target, such as 0.02, to keep for
+                :meth:`.PosteriorSamples.calibrate`, which charges it. If one Gaussian release with
+                noise z would spend the whole target, it is this share of 1/z².
             options: all arguments of :meth:`make_private` but ``noise_multiplier``.
 
         Raises:
@@ -308,10 +308,10 @@ class PrivacyEngine:
         calibrate: float | None = None,
         **options: Unpack[Options[Any]],
     ) -> Plan:
-        """What :meth:`make_private` (or, with ``target_epsilon``,
-        :meth:`make_private_with_epsilon`) will do: ``print`` shows it. Nothing is spent and nothing
-        is changed. Arguments are those of these two; ``target_delta=None`` takes the accountant's.
-        lr is taken to stay what it is.
+        """Predict what :meth:`make_private` (or, with ``target_epsilon``,
+        :meth:`make_private_with_epsilon`) will do; ``print`` shows it. Nothing is spent or changed.
+        Arguments are those of these two; ``target_delta=None`` takes the accountant's δ. The plan
+        assumes that lr does not change.
         """
         settings = settings_of(
             options,

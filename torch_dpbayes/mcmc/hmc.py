@@ -33,10 +33,10 @@ class DPHMC(PrivateKernel):
     accept iff log u < R̃ + log prior ratio − kinetic energy difference − σ²/2, σ = z_l·c·‖θ'−θ‖.
     The prior's gradient and the kinetic energy are exact.
 
-    The gradient at the point where the chain stays is kept for the next iteration, so k iterations
-    take kL + 1 gradients. This is exact: with the noises ζ_0..ζ_L of a trajectory as part of the
-    state, (θ, p, ζ_0..ζ_L) → (θ', −p', ζ_L..ζ_0) preserves volume and undoes itself, and
-    independent noises of one law may be permuted.
+    The next iteration reuses the gradient at its start, so k iterations take kL + 1 gradients. This
+    is exact: if the noises ζ_0..ζ_L of a trajectory are part of the state, the map (θ, p, ζ_0..ζ_L)
+    → (θ', −p', ζ_L..ζ_0) preserves volume and is its own inverse, and independent noises of one
+    distribution may be permuted.
 
     Source: Räisä, Koskela and Honkela (2021), Algorithm 1, which draws k(L+1) gradients
     (``reuse_gradients=False``).
@@ -58,8 +58,8 @@ class DPHMC(PrivateKernel):
             being the sites sorted by name. None: identity. A public constant, or made from earlier
             releases.
         jitter: j, at most 1. Iteration t takes steps of η·(1 + j(2u_t − 1)), u_t a randomly shifted
-            Halton sequence in (0, 1), so that no trajectory length is resonant. Where noise decides
-            how far a step goes, 0.2 costs 2 % of the reach, 1 a third of it.
+            Halton sequence in (0, 1), so that no trajectory length is resonant. Where noise limits
+            the steps, 0.2 costs 2 % of :attr:`Plan.reach`, 1 a third of it.
         reuse_gradients: keep the gradient at the point where the chain stays.
         target_accept_prob: acceptance rate that warm-up adapts η to. None: no adaptation.
 

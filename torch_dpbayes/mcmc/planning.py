@@ -146,8 +146,8 @@ def plan(
     neighboring: events.Neighboring | events.NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> Plan:
-    r"""Noise multipliers for a number of iterations within a budget. How many fit for a given noise
-    says ``PrivacyAccountant.remaining``.
+    r"""Noise multipliers for a number of iterations within a budget. (For a given noise
+    ``PrivacyAccountant.remaining`` says how many iterations fit.)
 
     One iteration of DP-HMC takes a ratio with noise z_l·c·d, d the distance moved, and L gradients
     with noise z_g·b. On a straight trajectory the gradient noises change the energy by a variance
@@ -156,8 +156,8 @@ def plan(
 
     .. math:: z_g / z_l = \sqrt{c/b}\,\big(L^3/(L-\tfrac12)\big)^{1/4} \approx \sqrt{Lc/b},
 
-    which is the split that is used. In one dimension with much noise and c/b = 0.3 a z_g 2 to 3
-    times as large is better.
+    which is the split that is used. (For one dimension, much noise and c/b = 0.3, a z_g 2 to 3
+    times as large would be better.)
 
     Args:
         kernel: ``DPPenalty``, ``ExponentialFamilyPenalty`` or ``DPHMC``; ``MultiOwnerPenalty`` and
@@ -165,11 +165,11 @@ def plan(
         target_epsilon, target_delta: for everything together.
         num_iterations: (warm-up + samples) × chains.
         num_steps, jitter, reuse_gradients: as in ``DPHMC``.
-        log_ratio_slope: c, for ``DPHMC`` and for :attr:`Plan.reach`; of
-            ``ExponentialFamilyPenalty`` ``max_statistic_norm`` times the most that η moves for each
-            unit of distance.
+        log_ratio_slope: c, for ``DPHMC`` and for :attr:`Plan.reach`. For
+            ``ExponentialFamilyPenalty`` it is ``max_statistic_norm`` times the largest change of η
+            per unit of distance.
         max_grad_norm: b of ``DPHMC``, whose budget is split by c and b.
-        num_chains: each begins with one gradient more, if they are reused.
+        num_chains: with reuse each chain begins with one more gradient.
         neighboring: the accountant's relation, as ``PrivacyAccountant`` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
 

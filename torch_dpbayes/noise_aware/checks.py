@@ -150,17 +150,19 @@ def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
     share = min(max(count / num_data, 0.0), 1.0)
     return [
         f"  clipped     {share:.1%} of the records at the last point, ± {noise / num_data:.1%}: the"
-        " posterior knows of it, but where the model is not right clipped scores are zero elsewhere"
+        " posterior accounts for it if the model is right; if not, clipping moves the mean"
     ]
 
 
 def note_prior_width(draws: Draws, latents: Latents) -> list[str]:
-    """Where the prior decides."""
+    """Where the prior decides, as far as draws tell."""
+    if not is_reliable(draws):
+        return []
     read, count = latents.read, len(draws.theta)
     chosen = torch.multinomial(draws.weights, count, replacement=True)
     spread = half_distance(draws.theta[chosen][:, read])
     # of their ratio if nothing is told: of draws, of choosing among them, of the prior's
-    variance = 1 / max(draws.effective, 1.0) + 1 / count + 1 / len(latents.draws)
+    variance = 1 / draws.effective + 1 / count + 1 / len(latents.draws)
     least = 1 - float(norm.isf(FALSE_ALARMS / len(read))) * _QUANTILE_ERROR * math.sqrt(variance)
     as_wide = int((spread > least * latents.stddev[read]).sum())
     if not as_wide:
@@ -168,8 +170,8 @@ def note_prior_width(draws: Draws, latents: Latents) -> list[str]:
     if as_wide == len(read):
         warn("the budget is too small for these records to move the prior: it comes back.")
     return [
-        f"  prior       of {len(read)} coordinates that records read the posterior is as wide as"
-        f" the prior, to what draws tell, in {as_wide}"
+        f"  prior       as wide as the posterior in {as_wide} of {len(read)} coordinates that"
+        " records read, as far as draws tell"
     ]
 
 

@@ -96,11 +96,11 @@ def posterior(
 ) -> NoiseAwarePosterior:
     r"""The posterior of a model's parameters given noisy clipped scores, the noise included.
 
-    A run releases Σ clip(A u(x; θ)/C) with noise at the mode of what is known, seven times; u is
-    the gradient of a record's log density. What these say about θ is simulated: records are drawn
-    from the model, whitened, clipped and summed alike
-    (:mod:`~torch_dpbayes.noise_aware.likelihood`). At a small ε the posterior is close to the
-    prior, at a large one close to the posterior of the records.
+    A run releases Σ clip(A u(x; θ)/C) with noise, seven times, each at the most probable θ so far;
+    u is the score: the gradient of a record's log density. The likelihood of these releases is
+    simulated: records are drawn from the model, and their scores whitened, clipped and summed in
+    the same way (:mod:`~torch_dpbayes.noise_aware.likelihood`). At a small ε the posterior is close
+    to the prior, at a large one close to the posterior of the records.
 
     Args:
         model: a Pyro model with one data plate that takes its data as arguments and whose records
@@ -115,9 +115,9 @@ def posterior(
             record.
         num_data: the number of records, a public constant. None: taken from the data under
             replace-one, where it is public.
-        public: names or positions of covariates that are public: all of them or none. The
-            posterior is then conditional on their rows, and neighbours differ in what one record
-            observes: replace-one alone says so.
+        public: names or positions of the covariates, if they are public: all of them or none. The
+            posterior is then conditional on their rows, and neighbours differ only in what one
+            record observes: this needs replace-one.
         covariates: a public sample of rows in place of the private ones, a tensor for each
             covariate. None: private covariates are released once, with noise: mean and products of
             rows of floats, their sums by category, counts of categories and combinations.
@@ -145,9 +145,9 @@ def posterior(
       m arguments that are categories; less where there are no floats or no combinations;
     * the number of clipped records at the end: 1 (1).
 
-    Points, whitening matrices and clip bounds are functions of what was released before. A record
-    whose density or score is not finite counts as 0. Nothing else depends on records: errors before
-    the charge follow from the model, shapes, types and public rows.
+    Points, whitening matrices and clip bounds are computed from earlier releases. A record whose
+    density or score is not finite counts as 0. Nothing else depends on records: errors before the
+    charge follow from the model, shapes, types and public rows.
     """
     with using_pyro, torch.no_grad():
         return Setup(
@@ -210,11 +210,11 @@ def posterior_for_module(
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a run that was not made.
+    """What a run would give.
 
     Attributes:
-        stddev: expected posterior deviations in unconstrained space ``[d]`` of the coordinates that
-            records read, for truths drawn from the prior.
+        stddev: expected posterior standard deviations ``[d]`` in unconstrained space, for truths
+            drawn from the prior, of the latents that records read; sites sorted by name.
         prior_stddev: of the prior, ``[d]``.
         clip_bound: of whitened scores near the truth.
         noise_multiplier: of all releases of scores together.
@@ -236,14 +236,13 @@ def plan(
     accountant: PrivacyAccountant | None = None,
     **options: Any,
 ) -> Forecast:
-    """What a run would give, by simulation from the prior: before anything is spent, and without
-    reading records.
+    """Predict widths, clip bound and seconds of a run by simulation from the prior, before anything
+    is spent. Deviations have no names: they are in unconstrained space, sites sorted by name.
 
-    Args: as for :func:`posterior`, without ``max_grad_norm``. Of private covariates nothing is
-        known: rows of numbers are taken as spherical and of norm R, categories as equally frequent.
+    Args: as for :func:`posterior`, without ``max_grad_norm``. Private covariates are not read: rows
+        of numbers are assumed spherical and of norm R, categories equally frequent.
 
-    **Privacy.** Nothing is charged or released; shapes and types of the data are read, and rows
-    that are declared public.
+    **Privacy.** Nothing is charged or released. Only shapes, types and public rows are read.
     """
     with using_pyro, torch.no_grad():
         setup = Setup(model, data, epsilon=epsilon, delta=delta, accountant=accountant, **options)
@@ -463,6 +462,7 @@ class Setup:
                 " rows"
             )
         if self.categories:
-            of = "ones" if self.shape is None else "ones and of covariates"
-            lines.append(f"sums of {of} by category, and counts of combinations of categories")
+            sums = "" if self.shape is None else ", sums of covariates in each"
+            more = ", counts of their combinations" if has_combinations(self.categories) else ""
+            lines.append(f"counts of each category{sums}{more}")
         return lines

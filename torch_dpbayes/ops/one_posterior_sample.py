@@ -36,10 +36,9 @@ class OnePosteriorSample:
 
     .. math:: \theta \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho
 
-    A draw from a posterior is random enough to be private by itself, if no record can change the
-    density much: that is what the certificate bounds. With ``epsilon`` the largest ρ ≤ 1 is found
-    at which everything on the accountant, this draw included, meets (``epsilon``, ``delta``);
-    without, ρ = 1.
+    A draw from a posterior is private by itself if no record can change the density much; the
+    certificate bounds this change. With ``epsilon`` ρ is the largest number up to 1 at which the
+    accountant, this draw included, meets (``epsilon``, ``delta``). Without it ρ = 1.
 
     Source: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9.
 
@@ -52,9 +51,9 @@ class OnePosteriorSample:
         delta: of the target. None: the accountant's.
         accountant: None: one of its own, with the target as its budget, for neighbours that replace
             one record.
-        num_data: the number of records, a public constant; an upper bound on that of both
-            neighbouring data sets if the accountant's relation is add-or-remove-one. None: taken
-            from the data under replace-one, where it is public.
+        num_data: the number of records, a public constant; under add-or-remove-one an upper bound
+            for both neighbouring data sets. None: under replace-one the number in the data, which
+            is public there.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the certificate says nothing about

@@ -32,36 +32,34 @@ class DPSGLD(PrivateOptimizer):
         expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
             records that came.
         max_grad_norm: clip norm C of one record's gradient of −log p, over all parameters together;
-            at least 1e-12. None: the C at which ``noise_multiplier`` is the sampler's own noise at
-            T, with the lr that the optimizer is built with: C = C'·z_L(C')/z for any C'; of several
-            groups the smallest. ε then buys less clipping in the place of less noise. C stays when
-            a schedule changes lr, so build with the largest lr of the schedule: T holds throughout,
-            and less than the target ε is spent; above that lr T is exceeded.
+            at least 1e-12. None: the C at which the sampler at T needs just ``noise_multiplier``:
+            C = C'·z_L(C')/z for any C', with the lr that the optimizer is built with; the smallest
+            of all groups. A larger ε then means less clipping, not less noise. Schedules do not
+            change C, so build with their largest lr: T then holds throughout, and less than the
+            target ε is spent. A larger lr samples a temperature above T.
         noise_multiplier: floor z_min of the noise std on the sum, in units of C.
-        temperature: T of the target. 0 turns the sampler's own noise off, which is plain DP-SGD.
-            None: 1 where C is derived or there is no floor, else what the floor samples at the lr
-            in force, :attr:`effective_temperature`. With both T and C given the larger noise wins.
+        temperature: T of the target. 0: no noise of the sampler's own, which is plain DP-SGD.
+            None: 1 if C is derived or there is no floor, else the temperature that the floor gives,
+            :attr:`effective_temperature`. If T and C are given, the larger noise is used.
         prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one;
             ``"fan_in"`` for √(2/fan-in) of weights (parameters of two dimensions or more, whose
-            fan-in is the size of one row) and 1 of biases and norms; or a dictionary of these by
-            the name of a parameter or module, ``{"0": "fan_in", "norm": math.inf}``, of which the
-            longest that fits counts, and 1 where none does. It needs named parameters. SGD's
+            fan-in is the size of one row) and 1 of biases and norms; or a dictionary by names of
+            parameters or modules, ``{"0": "fan_in", "norm": math.inf}``, which needs named
+            parameters: the longest matching name counts, and the value is 1 if none matches. SGD's
             ``weight_decay`` λ is 1/√(Nλ).
         prior_mean: its mean.
         log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs
             named parameters. It must not look at data.
         sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is
             an independent Poisson draw at rate B/N, stepped on once (``PrivacyEngine.make_private``
-            sets this and verifies it). ``"recordwise"`` asserts that who is in a batch does not
-            depend on other records: whether a record is in it is a function of this record, of
-            public things, and of chance that has nothing to do with other records. A hash of the
-            record's name or its date decides like that; a shuffled loader does not. None asserts
-            only that what the records hold does not decide who is in a batch. The last two are
-            charged at sensitivity 2C without amplification, and None is refused under
-            add-or-remove-one, where one record more may change whole batches. Full batches, B = N,
-            are charged as such, and their length is checked. In every case a record is in a batch
-            at most once, which an optimizer without an engine cannot see: one that is there k times
-            (a sampler with replacement, a bootstrap) moves the sum by kC.
+            sets this and verifies it). ``"recordwise"`` asserts that whether a record is in a batch
+            depends on this record, public values and independent chance, never on other records: a
+            hash of the record's name does, a shuffled loader does not. None asserts only that the
+            contents of records do not decide who is in a batch. The last two are charged at
+            sensitivity 2C without amplification; None is refused under add-or-remove-one, where one
+            more record may change whole batches. Full batches, B = N, are charged as such, and
+            their length is checked. You always assert that a record is in a batch at most once: one
+            that is there k times (a sampler with replacement) moves the sum by kC.
         accountant: where steps are charged. None: one of its own, ``optimizer.accountant``.
         generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret.
             None: operating-system entropy.

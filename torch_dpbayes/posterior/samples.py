@@ -58,10 +58,9 @@ class PosteriorSamples(Chain):
     ``noise_std``  means
     =============  ===============================  ==================  ==========================
 
-    Calls of :meth:`collect` are counted, and every ``thin``-th is kept: without ``burn_in`` those
-    of the second half of all calls so far, with it those after the first ``burn_in``. When
-    ``max_samples`` are kept and another one is due, every second of them is dropped and ``thin``
-    doubles, so the samples stay evenly spaced however long the chain runs, whatever the data.
+    Every ``thin``-th call of :meth:`collect` keeps a sample. The first ``burn_in`` calls are
+    discarded; without ``burn_in`` it is the first half of all calls so far. When ``max_samples``
+    are full, every second one is dropped and ``thin`` doubles: samples stay evenly spaced.
 
     Args:
         likelihood: "categorical", "bernoulli" or "normal". None: outputs of three columns or more
@@ -69,20 +68,18 @@ class PosteriorSamples(Chain):
         burn_in: number of ``collect`` calls discarded at the beginning; None: the first half.
         thin: keep every ``thin``-th call after that. The attribute shows the value in force.
         max_samples: the most samples kept in memory, at least 2.
-        noise_std: the standard deviation of a normal target, in its units, where the model's
-            output are means: ``math.sqrt(0.5)`` after ``MSELoss`` as −log p per record, s after
-            ``MSELoss() / (2 * s**2)``; or of a scale that the model learns, ``lambda net:
-            net.log_std.exp()``. A file keeps a number; a function has to be set again, as
-            ``samples.noise_std = ...``.
+        noise_std: the standard deviation of a normal target, if the model returns means:
+            ``math.sqrt(0.5)`` if the loss was ``MSELoss()``, s if it was ``MSELoss() / (2 *
+            s**2)``; a function for a learned one, ``lambda net: net.log_std.exp()``. A file keeps
+            a number; set a function again, ``samples.noise_std = ...``.
 
     Raises:
         ValueError: an argument is out of range.
 
-    **Privacy**: the iterates of a private sampler are paid for, all of them; copying, averaging,
-    saving or publishing them is post-processing, and nothing but :meth:`calibrate` is charged. A
-    buffer that training changes (the running statistics of BatchNorm) carries the records without
-    noise: :meth:`collect` refuses a model whose buffers changed. Predictions at private test inputs
-    reveal those inputs: they are covered by no guarantee of the training.
+    **Privacy**: training has charged all iterates; to copy, average, save or publish them is
+    post-processing. Only :meth:`calibrate` charges. :meth:`collect` refuses a model whose buffers
+    changed (BatchNorm's running statistics), because they would reveal records without noise.
+    Predictions at private test inputs reveal those inputs: the guarantee does not cover them.
     """
 
     def __init__(
@@ -209,16 +206,16 @@ class PosteriorSamples(Chain):
         r"""Fit one temperature to the private records, which predictions use from then on. Its cost
         is charged first.
 
-        A posterior average of classes is tempered, :math:`p_T(y\mid x) \propto p(y\mid x)^{1/T}`:
-        the most probable class stays. Of normal targets T is the factor of each sample's noise
-        variance. T is the posterior mean of five noisy sums of bounded scores
+        Class probabilities become :math:`p_T(y\mid x) \propto p(y\mid x)^{1/T}`, so the most
+        probable class stays. For normal targets T multiplies each sample's noise variance. T is the
+        posterior mean given five noisy sums of bounded scores
         (:mod:`~torch_dpbayes.posterior.calibration`), between 1/12 and 12, or for variances 1/148
         and 148. ``predict``, ``log_likelihood``, ``predictive_entropy`` and quantiles of normal
-        targets use it; the rest describes the samples as they are.
+        targets use it; other methods describe the samples as they are.
 
-        Records that the samples were trained on give a T that is too small where the network has
-        learnt them by heart; records that were kept aside do not. A warning says that the sums
-        leave T undetermined, log T's standard deviation above half of that beforehand.
+        T is too small if the network has memorised the records of ``loader``; records that were
+        kept aside avoid that. A warning says if noise leaves T undetermined: if the standard
+        deviation of log T stays above half of its prior one.
 
         Args:
             model, forward: as for :meth:`predict`. It is run for each record alone; frozen
