@@ -294,8 +294,8 @@ def test_chains_sample_the_density():
     for values, own in ((apart, found[:, 0] - found[:, 1]), (both, found.sum(1))):
         mean = float(weights @ values.double())
         std = math.sqrt(float(weights @ (values.double() - mean).square()))
-        # 1,800 states worth 300 at least: errors of means are under 6 %, of deviations under 5 %
-        assert float(own.mean()) == pytest.approx(mean, abs=0.23 * std)
+        # in 40 runs errors of means had a deviation of 2 %, those of deviations one of 5 %
+        assert float(own.mean()) == pytest.approx(mean, abs=0.12 * std)
         assert float(own.std()) == pytest.approx(std, rel=0.2)
 
 

@@ -1,5 +1,4 @@
-"""Hamiltonian chains in step: of parameters, of the weights of a large layer, and of matrices of
-second moments.
+"""Hamiltonian chains in step: of parameters, and of matrices of second moments.
 
 Sources: Neal (2011), "MCMC using Hamiltonian dynamics", section 5.5 on trajectories of another
 energy.
