@@ -324,9 +324,9 @@ class Budget:
 
         if self._method == "pld" and len(added(counts, need)) > EXACT_LEVELS:
             # a charge may be admitted where these are tighter than the bound that is reported
-            for one in known._compositions(counts, need):
-                if excess_of(one, 0) <= 0:  # one fits
-                    n = max(n, 1 + largest(partial(excess_of, one)))
+            for one in known._compositions(added(counts, need, n), need):
+                if excess_of(one, 0) <= 0:  # one more fits
+                    n += 1 + largest(partial(excess_of, one))
             if excess(n + 1) > 0:
                 return n
         return max(largest(excess, start=max(n + n // 4, 1)), n)
