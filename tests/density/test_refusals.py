@@ -160,6 +160,7 @@ STRUCTURE = {  # what shapes alone say
     "moving support": moving_support,
     "improper": with_latent(lambda y: dist.ImproperUniform(dist.constraints.real, (), ())),
     "angle": with_latent(lambda y: VON_MISES),
+    "point": with_latent(lambda y: dist.Delta(torch.tensor(0.0))),
     "two angles": with_latent(lambda y: dist.SineBivariateVonMises(0.0, 0.0, 1.0, 1.0, 0.5)),
     "masked latent": in_a_handler(lambda: poutine.mask(mask=False)),
     "latent masked in part": with_latent(
