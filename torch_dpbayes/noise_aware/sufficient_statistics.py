@@ -112,13 +112,16 @@ def sufficient_statistics(
         statistics = RecordStatistics(model.statistics, data)
         size = statistics.size
         family = _Family(model, latents, count, size)
+        whole = torch.eye(size, dtype=torch.float64)
+        # what fails with made-up statistics fails before the charge
+        made_up = Release(latents.median, whole, torch.zeros(size, dtype=whole.dtype), multiplier)
+        some = latents.draws[:1]
+        _OfFamily(family, latents, made_up)(some) + latents.log_density(some)
         accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
         noise = normal_numbers(size)
         exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
         released = exact + multiplier * noise
-        whole = torch.eye(size, dtype=torch.float64)
-        release = Release(latents.median, whole, released, multiplier)
-        likelihood = _OfFamily(family, latents, release)
+        likelihood = _OfFamily(family, latents, made_up._replace(value=released))
         found = draw_posterior(latents, likelihood, _DRAWS)
         values = latents.values(found.theta, found.weights)
     lines = [
