@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, MaskedDistribution, SineBivariateVonMises, SineSkewed, VonMises
+from pyro.distributions import (
+    Delta,
+    MaskedDistribution,
+    SineBivariateVonMises,
+    SineSkewed,
+    VonMises,
+)
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.func import grad_and_value
