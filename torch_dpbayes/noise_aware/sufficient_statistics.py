@@ -115,12 +115,10 @@ def sufficient_statistics(
         whole = torch.eye(size, dtype=torch.float64)
         # what fails with made-up statistics fails before the charge
         made_up = Release(latents.median, whole, torch.zeros(size, dtype=whole.dtype), multiplier)
-        some = latents.draws[:1]
-        _OfFamily(family, latents, made_up)(some) + latents.log_density(some)
+        _OfFamily(family, latents, made_up)(latents.draws) + latents.log_density(latents.draws)
         accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
-        noise = normal_numbers(size)
         exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
-        released = exact + multiplier * noise
+        released = exact + multiplier * normal_numbers(size)
         likelihood = _OfFamily(family, latents, made_up._replace(value=released))
         found = draw_posterior(latents, likelihood, _DRAWS)
         values = latents.values(found.theta, found.weights)
