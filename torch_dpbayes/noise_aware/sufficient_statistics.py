@@ -130,8 +130,7 @@ def sufficient_statistics(
         *statement_of_charge(accountant, lines),
         *note_draws(found, "use a prior with fewer modes or lighter tails.", level=4),
     ]
-    density = latents, likelihood
-    return NoiseAwarePosterior(found, values, statement, released, density=density)
+    return NoiseAwarePosterior(found, values, statement, released, density=(latents, likelihood))
 
 
 class _Family:
