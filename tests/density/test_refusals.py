@@ -234,6 +234,16 @@ def test_what_has_no_guarantee_is_refused(name):
     assert "\n" not in str(caught.value).partition("why:")[0].rstrip()
 
 
+def test_a_hidden_markov_model_is_refused_for_what_it_computes_with():
+    def model(y):
+        law = dist.DiscreteHMM(torch.zeros(2), torch.zeros(2, 2), dist.Normal(weights("m", 2), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", law, obs=y)
+
+    with pytest.raises(UnfitModel, match="recorded as tensor operations"):
+        RecordDensity(model, (torch.randn(9, 5),))
+
+
 def made_up_for(model, *args):
     """Records that were made up for these, on which the check has found nothing."""
     arguments = Arguments(args, {})
