@@ -160,6 +160,7 @@ STRUCTURE = {  # what shapes alone say
     "moving support": moving_support,
     "improper": with_latent(lambda y: dist.ImproperUniform(dist.constraints.real, (), ())),
     "angle": with_latent(lambda y: VON_MISES),
+    "point": with_latent(lambda y: dist.Delta(torch.tensor(0.0))),
     "two angles": with_latent(lambda y: dist.SineBivariateVonMises(0.0, 0.0, 1.0, 1.0, 0.5)),
     "masked latent": in_a_handler(lambda: poutine.mask(mask=False)),
     "latent masked in part": with_latent(
@@ -231,6 +232,16 @@ def test_what_has_no_guarantee_is_refused(name):
     with pytest.raises(UnfitModel) as caught:
         RecordDensity(REFUSED[name], (torch.randn(9),))
     assert "\n" not in str(caught.value).partition("why:")[0].rstrip()
+
+
+def test_a_hidden_markov_model_is_refused_for_what_it_computes_with():
+    def model(y):
+        law = dist.DiscreteHMM(torch.zeros(2), torch.zeros(2, 2), dist.Normal(weights("m", 2), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", law, obs=y)
+
+    with pytest.raises(UnfitModel, match="recorded as tensor operations"):
+        RecordDensity(model, (torch.randn(9, 5),))
 
 
 def made_up_for(model, *args):

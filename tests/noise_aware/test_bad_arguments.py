@@ -4,6 +4,7 @@ the records are.
 
 import math
 import warnings
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -138,6 +139,7 @@ def random_sign(y):
 
 
 X, Y = data()
+WITHOUT_A_NUMBER = replace(family(lambda y: y[None]), log_normalizer=torch.square)
 LABELS = torch.randint(3, (N,))
 NET, SOFTMAX = nn.Linear(2, 1).double(), nn.Linear(2, 3).double()
 
@@ -198,6 +200,7 @@ REFUSED = {
     "statistics of whole batches": refused(
         UnfitModel, sufficient_statistics, family(lambda y: Centred.apply(y[None])), Y
     ),
+    "a vector for A": refused(RuntimeError, sufficient_statistics, WITHOUT_A_NUMBER, Y),
     "random statistics": refused(UnfitModel, sufficient_statistics, family(random_sign), Y),
     "features of whole batches": of_layer(CannotBeMapped, nn.Sequential(WithARule(), NET), X, Y),
     "no module": of_layer(ArgumentTypeError, 3, X, Y),

@@ -320,13 +320,12 @@ class Budget:
             return self._bound(added(counts, need, n)) - self._epsilon
 
         def excess_of(composed: Composed, n: int) -> float:
-            return self._excess(composed, added({}, need, n))
+            return self._excess(composed, added({}, need, n - 1))
 
         if self._method == "pld" and len(added(counts, need)) > EXACT_LEVELS:
             # a charge may be admitted where these are tighter than the bound that is reported
-            for one in known._compositions(counts, need):
-                if excess_of(one, 0) <= 0:  # one fits
-                    n = max(n, 1 + largest(partial(excess_of, one)))
+            for one in known._compositions(added(counts, need, n), need):  # with one more
+                n += largest(partial(excess_of, one))
             if excess(n + 1) > 0:
                 return n
         return max(largest(excess, start=max(n + n // 4, 1)), n)

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, DPBayesError
 from ..processes import this_process
 from . import bounds, events, renyi
 from .bounds import MOST_STEPS
-from .budget import Budget, Filter
+from .budget import Budget, Counts, Filter
 from .dominating_pairs import (
     Concentrated,
     Failure,
@@ -36,7 +36,6 @@ from .privacy_loss import without_delta
 
 Guarantee = Literal["fixed", "filter", "none"]
 Flag = Literal["fixed", "adaptive"]
-Counts = Mapping[Pair, int]
 
 RESUMED = (
     "resumed from a saved state: nothing was released after it was saved, nor from another copy"

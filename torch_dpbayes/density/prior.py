@@ -289,6 +289,8 @@ def _require_proper(name: str, site: Any) -> None:
                 " Uniform(-math.pi, math.pi), and add its log_prob as a pyro.factor outside the"
                 " data plate."
             )
+        if type(distribution).__name__ == "Delta":
+            raise UnfitModel(f"latent {name!r} is a Delta, which no move leaves: write its value.")
         if isinstance(distribution, MaskedDistribution):
             masks.append(getattr(distribution, _MASK))
         distribution = getattr(distribution, "base_dist", None)

@@ -16,10 +16,10 @@ from torch.func import grad, vmap
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from ..per_sample.record_map import RecordsApart
+from ..per_sample.record_map import RecordsApart, in_plain_words
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces, pieces_of
-from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
+from .pyro_runs import UnfitModel, nearly_equal, without_value_checks
 from .recording import most_bytes, recorded
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
@@ -135,7 +135,7 @@ class Recorder:
                         return program
                 problems.append("it computes with numpy, or with .item()?")
             except Exception as error:
-                problems.append(first_line(error))
+                problems.append(in_plain_words(error))
         raise UnfitModel(
             "the record terms cannot be recorded as tensor operations on one row:"
             f" {'; '.join(dict.fromkeys(problems))}. Write torch.where instead of masks,"

@@ -112,13 +112,14 @@ def sufficient_statistics(
         statistics = RecordStatistics(model.statistics, data)
         size = statistics.size
         family = _Family(model, latents, count, size)
-        accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
-        noise = normal_numbers(size)
-        exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
-        released = exact + multiplier * noise
         whole = torch.eye(size, dtype=torch.float64)
-        release = Release(latents.median, whole, released, multiplier)
-        likelihood = _OfFamily(family, latents, release)
+        # what fails with made-up statistics fails before the charge
+        made_up = Release(latents.median, whole, torch.zeros(size, dtype=whole.dtype), multiplier)
+        _OfFamily(family, latents, made_up)(latents.draws) + latents.log_density(latents.draws)
+        accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
+        exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
+        released = exact + multiplier * normal_numbers(size)
+        likelihood = _OfFamily(family, latents, made_up._replace(value=released))
         found = draw_posterior(latents, likelihood, _DRAWS)
         values = latents.values(found.theta, found.weights)
     lines = [
@@ -129,8 +130,7 @@ def sufficient_statistics(
         *statement_of_charge(accountant, lines),
         *note_draws(found, "use a prior with fewer modes or lighter tails.", level=4),
     ]
-    density = latents, likelihood
-    return NoiseAwarePosterior(found, values, statement, released, density=density)
+    return NoiseAwarePosterior(found, values, statement, released, density=(latents, likelihood))
 
 
 class _Family:
