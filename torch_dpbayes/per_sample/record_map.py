@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import DPBayesError
 from .derived import LOOKS, holds_records
 from .followed import name_of
-from .function_kinds import is_in_place
+from .function_kinds import is_in_place, is_torchs
 from .plain_functions import FUNCTIONS
 
 _TORCHS_WORDS = {
@@ -346,13 +346,15 @@ _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tenso
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_ANY_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 # They may go by numbers that nobody compares with the size of a table, in the memory of all
 # records, as may those of private names and of backward passes.
 _UNCHECKED = frozenset(
-    "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm".split()
+    "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm roll grid_sampler"
+    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve".split()
 )
-_OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss)
+_OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve)
 
 
 class RecordsApart(TorchFunctionMode):
@@ -512,6 +514,11 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"{func.__name__} at an index, or with a value, that a record holds would write into"
             " other records: write torch.where(torch.arange(n) == index, value, x)"
         )
+    if not (is_torchs(func) or isinstance(func, _ANY_OPERATORS)):
+        raise CannotBeMapped(
+            f"{name_of(func)} is not a function of torch, though torch.overrides hands it on: what"
+            " it does to whole batches is not seen"
+        )
     if isinstance(func, _OPERATORS):
         name = str(func)
         source, bare, *_ = name.split(".")
@@ -526,7 +533,10 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
                 " torch.nn.functional for which it stands"
             )
     if func in _OF_ALL_RECORDS:
-        raise CannotBeMapped(f"{func.__name__} looks at all records at once: write t.any() instead")
+        raise CannotBeMapped(
+            f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss or"
+            " torch.linalg.solve instead"
+        )
     if func is torch.segment_reduce and kwargs.get("unsafe"):
         raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
     if func in LOOKS and is_of_records(args[0]):
