@@ -7,7 +7,7 @@ book-keeping has to see on the whole batch, leave the map (:meth:`RecordMap.call
 compute every row by itself.
 
 What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), torch
-functions switched off by a private name, TorchScript that calls an operator of the caller's.
+functions switched off by a private name, TorchScript, whose operators no mode sees.
 """
 
 from __future__ import annotations
