@@ -346,6 +346,8 @@ _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tenso
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_ITERATE = (tuple.__iter__, list.__iter__)
 _ANY_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 # They may go by numbers that nobody compares with the size of a table, in the memory of all
@@ -585,7 +587,7 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
     """Tensors among arguments, and in tuples and lists of them, that take no part in the map.
 
     Refuses what would run code of the caller's below the map, or out of its sight: tensors with
-    code of their own, and functions that a torch function calls.
+    code of their own, and functions or objects that a torch function calls, or asks for a number.
     """
     found: list[Tensor] = []
     for value in values:
@@ -593,7 +595,11 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
         if kind is Tensor or kind is nn.Parameter:
             if not _is_mapped(value):
                 found.append(value)
-        elif isinstance(value, (tuple, list)):
+        elif kind in _WITHOUT_CODE:
+            continue
+        elif kind is slice:
+            found += _outside(func, (value.start, value.stop, value.step))
+        elif isinstance(value, (tuple, list)) and kind.__iter__ in _ITERATE:
             found += _outside(func, value)
         elif isinstance(value, Tensor):
             _require_public((value,))
@@ -601,12 +607,21 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
                 f"it computes with a {kind.__name__}, a class of tensors with code of its own:"
                 " take plain tensors"
             )
-        elif callable(value) and not isinstance(value, type):
+        elif not (isinstance(value, (type, int, float, str)) or _is_without_code(value, kind)):
             raise CannotBeMapped(
-                f"it gives {getattr(func, '__name__', func)} a function to call, in which nothing"
-                " is seen of what it does: call it yourself"
+                f"it gives {getattr(func, '__name__', func)} a {kind.__name__} to call, in which"
+                " nothing is seen of what it does: call it yourself, and pass numbers"
             )
     return found
+
+
+def _is_without_code(value: Any, kind: type) -> bool:
+    """Whether torch runs nothing of the caller's where it is given such a value."""
+    return not callable(value) and kind.__module__.partition(".")[0] in (
+        "builtins",
+        "torch",
+        "numpy",
+    )
 
 
 def _is_mapped(t: Tensor) -> bool:
