@@ -347,6 +347,7 @@ _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fil
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
 _ITERATE = (tuple.__iter__, list.__iter__)
 _ANY_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
@@ -617,11 +618,7 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
 
 def _is_without_code(value: Any, kind: type) -> bool:
     """Whether torch runs nothing of the caller's where it is given such a value."""
-    return not callable(value) and kind.__module__.partition(".")[0] in (
-        "builtins",
-        "torch",
-        "numpy",
-    )
+    return not callable(value) and kind.__module__.partition(".")[0] in _WITHOUT_CALLERS
 
 
 def _is_mapped(t: Tensor) -> bool:
