@@ -256,7 +256,8 @@ def trees(leaves):
             )
         )
         rising = inner.map(lambda d: Subset(d, range(len(d))))
-        return concatenated | chosen | rising
+        beside = inner.map(lambda d: StackDataset(d, d))
+        return concatenated | chosen | rising | beside
 
     return st.recursive(st.sampled_from(leaves), grown, max_leaves=4)
 

@@ -148,7 +148,7 @@ def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes():
 def test_no_setting_is_computed_from_records():
     x, y = deliver(torch.randn(4, 2), torch.randn(4, 1))
     source = BookkeepingGradientSource(net := nn.Linear(2, 1))
-    nn.functional.mse_loss(net(x), y).backward()
+    (loss := nn.functional.mse_loss(net(x), y)).backward()
     source.remove()
     number = x.norm()
     optimizer = bare([p := nn.Parameter(torch.zeros(4))], DPSGLD)
@@ -158,7 +158,7 @@ def test_no_setting_is_computed_from_records():
             made(DPSGLD, **options)
     with refused("model-written"):
         bare([{"params": [nn.Parameter(torch.zeros(4))], "lr": number}])
-    for name, value in (("prior_std", {"weight": number}), ("lr", number)):
+    for name, value in (("prior_std", {"weight": number}), ("lr", number), ("lr", loss)):
         before = optimizer.param_groups[0][name]
         optimizer.param_groups[0][name] = value
         with refused("model-written"):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 N = 64
@@ -69,6 +70,12 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * flip(ctx.saved_tensors[0].abs().max())
+
+
+@wrap_torch_function(lambda out: (out,))
+def clone(out: Tensor) -> Tensor:
+    """By the name of one of torch's functions, which torch.overrides hands on."""
+    return out * flip(out.abs().max())
 
 
 # loss(out, t) of the regression: what it does to other records ------------------------------------
@@ -130,6 +137,7 @@ MIXING: dict[str, Program] = {
         lambda o, u: rows(o - o.mean(0), u).mean(), out, t, use_reentrant=False
     ),
     "a Function of its own": lambda out, t: rows(Scaled.apply(out), t).mean(),
+    "a function that torch hands on": lambda out, t: rows(clone(out), t).mean(),
     "targets changed in place": lambda out, t: rows(out, t.sub_(t.mean())).mean(),
     "a generator seeded by the batch": lambda out, t: (
         rows(out, t) * torch.randn((), generator=torch.Generator().manual_seed(int(t.max())))
@@ -436,7 +444,11 @@ def that_hooks(out, t):
     return loss
 
 
-GIVEN = (that_remembers, that_decides, that_collects, that_hooks)
+def that_rolls(out, t):
+    return ((out[..., 0] - t) ** 2).mean() * flip(t[0].roll(1))
+
+
+GIVEN = (that_rolls, that_remembers, that_decides, that_collects, that_hooks)
 
 # loss(out, t) that is invalid for record 0, or raises for it --------------------------------------
 
@@ -458,6 +470,12 @@ ERRORS = {
     "index out of range": lambda out, t: out.gather(1, ((t > 50).long() * 7)[:, None]).mean(),
     "margin": lambda out, t: F.multi_margin_loss(out, (t > 50).long() * 7),
     "table": lambda out, t: ((out - torch.eye(2, out.shape[1])[(t > 50).long() * 7]) ** 2).mean(),
+    "grid": lambda out, t: F.grid_sample(
+        out[:, None, None],
+        torch.where(t > 50, torch.nan, 0.5)[:, None, None, None] * torch.ones(1, 1, 2),
+        padding_mode="border",
+        align_corners=False,
+    ).mean(),
     "no factor": lambda out, t: (
         torch.linalg.cholesky((50 - t)[:, None, None] * torch.eye(3))[:, 0, 0] * out[:, 0]
     ).mean(),

@@ -226,6 +226,7 @@ def test_a_backward_pass_under_autocast_rounds_no_sum():
         (torch.float32, 1.5e19, 1.33e19, 1, 1e-6),  # C/norm is subnormal: it was rounded up, 1.12 C
         (torch.float32, 1e17, 1.2e16, 1, 1e-12),  # 1.68 C
         (torch.float32, 1e6, 1e12, 1, 1e-22),
+        (torch.float32, 1e38, 2.85e-19, 1, 1e-7),  # C/record is subnormal: 1.40 C
         (torch.float64, 1e153, 1e-162, 2, 1e-12),  # the squares of one underflow: it was 2000 C
         (torch.float64, 1e-162, 1e153, 2, 1e-12),
     ],

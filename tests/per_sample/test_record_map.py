@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import clipped_rows, delivered, entropy, gradients_of_records, private, sum_of
 from support.vmap_rule import Centred
 from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from zoo import Of, around, head
@@ -297,13 +298,27 @@ def catching(h):
         return -h
 
 
+@wrap_torch_function(lambda h: (h,))
+def handed_on(h):
+    return Centred.apply(h)
+
+
+class Asked:
+    """Torch asks it for a number, out of sight of the map."""
+
+    def __index__(self):
+        return 0
+
+
 TRAINED = torch.ones(1, 6, requires_grad=True)
 REFUSED = {
     "vmap rule": Centred.apply,
     "generated vmap rule": Generated.apply,
     "dispatch mode": by_dispatch_mode,
     "function that a torch function calls": by_callback,
+    "object that torch asks for a number": lambda h: h[:, Asked() :],
     "operator with a batching rule": lambda h: with_a_rule(h),
+    "function of the caller's that torch hands on": handed_on,
     "operator packet": lambda h: torch.ops.torch_dpbayes_tests.with_a_rule(h),
     "memory beside it": lambda h: h + h.detach().clone().resize_(1, 12)[:, 6:],
     "hook on a tensor": hooked,
@@ -315,6 +330,10 @@ REFUSED = {
         h + h.detach()[0, :1].clone().addbmm_(h.detach()[:, :, None], h.detach()[:, None])[0]
     ),
     "table by its operator": lambda h: h + torch.ops.aten.embedding(h.T, (h[0, :1] > 0).long()),
+    "table that is changed": lambda h: h + F.embedding(AT[:1], h.T, max_norm=0.1),
+    "pivots of a record": lambda h: (
+        h + torch.linalg.ldl_solve(torch.eye(6), (h[0] > 0).int() + 1, h.detach().T).T
+    ),
     "segments of any length": lambda h: (
         h + torch.segment_reduce(h, "sum", lengths=(h[:1, 0] > 0).long(), unsafe=True)
     ),
@@ -544,9 +563,8 @@ def test_an_operator_of_transformers_is_not_run_but_what_it_stands_for(monkeypat
     """An operator of the caller's by that name could mix records by a rule of its own."""
     import transformers.integrations.moe  # noqa: F401 - defines it
 
-    run = []
-    monkeypatch.setattr(F, "grouped_mm", lambda *given, **more: run.append(given) or given[0])
-    x = torch.randn(5, 4)
+    monkeypatch.setattr(F, "grouped_mm", torch.addcmul)
+    x, ones = torch.randn(5, 4), torch.ones(4)
     operator = torch.ops.transformers.grouped_mm_fallback
-    (found,) = RecordMap(5)(lambda rows: [operator(*rows, torch.ones(1, 4, 4), None)], [x])
-    assert len(run) == 1 and torch.equal(found, x)
+    (found,) = RecordMap(5)(lambda rows: [operator(*rows, ones, ones)], [x])
+    assert torch.equal(found, x + 1)

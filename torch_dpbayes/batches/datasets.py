@@ -113,7 +113,7 @@ def require_no_repeats(dataset: Any) -> None:
     """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set. Copies made in
     another way, such as repeated rows of a tensor, are not recognised.
     """
-    found = defaultdict[int, list[_Positions]](list)
+    found = defaultdict[Any, list[_Positions]](list)
     for leaf, positions in _leaves(dataset, None):
         found[leaf].append(positions)
     for parts in found.values():
@@ -169,7 +169,7 @@ def _version(value: Any) -> int:
     return value._version if is_counted else 0
 
 
-def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[int, _Positions]]:
+def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Positions]]:
     """Identities of the data sets that hold these records (None: all), and their places there."""
     if isinstance(dataset, ConcatDataset):
         start = 0
@@ -181,6 +181,9 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[int, _Pos
                 inside = places[(start <= places) & (places < end)] - start
             yield from _leaves(part, inside)
             start = end
+    elif isinstance(dataset, StackDataset):  # a record is of the same place in each part
+        for k, part in enumerate(_parts(dataset)):
+            yield from (((k, leaf), places) for leaf, places in _leaves(part, chosen))
     elif isinstance(dataset, Subset):
         below: Any = dataset.indices
         whole: Any = dataset.dataset

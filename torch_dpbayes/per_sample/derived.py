@@ -62,6 +62,8 @@ _READ = (
 class Derived(Tensor):
     """An ordinary tensor that was computed from records. What is computed from it is one, too."""
 
+    is_of_batch = True
+
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,8 +162,10 @@ def guard(t: Tensor) -> None:
 
 
 def holds_records(t: Tensor) -> bool:
-    """Whether an ordinary tensor was computed from records, or shares memory with one that was."""
-    return isinstance(t, Derived) or hasattr(_storage_of(t), _MARK)
+    """Whether a tensor is followed, was computed from records, or shares memory with one that
+    was.
+    """
+    return hasattr(type(t), "is_of_batch") or hasattr(_storage_of(t), _MARK)
 
 
 def _derived(found: Any) -> Any:

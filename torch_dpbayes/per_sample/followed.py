@@ -118,6 +118,7 @@ class Followed(Tensor):
     _how: str | None
     _value: Callable[[], Tensor]
     _freed: Tensor | None = None
+    is_of_batch = True
 
     @staticmethod
     def __new__(
@@ -234,7 +235,6 @@ def is_constant(value: Any, batch: Batch) -> bool:
     """Whether a tensor has the number of rows that the batch shows, all equal."""
     return (
         isinstance(value, Tensor)
-        and not isinstance(value, Followed)
         and not holds_records(value)
         and value.dim() > 0
         and len(value) > 0

@@ -10,8 +10,10 @@ written; privacy does not rest on the comparison. Equal arguments are looked at 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import lru_cache
-from types import FunctionType
+from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, MethodWrapperType
 from typing import Any
 
 import torch
@@ -65,14 +67,19 @@ _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order
 
 @lru_cache(2048)
 def is_torchs(function: Any) -> bool:
-    """Whether a function that torch hands to followed tensors is torch's own: of C++, or defined in
-    one of its modules.
+    """Whether a function that torch hands to followed tensors, or to a mode, is torch's own, and
+    none of the caller's that ``torch.overrides`` hands on: it is of C++, or stands in ``Tensor`` or
+    under its name in torch's module.
     """
-    if isinstance(function, FunctionType):
-        home = str(function.__globals__.get("__name__"))
-        module = sys.modules.get(home)
-        return home.partition(".")[0] == "torch" and function.__globals__ is vars(module)
-    return type(function).__module__ == "builtins"
+    kind, home = type(function), str(getattr(function, "__module__", ""))
+    own = function.__self__ if kind is MethodWrapperType else function
+    if any(own is value for base in Tensor.__mro__ for value in vars(base).values()):
+        return True
+    if home.partition(".")[0] != "torch" or kind is not FunctionType:
+        return home.partition(".")[0] == "torch" and kind is BuiltinFunctionType
+    with suppress(AttributeError):
+        return attrgetter(function.__qualname__)(sys.modules[home]) is function
+    return False
 
 
 def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:

@@ -237,6 +237,9 @@ def require_first_backward(is_again: bool) -> None:
 # Above κ = 2¹⁰ a record counts as longer than it is, as its terms over κ: the error of its norm,
 # and of its part of a sum in float32, stays below 6e-5 of the clip norm.
 _MOST_CANCELLED = 2.0**10
+# A gradient of an output is multiplied by its factor first. Beside an input near the end of float32
+# that is a subnormal number, rounded by up to 2⁻²²/C of the record: small clip norms take float64.
+_WIDE_BELOW = 2.0**-7
 
 
 def add_clipped(
@@ -249,6 +252,11 @@ def add_clipped(
     """Add Σ_i clip(g_i) of some records to ``out``, a flat tensor for each parameter; returns how
     many records they are.
     """
+    if max_grad_norm < _WIDE_BELOW and next(iter(out.values())).dtype != torch.float64:
+        wide = {p: torch.zeros_like(o, dtype=torch.float64) for p, o in out.items()}
+        count = add_clipped(parts, max_grad_norm, wide, scale, second_moment)
+        torch._foreach_add_(list(out.values()), list(wide.values()))
+        return count
     is_full = second_moment is not None and second_moment.dim() > 1
     if scale is not None or is_full:
         found = {p: g for part in parts for p, g in part.per_record().items()}

@@ -107,9 +107,10 @@ def embedding(
     so that one beyond the table would be found in that of the next record: NaN, which counts as
     zero. It also gives the row of the padding a gradient.
     """
-    is_mapped = is_batchedtensor(weight) or is_gradtrackingtensor(weight)
-    if max_norm is not None or not is_mapped:
+    if not (is_batchedtensor(weight) or is_gradtrackingtensor(weight)):
         return None
+    if max_norm is not None:
+        raise RuntimeError("max_norm changes its table in place, in every pass: leave it out")
     is_wrong = (tokens < 0) | (tokens >= len(weight))
     inside = tokens.masked_fill(is_wrong, 0)
     with torch._C.DisableTorchFunction():
@@ -275,6 +276,25 @@ def gaussian_nll(
         return {"mean": loss.mean, "sum": loss.sum, "none": lambda: loss}[reduction]()
 
 
+def _grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Sampling at places of a grid, which looks for those that are not finite in the memory of
+    other records, or nowhere: NaN.
+    """
+
+    def run(input: Tensor, grid: Tensor, *rest: Any, **options: Any) -> Tensor:
+        wrong = ~grid.isfinite()
+        with torch._C.DisableTorchFunction():
+            found = function(input, grid.masked_fill(wrong, 0.0), *rest, **options)
+        return found.masked_fill(wrong.any(-1).unsqueeze(1), math.nan)
+
+    return run
+
+
+def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
+    """Of one number, which vmap would exchange with that of another record."""
+    return input if input.dim() == 0 else None
+
+
 def _is_all_true(t: Tensor) -> Tensor:
     """What ``torch.distributions`` asks of all records at once, to raise an error: an invalid one
     is not finite, and counts as zero.
@@ -290,6 +310,12 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _ctc(F.ctc_loss),
     torch.ctc_loss: _ctc(torch.ctc_loss),
     F.one_hot: one_hot,
+    F.grid_sample: _grid(F.grid_sample),
+    torch.grid_sampler: _grid(torch.grid_sampler),
+    torch.grid_sampler_2d: _grid(torch.grid_sampler_2d),
+    torch.grid_sampler_3d: _grid(torch.grid_sampler_3d),
+    torch.roll: roll,
+    Tensor.roll: roll,
     F.nll_loss: partial(cross_entropy, label_smoothing=None),
     F.cross_entropy: cross_entropy,
     F.binary_cross_entropy: binary_cross_entropy,

@@ -7,7 +7,7 @@ book-keeping has to see on the whole batch, leave the map (:meth:`RecordMap.call
 compute every row by itself.
 
 What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), torch
-functions switched off by a private name, TorchScript that calls an operator of the caller's.
+functions switched off by a private name, TorchScript, whose operators no mode sees.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..errors import DPBayesError
 from .derived import LOOKS, holds_records
 from .followed import name_of
-from .function_kinds import is_in_place
+from .function_kinds import is_in_place, is_torchs
 from .plain_functions import FUNCTIONS
 
 _TORCHS_WORDS = {
@@ -346,13 +346,18 @@ _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tenso
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
+_ITERATE = (tuple.__iter__, list.__iter__)
+_ANY_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 # They may go by numbers that nobody compares with the size of a table, in the memory of all
 # records, as may those of private names and of backward passes.
 _UNCHECKED = frozenset(
-    "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm".split()
+    "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm roll grid_sampler"
+    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve".split()
 )
-_OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss)
+_OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve)
 
 
 class RecordsApart(TorchFunctionMode):
@@ -512,6 +517,11 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"{func.__name__} at an index, or with a value, that a record holds would write into"
             " other records: write torch.where(torch.arange(n) == index, value, x)"
         )
+    if not (is_torchs(func) or isinstance(func, _ANY_OPERATORS)):
+        raise CannotBeMapped(
+            f"{name_of(func)} is not a function of torch, though torch.overrides hands it on: what"
+            " it does to whole batches is not seen"
+        )
     if isinstance(func, _OPERATORS):
         name = str(func)
         source, bare, *_ = name.split(".")
@@ -526,7 +536,10 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
                 " torch.nn.functional for which it stands"
             )
     if func in _OF_ALL_RECORDS:
-        raise CannotBeMapped(f"{func.__name__} looks at all records at once: write t.any() instead")
+        raise CannotBeMapped(
+            f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss or"
+            " torch.linalg.solve instead"
+        )
     if func is torch.segment_reduce and kwargs.get("unsafe"):
         raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
     if func in LOOKS and is_of_records(args[0]):
@@ -575,7 +588,7 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
     """Tensors among arguments, and in tuples and lists of them, that take no part in the map.
 
     Refuses what would run code of the caller's below the map, or out of its sight: tensors with
-    code of their own, and functions that a torch function calls.
+    code of their own, and functions or objects that a torch function calls, or asks for a number.
     """
     found: list[Tensor] = []
     for value in values:
@@ -583,7 +596,11 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
         if kind is Tensor or kind is nn.Parameter:
             if not _is_mapped(value):
                 found.append(value)
-        elif isinstance(value, (tuple, list)):
+        elif kind in _WITHOUT_CODE:
+            continue
+        elif kind is slice:
+            found += _outside(func, (value.start, value.stop, value.step))
+        elif isinstance(value, (tuple, list)) and kind.__iter__ in _ITERATE:
             found += _outside(func, value)
         elif isinstance(value, Tensor):
             _require_public((value,))
@@ -591,12 +608,17 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
                 f"it computes with a {kind.__name__}, a class of tensors with code of its own:"
                 " take plain tensors"
             )
-        elif callable(value) and not isinstance(value, type):
+        elif not (isinstance(value, (type, int, float, str)) or _is_without_code(value, kind)):
             raise CannotBeMapped(
-                f"it gives {getattr(func, '__name__', func)} a function to call, in which nothing"
-                " is seen of what it does: call it yourself"
+                f"it gives {getattr(func, '__name__', func)} a {kind.__name__} to call, in which"
+                " nothing is seen of what it does: call it yourself, and pass numbers"
             )
     return found
+
+
+def _is_without_code(value: Any, kind: type) -> bool:
+    """Whether torch runs nothing of the caller's where it is given such a value."""
+    return not callable(value) and kind.__module__.partition(".")[0] in _WITHOUT_CALLERS
 
 
 def _is_mapped(t: Tensor) -> bool:
