@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentTypeError
+from .followed import flatten, unflatten
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 # Types that hold neither tensors nor other values.
@@ -62,7 +63,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if (kind := type(value)) is tuple or kind is list:  # the usual ones, quickly
-        return kind([map_tensors(child, function) for child in value])
+        return kind(
+            [function(v) if isinstance(v, Tensor) else map_tensors(v, function) for v in value]
+        )
     if kind is dict:
         return {key: map_tensors(child, function) for key, child in value.items()}
     children = _children(value)
@@ -94,6 +97,7 @@ class Nested:
 
     Attributes:
         tensors: those found, in order.
+        is_plain: it is a call's arguments and named arguments, and no container is among them.
         strangers: what is neither a tensor nor a plain value, and may hold tensors unseen. They are
             put back, or None in their place.
     """
@@ -102,7 +106,13 @@ class Nested:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._keeps_strangers = keeps_strangers
-        self._shell = self._taken(value)
+        is_call = type(value) is tuple and len(value) == 2 and type(value[1]) is dict
+        self._leaves, self._spec = flatten(value) if is_call else ([], None)
+        self.is_plain = type(self._spec) is tuple
+        if self.is_plain:
+            self.tensors += [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        else:
+            self._shell = self._taken(value)
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -123,6 +133,11 @@ class Nested:
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value with ``tensors`` in place of its own."""
         remaining = iter(tensors)
+        if self.is_plain:
+            leaves = [next(remaining) if isinstance(v, Tensor) else v for v in self._leaves]
+            return unflatten(leaves, self._spec)
+        if self._shell is _PLACE:
+            return tensors[0]
         return map_tensors(self._shell, lambda _: next(remaining))
 
 

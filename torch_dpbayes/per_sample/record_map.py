@@ -39,7 +39,7 @@ from ..errors import DPBayesError
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place
-from .plain_functions import FUNCTIONS
+from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
@@ -352,6 +352,7 @@ _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 _UNCHECKED = frozenset(
     "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm".split()
 )
+_ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss)
 
 
@@ -438,6 +439,9 @@ class _OfOneRecord(TorchFunctionMode):
         """The result where it is not what vmap would give; NotImplemented where it is."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        if func in _ROW_BY_ROW and self._map.leaves:
+            if (found := self._loss(func, args, kwargs)) is not None:
+                return found
         if func in FUNCTIONS:
             try:
                 with self:
@@ -466,6 +470,28 @@ class _OfOneRecord(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         return NotImplemented
+
+    def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """A loss of one record, found with those of all others; None where that would not do."""
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
+        if len(args) != 2 or how not in ("mean", "sum") or not all(map(is_batchedtensor, args)):
+            return None
+        if not options.keys().isdisjoint(("size_average", "reduce", "weight", "pos_weight")):
+            return None
+        if not is_row_by_row(func, args[0].shape, args[1].shape, options):
+            return None
+
+        def run(outputs: Tensor, labels: Tensor) -> Tensor:
+            found = losses_at_once(func, outputs, labels, options).reshape(len(outputs), -1)
+            if how == "mean" and of_labels:
+                counted = labels != options["ignore_index"]
+                return found.sum(1) / counted.flatten(1).sum(1)
+            return found.mean(1) if how == "mean" else found.sum(1)
+
+        with suppress(InnerTransform):
+            return self._map.call_batched(run, args)
+        return None
 
     def _attention(
         self,
