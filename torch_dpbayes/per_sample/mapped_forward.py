@@ -156,7 +156,7 @@ class MappedForward(ReplacedForward):
                     " which computes it for each record alone",
                     code="loss-twice-given",
                 )
-            return self._mapped(given, None if targets is None else len(targets))
+            return self._mapped(given, args, kwargs, targets)
         except BaseException as error:
             if source.passes == 1:  # no other waits for its backward pass
                 source.discard(())
@@ -201,14 +201,12 @@ class MappedForward(ReplacedForward):
             for owner, parameters in before.items():
                 owner.__dict__["_parameters"] = parameters
 
-    def _mapped(self, given: Nested, targets: int | None) -> Any:
-        """The program of each record; so many of the arguments are targets of the loss."""
+    def _mapped(self, given: Nested, args: Any, kwargs: Any, targets: Any) -> Any:
         around = self._around()
         kind = type(given.strangers[0]).__name__ if given.strangers else None
-        if not given.is_plain:
-            args, kwargs = given.rebuilt(given.tensors)
-            if any(map(holds_plain_sequence, (*args, *kwargs.values()))):
-                kind = "several numbers or texts"
+        several = () if given.is_plain else (*args, *kwargs.values(), *(targets or ()))
+        if any(map(holds_plain_sequence, several)):
+            kind = "several numbers or texts"
         if kind is not None:
             raise CannotBeMapped(
                 f"an argument holds {kind}, which every record would see: pass a tensor with a row"
@@ -228,13 +226,12 @@ class MappedForward(ReplacedForward):
             else:
                 tensors = slices
             one_args, one_kwargs = given.rebuilt(tensors)
-            inputs = len(one_args) - (targets or 0)
             with around():
                 own = dict(zip(direct, parameters, strict=True))
-                output = self._run_with(own, one_args[:inputs], one_kwargs)
+                output = self._run_with(own, one_args[: len(args)], one_kwargs)
                 if targets is not None:
                     assert self.loss is not None
-                    output = _scalar(self.loss(output, *one_args[inputs:]))
+                    output = _scalar(self.loss(output, *one_args[len(args) :]))
             result = Nested(output, keeps_strangers=False)
             _require_rows(output, result.tensors, may_be_several=batch is not None)
             found, result.tensors, result.strangers = result.tensors, [], []
