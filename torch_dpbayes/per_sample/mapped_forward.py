@@ -219,7 +219,7 @@ class MappedForward(ReplacedForward):
         def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(slices)
-            tensors = given.tensors
+            tensors: Sequence[Tensor] = given.tensors
             if len(slices) < len(tensors):  # of a followed tensor dim() is slow
                 are_rows = [isinstance(t, Followed) or t.dim() > 0 for t in tensors]
                 tensors = [next(mapped) if r else t for t, r in zip(tensors, are_rows, strict=True)]
@@ -302,8 +302,8 @@ class MappedForward(ReplacedForward):
         if not self.source.follows:
             return None, *self._vouched_rows(tensors)
         followed, batch = [t for t in tensors if isinstance(t, Followed)], None
-        for t in followed:
-            batch = batch or (t._batch if t._batch.is_open else None)
+        for f in followed:
+            batch = batch or (f._batch if f._batch.is_open else None)
         if batch is None:
             raise LossError(
                 "the model is given a batch whose backward() is over, or after which another one"

@@ -106,13 +106,13 @@ class Nested:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._keeps_strangers = keeps_strangers
-        is_call = type(value) is tuple and len(value) == 2 and type(value[1]) is dict
-        self._leaves, self._spec = flatten(value) if is_call else ([], None)
-        self.is_plain = type(self._spec) is tuple
-        if self.is_plain:
-            self.tensors += [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        else:
-            self._shell = self._taken(value)
+        self._spec: Any = None  # of a call's arguments, none of which holds others
+        if type(value) is tuple and len(value) == 2 and type(value[1]) is dict:
+            leaves, spec = flatten(value)
+            if type(spec) is tuple:
+                value, self._spec = leaves, spec
+        self.is_plain = self._spec is not None
+        self._shell = self._taken(value)
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -132,13 +132,11 @@ class Nested:
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value with ``tensors`` in place of its own."""
-        remaining = iter(tensors)
-        if self.is_plain:
-            leaves = [next(remaining) if isinstance(v, Tensor) else v for v in self._leaves]
-            return unflatten(leaves, self._spec)
         if self._shell is _PLACE:
             return tensors[0]
-        return map_tensors(self._shell, lambda _: next(remaining))
+        remaining = iter(tensors)
+        value = map_tensors(self._shell, lambda _: next(remaining))
+        return unflatten(value, self._spec) if self.is_plain else value
 
 
 def _holds_items_only(value: Any) -> bool:

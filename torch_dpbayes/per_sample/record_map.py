@@ -235,15 +235,18 @@ class RecordMap:
         Raises:
             InnerTransform: the call comes from another transform inside the map.
         """
-        level = self._level
-        if (
-            level is None
-            or functorch.maybe_current_level() != level
-            or any(is_gradtrackingtensor(t) for t in tensors)
-            or any(is_batchedtensor(get_unwrapped(t)) for t in tensors if is_batchedtensor(t))
-        ):
-            raise InnerTransform("whole batches are needed inside a torch.func transform")
-        outside = [self._with_rows(t) for t in tensors]
+        level, outside = self._level, list[Tensor]()
+        for t in tensors:
+            is_inner = level is None or functorch.maybe_current_level() != level
+            inside = get_unwrapped(t) if is_batchedtensor(t) else t
+            if is_inner or is_gradtrackingtensor(t) or is_batchedtensor(inside):
+                raise InnerTransform("whole batches are needed inside a torch.func transform")
+            if inside is t:
+                _require_public((t,))
+                outside.append(t.expand(self.records, *t.shape))
+            else:
+                dim = functorch.maybe_get_bdim(t)
+                outside.append(inside if dim == 0 else inside.movedim(dim, 0))
         stack = functorch.pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
@@ -256,13 +259,6 @@ class RecordMap:
         result = functorch._add_batch_dim(result, 0, level)
         self.track(result)
         return result
-
-    def _with_rows(self, t: Tensor) -> Tensor:
-        if not is_batchedtensor(t):
-            _require_public((t,))
-            return t.expand(self.records, *t.shape)
-        dim = functorch.maybe_get_bdim(t)
-        return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
 
     def track(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
@@ -607,7 +603,7 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
-            if not _is_mapped(value):
+            if not (is_batchedtensor(value) or is_gradtrackingtensor(value)):
                 found.append(value)
         elif isinstance(value, (tuple, list)):
             found += _outside(func, value)
@@ -623,7 +619,3 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
                 " is seen of what it does: call it yourself"
             )
     return found
-
-
-def _is_mapped(t: Tensor) -> bool:
-    return is_batchedtensor(t) or is_gradtrackingtensor(t)
