@@ -263,9 +263,12 @@ class MappedForward(ReplacedForward):
         keep to one record.
         """
         is_compiled, changing = False, list[tuple[nn.Module, str]]()
-        modules = [self.module]
+        modules, seen = [self.module], set[Any]((None,))
         for module in modules:  # modules() calls itself for each
-            modules += [m for m in module._modules.values() if m is not None]
+            if module in seen:
+                continue
+            seen.add(module)
+            modules += module._modules.values()  # type: ignore[arg-type]
             kind: Any = type(module)
             if not (_is_special(kind) or any(map(vars(module).get, _ADDED))):
                 continue

@@ -236,8 +236,8 @@ class RecordMap:
             InnerTransform: the call comes from another transform inside the map.
         """
         level, outside = self._level, list[Tensor]()
+        is_inner = level is None or functorch.maybe_current_level() != level
         for t in tensors:
-            is_inner = level is None or functorch.maybe_current_level() != level
             inside = get_unwrapped(t) if is_batchedtensor(t) else t
             if is_inner or is_gradtrackingtensor(t) or is_batchedtensor(inside):
                 raise InnerTransform("whole batches are needed inside a torch.func transform")
@@ -247,6 +247,7 @@ class RecordMap:
             else:
                 dim = functorch.maybe_get_bdim(t)
                 outside.append(inside if dim == 0 else inside.movedim(dim, 0))
+        assert level is not None
         stack = functorch.pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
@@ -473,7 +474,8 @@ class _OfOneRecord(TorchFunctionMode):
         how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
         if len(args) != 2 or how not in ("mean", "sum") or not all(map(is_batchedtensor, args)):
             return None
-        if not options.keys().isdisjoint(("size_average", "reduce", "weight", "pos_weight")):
+        is_mapped = any(isinstance(value, Tensor) for value in options.values())  # or outside it
+        if is_mapped or not options.keys().isdisjoint(("size_average", "reduce")):
             return None
         if not is_row_by_row(func, args[0].shape, args[1].shape, options):
             return None
