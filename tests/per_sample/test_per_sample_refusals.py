@@ -1,6 +1,7 @@
 """What cannot run says so, with a code, whatever it would do to other records."""
 
 import copy
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,6 +56,15 @@ def ragged(out, x, y):
     return torch.sparse_coo_tensor(y[None], out[:, 0], (3,)).sum()
 
 
+def weighted(out, y):
+    return F.binary_cross_entropy_with_logits(out, y, weight=torch.arange(24.0).view(8, 3))
+
+
+def unlike(out, y):
+    with warnings.catch_warnings(action="ignore"):  # torch's, which few see
+        return F.mse_loss(out, y)
+
+
 # loss(out, x, y)
 LOSSES = {
     "a vector": ("loss-vector", lambda out, x, y: entropy(out, y, reduction="none")),
@@ -68,6 +78,8 @@ LOSSES = {
         "loss-divisor",
         lambda out, x, y: F.l1_loss(out, x[:, :3], weight=torch.ones(8, 3)),
     ),
+    "a weight for each place": ("loss-rows", lambda out, x, y: weighted(out, x[:, :3])),
+    "two shapes": ("loss-mixes", lambda out, x, y: unlike(out[:, :1], x[:, 0])),
     "class weights": ("loss-divisor", lambda out, x, y: entropy(out, y, weight=torch.ones(3))),
     "lengths of CTC": ("loss-divisor", lambda out, x, y: F.ctc_loss(*ctc(out, y))),
     "noise": ("loss-rows", lambda out, x, y: entropy(out + torch.randn(len(x), 3), y)),

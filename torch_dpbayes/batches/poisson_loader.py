@@ -163,6 +163,8 @@ class PoissonLoader(DPDataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         sampler, this, process = self.sampler_of_draws, 0, this_process()
+        if self.num_workers > 0:  # torch closes pipes twice of workers whose sampler raises
+            sampler.look_at_data()
         for batch in super().__iter__() if self._batched is None else self._batched:
             if self.num_workers > 0 and this_process() != process:
                 raise StateError(

@@ -131,7 +131,7 @@ class PoissonSampler(UniformWithReplacementSampler):
                 " DataLoader for the copy.",
                 code="copied",
             )
-        self._look_at_data()
+        self.look_at_data()
         settings = self.num_samples, self.sample_rate, None, self.num_workers
         return partial(type(self), **self._options()), settings
 
@@ -182,9 +182,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         """Positions of this data set are drawn."""
         if self._dataset is None:  # in a shallow copy of the loader it is known
             self._dataset = dataset
-            self._look_at_data()
+            self.look_at_data()
 
-    def _look_at_data(self) -> None:
+    def look_at_data(self) -> None:
         """Raise if there are more or fewer records than are charged for, if some are there several
         times, or if they moved while they must not.
         """
@@ -216,7 +216,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._enter_process()
-        self._look_at_data()
+        self.look_at_data()
         self._begin()
         self.passes += 1
         this = self.passes

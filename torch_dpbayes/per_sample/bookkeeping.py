@@ -278,13 +278,15 @@ class _Layer(ReplacedForward):
         record_map = self.source.record_map
         if record_map is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        parameters = self.module._parameters
-        if [p for name, p in self.known if parameters.get(name) is not p]:
-            if not self.source.mapped.is_checking:
-                raise StepError(COPIED, code="model-copied")
-            # by functional_call, most likely
-            raise UsedElsewhere(COPIED, (p for _, p in self.known))
-        if not [p for _, p in self.known if p.requires_grad]:
+        for name, p in self.known:
+            if self.module._parameters.get(name) is not p:
+                if not self.source.mapped.is_checking:
+                    raise StepError(COPIED, code="model-copied")
+                # by functional_call, most likely
+                raise UsedElsewhere(COPIED, (p for _, p in self.known))
+        with torch._C.DisableTorchFunction():  # through a map, a look takes long
+            is_trained = any([p.requires_grad for _, p in self.known])
+        if not is_trained:
             return self.original(*args, **kwargs)
         inputs = (*args, *kwargs.values())
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):

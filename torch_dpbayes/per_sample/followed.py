@@ -184,6 +184,9 @@ class Followed(Tensor):
                 raise value._batch.refuse(message)
         raise LossError(f"{message}. After backward() give it x.detach().", code="loss-mixes")
 
+    def backward(self, *args: Any, **kwargs: Any) -> Any:  # without torch's way to the same
+        return self.__torch_function__(Tensor.backward, (Followed,), (self, *args), kwargs)
+
     # loss += 1 is loss = loss + 1
     __iadd__ = Tensor.__add__
     __isub__ = Tensor.__sub__

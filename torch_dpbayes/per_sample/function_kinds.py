@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .derived import LOOKS
 from .followed import PRIME, Followed, flatten, unflatten
+from .plain_functions import BY_ELEMENT, OF_CLASSES
 
 
 def names(*texts: str) -> frozenset[str]:
@@ -54,7 +55,8 @@ LOSSES = frozenset(
     for name in dir(F)
     if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
 ) | {"kl_div"}
-OF_CLASSES = names("cross_entropy nll_loss")
+# Some of those that draw no random numbers.
+DRAW_NOTHING = LINEAR | SIZES | TO_ELSEWHERE | {f.__name__ for f in BY_ELEMENT | OF_CLASSES}
 
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 

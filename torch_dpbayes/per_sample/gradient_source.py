@@ -159,8 +159,9 @@ class GradientSource(ABC):
 
     def begin_pass(self, given: Iterable[Tensor]) -> None:
         """The model runs forward, with these tensors, and its gradients are recorded."""
-        if any(not isinstance(t, Followed) and t.requires_grad for t in given):
-            raise LossError(TRAINED, code="loss-outside")
+        for t in given:
+            if not isinstance(t, Followed) and t.requires_grad:
+                raise LossError(TRAINED, code="loss-outside")
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise StepError(AVERAGED, code="step-ddp")
         self.passes += 1

@@ -147,7 +147,7 @@ class MappedForward(ReplacedForward):
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending(args, kwargs)
-        given = Nested((args, kwargs, targets))
+        given = Nested(((*args, *(targets or ())), kwargs))
         source.begin_pass(given.tensors)
         try:
             if self.loss is not None and targets is None and not self.is_checking:
@@ -204,7 +204,8 @@ class MappedForward(ReplacedForward):
     def _mapped(self, given: Nested, args: Any, kwargs: Any, targets: Any) -> Any:
         around = self._around()
         kind = type(given.strangers[0]).__name__ if given.strangers else None
-        if any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
+        several = () if given.is_plain else (*args, *kwargs.values(), *(targets or ()))
+        if any(map(holds_plain_sequence, several)):
             kind = "several numbers or texts"
         if kind is not None:
             raise CannotBeMapped(
@@ -212,23 +213,25 @@ class MappedForward(ReplacedForward):
                 " for each"
             )
         batch, rows, n = self._rows(given.tensors)
-        # of a followed tensor dim() is slow
-        are_scalars = [not isinstance(t, Followed) and t.dim() == 0 for t in given.tensors]
         direct = self._trainable() if self._direct else []
         result: Nested | None = None
 
         def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(slices)
-            tensors = zip(given.tensors, are_scalars, strict=True)
-            one = given.rebuilt([t if is_scalar else next(mapped) for t, is_scalar in tensors])
-            one_args, one_kwargs, one_targets = one
+            tensors: Sequence[Tensor] = given.tensors
+            if len(slices) < len(tensors):  # of a followed tensor dim() is slow
+                are_rows = [isinstance(t, Followed) or t.dim() > 0 for t in tensors]
+                tensors = [next(mapped) if r else t for t, r in zip(tensors, are_rows, strict=True)]
+            else:
+                tensors = slices
+            one_args, one_kwargs = given.rebuilt(tensors)
             with around():
                 own = dict(zip(direct, parameters, strict=True))
-                output = self._run_with(own, one_args, one_kwargs)
-                if one_targets is not None:
+                output = self._run_with(own, one_args[: len(args)], one_kwargs)
+                if targets is not None:
                     assert self.loss is not None
-                    output = _scalar(self.loss(output, *one_targets))
+                    output = _scalar(self.loss(output, *one_args[len(args) :]))
             result = Nested(output, keeps_strangers=False)
             _require_rows(output, result.tensors, may_be_several=batch is not None)
             found, result.tensors, result.strangers = result.tensors, [], []
@@ -260,7 +263,12 @@ class MappedForward(ReplacedForward):
         keep to one record.
         """
         is_compiled, changing = False, list[tuple[nn.Module, str]]()
-        for module in self.module.modules():
+        modules, seen = [self.module], set[Any]((None,))
+        for module in modules:  # modules() calls itself for each
+            if module in seen:
+                continue
+            seen.add(module)
+            modules += module._modules.values()  # type: ignore[arg-type]
             kind: Any = type(module)
             if not (_is_special(kind) or any(map(vars(module).get, _ADDED))):
                 continue
@@ -294,10 +302,11 @@ class MappedForward(ReplacedForward):
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
         """The batch, the rows of all tensors with dimensions, and how many records there are."""
-        followed = [t for t in tensors if isinstance(t, Followed)]
-        batch = next((t._batch for t in followed if t._batch.is_open), None)
         if not self.source.follows:
             return None, *self._vouched_rows(tensors)
+        followed, batch = [t for t in tensors if isinstance(t, Followed)], None
+        for f in followed:
+            batch = batch or (f._batch if f._batch.is_open else None)
         if batch is None:
             raise LossError(
                 "the model is given a batch whose backward() is over, or after which another one"
@@ -416,14 +425,15 @@ def _followed_in(*given: Any) -> list[Followed]:
 
 
 def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise LossError(
-            f"the loss of one record must be a scalar tensor of floating-point numbers, got {what}:"
-            " add its entries up",
-            code="loss-vector",
-        )
-    return loss.reshape(())
+    with torch._C.DisableTorchFunction():  # a look through a map takes long
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            return loss.reshape(())
+    what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"the loss of one record must be a scalar tensor of floating-point numbers, got {what}:"
+        " add its entries up",
+        code="loss-vector",
+    )
 
 
 def undivided(output: Tensor, loss_reduction: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentTypeError
+from .followed import flatten, unflatten
 
 TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 # Types that hold neither tensors nor other values.
@@ -62,7 +63,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if (kind := type(value)) is tuple or kind is list:  # the usual ones, quickly
-        return kind([map_tensors(child, function) for child in value])
+        return kind(
+            [function(v) if isinstance(v, Tensor) else map_tensors(v, function) for v in value]
+        )
     if kind is dict:
         return {key: map_tensors(child, function) for key, child in value.items()}
     children = _children(value)
@@ -94,6 +97,7 @@ class Nested:
 
     Attributes:
         tensors: those found, in order.
+        is_plain: it is a call's arguments and named arguments, and no container is among them.
         strangers: what is neither a tensor nor a plain value, and may hold tensors unseen. They are
             put back, or None in their place.
     """
@@ -102,6 +106,12 @@ class Nested:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._keeps_strangers = keeps_strangers
+        self._spec: Any = None  # of a call's arguments, none of which holds others
+        if type(value) is tuple and len(value) == 2 and type(value[1]) is dict:
+            leaves, spec = flatten(value)
+            if type(spec) is tuple:
+                value, self._spec = leaves, spec
+        self.is_plain = self._spec is not None
         self._shell = self._taken(value)
 
     def _taken(self, value: Any) -> Any:
@@ -122,8 +132,11 @@ class Nested:
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value with ``tensors`` in place of its own."""
+        if self._shell is _PLACE:
+            return tensors[0]
         remaining = iter(tensors)
-        return map_tensors(self._shell, lambda _: next(remaining))
+        value = map_tensors(self._shell, lambda _: next(remaining))
+        return unflatten(value, self._spec) if self.is_plain else value
 
 
 def _holds_items_only(value: Any) -> bool:

@@ -3,8 +3,8 @@
 
 An operation on followed tensors runs by ``torch.func.vmap`` for each record as a batch of one, so
 that the result of record i is made of record i. The end is a mean or sum over the records, and
-``backward()``. Losses of classes run on all rows at once, for speed: torch documents them as row by
-row.
+``backward()``. Losses by element and of classes run on all rows at once, for speed: a short list
+(:mod:`torch_dpbayes.per_sample.plain_functions`) of what torch documents as such.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import function_kinds as kinds
 from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
-from .plain_functions import FUNCTIONS, gaussian_nll
+from .plain_functions import gaussian_nll, is_row_by_row, losses_at_once
 from .record_map import (
     CannotBeMapped,
     RecordMap,
@@ -84,7 +84,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name == "backward" or name in kinds.METADATA:
             return operation.run()
-        if name in _SPECIAL or name in kinds.OF_CLASSES:  # which draw no random numbers
+        if name in _SPECIAL or name in kinds.DRAW_NOTHING:
             with as_traced():
                 return operation.run()
         with as_traced(), operation.private_numbers():
@@ -116,9 +116,16 @@ class _Operation:
     batch: Batch
 
     def __post_init__(self) -> None:
-        tensors = [v for v in self.leaves if isinstance(v, Tensor)]
-        self.followed = [v for v in tensors if isinstance(v, Followed)]
-        self.others = [v for v in tensors if not isinstance(v, Followed)]
+        self.followed: list[Followed] = []
+        self.others: list[Tensor] = []
+        self.has_reduced = self.has_earlier = False  # among the followed ones
+        for v in self.leaves:
+            if isinstance(v, Followed):
+                self.followed.append(v)
+                self.has_reduced |= v._how is not None
+                self.has_earlier |= v._batch is not self.batch
+            elif isinstance(v, Tensor):
+                self.others.append(v)
 
     def run(self) -> Any:
         name, first, batch = self.name, self.followed[0], self.batch
@@ -128,10 +135,10 @@ class _Operation:
             return self.function(*self.args, **self.kwargs)
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
-        is_metric = self._is_running_metric()
+        is_metric = bool(self.has_earlier or self.others) and self._is_running_metric()
+        if self.has_earlier and not is_metric:
+            raise batch.refuse("tensors of two batches meet: one of an earlier step comes back")
         for f in self.followed:
-            if f._batch is not batch and not is_metric:
-                raise batch.refuse("tensors of two batches meet: one of an earlier step comes back")
             if f.grad_fn is not None:
                 raise batch.refuse("a torch.autograd.Function was applied to the outputs")
         require_no_modes()
@@ -144,13 +151,14 @@ class _Operation:
         if is_metric:
             self._free_earlier()
             return self._sealed()
-        self._check_constants()
+        for value in self.others:
+            self._check_constant(value)
         is_moved = name in kinds.TO_ELSEWHERE and self.args[0] is first and first._how != "sealed"
         if is_moved and len(self.followed) == 1:
             # rows have a dimension more than memory_format is for
             options = {k: v for k, v in self.kwargs.items() if k != "memory_format"}
             return first.like(self.function(first._rows, *self.args[1:], **options))
-        if any(f._how for f in self.followed):
+        if self.has_reduced:
             return self._on_reduced()
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
@@ -159,8 +167,9 @@ class _Operation:
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
             return self._reduced(first._rows, name)
-        if name == "squeeze" and is_alone:
-            keep = [d for d, size in enumerate(first.shape) if d != first._dim and size == 1]
+        if name == "squeeze" and (is_alone or self.args[1:] == (-1,)):
+            dims = range(first.dim())[0 if is_alone else -1 :]
+            keep = [d for d in dims if d != first._dim and first.shape[d] == 1]
             dim = None if first._dim is None else first._dim - sum(d < first._dim for d in keep)
             return Followed(first._rows.squeeze([d + 1 for d in keep]), batch, dim)
         return self._mapped()
@@ -204,11 +213,10 @@ class _Operation:
         """Whether reduced values without gradients meet those of earlier batches, as in a running
         mean. The result is sealed, so that it meets no loss and no model.
         """
-        earlier = [f for f in self.followed if f._batch is not self.batch]
-        if not earlier and not any(map(holds_records, self.others)):
+        if not self.has_earlier and not any(map(holds_records, self.others)):
             return False
         return (
-            not any(f._batch.is_open for f in earlier)
+            not any(f._batch.is_open for f in self.followed if f._batch is not self.batch)
             and not any(v.requires_grad for v in self.others)
             and all(
                 f._how is not None and not f._rows.requires_grad
@@ -225,18 +233,16 @@ class _Operation:
         ]
         self.__post_init__()
 
-    def _check_constants(self) -> None:
-        for value in self.others:
-            if holds_records(value):
-                raise self.batch.refuse(
-                    f"{self.name} meets a tensor that was computed from other records, or from"
-                    " several of this batch"
-                )
-            if value.requires_grad and torch.is_grad_enabled():
-                raise self.batch.refuse(
-                    f"{self.name} meets a tensor outside the model that requires grad",
-                    "loss-outside",
-                )
+    def _check_constant(self, value: Tensor) -> None:
+        if holds_records(value):
+            raise self.batch.refuse(
+                f"{self.name} meets a tensor that was computed from other records, or from several"
+                " of this batch"
+            )
+        if value.requires_grad and torch.is_grad_enabled():
+            raise self.batch.refuse(
+                f"{self.name} meets a tensor outside the model that requires grad", "loss-outside"
+            )
 
     def private_numbers(self) -> AbstractContextManager[None]:
         """In which what the function draws is unknown."""
@@ -268,7 +274,7 @@ class _Operation:
                 "loss-constant",
                 "For one logit write F.binary_cross_entropy_with_logits(out.squeeze(-1), y)",
             )
-        is_weighted = name in (*kinds.OF_CLASSES, "mse_loss", "l1_loss")
+        is_weighted = name in ("cross_entropy", "nll_loss", "mse_loss", "l1_loss")
         if how == "mean" and is_weighted and kwargs.get("weight") is not None:
             raise batch.refuse(
                 f"{name}(weight=) divides by the weights of the records in the batch",
@@ -282,10 +288,8 @@ class _Operation:
                 "Write F.ctc_loss(..., reduction='none').mean()",
             )
         self.kwargs = {**kwargs, "reduction": "none"}
-        if (whole := self._of_classes()) is not None:
-            if whole.shape == first._rows.shape[:1] and how in ("mean", "sum"):
-                return Followed(whole, batch, None, how)
-            rows = whole.unflatten(0, first._rows.shape[:2])
+        if (whole := self._at_once(kwargs)) is not None:
+            rows = whole if how != "none" else whole.view(self.followed[1]._rows.shape)
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
@@ -331,27 +335,22 @@ class _Operation:
         is_read = place < whole[3].reshape(-1, 1)
         return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 
-    def _of_classes(self) -> Tensor | None:
-        """A loss of classes on all records at once, a number for each row; None where outputs and
-        labels are not rows in dimension 0. A record whose label is no class gets the loss NaN,
-        which counts as zero; it stops nobody else's step.
-        """
-        if self.name not in kinds.OF_CLASSES or len(self.followed) != 2:
+    def _at_once(self, options: dict[str, Any]) -> Tensor | None:
+        """The losses, where outputs and labels are rows in dimension 0."""
+        if len(self.followed) != 2 or [*map(id, self.args)] != [*map(id, self.followed)]:
             return None
+        options = {name: value for name, value in options.items() if value is not None}
         outputs, labels = self.followed
-        if outputs is not self.args[0] or labels is not self.args[1]:
+        rows = outputs._rows, labels._rows
+        is_known = is_row_by_row(self.function, rows[0].shape[1:], rows[1].shape[1:], options)
+        if not is_known or outputs._dim != 0 or labels._dim != 0:
             return None
-        is_alike = labels._rows.shape == (*outputs._rows.shape[:2], *outputs._rows.shape[3:])
-        if outputs._dim != 0 or labels._dim != 0 or outputs._rows.dim() < 3 or not is_alike:
-            return None
-        values = outputs._rows.flatten(0, 1), labels._rows.flatten(0, 1), *self.args[2:]
-        if values[0].device.type == "cpu":  # where torch raises an error, and does not abort
-            with suppress(IndexError):
-                return self.function(*values, **self.kwargs)
-        return FUNCTIONS[self.function](*values, **self.kwargs)
+        return losses_at_once(self.function, *rows, options)
 
     def _reduced(self, rows: Tensor, how: str) -> Followed:
-        if rows.dim() > 1:
+        if rows.numel() == len(rows):  # one number for each
+            rows = rows.flatten()
+        else:
             rows = rows.flatten(1).mean(1) if how == "mean" else rows.flatten(1).sum(1)
         return Followed(rows, self.batch, None, how)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -300,6 +301,52 @@ def _is_all_true(t: Tensor) -> Tensor:
     is not finite, and counts as zero.
     """
     return torch.ones((), dtype=torch.bool, device=t.device)
+
+
+# Losses whose every number is made of one element of outputs and one of labels, of equal shapes;
+# the other arguments are numbers, where no weights are given. None raises an error of values.
+BY_ELEMENT = frozenset(
+    (
+        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+        F.binary_cross_entropy_with_logits,
+    )
+)
+OF_CLASSES = frozenset((F.cross_entropy, F.nll_loss))
+
+
+def is_row_by_row(
+    function: Any, shape: Sequence[int], labels: Sequence[int], options: dict[str, Any]
+) -> bool:
+    """Whether a loss of outputs and labels, whose records have these shapes (rows, ...), is known
+    to be made element by element, or row by row of classes.
+    """
+    if function in BY_ELEMENT:  # weights might be those of other records
+        return shape == labels and options.keys().isdisjoint(("weight", "pos_weight"))
+    return function in OF_CLASSES and len(shape) > 1 and labels == (shape[0], *shape[2:])
+
+
+def losses_at_once(
+    function: Any, outputs: Tensor, labels: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """The losses of all records, in dimension 0, of a function that :func:`is_row_by_row`.
+
+    A record whose label is no class gets the loss NaN, which counts as zero; it stops nobody else's
+    step.
+
+    Args:
+        outputs, labels: (records, rows of a record, ...).
+        options: the other arguments, by name.
+    """
+    shape, options = outputs.shape, {**options, "reduction": "none"}
+    if function in BY_ELEMENT:
+        return function(outputs, labels, **options)
+    found, values = None, (outputs.flatten(0, 1), labels.flatten(0, 1))
+    if outputs.device.type == "cpu":  # where torch raises an error, and does not abort
+        with suppress(IndexError):
+            found = function(*values, **options)
+    if found is None:
+        found = FUNCTIONS[function](*values, **options)
+    return found if shape[1] == 1 else found.unflatten(0, shape[:2])
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {

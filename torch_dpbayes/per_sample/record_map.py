@@ -39,7 +39,7 @@ from ..errors import DPBayesError
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
-from .plain_functions import FUNCTIONS
+from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
@@ -235,15 +235,19 @@ class RecordMap:
         Raises:
             InnerTransform: the call comes from another transform inside the map.
         """
-        level = self._level
-        if (
-            level is None
-            or functorch.maybe_current_level() != level
-            or any(is_gradtrackingtensor(t) for t in tensors)
-            or any(is_batchedtensor(get_unwrapped(t)) for t in tensors if is_batchedtensor(t))
-        ):
-            raise InnerTransform("whole batches are needed inside a torch.func transform")
-        outside = [self._with_rows(t) for t in tensors]
+        level, outside = self._level, list[Tensor]()
+        is_inner = level is None or functorch.maybe_current_level() != level
+        for t in tensors:
+            inside = get_unwrapped(t) if is_batchedtensor(t) else t
+            if is_inner or is_gradtrackingtensor(t) or is_batchedtensor(inside):
+                raise InnerTransform("whole batches are needed inside a torch.func transform")
+            if inside is t:
+                _require_public((t,))
+                outside.append(t.expand(self.records, *t.shape))
+            else:
+                dim = functorch.maybe_get_bdim(t)
+                outside.append(inside if dim == 0 else inside.movedim(dim, 0))
+        assert level is not None
         stack = functorch.pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
@@ -256,13 +260,6 @@ class RecordMap:
         result = functorch._add_batch_dim(result, 0, level)
         self.track(result)
         return result
-
-    def _with_rows(self, t: Tensor) -> Tensor:
-        if not is_batchedtensor(t):
-            _require_public((t,))
-            return t.expand(self.records, *t.shape)
-        dim = functorch.maybe_get_bdim(t)
-        return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
 
     def track(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
@@ -357,6 +354,7 @@ _UNCHECKED = frozenset(
     "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm roll grid_sampler"
     " grid_sampler_2d grid_sampler_3d linalg_ldl_solve".split()
 )
+_ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve)
 
 
@@ -443,6 +441,9 @@ class _OfOneRecord(TorchFunctionMode):
         """The result where it is not what vmap would give; NotImplemented where it is."""
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        if func in _ROW_BY_ROW and self._map.leaves:
+            if (found := self._loss(func, args, kwargs)) is not None:
+                return found
         if func in FUNCTIONS:
             try:
                 with self:
@@ -471,6 +472,29 @@ class _OfOneRecord(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         return NotImplemented
+
+    def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """A loss of one record, found with those of all others; None where that would not do."""
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
+        if len(args) != 2 or how not in ("mean", "sum") or not all(map(is_batchedtensor, args)):
+            return None
+        is_mapped = any(isinstance(value, Tensor) for value in options.values())  # or outside it
+        if is_mapped or not options.keys().isdisjoint(("size_average", "reduce")):
+            return None
+        if not is_row_by_row(func, args[0].shape, args[1].shape, options):
+            return None
+
+        def run(outputs: Tensor, labels: Tensor) -> Tensor:
+            found = losses_at_once(func, outputs, labels, options).reshape(len(outputs), -1)
+            if how == "mean" and of_labels:
+                counted = labels != options["ignore_index"]
+                return found.sum(1) / counted.flatten(1).sum(1)
+            return found.mean(1) if how == "mean" else found.sum(1)
+
+        with suppress(InnerTransform):
+            return self._map.call_batched(run, args)
+        return None
 
     def _attention(
         self,
@@ -594,7 +618,7 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
-            if not _is_mapped(value):
+            if not (is_batchedtensor(value) or is_gradtrackingtensor(value)):
                 found.append(value)
         elif kind in _WITHOUT_CODE:
             continue
@@ -619,7 +643,3 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
 def _is_without_code(value: Any, kind: type) -> bool:
     """Whether torch runs nothing of the caller's where it is given such a value."""
     return not callable(value) and kind.__module__.partition(".")[0] in _WITHOUT_CALLERS
-
-
-def _is_mapped(t: Tensor) -> bool:
-    return is_batchedtensor(t) or is_gradtrackingtensor(t)
