@@ -5,6 +5,7 @@ printed when the test fails.
 import gc
 import logging
 import os
+import random
 import signal
 
 import hypothesis
@@ -49,9 +50,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def fresh_seed() -> int:
-    """Of torch, which would else start from the same built-in number: that is a chosen seed."""
-    import torch  # not in the process of xdist that runs no test
+    """Of torch, which would else start from the same built-in number: that is a chosen seed. And
+    Python and NumPy go on with no seed that an earlier test has set.
+    """
+    import numpy as np  # not in the process of xdist that runs no test
+    import torch
 
+    random.seed()
+    np.random.seed()
     torch.set_num_threads(1)
     return torch.seed()
 

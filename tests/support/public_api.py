@@ -31,9 +31,10 @@ def is_ours(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith("torch_dpbayes")
 
 
-def described(name: str, value: Any, seen: set[type]) -> Iterator[str]:
+def described(name: str, value: Any, seen: dict[type, set[str]]) -> Iterator[str]:
     """A line for a value; of a class those of its bases that this library defines come first, once,
-    and a line for each public member that it adds to them.
+    and a line for each public member that they do not have with the same arguments: torch sets
+    ``step`` anew on the class of each optimizer that is made.
     """
     if not inspect.isclass(value):
         yield name + (arguments(value) if callable(value) else "")
@@ -41,7 +42,8 @@ def described(name: str, value: Any, seen: set[type]) -> Iterator[str]:
     if value in seen:  # the base of another
         yield f"{name} = {value.__name__}"
     for kind in reversed([kind for kind in value.__mro__ if is_ours(kind) and kind not in seen]):
-        seen.add(kind)
+        known = set().union(*(seen.get(base, set()) for base in kind.__mro__[1:]))
+        seen[kind] = set()
         bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
         label = name if kind is value else kind.__name__
         yield f"class {label}{arguments(kind)}" + (f" of {bases}" if bases else "")
@@ -49,13 +51,16 @@ def described(name: str, value: Any, seen: set[type]) -> Iterator[str]:
             member = inspect.getattr_static(kind, key)
             if isinstance(member, classmethod | staticmethod):
                 member = getattr(kind, key)
-            yield f"    .{key}" + (arguments(member) if callable(member) else "")
+            line = f"    .{key}" + (arguments(member) if callable(member) else "")
+            seen[kind].add(line)
+            if line not in known:
+                yield line
 
 
 def lines() -> Iterator[str]:
     """Of the package and of its public modules."""
     names: dict[int, str] = {}
-    seen: set[type] = set()
+    seen: dict[type, set[str]] = {}
     for name in sorted(set(dpb.__all__) - {"__version__"}):
         value = getattr(dpb, name)
         if not inspect.ismodule(value):
