@@ -4,6 +4,7 @@ the records are.
 
 import math
 import warnings
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -72,6 +73,18 @@ def grouped(g, y):
     a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(a[g].sum(-1) if g.dim() > 1 else a[g], 1.0), obs=y)
+
+
+def crossed(g, h, y):
+    a = pyro.sample("a", dist.Normal(torch.zeros(6, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(a[2 * g + h], 1.0), obs=y)
+
+
+def masked(mask_of, y):
+    m = pyro.sample("m", dist.Normal(ZERO, ONE))
+    with pyro.plate("data", len(y)), pyro.poutine.mask(mask=mask_of(y)):
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
 
 
 def of_groups(x, g, h, y):
@@ -166,6 +179,9 @@ REFUSED = {
     "factor": refused(UnfitModel, posterior, factor, Y),
     "derived": refused(UnfitModel, posterior, derived, Y),
     "weighted records": refused(UnfitModel, posterior, weighted, Y),
+    "missing values": refused(UnfitModel, posterior, partial(masked, lambda y: ~y.isnan()), Y),
+    "large values left out": refused(UnfitModel, posterior, partial(masked, lambda y: y < 99), Y),
+    "values that depend on others": refused(UnfitModel, posterior, crossed, LABELS, LABELS % 2, Y),
     "matrix of categories": refused(UnfitModel, posterior, grouped, torch.randint(3, (N, 2)), Y),
     "whole numbers": refused(UnfitModel, posterior, with_number, torch.randint(9, (N,)), Y),
     "complex": refused(UnfitModel, posterior, with_number, X[:, 0] * 1j, Y),

@@ -323,8 +323,7 @@ class Setup:
         if self._public_rows is None:
             bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
             self.shape = feature_shape(self.records, bound, constants_of(constant_columns))
-            for number in self.records.of_role("category"):
-                self.categories[number] = self.records.num_categories(number)
+            self.categories = self.records.categories()
         self.plan = plan_run(
             self.accountant,
             epsilon,

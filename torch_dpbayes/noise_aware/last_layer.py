@@ -60,13 +60,14 @@ from .hamiltonian import States, mixing, trajectory
 from .likelihood import Release, ridged
 from .models import LastLayer
 from .noisy_gram import quick_gram_draws
+from .records import shorten
 from .result import NoiseAwarePosterior
 from .run import QUANTILES, Transcript, largest_bound
 
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
 _CHAINS, _KEPT = 6, 60  # and states kept of each
-_LEAST_KEPT, _WEIGHTS_KEPT = 6, 150_000  # the former at least; weights times states of a chain
+_WEIGHTS_KEPT = 150_000  # at most: weights times states of a chain
 _LAWS = 16  # of the features, drawn given what was released of them
 _SETTLINGS, _EACH = 3, 2  # of S in the warm-up, and trajectories after each
 _LARGEST = 20_000  # weights; 90 % intervals of 77,000 held .78 after five minutes of one core
@@ -162,7 +163,7 @@ def posterior_of_large_layer(
             law.settle(point[None])
             point = law.mode(point, _MODE_STEPS)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
-    kept = min(_KEPT, max(_LEAST_KEPT, _WEIGHTS_KEPT // point.numel()))
+    kept = min(_KEPT, _WEIGHTS_KEPT // (classes * width))
     states, accepted = _chains(law, point, _CHAINS, kept)
     p_value, (effective, r_hat) = law.p_value(states[:, -1]), mixing(law.standard(states))
     weights = states.flatten(0, 1).double() @ basis.T
@@ -206,7 +207,7 @@ def _private_sums(
         residual = one_hot(torch.where(is_class, y, 0), len(point)) - (x @ point.T).softmax(1)
         white = x * whitening
         norms = residual.norm(dim=1) * white.norm(dim=1)
-        total += (residual * (is_class / norms.clamp_min(1.0))[:, None]).T @ white
+        total += (residual * (is_class * shorten(norms.square(), 1.0))[:, None]).T @ white
         clipped += int((is_class & (norms > 1)).sum())
     return total, clipped
 
