@@ -209,7 +209,7 @@ def find_mode(
     """
     n, value = source.num_data, torch.cat([r.value for r in releases])
     variances = noise_variances(releases)
-    theta, damping, before = start, 1.0, math.inf
+    theta, damping, before = start, 1.0, torch.zeros(len(latents.read), dtype=torch.float64)
     for number in range(most_steps + 1):
         simulated, found = source.local(theta, releases)
         covariance = n * found.covariance + n**2 / source.count * found.residual
@@ -221,9 +221,9 @@ def find_mode(
         length = math.sqrt(max(float(step @ precision @ step), 0.0))
         if length < _CONVERGED or number == most_steps:
             break
-        if length > before:
+        if float(step @ precision @ before) < 0:  # it went too far
             damping = max(damping / 2, 1 / 8)
-        before = length
+        before = step
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
         scale = damping * min(1.0, _LONGEST_STEP / max(ratio, 1e-300))
         theta = source.moved(theta, scale * step)

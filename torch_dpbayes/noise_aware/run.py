@@ -35,7 +35,7 @@ QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be 
 # a model that is not quite right are zero elsewhere
 _SPARED = 0.10
 _ROWS = 50_000  # of private records whose scores are in memory at a time
-_FIRST_STEPS, _MORE_STEPS = 30, 12  # of Gauss-Newton after a release
+_FIRST_STEPS, _MORE_STEPS = 120, 12  # of Gauss-Newton after a release
 
 
 @dataclass(frozen=True)
