@@ -282,8 +282,7 @@ def shortened_draws(
         apart_by = (root @ (basis * kept) @ basis.T @ white).T
         # as of Cholesky: another root would turn, and rows with it, from step to step
         root = root @ (basis * (1 - between.clamp_max(MOST_BETWEEN)).sqrt())
-        root = torch.linalg.qr(root.T).R.T
-        root = root * root.diagonal().sign()
+        root = torch.linalg.cholesky(root @ root.T)
     wanted, fitted = torch.linalg.cholesky(covariance), apart_by
     # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
     least = _RIDGE * float(wanted.square().sum()) / size + torch.finfo(torch.float64).eps

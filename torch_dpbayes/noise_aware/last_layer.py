@@ -51,7 +51,13 @@ from ..accounting.events import positive_count
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
-from .budget import budget_of, plan_run, public_num_data, statement_of_charge
+from .budget import (
+    budget_of,
+    plan_run,
+    public_num_data,
+    statement_of_charge,
+    statement_of_releases,
+)
 from .checks import note_clipped, note_draws, note_releases, tail_probability
 from .covariance import normal_numbers
 from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
@@ -174,12 +180,7 @@ def posterior_of_large_layer(
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
     method = f"{_CHAINS} Hamiltonian chains of {kept} states, {accepted:.0%} accepted"
     draws = Draws(theta, equal, 0.0, effective, r_hat, method)
-    released = [
-        f"{num_releases} clipped sums; a record moves each by at most 1 in units of its clip bound",
-        f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
-        " shortened to it",
-        "the number of clipped records",
-    ]
+    released = statement_of_releases(num_releases, bound, has_categories=False)
     statement = [
         f"Noise-aware posterior of a last layer from {num_releases} releases of clipped scores",
         *statement_of_charge(held, released),

@@ -32,7 +32,7 @@ from .latents import Latents
 from .records import ModelRecords, clipped, log_likelihoods, scores
 
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
-_CONVERGED = 0.05  # posterior standard deviations
+_CONVERGED, _MOST_STEPS = 0.05, 60  # posterior standard deviations; of Gauss-Newton
 _HALVINGS = 20
 _LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
@@ -58,15 +58,6 @@ class Simulated(NamedTuple):
     centre: Tensor  # θ_c, [D]
     density: RecordDensity
     scores: Tensor  # u(x; θ_c), [M, d]
-
-    def first(self, count: int) -> Simulated:
-        """So many of them."""
-        if len(self.scores) <= count:
-            return self
-        dims = self.density.row_dims.values()
-        rows = zip(self.density.rows(), dims, strict=True)
-        density = self.density.with_rows([row.narrow(dim, 0, count) for row, dim in rows])
-        return Simulated(self.centre, density, self.scores[:count])
 
 
 class Moments(NamedTuple):
@@ -199,7 +190,7 @@ def find_mode(
     releases: Sequence[Release],
     latents: Latents,
     start: Tensor,
-    most_steps: int,
+    most_steps: int = _MOST_STEPS,
 ) -> Fit:
     r"""Gauss-Newton steps, records drawn anew at each centre.
 
@@ -393,7 +384,7 @@ class SyntheticLikelihood(Likelihood):
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
         laws = LawDifferences(laws.means @ onto.T, onto @ laws.jacobians)
         super().__init__(fit, simulator.records.read, n, released, noise, found, laws)
-        self._near = self._around(fit.simulated, found)
+        self._near = self._around(simulator.at(fit.centre, self._few), found)
         self._others: list[_Around] = []
 
     def _statistics(self, simulated: Simulated) -> Tensor:
@@ -442,8 +433,7 @@ class SyntheticLikelihood(Likelihood):
         return self._around(found, moments(self._statistics(found), found.scores, is_paired))
 
     def _around(self, simulated: Simulated, found: Moments) -> _Around:
-        some = simulated.first(self._few)
-        return _Around(some, self._statistics(some), self._read, found)
+        return _Around(simulated, self._statistics(simulated), self._read, found)
 
 
 def _enough(found: Tensor, few: int) -> int:

@@ -276,53 +276,45 @@ class ModelRecords:
 
     def _require_no_weights(self, rows: list[Tensor], observed: Mapping[int, str]) -> None:
         """Refuse weights of records, and masks that follow what is observed. Both may be functions
-        of the data: they are seen on rows of other values, too.
+        of the data: they are seen where an argument has odd values, too.
         """
-        on_cpu = rows[0].device.type == "cpu"  # elsewhere an index out of range ends the process
-        with public_randomness():
-            others = [
-                (-1, self.density.arguments.made_up_rows(len(rows[0]), flavour))
-                for flavour in FLAVOURS
-                if on_cpu or flavour != "counts"
-            ]
+        usual, others = self._weights(rows), [(-1, rows)]
         for number, row in enumerate(rows):
-            for value in _ODD_VALUES if on_cpu or row.is_floating_point() else ():
+            # elsewhere than on a CPU an index out of range ends the process
+            is_safe = row.is_floating_point() or row.device.type == "cpu"
+            for value in _ODD_VALUES if is_safe else ():
                 other = torch.full(row.shape, value).to(row)
                 others.append((number, [*rows[:number], other, *rows[number + 1 :]]))
-        usual = self._weights(rows)
         for number, other_rows in others:
             try:
                 found = self._weights(other_rows)
             except Exception:  # as the values may be impossible ones
                 continue
-            for name, (scale, kept) in found.items():
-                if not bool(((scale == 0) | (scale == 1)).all()):
+            for name, weight in found.items():
+                if not bool(((weight == 0) | (weight == 1)).all()):
                     raise UnfitModel(
                         f"poutine.scale weights the records' site {name!r}, and a weighted record"
                         " cannot be simulated: repeat a record as often as it counts, or use"
                         " poutine.mask, by an argument of its own."
                     )
-                if number in observed and not torch.equal(kept, usual[name][1]):
+                if number in observed and not torch.equal(weight, usual[name]):
                     raise UnfitModel(
                         f"the mask of site {name!r} is computed from what the model observes, so"
                         " that records cannot be simulated: pass it as an argument of its own."
                     )
 
-    def _weights(self, rows: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Scales of the sites in the data plate, and what they keep."""
+    def _weights(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Of the sites in the data plate: scales, and 0 where a mask leaves records out."""
         found = {}
         for name, site in self._sites(rows).items():
             if all(frame.name != self._plate for frame in site["cond_indep_stack"]):
                 continue
-            scale = torch.as_tensor(site["scale"])
-            kept, law = scale != 0, site["fn"]
-            masks = [site["mask"]]
+            law, masks = site["fn"], [site["mask"]]
             while law is not None:
                 masks.append(getattr(law, "_mask", None))
                 law = getattr(law, "base_dist", None)
-            for mask in masks:
-                kept = kept if mask is None else kept & mask
-            found[name] = scale, kept
+            parts = [site["scale"], *(mask for mask in masks if mask is not None)]
+            found[name] = math.prod(map(torch.as_tensor, parts), start=torch.ones(()))
         return found
 
 

@@ -35,7 +35,6 @@ QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be 
 # a model that is not quite right are zero elsewhere
 _SPARED = 0.10
 _ROWS = 50_000  # of private records whose scores are in memory at a time
-_FIRST_STEPS, _MORE_STEPS = 120, 12  # of Gauss-Newton after a release
 
 
 @dataclass(frozen=True)
@@ -180,12 +179,11 @@ def run(
     that mode in the end.
     """
     theta, releases, bounds = latents.median, list[Release](), list[float]()
-    for number, multiplier in enumerate(plan.scores):
+    for multiplier in plan.scores:
         scale = choose_scale(simulator, latents, theta, plan.together, max_grad_norm)
         releases.append(mechanism.scores(theta, scale.whitening, multiplier))
         bounds.append(scale.clip_bound)
-        most = _FIRST_STEPS if number == 0 else _MORE_STEPS
-        theta = find_mode(simulator, releases, latents, theta, most).centre
+        theta = find_mode(simulator, releases, latents, theta).centre
     count = mechanism.clipped_count(releases[-1], plan.clipped)
     clipped = count, plan.clipped
     scores, clip_bounds = tuple(releases), tuple(bounds)

@@ -40,7 +40,6 @@ from .result import NoiseAwarePosterior
 _LABEL = "noise_aware.sufficient_statistics"
 _DRAWS = 2000
 _NUMBERS = 10_000_000  # of covariances in memory at a time
-_NEWTON_STEPS = 50
 
 
 def sufficient_statistics(
@@ -180,7 +179,7 @@ class _OfFamily(Likelihood):
     """log p(s̃ | θ) with the family's moments, in units of the bound."""
 
     def __init__(self, family: _Family, latents: Latents, release: Release) -> None:
-        fit = find_mode(family, [release], latents, latents.median, _NEWTON_STEPS)
+        fit = find_mode(family, [release], latents, latents.median)
         noise = torch.diag(noise_variances([release]))
         laws = LawDifferences.none(fit.moments)
         self._family, n = family, family.num_data
