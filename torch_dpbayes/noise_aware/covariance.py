@@ -126,8 +126,7 @@ def covariance(
 
 def normal_numbers(size: int) -> Tensor:
     """Fresh ones, ``[size]``."""
-    cpu = torch.device("cpu")
-    return GaussianNoise().standard_normal(size, dtype=torch.float64, device=cpu)
+    return GaussianNoise().standard_normal(size, dtype=torch.float64, device=torch.device("cpu"))
 
 
 def with_symmetric_noise(exact: Tensor, std: float) -> Tensor:

@@ -320,14 +320,13 @@ def feature_shape(
     few = records.density.made_up.few()
     numbers = records.of_role("numbers")
     widths = [math.prod(records.rows_first(k, few[k]).shape[1:]) for k in numbers]
-    if not widths:
-        if constants:
-            raise ArgumentError("constant_columns= needs private covariates that are numbers.")
-        return None
     if any(k >= sum(widths) for k in constants):
         raise ArgumentError(
-            f"constant_columns names column {max(constants)}, and covariates have {sum(widths)}."
+            f"constant_columns names column {max(constants)}, and private covariates that are"
+            f" numbers have {sum(widths)}."
         )
+    if not widths:
+        return None
     if len(constants) == sum(widths):
         raise UnfitModel(
             "all covariates are constant columns: pass them inside the model or as public=."

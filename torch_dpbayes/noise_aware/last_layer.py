@@ -159,12 +159,12 @@ def posterior_of_large_layer(
     private = pad(rows, constant, value=1.0) @ basis, targets.detach().cpu().long()
     law = _Law(simulated @ basis.float(), white, apart, n, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
-    bounds, clipped = list[float](), 0
+    clipped = 0
     for z in plan.scores:
-        bounds.append(law.clip_bound(point, plan.together))
-        exact, clipped = _private_sums(*private, point, white / bounds[-1])
+        whitening = white / law.clip_bound(point, plan.together)
+        exact, clipped = _private_sums(*private, point, whitening)
         noisy = exact + z * normal_numbers(exact.numel()).reshape(exact.shape)
-        law.add(Release(point, white / bounds[-1], noisy, z))
+        law.add(Release(point, whitening, noisy, z))
         for _ in range(_ROUNDS):
             law.settle(point[None])
             point = law.mode(point, _MODE_STEPS)
@@ -194,7 +194,7 @@ def posterior_of_large_layer(
         ),
         f"  simulated   {count} rows of features; their error is counted",
     ]
-    transcript = Transcript(moments, None, tuple(law.releases), tuple(bounds), count_of_clipped)
+    transcript = Transcript(moments, None, tuple(law.releases), count_of_clipped)
     return NoiseAwarePosterior(draws, named, statement, transcript, shape=shape)
 
 

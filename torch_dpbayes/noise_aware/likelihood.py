@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,8 +150,7 @@ class Fit(NamedTuple):
     prior_precision: Tensor  # P of them
     moments: Moments  # at the centre
     covariance: Tensor  # nS + V + n²S_res/M of all releases, [K·d, K·d]
-    step: Tensor  # to the mode, as far as the moments here tell
-    last_step: float  # its length in posterior standard deviations
+    last_step: float  # that would be next, in posterior standard deviations
     simulated: Any  # the records; None of closed forms
     slope: Tensor  # ∇ log p(θ) of the prior at the centre
 
@@ -172,27 +171,15 @@ def posterior_precision(
     return prior_precision + (likelihood + likelihood.T) / 2, pulled
 
 
-class Source(Protocol):
-    """Of moments: a :class:`Simulator`, or closed forms."""
-
-    num_data: int
-    count: int
-
-    def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Any, Moments]:
-        """Records at θ, if any, and the moments of what would have been released of them."""
-
-    def moved(self, theta: Tensor, step: Tensor) -> Tensor:
-        """θ + step, or less."""
-
-
 def find_mode(
-    source: Source,
+    source: Any,
     releases: Sequence[Release],
     latents: Latents,
     start: Tensor,
     most_steps: int = _MOST_STEPS,
 ) -> Fit:
-    r"""Gauss-Newton steps, records drawn anew at each centre.
+    r"""Gauss-Newton steps, records drawn anew at each centre; ``source`` of moments is a
+    :class:`Simulator`, or closed forms with the same ``local``, ``moved`` and numbers.
 
     .. math::
         \Lambda = P + n^2 J^\top \Sigma^{-1} J, \qquad
@@ -218,8 +205,7 @@ def find_mode(
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
         scale = damping * min(1.0, _LONGEST_STEP / max(ratio, 1e-300))
         theta = source.moved(theta, scale * step)
-    fields = (theta, precision, prior_precision, found, covariance, step, length, simulated, slope)
-    return Fit(*fields)
+    return Fit(theta, precision, prior_precision, found, covariance, length, simulated, slope)
 
 
 class LawDifferences(NamedTuple):
@@ -228,20 +214,15 @@ class LawDifferences(NamedTuple):
     means: Tensor  # [L, K·d]
     jacobians: Tensor  # [L, K·d, d]
 
-    @staticmethod
-    def none(found: Moments) -> LawDifferences:
-        """Of one law that is known."""
-        return LawDifferences(0 * found.mean[None], 0 * found.jacobian[None])
-
 
 def law_differences(
-    fit: Fit, simulators: Sequence[Simulator], releases: Sequence[Release]
+    fit: Fit, simulators: Sequence[Any], releases: Sequence[Release]
 ) -> LawDifferences:
     """At the mode, with the same random numbers under each law; the first of ``simulators`` has the
     mean law. Zeros where that is the only one.
     """
     if len(simulators) == 1:
-        return LawDifferences.none(fit.moments)
+        return LawDifferences(0 * fit.moments.mean[None], 0 * fit.moments.jacobian[None])
     under = [simulator.local(fit.centre, releases)[1] for simulator in simulators]
     return LawDifferences(
         torch.stack([each.mean - under[0].mean for each in under[1:]]),

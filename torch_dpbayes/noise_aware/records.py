@@ -255,19 +255,14 @@ class ModelRecords:
             raise UnfitModel("the model does not run on synthetic rows.") from error
         found: dict[int, str] = {}
         for name in density.observed:
-            if type(sites[name]["fn"]).__name__ == "Unit":
-                raise UnfitModel(
-                    f"records cannot be simulated from the factor {name!r}: write"
-                    " pyro.sample(name, distribution, obs=...) instead."
-                )
             value = sites[name]["value"]
             numbers = [
                 k for k, row in enumerate(rows) if k not in found and _is_same_data(value, row)
             ]
             if not numbers:
                 raise UnfitModel(
-                    f"what site {name!r} observes is no argument of the model: pass it as an"
-                    " argument of its own, so that it can be simulated."
+                    f"what site {name!r} observes, or the factor has, is no argument of the model:"
+                    " pass it as one of its own to pyro.sample(name, distribution, obs=...)."
                 )
             exact = [k for k in numbers if value is rows[k]]
             found[(exact or numbers)[0]] = name

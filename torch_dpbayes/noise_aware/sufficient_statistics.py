@@ -27,11 +27,11 @@ from .families import ExponentialFamily, LinearRegression
 from .inference import posterior
 from .latents import Latents
 from .likelihood import (
-    LawDifferences,
     Likelihood,
     Moments,
     Release,
     find_mode,
+    law_differences,
     noise_variances,
     ridged,
 )
@@ -181,7 +181,7 @@ class _OfFamily(Likelihood):
     def __init__(self, family: _Family, latents: Latents, release: Release) -> None:
         fit = find_mode(family, [release], latents, latents.median)
         noise = torch.diag(noise_variances([release]))
-        laws = LawDifferences.none(fit.moments)
+        laws = law_differences(fit, [family], [release])
         self._family, n = family, family.num_data
         super().__init__(fit, latents.read, n, release.value, noise, fit.moments, laws)
 
