@@ -280,12 +280,14 @@ def test_combinations_add_up_to_the_counts_of_their_arguments():
     assert float(inner.min()) > 0.003
 
 
+@pytest.mark.chance(0.05, looks=4)
 @pytest.mark.parametrize(
-    ("apart", "std", "least", "most"), [(0.0, 100.0, 0.0, 0.07), (0.3, 10.0, 0.005, 0.02)]
+    ("apart", "std", "least", "most"), [(0.0, 100.0, 0.0, 0.08), (0.3, 10.0, 0.005, 0.02)]
 )
 def test_effects_are_drawn_from_their_posterior(apart, std, least, most):
     """Of 20 groups of 1,000 rows of deviation .3. A mean has noise of .1 that hides effects which
-    are none: they are known to be less. Or noise of .01, and effects are as uncertain as that.
+    are none: they are known to be less, in 19 of 20 releases. Or noise of .01, and effects are
+    as uncertain as that.
     """
     size, rows, count = 20, 1000, 30
     truth = apart * torch.randn(size, 2, dtype=DOUBLE)
