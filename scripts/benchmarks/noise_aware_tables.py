@@ -134,7 +134,6 @@ def one(name: str, root: Path, epsilon: float, prior_std: float, repeat: int) ->
         "seconds": seconds,
         "pareto_k": found.pareto_k,
         "checks": found.checks,
-        "clip_bounds": found.transcript.clip_bounds,
     }
 
 

@@ -75,6 +75,18 @@ def grouped(g, y):
         pyro.sample("y", dist.Normal(a[g].sum(-1) if g.dim() > 1 else a[g], 1.0), obs=y)
 
 
+def crossed(g, h, y):
+    a = pyro.sample("a", dist.Normal(torch.zeros(6, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(a[2 * g + h], 1.0), obs=y)
+
+
+def masked(y):
+    m = pyro.sample("m", dist.Normal(ZERO, ONE))
+    with pyro.plate("data", len(y)), pyro.poutine.mask(mask=~y.isnan()):
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+
 def of_groups(x, g, h, y):
     a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
@@ -168,6 +180,8 @@ REFUSED = {
     "factor": refused(UnfitModel, posterior, factor, Y),
     "derived": refused(UnfitModel, posterior, derived, Y),
     "weighted records": refused(UnfitModel, posterior, weighted, Y),
+    "missing values": refused(UnfitModel, posterior, masked, Y),
+    "values that depend on others": refused(UnfitModel, posterior, crossed, LABELS, LABELS % 2, Y),
     "matrix of categories": refused(UnfitModel, posterior, grouped, torch.randint(3, (N, 2)), Y),
     "whole numbers": refused(UnfitModel, posterior, with_number, torch.randint(9, (N,)), Y),
     "complex": refused(UnfitModel, posterior, with_number, X[:, 0] * 1j, Y),
@@ -176,7 +190,7 @@ REFUSED = {
     "num_data": of_logistic(ArgumentError, num_data=7),
     "releases": of_logistic(ArgumentError, num_releases=0),
     "many releases": of_logistic(ArgumentError, num_releases=10**6),
-    "simulated": of_logistic(ArgumentError, num_simulated=3),
+    "simulated": of_logistic(ArgumentError, num_simulated=0),
     "public name": of_logistic(ArgumentError, public="z"),
     "public target": of_logistic(ArgumentError, public="y"),
     "public type": of_logistic(ArgumentTypeError, public=1.5),

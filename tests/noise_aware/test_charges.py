@@ -239,7 +239,7 @@ def test_a_covariance_charges_its_noise(relation, drawn):
     x, spent = torch.randn(30, 4, dtype=DOUBLE), accountant(relation)
     found = dpb.noise_aware.covariance(x, accountant=spent, noise_multiplier=20.0)
     short = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
-    is_noise_of(found.matrix, short.T @ short, 20.0, 1e-5)
+    is_noise_of(found.matrix, short.T @ short, 20.0, 1e-3)
     mu = (1.0 if relation == "add_or_remove_one" else math.sqrt(2)) / 20.0
     assert squared_mu_of(spent.history, relation) == pytest.approx(mu**2, rel=1e-9)
 

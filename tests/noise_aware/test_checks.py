@@ -72,7 +72,7 @@ def linear_case(theta, wrong=0.0, shift=NONE):
     total = N * covariance + torch.diag(noise.square())
     prior = eye / 4.0
     precision, _ = posterior_precision(found, total, prior, N)
-    return Fit(zeros, precision, prior, found, total, zeros, 0.0, None, zeros), releases
+    return Fit(zeros, precision, prior, found, total, 0.0, None, zeros), releases
 
 
 def p_values(fit, releases, latents, laws=NONE):

@@ -65,7 +65,7 @@ def test_sums_are_those_of_records_that_are_clipped_alone():
         expected += score / max(1.0, float(score.norm()))
         clipped += int(score.norm() > 1)
     found, count = _private_sums(x, y, point, white)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # a millionth less of each
     assert count == clipped and 0 < clipped < 36
 
 

@@ -102,6 +102,20 @@ def test_scores_are_taken_ever_nearer_to_the_mode():
     assert apart[0] > 1.5 and max(apart[4:]) < 0.6
 
 
+def test_a_run_arrives_from_a_vague_prior():
+    """Its median is e⁻⁶⁹, and a step of Gauss-Newton no longer than 1."""
+
+    def model(y):
+        zero = torch.zeros((), dtype=DOUBLE)
+        precision = pyro.sample("precision", dist.Gamma(zero + 0.01, zero + 0.01))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(0.0, precision.rsqrt()), obs=y)
+
+    y = 2 * torch.randn(4000, dtype=DOUBLE)
+    found = posterior(model, y, epsilon=3.0, delta=1e-5, num_simulated=1000, num_releases=3)
+    assert float(found.mean["precision"]) == pytest.approx(0.25, abs=0.05)
+
+
 def test_points_are_functions_of_earlier_releases(monkeypatch):
     """With the same noise, seeds and sums, the same points: two runs on other data that give the
     same releases cannot differ, for sums are all that a run reads.

@@ -36,12 +36,6 @@ def linear(x, y):
         pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
-def grouped(g, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w[g], 1.0), obs=y)
-
-
 def two_groups(x, g, h, y):
     a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
@@ -210,29 +204,6 @@ def test_laws_differ_as_the_noise_of_their_release():
         assert float(matrix.trace() + own.square().sum()) <= 1 + 1e-9
 
 
-def test_categories_are_as_frequent_as_their_histogram_tells():
-    """Counts far above their noise are taken as they are; those that noise hides are about equal on
-    average, and no law is like another.
-    """
-    records = records_of(grouped, torch.randint(3, (50,)))
-
-    def shares(counts, std):
-        counts = torch.tensor(counts, dtype=DOUBLE)[:, None]
-        laws = NoisyCategories({0: 3}, counts, None, std).laws(1000, [None] * 200, 1)
-        (drawn,) = Released(records, 1, categories=laws[0]).rows(20_000, 0).values()
-        return torch.bincount(drawn, minlength=3) / 20_000, torch.stack(
-            [law.tables[0][1] for law in laws[1:]]
-        ).std(0)
-
-    mean, std = shares([700.0, 200.0, 100.0], 1.0)
-    assert mean.tolist() == pytest.approx([0.7, 0.2, 0.1], abs=0.02) and float(std.max()) < 0.002
-    mean, std = shares([150.0, 20.0, 40.0], 400.0)
-    assert float(mean.max() - mean.min()) < 0.15 and float(std.min()) > 0.1
-    # deviations of 200 draws have an error of 5 %; of a sum of 1,000 a share has little more to say
-    _, std = shares([600.0, 300.0, 100.0], 20.0)
-    assert 0.010 < float(std.mean()) < 0.022
-
-
 @pytest.mark.chance(1e-4)
 def test_counts_have_their_posterior():
     """Ranks of counts among draws given noisy ones, from the prior: their mean, and the share in
@@ -311,7 +282,7 @@ def test_combinations_add_up_to_the_counts_of_their_arguments():
 
 @pytest.mark.chance(0.01, looks=3)
 @pytest.mark.parametrize(
-    ("apart", "std", "least", "most"), [(0.0, 100.0, 0.0, 0.07), (0.3, 10.0, 0.005, 0.02)]
+    ("apart", "std", "least", "most"), [(0.0, 100.0, 0.0, 0.08), (0.3, 10.0, 0.005, 0.02)]
 )
 def test_effects_are_drawn_from_their_posterior(apart, std, least, most):
     """Of 20 groups of 1,000 rows of deviation .3. A mean has noise of .1 that hides effects which

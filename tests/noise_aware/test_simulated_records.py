@@ -46,7 +46,7 @@ def test_roles_are_read_from_the_model():
             pyro.sample("y", dist.Normal(a[g], 1.0), obs=y)
 
     found = records_of(grouped, torch.randn(50, dtype=torch.float64), torch.randint(7, (50,)))
-    assert found.roles == ["observed", "category"] and found.num_categories(1) == 7
+    assert found.roles == ["observed", "category"] and found.categories() == {1: 7}
 
 
 def test_simulated_records_have_the_law_of_the_model():

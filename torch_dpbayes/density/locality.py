@@ -25,7 +25,6 @@ from .pyro_runs import (
     first_line,
     nearly_equal,
     public_randomness,
-    without_value_checks,
 )
 from .record_terms import RecordTerms
 from .structure import Structure
@@ -140,24 +139,6 @@ class MadeUpRecords:
                     if draw.shape == row.shape:
                         result[k] = draw.to(row.dtype)
         return result
-
-    def weighted_sites(self) -> list[str]:
-        """Sites of the data plate that ``poutine.scale`` weights, here or on other made-up rows, as
-        a weight may be a function of the data.
-        """
-        few = self.few()
-        on_cpu = few[0].device.type == "cpu"  # elsewhere an index out of range ends the process
-        flavours = [flavour for flavour in FLAVOURS if on_cpu or flavour != "counts"]
-        found: set[str] = set()
-        with public_randomness(), without_value_checks():
-            others = [self._arguments.made_up_rows(self._count, flavour) for flavour in flavours]
-            odd = [rows for _, rows in self._odd_rows(few, 0)]
-            for rows in (few, *others, *odd):
-                try:
-                    found.update(self.terms.weighted_sites(self.theta, rows))
-                except Exception:  # as the values may be impossible ones
-                    continue
-        return sorted(found)
 
     # -- the check ---------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-import torch
 from pyro import poutine
 from pyro.infer import config_enumerate
 from pyro.ops.contract import contract_tensor_tree
@@ -55,17 +54,6 @@ class RecordTerms:
             return self._summed_out(trace, count)
         terms = (self._by_row(name, trace.nodes[name], count) for name in structure.observed)
         return reduce(add, terms)
-
-    def weighted_sites(self, theta: Tensor, rows: Sequence[Tensor]) -> set[str]:
-        """Sites of the rows that ``poutine.scale`` weights by anything but 0, which leaves a row
-        out, and 1.
-        """
-        args, kwargs = self._arguments.with_rows(rows)
-        model = poutine.condition(self._model, self._prior.constrain(theta))
-        nodes = poutine.trace(model).get_trace(*args, **kwargs).nodes
-        names = {*self._structure.discrete, *self._structure.observed}
-        scales = {name: torch.as_tensor(nodes[name]["scale"]) for name in names}
-        return {n for n, scale in scales.items() if not ((scale == 0) | (scale == 1)).all()}
 
     def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         """The term of one row that has lost the dimension of the records."""

@@ -133,3 +133,17 @@ def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) 
         ),
         *(f"  released    {line}" for line in releases),
     ]
+
+
+def statement_of_releases(count: int, bound: float | None, has_categories: bool) -> list[str]:
+    """What a run releases, with rows of numbers shortened to ``bound``, if any."""
+    lines = [f"{count} clipped sums; a record moves each by at most 1 in units of its clip bound"]
+    if bound is not None:
+        lines.append(
+            f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
+            " shortened to it, and parameters are those of shortened rows"
+        )
+    if has_categories:
+        sums = "" if bound is None else ", sums of covariates in each"
+        lines.append(f"counts of each category{sums}, and of combinations")
+    return [*lines, "the number of clipped records"]

@@ -13,8 +13,8 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise, check_positive
+from .records import shorten
 
-_LARGEST = 1e15  # of a feature, in units of max_feature_norm: its square stays finite
 _ROWS = 2_000
 
 
@@ -126,8 +126,7 @@ def covariance(
 
 def normal_numbers(size: int) -> Tensor:
     """Fresh ones, ``[size]``."""
-    cpu = torch.device("cpu")
-    return GaussianNoise().standard_normal(size, dtype=torch.float64, device=cpu)
+    return GaussianNoise().standard_normal(size, dtype=torch.float64, device=torch.device("cpu"))
 
 
 def with_symmetric_noise(exact: Tensor, std: float) -> Tensor:
@@ -147,9 +146,8 @@ def _second_moments(x: Tensor, max_norm: float) -> Tensor:
     total = torch.zeros(size, size, dtype=torch.float64, device=x.device)
     for rows in x.split(_ROWS):
         records = rows.double().reshape(len(rows), positions, size) / max_norm
-        is_usable = (records.abs() <= _LARGEST).flatten(1).all(1)
-        records = torch.where(is_usable[:, None, None], records, 0.0)
-        norms = records.flatten(1).norm(dim=1)[:, None, None]
-        flat = (records / norms.clamp_min(1.0)).flatten(0, 1)
+        squares = records.square().sum((1, 2), keepdim=True)
+        short = torch.where(squares.isfinite(), records * shorten(squares, 1.0), 0.0)
+        flat = short.flatten(0, 1)
         total += flat.T @ flat
     return total

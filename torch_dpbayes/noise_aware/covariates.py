@@ -30,7 +30,6 @@ from .covariance import normal_numbers, with_symmetric_noise
 from .noisy_gram import gram_draws
 from .records import ModelRecords, seeded, shorten
 
-_ROUNDING = 1e-6  # rows are shortened by this share more, which covers rounding
 _FITTING_STEPS = 12  # until shortened rows have the wanted moments
 _ROWS_OF_A_COLUMN = 8  # fewer have no covariance that can be inverted well
 _RIDGE = 1e-9  # relative
@@ -55,7 +54,7 @@ class FeatureShape(NamedTuple):
         result, free = rows.clone(), self.free
         wide = rows[:, free].to(torch.float64)
         squares = wide.square().sum(1)
-        factors = shorten(squares, self.bound * (1 - _ROUNDING))
+        factors = shorten(squares, self.bound)
         moved = torch.where(squares.isfinite()[:, None], wide * factors[:, None], 0.0)
         result[:, free] = moved.to(rows.dtype)
         for column, value in self.constants.items():
@@ -249,7 +248,7 @@ def in_units(rows: Tensor, shape: FeatureShape) -> Tensor:
     """The free columns of rows ``[n, p]`` that are shortened already, no longer than 1."""
     own = rows[:, shape.free].to("cpu", torch.float64) / shape.bound
     # once more: rows of few digits, as of bfloat16, are longer than the bound by their rounding
-    return own * shorten(own.square().sum(1), 1 - _ROUNDING)[:, None]
+    return own * shorten(own.square().sum(1), 1.0)[:, None]
 
 
 def noisy_moments(own: Tensor, multipliers: tuple[float, float]) -> NoisyMoments:
@@ -283,25 +282,21 @@ def shortened_draws(
         apart_by = (root @ (basis * kept) @ basis.T @ white).T
         # as of Cholesky: another root would turn, and rows with it, from step to step
         root = root @ (basis * (1 - between.clamp_max(MOST_BETWEEN)).sqrt())
-        root = torch.linalg.qr(root.T).R.T
-        root = root * root.diagonal().sign()
+        root = torch.linalg.cholesky(root @ root.T)
     wanted, fitted = torch.linalg.cholesky(covariance), apart_by
     # rows of norm 1 are rounded: a mean that noise has moved there leaves no covariance
     least = _RIDGE * float(wanted.square().sum()) / size + torch.finfo(torch.float64).eps
     steps = _FITTING_STEPS * (1 + len(columns))
     for step in range(steps + 1):
         rows = place + fitted + normal @ root.T
-        factors = shorten(rows.square().sum(1), 1.0)
-        rows = rows * factors[:, None]
+        rows = rows * shorten(rows.square().sum(1), 1.0)[:, None]
         if step < steps:
             found = rows.mean(0)
-            # what is shortened moves the less
-            place = place + (mean - found) / factors.mean()
-            apart = rows - found
+            place, apart = place + mean - found, rows - found
             for column in columns:  # steps that are short enough where these depend on each other
-                moved = column.bincount(factors).clamp_min(_RIDGE)[:, None]
-                left = torch.zeros(len(moved), size, dtype=torch.float64)
-                left = left.index_add(0, column, apart - apart_by) / moved
+                number_of = column.bincount().clamp_min(1)[:, None]
+                left = torch.zeros(len(number_of), size, dtype=torch.float64)
+                left = left.index_add(0, column, apart - apart_by) / number_of
                 fitted = fitted - left[column] / len(columns)
             own = apart.T @ apart / len(rows) + least * torch.eye(size, dtype=torch.float64)
             own = torch.linalg.cholesky(own)
@@ -325,14 +320,13 @@ def feature_shape(
     few = records.density.made_up.few()
     numbers = records.of_role("numbers")
     widths = [math.prod(records.rows_first(k, few[k]).shape[1:]) for k in numbers]
-    if not widths:
-        if constants:
-            raise ArgumentError("constant_columns= needs private covariates that are numbers.")
-        return None
     if any(k >= sum(widths) for k in constants):
         raise ArgumentError(
-            f"constant_columns names column {max(constants)}, and covariates have {sum(widths)}."
+            f"constant_columns names column {max(constants)}, and private covariates that are"
+            f" numbers have {sum(widths)}."
         )
+    if not widths:
+        return None
     if len(constants) == sum(widths):
         raise UnfitModel(
             "all covariates are constant columns: pass them inside the model or as public=."

@@ -25,6 +25,7 @@ from .budget import (
     plan_run,
     public_num_data,
     statement_of_charge,
+    statement_of_releases,
 )
 from .categories import CategoryLaw, has_combinations, num_ones, uniform_law
 from .checks import (
@@ -70,7 +71,6 @@ _MOST_BATCHES = 50  # of simulated records for the mean at the centre
 # tell a quarter, √(2/32)
 _LAWS = 32
 _DRAWS = 2000
-_LAST_STEPS = 12  # of Gauss-Newton
 _FORECASTS = 5  # draws of the prior
 _ADVICE = (
     "use a prior with fewer modes or lighter tails, or more simulated records (num_simulated=)."
@@ -128,8 +128,8 @@ def posterior(
         constant_columns: numbers of columns of ones, or a dict from the number of a column to its
             value. They are set to it, so that a record cannot differ.
         num_releases: of scores.
-        num_simulated: how many records are simulated for moments at the mode. None: 40,000, and
-            more where their error would count.
+        num_simulated: how many records are simulated for moments at the mode, 500 at least. None:
+            40,000, and more where their error would count.
         data_plate: the name of the model's plate of records.
 
     Raises:
@@ -246,7 +246,7 @@ def plan(
     """
     with using_pyro, torch.no_grad():
         setup = Setup(model, data, epsilon=epsilon, delta=delta, accountant=accountant, **options)
-        simulator, latents = setup.in_run(setup.assumed_law()), setup.latents
+        simulator, latents = setup.simulator(setup.assumed_law()), setup.latents
         scales, seconds = [], []
         for theta in latents.sample(_FORECASTS):
             started = time.perf_counter()
@@ -290,12 +290,7 @@ class Setup:
             model = model_of(model, data[0].shape[1])
         self.count = _SIMULATED
         if num_simulated is not None:
-            self.count = positive_count(num_simulated, "num_simulated")
-            if self.count < _LEAST_SIMULATED:
-                raise ArgumentError(
-                    f"num_simulated = {self.count} is too few for moments: leave it out, or take"
-                    f" {_LEAST_SIMULATED} or more."
-                )
+            self.count = max(positive_count(num_simulated, "num_simulated"), _LEAST_SIMULATED)
         is_swap = self.accountant.neighboring == "replace_one"
         self.records = ModelRecords(
             model,
@@ -322,8 +317,7 @@ class Setup:
         if self._public_rows is None:
             bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of covariates")
             self.shape = feature_shape(self.records, bound, constants_of(constant_columns))
-            for number in self.records.of_role("category"):
-                self.categories[number] = self.records.num_categories(number)
+            self.categories = self.records.categories()
         self.plan = plan_run(
             self.accountant,
             epsilon,
@@ -365,12 +359,9 @@ class Setup:
             law = uniform_law(self.categories)
         return Released(self.records, self.seed, self.shape, moments, law)
 
-    def in_run(self, law: Covariates) -> Simulator:
-        """Of fewer records, for steps."""
-        return self.simulator(law, min(self.count, _SIMULATED_IN_RUN))
-
-    def simulator(self, law: Covariates, count: int) -> Simulator:
-        """Of records with covariates from ``law``."""
+    def simulator(self, law: Covariates, most: int = _SIMULATED_IN_RUN) -> Simulator:
+        """Of records with covariates from ``law``, of fewer for steps."""
+        count = min(self.count, most)
         return Simulator(self.records, law, self.num_data, count, self.seed_of_records)
 
     def infer(self, max_grad_norm: float | None) -> NoiseAwarePosterior:
@@ -391,16 +382,16 @@ class Setup:
         transcript = mechanism.covariates(plan)
         laws = self.laws(transcript)
         transcript, theta = run(
-            mechanism, transcript, self.in_run(laws[0]), self.latents, plan, max_grad_norm
+            mechanism, transcript, self.simulator(laws[0]), self.latents, plan, max_grad_norm
         )
         self.records.forget()
         few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
         n, releases = self.num_data, transcript.scores
         # the mode by few records, the moments there by all of them
-        fit = find_mode(self.in_run(laws[0]), releases, self.latents, theta, _LAST_STEPS)
+        fit = find_mode(self.simulator(laws[0]), releases, self.latents, theta)
         simulator = self.simulator(laws[0], self.count)
         fit = find_mode(simulator, releases, self.latents, fit.centre, 0)
-        under_laws = [self.simulator(law, min(self.count, _SIMULATED_UNDER_LAW)) for law in laws]
+        under_laws = [self.simulator(law, _SIMULATED_UNDER_LAW) for law in laws]
         differences = law_differences(fit, under_laws, releases)
         likelihood = SyntheticLikelihood(
             simulator, releases, fit, differences, few=few, most_batches=_MOST_BATCHES
@@ -411,9 +402,11 @@ class Setup:
             prior_p_value(fit, self.latents, mean, spread),
         )
         found = draw_posterior(self.latents, likelihood, _DRAWS)
+        bound = None if self.shape is None else self.shape.bound
+        released = statement_of_releases(len(releases), bound, bool(self.categories))
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
-            *statement_of_charge(self.accountant, self._released(transcript)),
+            *statement_of_charge(self.accountant, released),
             *self._assumed(),
             *note_releases(checks[0]),
             *note_prior(checks[1]),
@@ -422,10 +415,8 @@ class Setup:
             *note_draws(found, _ADVICE),
             *note_simulation(likelihood),
         ]
-        values, density = (
-            self.latents.values(found.theta, found.weights),
-            (self.latents, likelihood),
-        )
+        values = self.latents.values(found.theta, found.weights)
+        density = self.latents, likelihood
         return NoiseAwarePosterior(
             found, values, statement, transcript, checks, density, self.shape
         )
@@ -434,35 +425,9 @@ class Setup:
         """Of covariates, which are simulated so."""
         lines = []
         if self.categories and self.shape is not None:
-            lines.append(
-                "  ASSUMED     means of columns of floats differ by category, and of several"
-                " arguments the differences add up; their covariance given categories is one"
-            )
+            lines.append("categories move means of floats by sums of effects; one covariance")
         if has_combinations(self.categories):
-            lines.append(
-                "  ASSUMED     combinations of categories differ at random from independent ones;"
-                " which of them do is not known where noise hides their counts"
-            )
+            lines.append("combinations that noise hides differ at random from independent ones")
         elif len(self.categories) > 1:
-            lines.append(
-                "  ASSUMED     categories are independent of each other: their combinations are too"
-                " many to count"
-            )
-        return lines
-
-    def _released(self, transcript: Transcript) -> list[str]:
-        lines = [
-            f"{len(transcript.scores)} clipped sums; a record moves each by at most 1 in units of"
-            " its clip bound"
-        ]
-        if self.shape is not None:
-            lines.append(
-                f"mean and products of covariates; rows longer than {self.shape.bound:g}"
-                " (max_feature_norm) are shortened to it, and parameters are those of shortened"
-                " rows"
-            )
-        if self.categories:
-            sums = "" if self.shape is None else ", sums of covariates in each"
-            more = ", counts of their combinations" if has_combinations(self.categories) else ""
-            lines.append(f"counts of each category{sums}{more}")
-        return lines
+            lines.append("categories are independent: their combinations are too many to count")
+        return [f"  ASSUMED     {line}" for line in lines]

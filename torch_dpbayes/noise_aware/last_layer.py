@@ -50,7 +50,13 @@ from ..accounting.events import positive_count
 from ..density import UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_clip_bound
-from .budget import budget_of, plan_run, public_num_data, statement_of_charge
+from .budget import (
+    budget_of,
+    plan_run,
+    public_num_data,
+    statement_of_charge,
+    statement_of_releases,
+)
 from .checks import note_clipped, note_draws, note_releases, tail_probability
 from .covariance import normal_numbers
 from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
@@ -59,6 +65,7 @@ from .hamiltonian import mixing
 from .likelihood import Release, ridged
 from .models import LastLayer
 from .noisy_gram import quick_gram_draws
+from .records import shorten
 from .result import NoiseAwarePosterior
 from .run import QUANTILES, Transcript, largest_bound
 
@@ -151,12 +158,12 @@ def posterior_of_large_layer(
     private = pad(rows, constant, value=1.0) @ basis, targets.detach().cpu().long()
     law = _Law(simulated @ basis.float(), white, apart, n, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
-    bounds, clipped = list[float](), 0
+    clipped = 0
     for z in plan.scores:
-        bounds.append(law.clip_bound(point, plan.together))
-        exact, clipped = _private_sums(*private, point, white / bounds[-1])
+        whitening = white / law.clip_bound(point, plan.together)
+        exact, clipped = _private_sums(*private, point, whitening)
         noisy = exact + z * normal_numbers(exact.numel()).reshape(exact.shape)
-        law.add(Release(point, white / bounds[-1], noisy, z))
+        law.add(Release(point, whitening, noisy, z))
         for _ in range(_ROUNDS):
             law.settle(point[None])
             point = law.mode(point, _MODE_STEPS)
@@ -172,12 +179,7 @@ def posterior_of_large_layer(
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
     method = f"{_CHAINS} Hamiltonian chains of {kept} states"
     draws = Draws(theta, equal, 0.0, effective, r_hat, method)
-    released = [
-        f"{num_releases} clipped sums; a record moves each by at most 1 in units of its clip bound",
-        f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
-        " shortened to it",
-        "the number of clipped records",
-    ]
+    released = statement_of_releases(num_releases, bound, has_categories=False)
     statement = [
         f"Noise-aware posterior of a last layer from {num_releases} releases of clipped scores",
         *statement_of_charge(held, released),
@@ -191,7 +193,7 @@ def posterior_of_large_layer(
         ),
         f"  simulated   {count} rows of features; their error is counted",
     ]
-    transcript = Transcript(moments, None, tuple(law.releases), tuple(bounds), count_of_clipped)
+    transcript = Transcript(moments, None, tuple(law.releases), count_of_clipped)
     return NoiseAwarePosterior(draws, named, statement, transcript, shape=shape)
 
 
@@ -205,7 +207,7 @@ def _private_sums(
         residual = one_hot(torch.where(is_class, y, 0), len(point)) - (x @ point.T).softmax(1)
         white = x * whitening
         norms = residual.norm(dim=1) * white.norm(dim=1)
-        total += (residual * (is_class / norms.clamp_min(1.0))[:, None]).T @ white
+        total += (residual * (is_class * shorten(norms.square(), 1.0))[:, None]).T @ white
         clipped += int((is_class & (norms > 1)).sum())
     return total, clipped
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from .latents import Latents
 from .records import ModelRecords, clipped, log_likelihoods, scores
 
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
-_CONVERGED = 0.05  # posterior standard deviations
+_CONVERGED, _MOST_STEPS = 0.05, 60  # posterior standard deviations; of Gauss-Newton
 _HALVINGS = 20
 _LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
@@ -58,15 +58,6 @@ class Simulated(NamedTuple):
     centre: Tensor  # θ_c, [D]
     density: RecordDensity
     scores: Tensor  # u(x; θ_c), [M, d]
-
-    def first(self, count: int) -> Simulated:
-        """So many of them."""
-        if len(self.scores) <= count:
-            return self
-        dims = self.density.row_dims.values()
-        rows = zip(self.density.rows(), dims, strict=True)
-        density = self.density.with_rows([row.narrow(dim, 0, count) for row, dim in rows])
-        return Simulated(self.centre, density, self.scores[:count])
 
 
 class Moments(NamedTuple):
@@ -159,8 +150,7 @@ class Fit(NamedTuple):
     prior_precision: Tensor  # P of them
     moments: Moments  # at the centre
     covariance: Tensor  # nS + V + n²S_res/M of all releases, [K·d, K·d]
-    step: Tensor  # to the mode, as far as the moments here tell
-    last_step: float  # its length in posterior standard deviations
+    last_step: float  # that would be next, in posterior standard deviations
     simulated: Any  # the records; None of closed forms
     slope: Tensor  # ∇ log p(θ) of the prior at the centre
 
@@ -181,27 +171,15 @@ def posterior_precision(
     return prior_precision + (likelihood + likelihood.T) / 2, pulled
 
 
-class Source(Protocol):
-    """Of moments: a :class:`Simulator`, or closed forms."""
-
-    num_data: int
-    count: int
-
-    def local(self, theta: Tensor, releases: Sequence[Release]) -> tuple[Any, Moments]:
-        """Records at θ, if any, and the moments of what would have been released of them."""
-
-    def moved(self, theta: Tensor, step: Tensor) -> Tensor:
-        """θ + step, or less."""
-
-
 def find_mode(
-    source: Source,
+    source: Any,
     releases: Sequence[Release],
     latents: Latents,
     start: Tensor,
-    most_steps: int,
+    most_steps: int = _MOST_STEPS,
 ) -> Fit:
-    r"""Gauss-Newton steps, records drawn anew at each centre.
+    r"""Gauss-Newton steps, records drawn anew at each centre; ``source`` of moments is a
+    :class:`Simulator`, or closed forms with the same ``local``, ``moved`` and numbers.
 
     .. math::
         \Lambda = P + n^2 J^\top \Sigma^{-1} J, \qquad
@@ -209,7 +187,7 @@ def find_mode(
     """
     n, value = source.num_data, torch.cat([r.value for r in releases])
     variances = noise_variances(releases)
-    theta, damping, before = start, 1.0, math.inf
+    theta, damping, before = start, 1.0, torch.zeros(len(latents.read), dtype=torch.float64)
     for number in range(most_steps + 1):
         simulated, found = source.local(theta, releases)
         covariance = n * found.covariance + n**2 / source.count * found.residual
@@ -221,14 +199,13 @@ def find_mode(
         length = math.sqrt(max(float(step @ precision @ step), 0.0))
         if length < _CONVERGED or number == most_steps:
             break
-        if length > before:
+        if float(step @ precision @ before) < 0:  # it went too far
             damping = max(damping / 2, 1 / 8)
-        before = length
+        before = step
         ratio = math.sqrt(max(float(step @ found.information @ step), 0.0))
         scale = damping * min(1.0, _LONGEST_STEP / max(ratio, 1e-300))
         theta = source.moved(theta, scale * step)
-    fields = (theta, precision, prior_precision, found, covariance, step, length, simulated, slope)
-    return Fit(*fields)
+    return Fit(theta, precision, prior_precision, found, covariance, length, simulated, slope)
 
 
 class LawDifferences(NamedTuple):
@@ -237,20 +214,15 @@ class LawDifferences(NamedTuple):
     means: Tensor  # [L, K·d]
     jacobians: Tensor  # [L, K·d, d]
 
-    @staticmethod
-    def none(found: Moments) -> LawDifferences:
-        """Of one law that is known."""
-        return LawDifferences(0 * found.mean[None], 0 * found.jacobian[None])
-
 
 def law_differences(
-    fit: Fit, simulators: Sequence[Simulator], releases: Sequence[Release]
+    fit: Fit, simulators: Sequence[Any], releases: Sequence[Release]
 ) -> LawDifferences:
     """At the mode, with the same random numbers under each law; the first of ``simulators`` has the
     mean law. Zeros where that is the only one.
     """
     if len(simulators) == 1:
-        return LawDifferences.none(fit.moments)
+        return LawDifferences(0 * fit.moments.mean[None], 0 * fit.moments.jacobian[None])
     under = [simulator.local(fit.centre, releases)[1] for simulator in simulators]
     return LawDifferences(
         torch.stack([each.mean - under[0].mean for each in under[1:]]),
@@ -393,7 +365,7 @@ class SyntheticLikelihood(Likelihood):
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
         laws = LawDifferences(laws.means @ onto.T, onto @ laws.jacobians)
         super().__init__(fit, simulator.records.read, n, released, noise, found, laws)
-        self._near = self._around(fit.simulated, found)
+        self._near = self._around(simulator.at(fit.centre, self._few), found)
         self._others: list[_Around] = []
 
     def _statistics(self, simulated: Simulated) -> Tensor:
@@ -442,8 +414,7 @@ class SyntheticLikelihood(Likelihood):
         return self._around(found, moments(self._statistics(found), found.scores, is_paired))
 
     def _around(self, simulated: Simulated, found: Moments) -> _Around:
-        some = simulated.first(self._few)
-        return _Around(some, self._statistics(some), self._read, found)
+        return _Around(simulated, self._statistics(simulated), self._read, found)
 
 
 def _enough(found: Tensor, few: int) -> int:

@@ -7,6 +7,7 @@ row for each record are covariates.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -26,7 +27,9 @@ Role = Literal["observed", "public", "numbers", "category"]
 LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
 _SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
 _MOST_CATEGORIES = 1000
-_ROUNDING = 1e-6  # clipped sums are shortened by this share, which covers rounding
+_ROUNDING = 1e-6
+# that records are made of to see what a model does with them; missing ones are often -1 or NaN
+_ODD_VALUES = (math.nan, -1e6, -1.0, 0.0, 1e6)
 
 
 @contextmanager
@@ -38,8 +41,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def shorten(norms_squared: Tensor, bound: float) -> Tensor:
-    """The factors that bring vectors to norm ``bound`` at most."""
-    return (bound * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
+    """The factors that bring vectors to norm ``bound`` at most, less a millionth, which covers
+    rounding.
+    """
+    least = bound * (1 - _ROUNDING)
+    return (least * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
 
 
 class ModelRecords:
@@ -77,13 +83,7 @@ class ModelRecords:
             rows_at_once=chunk,
             count_is_public=count_is_public,
         )
-        for name in density.made_up.weighted_sites():
-            raise UnfitModel(
-                f"poutine.scale weights the records' site {name!r}, and a weighted record cannot be"
-                " simulated: repeat a record as often as it counts, or use poutine.mask, by an"
-                " argument of its own."
-            )
-        self.density = density
+        self.density, self._plate = density, data_plate
         self.read = torch.arange(density.prior.dimension)[density.read]
         if not len(self.read):
             raise UnfitModel(
@@ -155,12 +155,32 @@ class ModelRecords:
         """Holds synthetic records from now on, in place of private ones."""
         self.density = self.density.with_rows(self.density.made_up.few())
 
-    def num_categories(self, number: int) -> int:
-        """How many values a category has: the smallest whole number with which the model fails.
+    def categories(self) -> dict[int, int]:
+        """How many values each category has: the smallest whole number with which the model fails.
 
         Raises:
-            ValueError: it has not failed up to a thousand, or a record has several numbers.
+            ValueError: it has not failed up to a thousand, or a record has several numbers, or the
+                model fails where all of them have the largest value.
         """
+        own = [row.clone() for row in self.density.made_up.few()]
+        found = {number: self._num_categories(number) for number in self.of_role("category")}
+        for number, size in found.items():
+            own[number].fill_(size - 1)
+        try:
+            self._terms_of(own)
+        except Exception as error:
+            names = ", ".join(self.names[number] for number in found)
+            raise UnfitModel(
+                f"which values one of the arguments {names} may have depends on the others: pass"
+                " the number of their combination as one argument."
+            ) from error
+        return found
+
+    def _terms_of(self, rows: list[Tensor]) -> None:
+        with torch.no_grad(), without_value_checks():
+            self.density.made_up.terms(self.theta.to(self.density.prior.dtype), rows)
+
+    def _num_categories(self, number: int) -> int:
         row = self.density.made_up.few()[number]
         if row.dim() > 1:
             raise UnfitModel(
@@ -173,8 +193,7 @@ class ModelRecords:
         for value in range(1, _MOST_CATEGORIES + 1):
             own[number].fill_(value)
             try:
-                with torch.no_grad(), without_value_checks():
-                    self.density.made_up.terms(self.theta.to(self.density.prior.dtype), own)
+                self._terms_of(own)
             except Exception:
                 return value
         raise UnfitModel(
@@ -213,40 +232,84 @@ class ModelRecords:
             result[number] = drawn.reshape(rows[number].shape).to(rows[number].dtype)
         return result
 
+    def _sites(self, rows: Sequence[Tensor]) -> dict[str, Any]:
+        """Of a run of the model on synthetic rows."""
+        values = self.density.prior.constrain(self.density.made_up.theta)
+        args, kwargs = self.density.arguments.with_rows(list(rows))
+        model = poutine.condition(self._model, values)
+        with public_randomness(), torch.no_grad(), without_value_checks(), poutine.block():
+            return sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+
     def _observed(self) -> dict[int, str]:
         """By number of the argument the site that observes it."""
         density, error = self.density, None
-        values = density.prior.constrain(density.made_up.theta)
         for flavour in FLAVOURS:
+            with public_randomness():
+                rows = density.arguments.made_up_rows(_SYNTHETIC_ROWS, flavour)
             try:
-                with public_randomness(), torch.no_grad(), without_value_checks(), poutine.block():
-                    rows = density.arguments.made_up_rows(_SYNTHETIC_ROWS, flavour)
-                    args, kwargs = density.arguments.with_rows(rows)
-                    model = poutine.condition(self._model, values)
-                    sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
-                    break
+                sites = self._sites(rows)
+                break
             except Exception as caught:
                 error = error or caught
         else:
             raise UnfitModel("the model does not run on synthetic rows.") from error
         found: dict[int, str] = {}
         for name in density.observed:
-            if type(sites[name]["fn"]).__name__ == "Unit":
-                raise UnfitModel(
-                    f"records cannot be simulated from the factor {name!r}: write"
-                    " pyro.sample(name, distribution, obs=...) instead."
-                )
             value = sites[name]["value"]
             numbers = [
                 k for k, row in enumerate(rows) if k not in found and _is_same_data(value, row)
             ]
             if not numbers:
                 raise UnfitModel(
-                    f"what site {name!r} observes is no argument of the model: pass it as an"
-                    " argument of its own, so that it can be simulated."
+                    f"what site {name!r} observes, or the factor has, is no argument of the model:"
+                    " pass it as one of its own to pyro.sample(name, distribution, obs=...)."
                 )
             exact = [k for k in numbers if value is rows[k]]
             found[(exact or numbers)[0]] = name
+        self._require_no_weights(rows, found)
+        return found
+
+    def _require_no_weights(self, rows: list[Tensor], observed: Mapping[int, str]) -> None:
+        """Refuse weights of records, and masks that follow what is observed. Both may be functions
+        of the data: they are seen where an argument has odd values, too.
+        """
+        usual, others = self._weights(rows), [(-1, rows)]
+        for number, row in enumerate(rows):
+            # elsewhere than on a CPU an index out of range ends the process
+            is_safe = row.is_floating_point() or row.device.type == "cpu"
+            for value in _ODD_VALUES if is_safe else ():
+                other = torch.full(row.shape, value).to(row)
+                others.append((number, [*rows[:number], other, *rows[number + 1 :]]))
+        for number, other_rows in others:
+            try:
+                found = self._weights(other_rows)
+            except Exception:  # as the values may be impossible ones
+                continue
+            for name, weight in found.items():
+                if not bool(((weight == 0) | (weight == 1)).all()):
+                    raise UnfitModel(
+                        f"poutine.scale weights the records' site {name!r}, and a weighted record"
+                        " cannot be simulated: repeat a record as often as it counts, or use"
+                        " poutine.mask, by an argument of its own."
+                    )
+                if number in observed and not torch.equal(weight, usual[name]):
+                    raise UnfitModel(
+                        f"the mask of site {name!r} is computed from what the model observes, so"
+                        " that records cannot be simulated: pass it as an argument of its own."
+                    )
+
+    def _weights(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Of the sites in the data plate: scales, and 0 where a mask leaves records out."""
+        found = {}
+        for name, site in self._sites(rows).items():
+            if all(frame.name != self._plate for frame in site["cond_indep_stack"]):
+                continue
+            law, masks = site["fn"], [site["mask"]]
+            while law is not None:
+                masks.append(getattr(law, "_mask", None))
+                law = getattr(law, "base_dist", None)
+            parts = [site["scale"], *(mask for mask in masks if mask is not None)]
+            found[name] = math.prod(map(torch.as_tensor, parts), start=torch.ones(()))
         return found
 
 
@@ -271,7 +334,7 @@ def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
 def clipped(found: Tensor, whitening: Tensor) -> Tensor:
     """clip₁ of every row times ``whitening``, shortened by what rounding may add."""
     white = found @ whitening.T
-    factors = shorten(white.square().sum(1), 1 - _ROUNDING)
+    factors = shorten(white.square().sum(1), 1.0)
     return white.mul_(factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
 
 

@@ -35,7 +35,6 @@ QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be 
 # a model that is not quite right are zero elsewhere
 _SPARED = 0.10
 _ROWS = 50_000  # of private records whose scores are in memory at a time
-_FIRST_STEPS, _MORE_STEPS = 30, 12  # of Gauss-Newton after a release
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Transcript:
     moments: NoisyMoments | None  # of rows of numbers
     categories: NoisyCategories | None
     scores: tuple[Release, ...] = ()  # the clipped sums
-    clip_bounds: tuple[float, ...] = ()  # C in units of A u
     clipped: tuple[float, float] = (0.0, 0.0)  # the noisy number at the end, and its noise
 
 
@@ -143,16 +141,13 @@ def choose_scale(
         information + (n + multiplier**2 * size) / n**2 * prior_precision
     )
     root = (vectors * values.clamp_min(1e-300).rsqrt()) @ vectors.T
-    if max_grad_norm is not None:
-        root = torch.eye(size, dtype=torch.float64)
+    expected, eye = {}, torch.eye(size, dtype=torch.float64)
     norms = (own @ root.T).norm(dim=1)
-    positive = norms[norms > 0]
-    candidates = [1.0]
+    positive, candidates = norms[norms > 0], [1.0]
     if max_grad_norm is not None:
-        candidates = [float(max_grad_norm)]
+        root, candidates = eye, [float(max_grad_norm)]
     elif len(positive):
         candidates = positive.quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    expected, eye = {}, torch.eye(size, dtype=torch.float64)
     for bound in candidates:  # posterior variances if all releases of scores were at this point
         found = moments(clipped(own, root / bound), own, simulator.covariates.is_paired)
         covariance = n * found.covariance + multiplier**2 * eye
@@ -179,14 +174,10 @@ def run(
     """All releases of scores, each at the mode of what is known, beside those of covariates; and
     that mode in the end.
     """
-    theta, releases, bounds = latents.median, list[Release](), list[float]()
-    for number, multiplier in enumerate(plan.scores):
+    theta, releases = latents.median, list[Release]()
+    for multiplier in plan.scores:
         scale = choose_scale(simulator, latents, theta, plan.together, max_grad_norm)
         releases.append(mechanism.scores(theta, scale.whitening, multiplier))
-        bounds.append(scale.clip_bound)
-        most = _FIRST_STEPS if number == 0 else _MORE_STEPS
-        theta = find_mode(simulator, releases, latents, theta, most).centre
-    count = mechanism.clipped_count(releases[-1], plan.clipped)
-    clipped = count, plan.clipped
-    scores, clip_bounds = tuple(releases), tuple(bounds)
-    return replace(transcript, scores=scores, clip_bounds=clip_bounds, clipped=clipped), theta
+        theta = find_mode(simulator, releases, latents, theta).centre
+    clipped = mechanism.clipped_count(releases[-1], plan.clipped), plan.clipped
+    return replace(transcript, scores=tuple(releases), clipped=clipped), theta

@@ -27,11 +27,11 @@ from .families import ExponentialFamily, LinearRegression
 from .inference import posterior
 from .latents import Latents
 from .likelihood import (
-    LawDifferences,
     Likelihood,
     Moments,
     Release,
     find_mode,
+    law_differences,
     noise_variances,
     ridged,
 )
@@ -40,7 +40,6 @@ from .result import NoiseAwarePosterior
 _LABEL = "noise_aware.sufficient_statistics"
 _DRAWS = 2000
 _NUMBERS = 10_000_000  # of covariances in memory at a time
-_NEWTON_STEPS = 50
 
 
 def sufficient_statistics(
@@ -180,9 +179,9 @@ class _OfFamily(Likelihood):
     """log p(s̃ | θ) with the family's moments, in units of the bound."""
 
     def __init__(self, family: _Family, latents: Latents, release: Release) -> None:
-        fit = find_mode(family, [release], latents, latents.median, _NEWTON_STEPS)
+        fit = find_mode(family, [release], latents, latents.median)
         noise = torch.diag(noise_variances([release]))
-        laws = LawDifferences.none(fit.moments)
+        laws = law_differences(fit, [family], [release])
         self._family, n = family, family.num_data
         super().__init__(fit, latents.read, n, release.value, noise, fit.moments, laws)
 
