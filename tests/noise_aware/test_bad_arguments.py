@@ -228,7 +228,7 @@ REFUSED = {
     "option of a large layer": of_large_layer(ArgumentError, SOFTMAX, X, LABELS, public=[0]),
     "frozen bias": of_large_layer(UnfitModel, frozen_bias(), X, LABELS),
     "a scale of its own": of_large_layer(UnfitModel, Scaled(2, 3), X, LABELS),
-    "size": of_large_layer(UnfitModel, nn.Linear(201, 100), torch.zeros(2, 201), LABELS[:2]),
+    "size": of_large_layer(UnfitModel, nn.Linear(801, 100), torch.zeros(2, 801), LABELS[:2]),
     "width": of_large_layer(UnfitModel, nn.Linear(2001, 2), torch.zeros(2, 2001), LABELS[:2]),
     "float labels": of_large_layer(ArgumentTypeError, SOFTMAX, X, Y),
     "fewer labels": of_large_layer(ArgumentError, SOFTMAX, X, LABELS[1:]),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers import clipped_rows, delivered, entropy, gradients_of_records, private, sum_of
 from support.vmap_rule import Centred
 from torch import Tensor, nn
-from torch.overrides import wrap_torch_function
+from torch.overrides import get_overridable_functions, wrap_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from zoo import Of, around, head
@@ -19,6 +19,7 @@ from zoo import Of, around, head
 from torch_dpbayes.errors import DPBayesError
 from torch_dpbayes.per_sample import contributions, layers
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
+from torch_dpbayes.per_sample.function_kinds import is_torchs
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, as_traced
 
 SOURCE_OF = {"bookkeeping": BookkeepingGradientSource, "vmap": VmapGradientSource}
@@ -301,6 +302,13 @@ def catching(h):
 @wrap_torch_function(lambda h: (h,))
 def handed_on(h):
     return Centred.apply(h)
+
+
+def test_functions_of_torch_are_torchs():
+    """Those that are made by others, as F.max_pool2d, too; a class is none of them."""
+    found = {f for functions in get_overridable_functions().values() for f in functions}
+    assert F.max_pool2d in found
+    assert all(is_torchs(f) for f in found if not isinstance(f, type))
 
 
 class Asked:

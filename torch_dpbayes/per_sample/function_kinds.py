@@ -79,8 +79,11 @@ def is_torchs(function: Any) -> bool:
         return True
     if home.partition(".")[0] != "torch" or kind is not FunctionType:
         return home.partition(".")[0] == "torch" and kind is BuiltinFunctionType
-    with suppress(AttributeError):
-        return attrgetter(function.__qualname__)(sys.modules[home]) is function
+    # what boolean_dispatch makes, as F.max_pool2d, has only the latter of its place
+    for name in (function.__qualname__, function.__name__):
+        with suppress(AttributeError):
+            if attrgetter(name)(sys.modules[home]) is function:
+                return True
     return False
 
 

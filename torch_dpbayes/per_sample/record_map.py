@@ -564,6 +564,8 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss or"
             " torch.linalg.solve instead"
         )
+    if func is F.embedding and kwargs.get("max_norm") is not None:
+        raise CannotBeMapped("max_norm changes its table in place, in every pass: leave it out")
     if func is torch.segment_reduce and kwargs.get("unsafe"):
         raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
     if func in LOOKS and is_of_records(args[0]):
