@@ -102,8 +102,11 @@ def test_scores_are_taken_ever_nearer_to_the_mode():
     assert apart[0] > 1.5 and max(apart[4:]) < 0.6
 
 
+@pytest.mark.chance(0.1, looks=6)
 def test_a_run_arrives_from_a_vague_prior():
-    """Its median is e⁻⁶⁹, and a step of Gauss-Newton no longer than 1."""
+    """Its median is e⁻⁶⁹, and a step of Gauss-Newton no longer than 1. Noise may hold a release's
+    mode where the one before was, but hardly all seven: 28 of 28 runs arrived.
+    """
 
     def model(y):
         zero = torch.zeros((), dtype=DOUBLE)
@@ -112,7 +115,7 @@ def test_a_run_arrives_from_a_vague_prior():
             pyro.sample("y", dist.Normal(0.0, precision.rsqrt()), obs=y)
 
     y = 2 * torch.randn(4000, dtype=DOUBLE)
-    found = posterior(model, y, epsilon=3.0, delta=1e-5, num_simulated=1000, num_releases=3)
+    found = posterior(model, y, epsilon=3.0, delta=1e-5, num_simulated=1000)
     assert float(found.mean["precision"]) == pytest.approx(0.25, abs=0.05)
 
 
