@@ -114,10 +114,10 @@ def _model_and_batch(name: str) -> tuple[Any, Any, Any]:
             return self.head(self.layers(self.tokens(x)).mean(1))
 
     if name == "tiny":
-        return nn.Linear(2, 1), torch.randn(4, 2), torch.zeros(4, dtype=torch.long)
+        return nn.Linear(2, 2), torch.randn(4, 2), torch.zeros(4, dtype=torch.long)
     if name == "tiny convolution":
         return (
-            nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten()),
+            nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()),
             torch.randn(4, 1, 3, 3),
             torch.zeros(4, dtype=torch.long),
         )
