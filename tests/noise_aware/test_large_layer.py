@@ -312,6 +312,7 @@ def test_chains_leave_a_gaussian_density_its_variance(step, monkeypatch):
     start = torch.zeros(40, D, dtype=DOUBLE)
     law.settle(start[None])
     states = last_layer._chains(law, start, 40, 30)
+    assert bool((states[:, 0] != states[:, -1]).any((1, 2)).all())
     assert float(states.double().square().mean()) == pytest.approx(2.0**2, rel=0.05)
 
 
