@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import MaskedDistribution, SineBivariateVonMises, SineSkewed, VonMises
+from pyro.distributions import (
+    Delta,
+    MaskedDistribution,
+    SineBivariateVonMises,
+    SineSkewed,
+    VonMises,
+)
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.func import grad_and_value
@@ -289,7 +295,7 @@ def _require_proper(name: str, site: Any) -> None:
                 " Uniform(-math.pi, math.pi), and add its log_prob as a pyro.factor outside the"
                 " data plate."
             )
-        if type(distribution).__name__ == "Delta":
+        if isinstance(distribution, Delta):
             raise UnfitModel(f"latent {name!r} is a Delta, which no move leaves: write its value.")
         if isinstance(distribution, MaskedDistribution):
             masks.append(getattr(distribution, _MASK))

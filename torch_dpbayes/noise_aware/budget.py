@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
@@ -15,6 +15,7 @@ from ..accounting.events import (
     positive_count,
 )
 from ..errors import ArgumentError, ArgumentTypeError
+from .categories import has_combinations
 
 NUM_RELEASES, _MOST_RELEASES = 7, 50
 # of the shares from one release of scores to the next: the first ones only serve to arrive
@@ -135,7 +136,9 @@ def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) 
     ]
 
 
-def statement_of_releases(count: int, bound: float | None, has_categories: bool) -> list[str]:
+def statement_of_releases(
+    count: int, bound: float | None, categories: Mapping[int, int]
+) -> list[str]:
     """What a run releases, with rows of numbers shortened to ``bound``, if any."""
     lines = [f"{count} clipped sums; a record moves each by at most 1 in units of its clip bound"]
     if bound is not None:
@@ -143,7 +146,8 @@ def statement_of_releases(count: int, bound: float | None, has_categories: bool)
             f"mean and products of features; rows longer than {bound:g} (max_feature_norm) are"
             " shortened to it, and parameters are those of shortened rows"
         )
-    if has_categories:
+    if categories:
         sums = "" if bound is None else ", sums of covariates in each"
-        lines.append(f"counts of each category{sums}, and of combinations")
+        more = ", counts of their combinations" if has_combinations(categories) else ""
+        lines.append(f"counts of each category{sums}{more}")
     return [*lines, "the number of clipped records"]

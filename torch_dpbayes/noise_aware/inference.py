@@ -403,7 +403,7 @@ class Setup:
         )
         found = draw_posterior(self.latents, likelihood, _DRAWS)
         bound = None if self.shape is None else self.shape.bound
-        released = statement_of_releases(len(releases), bound, bool(self.categories))
+        released = statement_of_releases(len(releases), bound, self.categories)
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
             *statement_of_charge(self.accountant, released),

@@ -179,7 +179,7 @@ def posterior_of_large_layer(
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
     method = f"{_CHAINS} Hamiltonian chains of {kept} states"
     draws = Draws(theta, equal, 0.0, effective, r_hat, method)
-    released = statement_of_releases(num_releases, bound, has_categories=False)
+    released = statement_of_releases(num_releases, bound, {})
     statement = [
         f"Noise-aware posterior of a last layer from {num_releases} releases of clipped scores",
         *statement_of_charge(held, released),

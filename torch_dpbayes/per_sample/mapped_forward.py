@@ -263,12 +263,12 @@ class MappedForward(ReplacedForward):
         keep to one record.
         """
         is_compiled, changing = False, list[tuple[nn.Module, str]]()
-        modules, seen = [self.module], set[Any]((None,))
+        modules, seen = [self.module], set[nn.Module]()
         for module in modules:  # modules() calls itself for each
             if module in seen:
                 continue
             seen.add(module)
-            modules += module._modules.values()  # type: ignore[arg-type]
+            modules += [child for child in module._modules.values() if child is not None]
             kind: Any = type(module)
             if not (_is_special(kind) or any(map(vars(module).get, _ADDED))):
                 continue
