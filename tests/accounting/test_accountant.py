@@ -193,8 +193,9 @@ def test_summary_says_what_matters():
     accountant.compose(sampled(2.0), 100, label="training")
     accountant.compose(events.GaussianDpEvent(20.0), label="report")
     text = accountant.summary()
-    for part in ("replace_one", "pld", "epsilon = 3", "1e-05", "training", "report"):
+    for part in ("one record (replace_one)", "pld", "epsilon = 3", "1e-05", "training", "report"):
         assert part in text
+    assert "one user with all their records (" in PrivacyAccountant(unit="user").summary()
     assert "epsilon <= inf" in PrivacyAccountant().compose(events.NonPrivateDpEvent()).summary()
 
 

@@ -34,9 +34,9 @@ def summary(
     budget = "none"
     if settings.budget is not None:
         budget = f"epsilon = {settings.epsilon:g} at delta = {settings.delta:g}"
-    whose = "" if settings.unit == "record" else " user with all their records"
+    unit = "record" if settings.unit == "record" else "user with all their records"
     lines = [
-        f"Privacy accountant: neighbouring data sets differ by {settings.neighboring}{whose},"
+        f"Privacy accountant: neighbouring data sets differ by one {unit} ({settings.neighboring}),"
         f" method {settings.method}",
         f"  budget      {budget}",
         f"  spent       epsilon <= {upper:.5g} at delta = {delta:g} (and >= {lower:.5g}),"
