@@ -62,7 +62,7 @@ class CheckpointError(ArgumentError):
 
 
 class AuditError(ArgumentError):
-    """The audit cannot be made, or states nothing, in this way."""
+    """With these arguments the audit cannot run, or its bound would mean nothing."""
 
     code = "audit"
 
@@ -92,7 +92,7 @@ class RankError(StateError):
 
 
 class OwnerError(StateError):
-    """Another owner failed, or runs something else. What was charged stays charged."""
+    """Another owner failed, or its program differs. What was charged stays charged."""
 
     code = "owners"
 

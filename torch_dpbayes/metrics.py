@@ -107,12 +107,11 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor, num_bins: 
 
 
 def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> float:
-    """Probability that a record from outside scores higher than one from inside, ties counting
-    half.
+    """Probability that a record from outside scores higher than one from inside; a tie counts half.
 
     Args:
-        in_distribution, out_of_distribution: one-dimensional scores, higher meaning more unlike the
-            training data: predictive entropy or mutual information.
+        in_distribution, out_of_distribution: one-dimensional scores, such as predictive entropy or
+            mutual information, which are higher for records unlike the training data.
     """
     for name, scores in (
         ("in_distribution", in_distribution),

@@ -648,8 +648,8 @@ class PrivacyAccountant:
         def hook(optimizer: Any) -> None:
             if hasattr(optimizer, "unclipped_num_std"):
                 raise StateError(
-                    "Opacus' adaptive clipping also releases how many records it clips, at a lower"
-                    " price than that costs: use another clipping."
+                    "Opacus' adaptive clipping also releases how many records it clips, and charges"
+                    " too little for that: use another clipping."
                 )
             if optimizer.accumulated_iterations != 1:
                 raise StateError(

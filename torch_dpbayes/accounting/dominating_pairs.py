@@ -296,9 +296,9 @@ def _(event: UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent, replace: bo
             " sampling (PrivacyEngine.make_private)."
         )
     raise ArgumentError(
-        "an unspecified batch may change altogether when one record is added: use"
-        ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private, or charge'
-        " RecordwiseBatchGaussianDpEvent if who is in a batch does not depend on other records."
+        "one more record may change all of an unspecified batch: use"
+        ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private. If who is in'
+        " a batch does not depend on other records, charge RecordwiseBatchGaussianDpEvent."
     )
 
 

@@ -238,7 +238,7 @@ class BoundedRangeDpEvent(DpEvent):
 class FailureDpEvent(DpEvent):
     """A release that reveals everything with probability ``delta``, 0 < delta < 1, else nothing.
 
-    At a total delta below that of the failures epsilon is infinite.
+    Epsilon is infinite at a delta below that of all failures together.
     """
 
     delta: float

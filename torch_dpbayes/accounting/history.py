@@ -407,7 +407,7 @@ class History:
         is_adaptive = any(key.flag == "adaptive" for key in charges)
         if is_adaptive and not is_same:
             raise ArgumentError(
-                "the saved history is adaptive, which is private only against its budget"
+                "the saved history is adaptive: it only holds with its budget"
                 f" {[state['epsilon'], state['delta']]}; this accountant's is"
                 f" {[settings.epsilon, settings.delta]}. Load it into one with the saved budget."
             )

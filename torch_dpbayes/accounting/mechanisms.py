@@ -256,7 +256,7 @@ WHERE_ZEROED[RandomizedResponseDpEvent] = _uniform_where_zeroed
 def _(event: MixtureOfGaussiansDpEvent, replace: bool) -> Pair:
     if replace:
         raise ArgumentError(
-            "a MixtureOfGaussiansDpEvent says what adding or removing a record does: use"
+            "a MixtureOfGaussiansDpEvent is for adding or removing a record: use"
             ' PrivacyAccountant(neighboring="add_or_remove_one").'
         )
     found = zip(event.sensitivities, event.sampling_probs, strict=True)

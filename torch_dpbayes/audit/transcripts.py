@@ -98,7 +98,8 @@ def from_scores(
     made = best.made if num_guesses is None else num_guesses
     is_count = isinstance(made, (int, np.integer)) and 1 <= made
     if not is_count or not made <= len(found) or (bound == "independent" and made != len(found)):
-        raise AuditError(f"num_guesses is 1 to {len(found)}, all if independent; got {made}")
+        lowest = len(found) if bound == "independent" else 1
+        raise AuditError(f"num_guesses must be {lowest} to {len(found)} here, got {made}")
     return _result(lower_bound, guess(found, drawn, made), epsilon, accountant, threat)
 
 

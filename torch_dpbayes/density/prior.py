@@ -303,6 +303,6 @@ def _require_proper(name: str, site: Any) -> None:
     flat = [mask for mask in masks if mask is not None and not bool(torch.as_tensor(mask).all())]
     if flat or bool((torch.as_tensor(site["scale"]) == 0).any()):
         raise UnfitModel(
-            f"latent {name!r} has no prior where a mask or a scale of 0 leaves it out: write a wide"
-            " Normal without them, and leave out latents that are not needed."
+            f"a mask or a scale of 0 removes the prior of latent {name!r}: write a wide Normal in"
+            " its place, or remove the latent."
         )

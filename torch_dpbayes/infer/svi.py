@@ -163,10 +163,10 @@ class DPSVI:
         return math.nan
 
     def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
-        """``num_steps`` steps of the same ``args`` and ``kwargs``.
+        """Take ``num_steps`` steps of the same ``args`` and ``kwargs``.
 
-        Raises: as :meth:`step`; ``PrivacyBudgetExceeded`` before the first step where not all of
-            them fit the budget.
+        Raises: as :meth:`step`; ``PrivacyBudgetExceeded`` before the first step, if not all of them
+            fit the budget.
         """
         positive_count(num_steps, "num_steps")
         with self._lock:
@@ -181,7 +181,7 @@ class DPSVI:
 
     @property
     def accountant(self) -> PrivacyAccountant:
-        """Where every step is charged."""
+        """Every step charges this one."""
         return self._accountant
 
     # -- checkpoints -------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ class Proposal(Protocol):
     def event(self) -> events.DpEvent: ...
 
     def propose(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """θ' by site, in unconstrained space, and log q(θ | θ') − log q(θ' | θ), from what
-        ``event`` pays for.
+        """θ' by site, in unconstrained space, and log q(θ | θ') − log q(θ' | θ). Whatever they
+        reveal of the records is charged by ``event``.
         """
         ...
 

@@ -135,14 +135,14 @@ class LinearRegression:
     ``"noise_std"``.
 
     Args:
-        noise_std_prior: a Pyro distribution of σ, of one positive number in float64.
+        noise_std_prior: prior of σ: a Pyro distribution of one positive number, in float64.
         prior_std: of every weight.
         max_feature_norm: R; longer rows are scaled down to it, and the weights are those of scaled
             rows.
 
     Raises:
-        ValueError: a bound or ``prior_std`` is no positive number, or ``noise_std_prior`` is no
-            distribution of one.
+        ValueError: ``max_feature_norm`` or ``prior_std`` is not a positive number, or
+            ``noise_std_prior`` is not a distribution of one.
     """
 
     noise_std_prior: Any

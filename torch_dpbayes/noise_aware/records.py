@@ -91,8 +91,8 @@ class ModelRecords:
             )
         if len(self.read) > LARGEST_DIMENSION:
             raise ArgumentError(
-                f"records read {len(self.read)} numbers, and at most {LARGEST_DIMENSION} can be"
-                " simulated: use a sampler of torch_dpbayes.optim."
+                f"records depend on {len(self.read)} parameters, and at most {LARGEST_DIMENSION}"
+                " can be simulated: use a sampler of torch_dpbayes.optim."
             )
         self._dims = list(density.row_dims.values())
         names = _argument_names(model, args)

@@ -27,15 +27,15 @@ from .likelihood import Likelihood
 class NoiseAwarePosterior:
     """p(θ | releases), the noise of the releases included.
 
-    ``noise_aware.posterior`` and its siblings make it. It holds weighted draws; nothing in it
-    depends on records but by what was released and charged.
+    ``noise_aware.posterior`` and similar functions return it. It holds weighted draws. They depend
+    on the records only through what was released and charged.
 
     Attributes:
-        pareto_k: k̂ of the draws' weights, 0 of equal ones; above .7 they are not to be relied on.
+        pareto_k: k̂ of the draws' weights, 0 if all are equal; above .7 do not rely on the draws.
         effective_sample_size: number of independent draws that they are worth.
-        r_hat: the largest R̂ of Hamiltonian chains; 1 of independent draws.
+        r_hat: the largest R̂ of Hamiltonian chains; 1 for independent draws.
         transcript: everything that was released.
-        checks: p values of each release given the others, and of the prior; None without.
+        checks: p values of each release given the others, and of the prior; None if not computed.
         likelihood: of a network's output, after ``posterior_for_module``.
     """
 

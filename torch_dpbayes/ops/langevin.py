@@ -63,8 +63,8 @@ class Overdamped:
 
 @dataclass(frozen=True)
 class Underdamped:
-    r"""Underdamped Langevin dynamics, the gradient frozen over each step and the linear equation
-    integrated exactly.
+    r"""Underdamped Langevin dynamics. Each step keeps the gradient fixed and integrates the
+    remaining linear equation exactly.
 
     .. math::
         dx = v\,dt, \qquad dv = -\gamma v\,dt - u \nabla U(x_k)\,dt + \sqrt{2 \gamma u}\,dB, \qquad
@@ -78,11 +78,10 @@ class Underdamped:
     and 10.
 
     Args:
-        steps: how many.
+        steps: their number.
         step_size: h, a time.
         friction: γ, per time.
-        inverse_mass: u; with 1/M, M the smoothness of U, times are in units in which γ = 2 is a
-            good choice.
+        inverse_mass: u. With u = 1/M, where M is the smoothness of U, γ = 2 is a good choice.
 
     **Privacy.** The settings are public. Only the last position leaves; the velocity does not.
     """

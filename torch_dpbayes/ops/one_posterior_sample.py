@@ -76,7 +76,7 @@ class OnePosteriorSample:
     ) -> None:
         if not isinstance(certificate, Certificate):
             raise ArgumentTypeError(
-                "certificate must be one of torch_dpbayes.ops' certificates, as"
+                "certificate must be one of torch_dpbayes.ops' certificates, such as"
                 f" FiniteRunLangevin(steps=1000), got {certificate!r}."
             )
         if delta is None and accountant is not None:
@@ -129,7 +129,7 @@ class OnePosteriorSample:
 
     @property
     def tempering(self) -> float:
-        """ρ, the factor of the log likelihood; data-free."""
+        """ρ, the factor of the log likelihood; it does not depend on the data."""
         return self._setting().tempering
 
     @property

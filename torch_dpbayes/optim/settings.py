@@ -390,7 +390,7 @@ class DeclaredOptimizer(Optimizer):
 
     # -- public constants and reports --------------------------------------------------------------
 
-    accountant = ReadOnly[PrivacyAccountant]("release.accountant", "Where every step is charged.")
+    accountant = ReadOnly[PrivacyAccountant]("release.accountant", "Every step charges this one.")
     num_data = ReadOnly[int]("_constants.num_data", "N, the public number of records.")
     expected_batch_size = ReadOnly[float](
         "_constants.expected_batch_size", "B, the public expected batch size."

@@ -303,8 +303,8 @@ def with_noise(output: Tensor, model: nn.Module, noise_std: NoiseStd) -> Tensor:
     scale = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
     if not bool((scale > 0).all()):
         raise SamplesError(
-            "the function given as noise_std returned a value that is not positive: it is a"
-            " standard deviation, as log_scale.exp()"
+            "the function given as noise_std returned a value that is not positive: return a"
+            " standard deviation, such as log_scale.exp()"
         )
     log_variance = 2 * scale.log()
     return torch.stack([mean, log_variance.expand_as(mean)], -1)

@@ -377,7 +377,7 @@ class PosteriorSamples(Chain):
     ) -> Tensor:
         r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid
         x,\theta_s)]`, in nats: noise in the label as well as doubt about the parameters. One number
-        a target, ``[n, ...]``; of a normal target the differential entropy, by quadrature.
+        for each target, ``[n, ...]``: for normal targets the differential entropy, by quadrature.
 
         Arguments and errors of :meth:`predict`.
 

@@ -32,8 +32,8 @@ class StronglyLogConcave(Asserted, ExactDraw):
             which L and λ are derived. What is sampled has the clipped gradient (a Huber loss in the
             linear predictor).
         lipschitz: L, asserted for other models: the largest norm of the gradient of one record's
-            log likelihood over the whole support. It is not enforced: a clipped gradient of a
-            general model is not the gradient of anything.
+            log likelihood over the whole support. It is not enforced: in general no density has
+            the clipped gradient.
         strength: λ, asserted: −log prior is λ-strongly convex, λ > 0, and every record's loss is
             convex, in the unconstrained space.
         warmup_steps: adaptive steps of the No-U-Turn sampler before the state that is released.
@@ -41,8 +41,8 @@ class StronglyLogConcave(Asserted, ExactDraw):
     Raises:
         ValueError: a constant is out of range, or the prior is not strongly log-concave.
 
-    **Privacy.** The event is ``MuGaussianDpEvent(G/√λ)``, for an *exact* draw: that the chain has
-    converged is assumed, and no diagnostic of it is computed, for its value would be a release.
+    **Privacy.** The event is ``MuGaussianDpEvent(G/√λ)``, for an *exact* draw: the certificate
+    assumes that the chain has converged. A diagnostic of that would be a release; none is computed.
     :class:`~torch_dpbayes.ops.FiniteRunLangevin` costs the same and assumes nothing.
     """
 
