@@ -362,9 +362,8 @@ class PrivacyAccountant:
             return_bounds: also return a lower bound, to see how tight the guarantee is.
 
         Returns:
-            An upper bound on epsilon; infinite where releases that may fail outright use all of
-            ``delta``. Under a filter it is what the filter guarantees, spent or not: a run that may
-            stop depending on its outputs has no smaller guarantee.
+            An upper bound on epsilon; infinite if the failures of releases use up ``delta``. Under
+            a filter it is what the filter promises, spent or not: results may decide when to stop.
         """
         delta = self._default_delta(delta)
         with LOCK:

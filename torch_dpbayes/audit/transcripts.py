@@ -82,7 +82,7 @@ def from_scores(
     is_one_each = found.ndim == 1 and found.shape == drawn.shape and drawn.dtype == bool
     if not is_one_each or np.isnan(found).any():
         raise AuditError(
-            "scores, without nan, and inclusions of bool are vectors of one length; got shapes"
+            "scores (no nan) and included (bool) must be vectors of one length; got shapes"
             f" {found.shape} and {drawn.shape}, {drawn.dtype}. Score 0 leaves a canary undecided."
         )
     lower_bound = LowerBound(bound, delta, confidence)

@@ -54,10 +54,10 @@ class DPSVI:
         \partial\phi}\Big)^{\!\top}\big(\tilde g - \nabla\log p(\theta)\big)
         - \nabla_\phi H[q_\phi]
 
-    ("aligned" gradients: θ has d numbers, φ at least 2d, and the noise has d dimensions). θ is in
+    The noise has the d dimensions of θ; φ has at least 2d ("aligned" gradients). θ is in
     unconstrained space. The entropy H and the prior are exact. The guide holds an average of the
-    iterates: the t-th counts about t³ times. It is narrower than the posterior given the releases:
-    it does not know by how much noise moved it. For intervals that count the noise use
+    iterates: the t-th counts about t³ times. It is narrower than the posterior given the releases,
+    because it ignores the privacy noise. For intervals that count the noise use
     :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
@@ -72,8 +72,8 @@ class DPSVI:
         optim: one of Pyro's optimizers, with a dict of arguments. It is tried on synthetic
             gradients before the first charge.
         loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
-        max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Choose one
-            that less than 1 % exceed near the truth: nothing released says how many do.
+        max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Fewer
+            than 1 % should be longer near the truth. No release says how many are.
         noise_multiplier: z, noise std / C. 0: not private.
         expected_batch_size: B, a public constant; the sampling rate is q = B/N.
         num_data: N, a public constant. None: counted, under replace-one, where it is public.
@@ -83,10 +83,10 @@ class DPSVI:
     Raises:
         TypeError, ValueError: an argument is out of range, or cannot be protected.
 
-    **Privacy.** A step releases one noisy clipped sum at a θ that earlier releases and public
-    chance decide: ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, charged before it is drawn. All
-    else is post-processing and may be published. The loss is not computed: it depends on the
-    records, and no noise hides it.
+    **Privacy.** A step releases one noisy clipped sum, at a θ that depends only on earlier releases
+    and public randomness. Its event is ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, charged
+    before it is drawn. All else is post-processing and may be published. The loss is not computed:
+    it depends on the records, and no noise hides it.
     """
 
     def __init__(

@@ -79,9 +79,8 @@ class NoiseAwarePosterior:
         likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
         num_samples: int = 100,
     ) -> Tensor:
-        """The average prediction over draws, as :meth:`.PosteriorSamples.predict` gives it, with
-        rows of floats shortened as in the run: what the last layer reads, else ``x``. Public ones
-        were not.
+        """The average prediction over draws, as of :meth:`.PosteriorSamples.predict`. Rows of
+        floats that the run shortened (``x``, or what the last layer reads) are shortened here, too.
 
         Args:
             model: a network whose trainable parameters are the posterior's sites, as after
@@ -99,7 +98,7 @@ class NoiseAwarePosterior:
             ArgumentError: the model has other parameters, or an output that does not fit; the rows
                 have other columns than the run's.
 
-        **Privacy.** Post-processing; a prediction also tells of its private input.
+        **Privacy.** Post-processing; but a prediction reveals something about its own input.
         """
         draws = self.sample(num_samples)
         if isinstance(model, GLM | Softmax):
