@@ -159,6 +159,17 @@ def test_a_log_variance_is_one():
     assert noted.trace.nodes["targets"]["fn"].stddev.tolist() == pytest.approx([3.0] * 5)
 
 
+def test_several_means_have_a_target_each():
+    """Of variance 1, in the run of a small layer too."""
+    net, x = torch.nn.Linear(2, 3).double(), torch.rand(7, 2, dtype=torch.float64)
+    layer = LastLayer(net, "normal", 1.0)
+    with pyro.poutine.trace() as noted:
+        layer(x, torch.zeros(7, 3, dtype=torch.float64))
+    law = noted.trace.nodes["targets"]["fn"]
+    assert law.batch_shape == (7,) and law.event_shape == (3,)
+    assert bool((law.variance == 1).all())
+
+
 def test_a_gaussian_target_has_the_scale_of_its_glm():
     """Of squared errors whose curvature is 1/s² for features of norm 1."""
     glm = dpb.ops.GLM("gaussian", noise_std=0.5, max_feature_norm=2.0)
