@@ -166,17 +166,14 @@ def linear_layer():
 
 
 MODULE = {"likelihood": "categorical", "prior_std": 1.0, "num_simulated": 500}
+LARGE = MODULE | {"num_releases": 5}
+MEANS = LARGE | {"likelihood": "normal"}
 LINEAR = LinearRegression(dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0), 1.0, 0.5)
 # the door, what it takes before features, and the bound of these
 DOORS = {
     "module": (posterior_for_module, linear_layer(), MODULE | {"num_releases": 2}, 1.0),
-    "large module": (posterior_for_module, linear_layer(), MODULE | {"num_releases": 5}, 1.0),
-    "large module of means": (
-        posterior_for_module,
-        linear_layer(),
-        MODULE | {"num_releases": 5, "likelihood": "normal"},
-        1.0,
-    ),
+    "large module": (posterior_for_module, linear_layer(), LARGE, 1.0),
+    "large module of means": (posterior_for_module, linear_layer(), MEANS, 1.0),
     "linear regression": (sufficient_statistics, LINEAR, {}, 0.5),
 }
 

@@ -93,7 +93,6 @@ def test_means_are_predicted_with_their_noise(size, short_chains):
     x, y = torch.randn(N, D), torch.randn(N, size)
     net = nn.Linear(D, size)
     found = run(x, y if size > 1 else y[:, 0], net, likelihood="normal")
-    assert found.sample(5)["weight"].shape == (5, size, D)
     assert found.noise_std == 1.0 and found.likelihood == "normal"
     assert found.predict(net, x[:7]).shape == ((7, size) if size > 1 else (7,))
 
@@ -420,9 +419,8 @@ def test_intervals_of_means_cover(epsilon):
         x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
         means = x @ (3 * torch.randn(d, 3, dtype=DOUBLE))
         y = means[:n] + torch.randn(n, 3, dtype=DOUBLE)
-        net = nn.Linear(d, 3, bias=False).double()
         options = {"likelihood": "normal", "prior_std": 3.0, "num_simulated": 2500}
-        found = run(x[:n], y, net, epsilon=epsilon, **options)
+        found = run(x[:n], y, nn.Linear(d, 3, bias=False).double(), epsilon=epsilon, **options)
         drawn = torch.einsum("nd,skd->snk", x[n:], found.sample(1000)["weight"])
         low, high = drawn.quantile(torch.tensor([0.05, 0.95], dtype=DOUBLE), dim=0)
         covered.append(float(((low < means[n:]) & (means[n:] < high)).double().mean()))
