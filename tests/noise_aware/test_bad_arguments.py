@@ -174,6 +174,10 @@ def of_large_layer(kind, module, x, y, **options):
     return call, args, fixed | options, kind
 
 
+def of_wide_layer(kind, size, y):
+    return of_layer(kind, nn.Linear(501, size), torch.zeros(N, 501), y, "normal")
+
+
 REFUSED = {
     "improper GLM": refused(ArgumentError, posterior, dpb.ops.GLM(prior_std=math.inf), X, Y),
     "no sample": refused(UnfitModel, posterior, unsampled, Y),
@@ -219,7 +223,7 @@ REFUSED = {
     "features of whole batches": of_layer(CannotBeMapped, nn.Sequential(WithARule(), NET), X, Y),
     "no module": of_layer(ArgumentTypeError, 3, X, Y),
     "likelihood": of_layer(ArgumentError, NET, X, Y, "poisson"),
-    "outputs": of_layer(UnfitModel, SOFTMAX, X, Y),
+    "outputs": of_layer(UnfitModel, SOFTMAX, X, Y, "bernoulli"),
     "prior_std": of_layer(ArgumentError, NET, X, Y, prior_std=math.inf),
     "whole inputs": of_layer(UnfitModel, NET, X.long(), Y),
     "targets": of_layer(UnfitModel, NET, X, Y[:5]),
@@ -231,6 +235,11 @@ REFUSED = {
     "size": of_large_layer(UnfitModel, nn.Linear(801, 100), torch.zeros(2, 801), LABELS[:2]),
     "width": of_large_layer(UnfitModel, nn.Linear(2001, 2), torch.zeros(2, 2001), LABELS[:2]),
     "float labels": of_large_layer(ArgumentTypeError, SOFTMAX, X, Y),
+    "mean and log variance": of_wide_layer(UnfitModel, 2, Y),
+    "a column of targets": of_wide_layer(ArgumentError, 1, Y[:, None]),
+    "fewer columns of targets": of_wide_layer(ArgumentError, 3, X),
+    "one target": of_wide_layer(ArgumentError, 1, Y[0]),
+    "complex targets": of_wide_layer(ArgumentTypeError, 1, Y + 1j),
     "fewer labels": of_large_layer(ArgumentError, SOFTMAX, X, LABELS[1:]),
     "norm of features": of_large_layer(ArgumentError, SOFTMAX, X, LABELS, max_feature_norm=-1.0),
     "releases of a layer": of_large_layer(ArgumentError, SOFTMAX, X, LABELS, num_releases=51),

@@ -11,11 +11,8 @@ from torch.nn.functional import one_hot
 from torch_dpbayes.errors import ArgumentError
 from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
 from torch_dpbayes.noise_aware.covariates import shortened_draws
-from torch_dpbayes.noise_aware.last_layer import (
-    _class_basis,
-    _Law,
-    _private_sums,
-)
+from torch_dpbayes.noise_aware.last_layer import _Law, _private_sums
+from torch_dpbayes.noise_aware.layer_scores import LabelScores, NumberScores
 from torch_dpbayes.noise_aware.likelihood import Release
 from torch_dpbayes.noise_aware.noisy_gram import quick_gram_draws
 
@@ -46,9 +43,9 @@ def rows_with(covariance, count, bound=1.0):
 
 
 def run(x, y, module=None, **options):
-    options = {"epsilon": 1.0, "delta": 1e-5} | options
+    usual = {"epsilon": 1.0, "delta": 1e-5, "likelihood": "categorical", "prior_std": 1.0}
     module = nn.Linear(D, K).double() if module is None else module
-    return posterior_for_module(module, x, y, likelihood="categorical", prior_std=1.0, **options)
+    return posterior_for_module(module, x, y, **(usual | options))
 
 
 Y = records()[1]
@@ -64,9 +61,40 @@ def test_sums_are_those_of_records_that_are_clipped_alone():
         score = torch.outer(one_hot(label, K) - (point @ row).softmax(0), row * white)
         expected += score / max(1.0, float(score.norm()))
         clipped += int(score.norm() > 1)
-    found, count = _private_sums(x, y, point, white)
+    found, count = _private_sums(x, y, point, white, LabelScores)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # a millionth less of each
     assert count == clipped and 0 < clipped < 36
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_sums_of_numbers_are_those_of_targets_that_are_finite(size):
+    """However large these are, no record counts for more than 1."""
+    x, y = records(40)[0], 2 * torch.randn(40, size, dtype=DOUBLE)
+    x[4] = 0.0
+    y[:3, -1] = torch.tensor([math.nan, math.inf, -math.inf])
+    y[3:6, 0], y[6] = torch.tensor([1e308, -1e308, 1e200], dtype=DOUBLE), 0.0
+    point, white = torch.randn(size, D, dtype=DOUBLE), torch.tensor([2.0, 5.0, 1.0], dtype=DOUBLE)
+    expected, clipped = torch.zeros(size, D, dtype=DOUBLE), 0
+    for row, target in zip(x[3:], y[3:].clamp(-1e20, 1e20), strict=True):
+        score = torch.outer(target - point @ row, row * white)
+        expected += score / max(1.0, float(score.norm()))
+        clipped += int(score.norm() > 1)
+    found, count = _private_sums(x, y, point, white, NumberScores)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert count == clipped and 0 < clipped < 37
+    for k in range(8):
+        kept = torch.arange(40) != k
+        others = _private_sums(x[kept], y[kept], point, white, NumberScores)[0]
+        assert float((found - others).norm()) <= 1.0
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_means_are_predicted_with_their_noise(size, short_chains):
+    x, y = torch.randn(N, D), torch.randn(N, size)
+    net = nn.Linear(D, size)
+    found = run(x, y if size > 1 else y[:, 0], net, likelihood="normal")
+    assert found.noise_std == 1.0 and found.likelihood == "normal"
+    assert found.predict(net, x[:7]).shape == ((7, size) if size > 1 else (7,))
 
 
 def test_a_run_of_any_records_tells_what_its_draws_are_worth(short_chains):
@@ -118,7 +146,7 @@ def test_residuals_of_a_right_law_have_uniform_p_values():
         noise = torch.einsum("kdij,kdj->kdi", without, torch.randn(K, D, 2, dtype=DOUBLE))
         shift = law._shifts[int(torch.randint(16, ()))]
         law._values = torch.zeros_like(law._values)
-        nothing = law._residual(law._probabilities(point))[0]  # −n m
+        nothing = law._residual(law._expected(point))[0]  # −n m
         for factor, found in ((1, p_values), (3, of_more_noise)):
             wanted = shift + factor * noise - nothing[0]
             law._values = (law._basis @ wanted.permute(2, 0, 1).float()).float()
@@ -143,11 +171,13 @@ def test_features_in_clusters_are_no_fit(monkeypatch):
 # -- the law ---------------------------------------------------------------------------------------
 
 
-def law_of(rows, releases=2, n=2000, std=20.0, apart=None, prior_std=2.0, classes=K):
+def law_of(
+    rows, releases=2, n=2000, std=20.0, apart=None, prior_std=2.0, classes=K, kind=LabelScores
+):
     d = rows.shape[1]
     white = 1.5 + torch.rand(d, dtype=DOUBLE)
     apart = torch.zeros(1, d, d, dtype=DOUBLE) if apart is None else apart
-    law = _Law(rows.float(), white, apart, n, classes, prior_std)
+    law = _Law(rows.float(), white, apart, n, kind, classes, prior_std)
     for number in range(releases):
         value = std * torch.randn(classes, d, dtype=DOUBLE)
         point = torch.randn(classes, d, dtype=DOUBLE) * (number > 0)
@@ -183,6 +213,33 @@ def test_the_density_and_its_gradient_are_those_of_the_formula():
         assert float(value) == pytest.approx(float(expected.detach()), rel=1e-4)
         (own,) = torch.autograd.grad(expected, point)
         torch.testing.assert_close(gradient.double(), own, rtol=1e-3, atol=1e-3 * own.abs().max())
+
+
+@pytest.mark.parametrize("kind", [LabelScores, NumberScores])
+def test_chains_follow_the_gradient_of_the_density(kind):
+    """Short of, at and beyond the distances of the table of mean scores."""
+    law = law_of(rows_with(torch.eye(D, dtype=DOUBLE) / 9, 300), kind=kind)
+    for scale in (0.1, 1.0, 300.0):
+        points = scale * torch.randn(2, K, D)
+        law.settle(points)
+        values, gradients = law.potential(points.requires_grad_())
+        (own,) = torch.autograd.grad(values.sum(), points)
+        torch.testing.assert_close(gradients, own, rtol=1e-3, atol=1e-3 * float(own.abs().max()))
+
+
+@pytest.mark.chance(1e-6)
+def test_the_covariance_of_numbers_is_that_of_drawn_targets():
+    """Of one feature, so that nothing else is uncertain; 40,000 squares err by a percent."""
+    n, std = 2000, 5.0
+    law = law_of(torch.ones(40_000, 1), 2, n, std, kind=NumberScores)
+    point = torch.randn(K, 1)
+    law.settle(point[None])
+    scores = law._scores.clipped(point + torch.randn(K, 40_000)).double()
+    scores = scores - scores.mean(2, keepdim=True)
+    both = torch.einsum("jkm,ikm->kji", scores, scores) / 40_000 * float(law._scale) ** 2
+    eye = torch.eye(2, dtype=DOUBLE).expand(K, 2, 2)
+    expected = n * both + std**2 * eye
+    torch.testing.assert_close(expected @ law._inverse[:, 0].double(), eye, rtol=0, atol=0.1)
 
 
 def test_the_covariance_is_that_of_labels_and_of_what_second_moments_leave():
@@ -251,13 +308,32 @@ def test_what_is_not_known_of_second_moments_is_counted():
     assert 0.7 < float(found.sum() / variances.sum()) < 1.75
 
 
+@pytest.mark.parametrize("size, points", [(1, 40_001), (2, 401)])
+def test_mean_scores_of_numbers_are_those_of_their_targets(size, points):
+    """Against sums over a grid of noise; at any distance, and for features of any length."""
+    scores = NumberScores(torch.logspace(-1, 1, 9), size)
+    own, bound = torch.randn(size, 9), 1.5
+    scores.add(torch.zeros(size, 9), 0.1)
+    scores.add(own, bound)
+    axis = torch.linspace(-7, 7, points, dtype=DOUBLE)
+    noise = torch.cartesian_prod(*[axis] * size).reshape(-1, 1, size).mT  # [G, size, 1]
+    weight = (noise.square().sum(1) / -2).softmax(0)
+    for distance in (0.01, 1.0, 5.0, 50.0):
+        means = own + distance * torch.randn(size, 9)
+        apart = means + noise - own
+        norms = (apart.norm(dim=1) * scores.lengths).clamp_min(bound)
+        expected = (weight[:, :, None] * apart / norms[:, None]).sum(0)
+        found = scores.means(means[None])[0, 1]
+        torch.testing.assert_close(found.double(), expected, rtol=3e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("quantile, noise", [(1.0, 0.01), (0.5, 100.0)])
 def test_the_clip_bound_is_large_where_noise_is_small(quantile, noise):
     """The largest of the simulated norms, or less than the third quartile."""
     rows = rows_with(torch.eye(D, dtype=DOUBLE) / 9, 2000)
     law = law_of(rows, 0)
     point = torch.zeros(K, D, dtype=DOUBLE)
-    norms = law._lengths * math.sqrt(1 - 1 / K)  # of scores at frequencies that are equal
+    norms = law._scores.lengths * math.sqrt(1 - 1 / K)  # of scores at frequencies that are equal
     bound = law.clip_bound(point, noise)
     if quantile == 1.0:
         assert bound == pytest.approx(float(norms.max()), rel=1e-5)
@@ -271,7 +347,7 @@ def test_classes_are_independent_in_the_basis():
     curvature = torch.stack(
         [torch.diag(q) - torch.outer(q, q) for q in p.transpose(1, 2).flatten(0, 1)]
     )
-    basis = _class_basis(p)
+    basis = LabelScores(torch.ones(400), K).basis(p)
     turned = basis.T @ curvature.mean(0) @ basis
     torch.testing.assert_close(turned, torch.diag(turned.diagonal()), rtol=0, atol=1e-6)
 
@@ -330,6 +406,25 @@ def test_quick_draws_of_a_matrix_are_as_far_from_each_other_as_from_the_truth():
         error += float((draws.mean(0) - truth).square().sum())
         spread += float(draws.var(0).sum())
     assert 0.8 < error / spread < 1.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epsilon", [1.0, 8.0])
+def test_intervals_of_means_cover(epsilon):
+    """90 % intervals at new features, truths from the prior: on average over 16 data sets."""
+    d, n, covered = 20, 5000, []
+    scales = torch.logspace(0, -0.5, d, dtype=DOUBLE)
+    for _ in range(16):
+        x = torch.randn(n + 100, d, dtype=DOUBLE) * scales / (1.2 * scales.norm())
+        x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+        means = x @ (3 * torch.randn(d, 3, dtype=DOUBLE))
+        y = means[:n] + torch.randn(n, 3, dtype=DOUBLE)
+        options = {"likelihood": "normal", "prior_std": 3.0, "num_simulated": 2500}
+        found = run(x[:n], y, nn.Linear(d, 3, bias=False).double(), epsilon=epsilon, **options)
+        drawn = torch.einsum("nd,skd->snk", x[n:], found.sample(1000)["weight"])
+        low, high = drawn.quantile(torch.tensor([0.05, 0.95], dtype=DOUBLE), dim=0)
+        covered.append(float(((low < means[n:]) & (means[n:] < high)).double().mean()))
+    assert sum(covered) / len(covered) == pytest.approx(0.90, abs=0.045)
 
 
 @pytest.mark.slow

@@ -159,6 +159,14 @@ def test_a_log_variance_is_one():
     assert noted.trace.nodes["targets"]["fn"].stddev.tolist() == pytest.approx([3.0] * 5)
 
 
+def test_several_means_have_a_target_each():
+    layer = LastLayer(torch.nn.Linear(2, 3), "normal", 1.0)
+    with pyro.poutine.trace() as noted:
+        layer(torch.rand(7, 2), torch.zeros(7, 3))
+    law = noted.trace.nodes["targets"]["fn"]
+    assert law.batch_shape == (7,) and bool((law.variance == torch.ones(7, 3)).all())
+
+
 def test_a_gaussian_target_has_the_scale_of_its_glm():
     """Of squared errors whose curvature is 1/s² for features of norm 1."""
     glm = dpb.ops.GLM("gaussian", noise_std=0.5, max_feature_norm=2.0)

@@ -8,7 +8,7 @@ Each file needs only those above it:
 * ``likelihood``: moments of simulated scores, and the likelihood of what was released;
 * ``budget``: how the budget is split; ``run``: the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
-* ``last_layer``: softmax layers of thousands of parameters;
+* ``last_layer``: layers of thousands of parameters;
 * ``models``: by name; ``inference``: the front doors;
 * ``families``, ``sufficient_statistics``: closed forms in place of simulation;
 * ``covariance``: one noisy matrix, for whitening features before another run.

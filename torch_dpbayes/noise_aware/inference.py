@@ -182,12 +182,13 @@ def posterior_for_module(
     Args:
         module: its trainable parameters are those of one ``torch.nn.Linear``, which comes last.
         inputs: floats with the records along dimension 0.
-        targets: ``[n]``; labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``.
+        targets: ``[n]``; labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``; ``[n, K]`` of
+            K > 2 means.
         likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
-            ``"normal"`` (a mean, of variance 1; or a mean and a log variance).
+            ``"normal"`` (a mean or K > 2 of them, of variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
         options: those of :func:`posterior`. Features, what the layer reads, are the covariates. A
-            categorical layer of more than 500 parameters, which Hamiltonian chains sample
+            layer of classes or means of more than 500 parameters, which Hamiltonian chains sample
             (:mod:`~torch_dpbayes.noise_aware.last_layer`), takes those of the budget, ``num_data``,
             ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated`` (6,000 or more).
 
@@ -199,12 +200,14 @@ def posterior_for_module(
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        if likelihood == "categorical" and size > LARGEST_DIMENSION:
+        if likelihood != "bernoulli" and size > LARGEST_DIMENSION:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)
             found = Setup(layer, (features, targets), **options).infer(bound)
     found.likelihood = likelihood
+    if likelihood == "normal" and layer.linear.out_features != 2:
+        found.noise_std = 1.0
     return found
 
 

@@ -1,17 +1,18 @@
-r"""The posterior of a softmax layer of thousands of parameters, by Hamiltonian Monte Carlo.
+r"""The posterior of a last layer of thousands of parameters, by Hamiltonian Monte Carlo.
 
-For features x, a constant 1 among them, and weights W ``[K, d]`` a record's score is
-:math:`(e_y - p) x^\top`, p = softmax(Wx). With a matrix A of the features and a clip bound C_j, one
-for all classes of a record, a run releases the law of the features, and at points W_j
+For features x, a constant 1 among them, and weights W ``[K, d]`` a target t has the mean μ(Wx), and
+a record's score is :math:`(t - \mu) x^\top` (:mod:`~torch_dpbayes.noise_aware.layer_scores`). With
+a matrix A of the features and a clip bound C_j, one for all outputs of a record, a run releases the
+law of the features, and at points W_j
 
-.. math:: T_j = \sum_i c_j(x_i, y_i) + z_j \Xi_j, \qquad c_j(x, y) = s_j (e_y - p_j)(Ax)^\top,
-          \quad s_j = \min\Big(\frac{1}{C_j}, \frac{1}{\|e_y - p_j\| \|Ax\|}\Big)
+.. math:: T_j = \sum_i c_j(x_i, t_i) + z_j \Xi_j, \qquad c_j(x, t) = s_j (t - \mu_j)(Ax)^\top,
+          \quad s_j = \min\Big(\frac{1}{C_j}, \frac{1}{\|t - \mu_j\| \|Ax\|}\Big)
 
 Given W all of them together are N(n m(W), n S + V), simulated as in
-:mod:`~torch_dpbayes.noise_aware.likelihood`, but with the mean over classes exact,
+:mod:`~torch_dpbayes.noise_aware.likelihood`, but with the mean over targets exact,
 
 .. math:: m_j(W) = \frac1M \sum_x q_j(x) (Ax)^\top, \qquad
-          q_j = p \circ s_j - \langle p, s_j \rangle p_j,
+          q_j = E[s_j (t - \mu_j) | x, W],
 
 over M features from their released law, always the same ones: a smooth function of W, whose value
 and gradient are products of a matrix of features and one of K columns for each release. The
@@ -21,13 +22,13 @@ posterior is wide and not Gaussian; Hamiltonian chains without acceptance sample
           \qquad R = T - n\,m(W)
 
 nS + V is diagonal, but for releases among each other, in the basis :math:`v_a u_b^\top` of
-eigenvectors v of :math:`E[\mathrm{diag}(p) - p p^\top]` and u of features (Kronecker factors;
+eigenvectors v of :math:`E\,\mathrm{Cov}(t | x)` and u of features (Kronecker factors;
 Martens and Grosse 2015, arXiv:1503.05671), and constant, a mean over states of the warm-up:
 
 * simulated features have the second moments G of their law, which fix the part :math:`B_j x` of q
   that is linear in x: exactly, but for what shortening them to the bound takes away, which counts
   as uncertainty. S is of the rest;
-* n²/M of what the mean over classes leaves of that rest is the simulation's error;
+* n²/M of what the mean over targets leaves of that rest is the simulation's error;
 * G is known up to the noise of its release. Draws of it given the release vary by ΔG, and n m by
   :math:`n B_j \, \Delta G \, A`. In hundreds of dimensions no draw is near the truth, so chains
   under each would miss, and this variance joins V.
@@ -43,12 +44,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 from ..density import UnfitModel
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError
 from ..noise import check_clip_bound
 from .budget import (
     budget_of,
@@ -62,6 +63,7 @@ from .covariance import normal_numbers
 from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
 from .drawing import Draws
 from .hamiltonian import mixing
+from .layer_scores import LabelScores, NumberScores
 from .likelihood import Release, ridged
 from .models import LastLayer
 from .noisy_gram import quick_gram_draws
@@ -104,8 +106,8 @@ def posterior_of_large_layer(
     Raises: as for :func:`.posterior`.
 
     **Privacy.** Charged before the first release, as for :func:`.posterior`; a record's clipped
-    score is no longer than 1. Features that are not finite count as zeros, a label that is no class
-    as no score. Nothing else depends on records.
+    score is no longer than 1. Features that are not finite count as zeros, a target that is no
+    class, or not finite, as no score. Nothing else depends on records.
     """
     if others:
         raise ArgumentError(
@@ -118,13 +120,19 @@ def posterior_of_large_layer(
             f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well:"
             " take fewer features, or a sampler of dpb.optim."
         )
+    if layer.likelihood == "normal" and classes == 2:
+        raise UnfitModel(
+            "a mean and a log variance are taken of layers of at most 500 parameters: give this one"
+            " a mean as its only output, and divide the targets by their noise's deviation."
+        )
     if width > _WIDEST:
         raise UnfitModel(
             f"the layer reads {width} features, and at most {_WIDEST} are taken: their second"
             " moments would take too long. Take fewer, such as a public projection of them."
         )
-    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.dim() != 1:
-        raise ArgumentTypeError("targets must be a tensor of integers, [n].")
+    has_labels = layer.likelihood == "categorical"
+    kind = LabelScores if has_labels else NumberScores
+    own_targets = kind.checked(targets, classes)
     if len(targets) != len(features):
         raise ArgumentError("inputs and targets must have as many records.")
     bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of features")
@@ -154,14 +162,14 @@ def posterior_of_large_layer(
     products = means[:, :, None] * means[:, None] + pad(bound**2 * covariances, 2 * constant)
     apart = unsure * (basis.T @ (products - gram) @ basis)
     ridge = (n + plan.total**2 * classes * len(values)) / (n * prior_std) ** 2
-    white = (values.clamp_min(0.0) / classes + ridge).rsqrt()
-    private = pad(rows, constant, value=1.0) @ basis, targets.detach().cpu().long()
-    law = _Law(simulated @ basis.float(), white, apart, n, classes, prior_std)
+    white = (values.clamp_min(0.0) / (classes if has_labels else 1) + ridge).rsqrt()
+    private = pad(rows, constant, value=1.0) @ basis, own_targets
+    law = _Law(simulated @ basis.float(), white, apart, n, kind, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
     clipped = 0
     for z in plan.scores:
         whitening = white / law.clip_bound(point, plan.together)
-        exact, clipped = _private_sums(*private, point, whitening)
+        exact, clipped = _private_sums(*private, point, whitening, kind)
         noisy = exact + z * normal_numbers(exact.numel()).reshape(exact.shape)
         law.add(Release(point, whitening, noisy, z))
         for _ in range(_ROUNDS):
@@ -198,17 +206,15 @@ def posterior_of_large_layer(
 
 
 def _private_sums(
-    rows: Tensor, labels: Tensor, point: Tensor, whitening: Tensor
+    rows: Tensor, targets: Tensor, point: Tensor, whitening: Tensor, kind: type[LabelScores]
 ) -> tuple[Tensor, int]:
     """Σ c ``[K, d]``, and how many records are clipped, of private records. Without noise."""
     total, clipped = torch.zeros_like(point), 0
-    for x, y in zip(rows.split(_ROWS), labels.split(_ROWS), strict=True):
-        is_class = (y >= 0) & (y < len(point))
-        residual = one_hot(torch.where(is_class, y, 0), len(point)) - (x @ point.T).softmax(1)
-        white = x * whitening
+    for x, y in zip(rows.split(_ROWS), targets.split(_ROWS), strict=True):
+        residual, white = kind.residuals(x @ point.T, y), x * whitening
         norms = residual.norm(dim=1) * white.norm(dim=1)
-        total += (residual * (is_class * shorten(norms.square(), 1.0))[:, None]).T @ white
-        clipped += int((is_class & (norms > 1)).sum())
+        total += (residual * shorten(norms.square(), 1.0)[:, None]).T @ white
+        clipped += int((norms > 1).sum())
     return total, clipped
 
 
@@ -225,6 +231,7 @@ class _Law:
         white: Tensor,
         apart: Tensor,
         num_data: int,
+        kind: type[LabelScores],
         classes: int,
         prior_std: float,
     ) -> None:
@@ -233,20 +240,16 @@ class _Law:
         self._x = rows.T.contiguous()
         self._white = self._x * white.float()[:, None]
         self._squares, self._both = self._white.square().T, (self._white * self._x).T
-        self._lengths, self._uniform = self._white.norm(dim=0), torch.rand(len(rows))
+        self._scores = kind(self._white.norm(dim=0), classes)
         self._root = torch.linalg.cholesky(ridged((rows.T @ rows / len(rows)).double()))
-        self._count, self._n, self._classes = len(rows), num_data, classes
+        self._count, self._n = len(rows), num_data
         self._scale, self._precision = white, prior_std**-2
-        self._own = self._left = rows.new_empty(0, classes, self._count)
         self.releases: list[Release] = []
 
     def add(self, release: Release) -> None:
-        """Another release: p_j and s_j of every feature and class."""
-        own = self._probabilities(release.theta.float())
-        norms = (own.square().sum(0) - 2 * own + 1).clamp_min(0.0).sqrt() * self._lengths
-        left = 1 / norms.clamp_min(float(self._scale[0] / release.whitening[0]))
-        self._own = torch.cat([self._own, own[None]])
-        self._left = torch.cat([self._left, left[None]])
+        """Another release."""
+        bound = float(self._scale[0] / release.whitening[0])
+        self._scores.add(self._expected(release.theta.float()), bound)
         self.releases.append(release)
         self._values = torch.stack([r.value for r in self.releases]).float()
 
@@ -254,10 +257,10 @@ class _Law:
         """The largest of a few quantiles of simulated norms whose posterior has, in geometric mean,
         a variance at most a tenth above the least, with the noise of all releases together.
         """
-        p = self._probabilities(point.float())
-        residual = self._drawn(p) - p
-        norms = residual.norm(dim=0) * self._lengths
-        residual = _class_basis(p[None]).T @ residual
+        means = self._expected(point.float())
+        residual = self._scores.drawn(means) - means
+        norms = residual.norm(dim=0) * self._scores.lengths
+        residual = self._scores.basis(means[None]).T @ residual
         levels = {}
         for bound in torch.quantile(norms, norms.new_tensor(QUANTILES)).tolist():
             scale = 1 / norms.clamp_min(bound)
@@ -270,24 +273,23 @@ class _Law:
     def settle(self, points: Tensor) -> None:
         """nS + V averaged over points ``[C, K, d]``, and the posterior's scales by it."""
         number, n = len(self.releases), self._n
-        each = self._probabilities(points.float())
-        self._basis = _class_basis(each)
+        each, scores = self._expected(points.float()), self._scores
+        self._basis = scores.basis(each)
         shape = (*points.shape[1:], number)
         covariance, slopes = self._x.new_zeros(*shape, number), self._x.new_zeros(shape)
         by_law = torch.zeros_like(covariance)
         linears = self._x.new_zeros(number, *points.shape[1:])
-        for p in each:
-            given = self._drawn(p)
-            chosen = (self._left * given).sum(1, keepdim=True)
-            drawn = self._basis.T @ ((given - self._own) * chosen)
-            means = self._basis.T @ self._means(p[None])[0]
+        for expected in each:
+            given = scores.drawn(expected)
+            drawn = self._basis.T @ scores.clipped(given)
+            means = self._basis.T @ scores.means(expected[None])[0]
             flat = means.flatten(0, 1)
             linear = torch.cholesky_solve((self._x @ flat.T / self._count).double(), self._root)
             linear = linear.T.float()
             rest = (flat - linear @ self._x).reshape(means.shape)
             linear = linear.reshape(*means.shape[:2], -1)
             linears += linear / len(each)
-            own, apart = self._basis.T @ (given - p), drawn - means + rest
+            own, apart = self._basis.T @ (given - expected), drawn - means + rest
             slopes += ((drawn * own) @ self._both).permute(1, 2, 0)
             for j in range(number):
                 product = n * apart[j] * apart + n**2 / self._count * rest[j] * rest
@@ -306,14 +308,12 @@ class _Law:
 
     def potential(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and its gradients."""
-        p = self._probabilities(points)
-        residual, weighted = self._residual(p)
+        means = self._expected(points)
+        residual, weighted = self._residual(means)
         value = (residual * weighted).sum((1, 2, 3), dtype=torch.float64)
         value += self._precision * points.square().sum((1, 2), dtype=torch.float64)
         back = self._basis @ weighted.permute(0, 3, 1, 2)  # [C, J, K, d]
-        inner = back @ self._white
-        inner = (self._left * (inner - (self._own * inner).sum(2, keepdim=True))).sum(1)
-        inner = p * (inner - (p * inner).sum(1, keepdim=True))
+        inner = self._scores.slopes(means, back @ self._white)
         slope = inner @ self._x.T * (-self._n / self._count)
         return value / 2, slope + self._precision * points
 
@@ -329,7 +329,7 @@ class _Law:
         """Of residuals at states of the posterior, which are as the truth's (Meng 1994, "Posterior
         predictive p-values": where they are averaged, at most twice as many are below α).
         """
-        residual = self._residual(self._probabilities(points))[0]
+        residual = self._residual(self._expected(points))[0]
         squares, *lengths = (
             torch.einsum("ckdj,kdji,ckdi->c", each, self._without, each).double()
             for each in (residual, *self._shifts[:, None])
@@ -356,25 +356,15 @@ class _Law:
         weights = (self._basis.T @ states).flatten(-2)
         return weights[..., :: math.ceil(weights.shape[-1] / _JUDGED)]
 
-    def _probabilities(self, points: Tensor) -> Tensor:
-        return (points @ self._x).softmax(-2)
+    def _expected(self, points: Tensor) -> Tensor:
+        return self._scores.expected(points @ self._x)
 
-    def _means(self, p: Tensor) -> Tensor:
-        """q_j of every feature, ``[C, J, K, M]``."""
-        kept = p[:, None] * self._left
-        return kept - kept.sum(2, keepdim=True) * self._own
-
-    def _residual(self, p: Tensor) -> tuple[Tensor, Tensor]:
+    def _residual(self, expected: Tensor) -> tuple[Tensor, Tensor]:
         """R in the basis of classes, ``[C, K, d, J]``, and (nS + V)⁻¹R."""
-        means = self._means(p) @ self._white.T
+        means = self._scores.means(expected) @ self._white.T
         apart = self._values - (self._n / self._count) * means
         residual = (self._basis.T @ apart).permute(0, 2, 3, 1)
         return residual, torch.einsum("kdij,ckdj->ckdi", self._inverse, residual)
-
-    def _drawn(self, p: Tensor) -> Tensor:
-        """e_y of labels that are drawn with the same random numbers at every point."""
-        labels = (p.cumsum(0) < self._uniform).sum(0).clamp_max(self._classes - 1)
-        return one_hot(labels, self._classes).T.float()
 
 
 def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> Tensor:
@@ -415,10 +405,3 @@ def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> Tensor:
         )
         states.append(at)
     return torch.stack(states[-kept:], 1)
-
-
-def _class_basis(p: Tensor) -> Tensor:
-    """Eigenvectors of E[diag(p) − ppᵀ], of probabilities ``[C, K, M]``."""
-    curvature = torch.diag(p.mean((0, 2))) - (p @ p.mT).mean(0) / p.shape[2]
-    basis: Tensor = torch.linalg.eigh(curvature)[1]
-    return basis

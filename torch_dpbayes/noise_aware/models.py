@@ -148,13 +148,13 @@ class LastLayer:
                 " bias too if it has one: freeze all others (requires_grad_(False))."
             )
         self.linear = copy.deepcopy(layer).requires_grad_(False).eval()
-        self._likelihood = likelihood
+        self.likelihood = likelihood
         outputs = layer.out_features
-        fits = {"categorical": outputs > 1, "bernoulli": outputs == 1, "normal": outputs < 3}
+        fits = {"categorical": outputs > 1, "bernoulli": outputs == 1, "normal": True}
         if not fits[likelihood]:
             raise UnfitModel(
                 f"likelihood={likelihood!r} does not suit {outputs} outputs: categorical takes one"
-                " for each class, bernoulli one logit, normal a mean, or a mean and a log variance."
+                " for each class, bernoulli one logit."
             )
         self._module = copy.deepcopy(module).requires_grad_(False).eval()
         self._body = copy.deepcopy(self._module)
@@ -217,9 +217,10 @@ class LastLayer:
             values[name] = pyro.sample(self.names[name], prior.to_event(p.dim()))
         output = functional_call(self.linear, values, (features,))
         std: Any = 1.0
-        if self._likelihood == "normal" and output.shape[1] == 2:
+        if self.likelihood == "normal" and output.shape[1] == 2:
             std = (output[:, 1] / 2).exp()
-        if self._likelihood != "categorical":
+        if self.likelihood != "categorical" and output.shape[1] < 3:
             output = output[:, 0]
+        law = law_of(self.likelihood, output, std)
         with pyro.plate("data", len(targets)):
-            pyro.sample("targets", law_of(self._likelihood, output, std), obs=targets)
+            pyro.sample("targets", law.to_event(len(law.batch_shape) - 1), obs=targets)

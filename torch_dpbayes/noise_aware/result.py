@@ -36,7 +36,7 @@ class NoiseAwarePosterior:
         r_hat: the largest R̂ of Hamiltonian chains; 1 for independent draws.
         transcript: everything that was released.
         checks: p values of each release given the others, and of the prior; None if not computed.
-        likelihood: of a network's output, after ``posterior_for_module``.
+        likelihood, noise_std: of a network's output, after ``posterior_for_module``.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class NoiseAwarePosterior:
         self.transcript, self._shape = transcript, shape
         self.checks = checks
         self.likelihood: Literal["categorical", "bernoulli", "normal"] | None = None
+        self.noise_std: float | None = None
 
     def __repr__(self) -> str:
         sites = ", ".join(f"{k} {list(v.shape[1:])}" for k, v in self._values.items())
@@ -113,7 +114,9 @@ class NoiseAwarePosterior:
             )
         if isinstance(model, LinearPredictor):  # it would shorten rows by a rule of its own
             model = LinearPredictor(model.weights.shape, torch.clone).to(model.weights)
-        samples = PosteriorSamples.from_draws(draws, likelihood or self.likelihood)
+        named = likelihood or self.likelihood
+        noise_std = self.noise_std if named == "normal" else None
+        samples = PosteriorSamples.from_draws(draws, named, noise_std=noise_std)
         with self._as_in_the_run(model):
             return samples.predict(model, x, transform)
 
