@@ -205,6 +205,31 @@ def test_a_record_that_is_not_a_number_or_fails_contributes_nothing(name, monkey
         assert clipped_ratio_sum(terms, others, bound) == pytest.approx(expected + float(odd))
 
 
+@pytest.mark.parametrize(
+    "handler",
+    [
+        lambda: poutine.scale(scale=10.0),
+        lambda: poutine.mask(mask=False),
+        lambda: poutine.condition(data={"m": torch.tensor(3.0)}),
+        poutine.uncondition,
+        poutine.trace,
+    ],
+)
+def test_handlers_around_the_call_change_nothing(handler):
+    """They belong around the model: Pyro's MCMC.run keeps them away likewise."""
+    y, theta = normal(), torch.tensor([0.3])
+
+    def numbers():
+        density = RecordDensity(lambda y: gaussian(y, weights("m")), (y,))
+        terms = density.made_up.terms(theta, [y])
+        return density.log_likelihoods(theta), terms, density.prior.log_density(theta)
+
+    expected = numbers()
+    with handler():
+        found = numbers()
+    torch.testing.assert_close(found, expected)
+
+
 def test_ratios_are_clipped_one_by_one():
     current = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf, math.nan, 0.0, math.inf])
     proposed = torch.tensor([0.3, 5.0, -5.0, 0.0, 0.0, 0.0, math.nan, math.inf])
