@@ -205,6 +205,31 @@ def test_a_record_that_is_not_a_number_or_fails_contributes_nothing(name, monkey
         assert clipped_ratio_sum(terms, others, bound) == pytest.approx(expected + float(odd))
 
 
+@pytest.mark.parametrize(
+    "handler",
+    [
+        lambda: poutine.scale(scale=10.0),
+        lambda: poutine.mask(mask=False),
+        lambda: poutine.condition(data={"m": torch.tensor(3.0)}),
+        poutine.uncondition,
+        poutine.trace,
+    ],
+)
+def test_handlers_around_the_call_change_nothing(handler):
+    """They belong around the model: Pyro's MCMC.run keeps them away likewise."""
+    y, theta = normal(), torch.tensor([0.3])
+
+    def numbers():
+        density = RecordDensity(lambda y: gaussian(y, weights("m")), (y,))
+        terms = density.made_up.terms(theta, [y])
+        return density.log_likelihoods(theta), terms, density.prior.log_density(theta)
+
+    expected = numbers()
+    with handler():
+        found = numbers()
+    torch.testing.assert_close(found, expected)
+
+
 def test_ratios_are_clipped_one_by_one():
     current = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf, math.nan, 0.0, math.inf])
     proposed = torch.tensor([0.3, 5.0, -5.0, 0.0, 0.0, 0.0, math.nan, math.inf])
@@ -290,6 +315,27 @@ def test_what_the_set_up_overlooks_still_cannot_reach_another_record():
         assert torch.equal(*terms)
         sums = [each.clipped_gradient_sum(theta, 0.01) for each in (first, second)]
         assert float((sums[0] - sums[1]).norm()) <= 0.02 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [65, 3000, 6401])
+def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(count):
+    """Terms of float32 cancel in a log ratio, whose bound is less than their rounding."""
+
+    def counted(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(9).float(), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("counts", dist.Poisson((x @ w + 8).exp()), obs=y)
+
+    x = torch.randn(count, 9).float() * 0.1
+    y = torch.poisson((x.sum(1) + 8).exp())
+    theta = torch.ones(9).float()
+
+    def numbers(first):
+        density = RecordDensity(counted, (x[first:], y[first:]), count_is_public=False)
+        return density.log_likelihoods(theta), density.gradients(theta)
+
+    for found, expected in zip(numbers(1), numbers(0), strict=True):
+        assert torch.equal(found, expected[1:])
 
 
 def test_a_sum_over_many_records_moves_by_no_more_than_the_bound():

@@ -177,6 +177,8 @@ REFUSED = [
     *(("argument", {**TARGET, "calibrate": share}) for share in (0.0, 1.0)),
     ("argument", {**TARGET, **of_users(calibrate=0.1)}),
     ("argument-type", {**TARGET, "data_loader": None}),
+    ("argument-type", {"temperature": 1.0}),
+    ("argument-type", {**TARGET, "no_such_option": 1.0}),
     ("budget-target", {**TARGET, "accountant": dpb.PrivacyAccountant(0.5, 1e-5)}),
     ("budget-target", {**TARGET, "accountant": dpb.PrivacyAccountant(1.0, 1e-6)}),
     ("budget-whole", {**TARGET, "accountant": held()}),

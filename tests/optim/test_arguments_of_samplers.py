@@ -123,6 +123,16 @@ def test_a_prior_s_names_may_be_those_of_any_group():
     assert len(bare(groups, DPSGLD).param_groups) == 2
 
 
+@pytest.mark.parametrize("name", ["lr", "prior_std", "prior_mean"])
+def test_an_option_that_a_group_lost_is_named(name):
+    optimizer = bare([p := nn.Parameter(torch.zeros(2))], DPSGLD)
+    fill([p])
+    del optimizer.param_groups[0][name]
+    with refused("argument"):
+        optimizer.step()
+    assert len(optimizer.accountant) == 0
+
+
 def test_momentum_has_its_limits_whoever_sets_it():
     optimizer = bare([p := nn.Parameter(torch.zeros(2))], DPSGHMC)
     fill([p])

@@ -23,6 +23,12 @@ ROWS_ONLY = (
 )
 
 
+def _aligned(tensor: Tensor) -> Tensor:
+    """Where vectors of the processor begin: elsewhere products are rounded otherwise."""
+    own = tensor.detach()
+    return own if own.layout != torch.strided or own.data_ptr() % 16 == 0 else own.clone()
+
+
 class Arguments:
     """All arguments of a model as one flat list. A tensor with a dimension as long as the data
     plate is data, one row a record along the first such dimension; everything else is public.
@@ -42,7 +48,7 @@ class Arguments:
                     f"an argument of the model is a {type(leaf).__name__}: pass data as torch"
                     " tensors, torch.as_tensor(...)."
                 )
-        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [_aligned(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.count_is_public = True
         self.num_records = 0
         self.row_dims: dict[int, int] = {}  # number of a data argument -> dimension of its records

@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from .arguments import Arguments
@@ -25,6 +24,7 @@ from .pyro_runs import (
     first_line,
     nearly_equal,
     public_randomness,
+    trace_at,
 )
 from .record_terms import RecordTerms
 from .structure import Structure
@@ -126,7 +126,7 @@ class MadeUpRecords:
         """Arguments that are observed as they are get draws from the model's own distributions."""
         args, kwargs = self._arguments.with_rows(rows)
         values = self.prior.constrain(self.theta)
-        trace = poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
+        trace = trace_at(model, values, args, kwargs)
         result = list(rows)
         for name in structure.observed:
             site: Any = trace.nodes[name]

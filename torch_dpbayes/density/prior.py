@@ -30,6 +30,7 @@ from .pyro_runs import (
     first_line,
     improper,
     public_randomness,
+    trace_at,
     without_value_checks,
 )
 from .recording import of_rows, parts_read, recorded
@@ -203,7 +204,7 @@ class Prior:
     ) -> Tensor:
         """log p(θ) as the model computes it from other arguments."""
         unconstrained, values = self.unflatten(theta), self.constrain(theta)
-        trace = poutine.trace(poutine.condition(self._model, values)).get_trace(*args, **kwargs)
+        trace = trace_at(self._model, values, args, kwargs)
         compute_log_prob(trace, {*self._shapes, *self.factors})
         result = theta.new_zeros(())
         for name in self.factors:
@@ -219,8 +220,7 @@ class Prior:
         """
 
         def term(theta: Tensor, name: str) -> Tensor:
-            model = poutine.condition(self._model, self.constrain(theta))
-            trace = poutine.trace(model).get_trace(*self._args, **self._kwargs)
+            trace = trace_at(self._model, self.constrain(theta), self._args, self._kwargs)
             compute_log_prob(trace, {name})
             value: Tensor = trace.nodes[name]["log_prob_sum"]
             return value

@@ -23,7 +23,7 @@ from .pyro_runs import UnfitModel, nearly_equal, without_value_checks
 from .recording import most_bytes, recorded
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
-FEW_ROWS = 16  # on which a program's need of memory is measured
+FEW_ROWS = 64  # full vectors; on so many a program's need of memory is measured
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 
 
@@ -143,7 +143,10 @@ class Recorder:
         )
 
     def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:
-        """In chunks of about equal length that keep within the bound on memory."""
+        """In chunks of about equal length that keep within the bound on memory, of full vectors of
+        the processor: the rest of one is rounded otherwise, and one record more or less would move
+        others there, whose clipped ratios may then differ by two bounds.
+        """
         made_up = self._made_up
         few = made_up.rows(FEW_ROWS)
         of_few = recorded(way, made_up.theta, *few)
@@ -152,7 +155,7 @@ class Recorder:
         each = most_bytes(of_few, made_up.theta, *few) / FEW_ROWS
         limit = max(1, int(_CHUNK_BYTES / max(each, 1)))
         chunks = math.ceil(self._num_records / limit)
-        count = max(1, math.ceil(self._num_records / chunks))
+        count = FEW_ROWS * math.ceil(self._num_records / chunks / FEW_ROWS)
         return kind(recorded(way, made_up.theta, *made_up.rows(count)), count, of_few)
 
 

@@ -4,13 +4,14 @@ without parameters, and without checks whose errors depend on values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pyro
 import torch
+from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
@@ -65,6 +66,16 @@ def made_up(shape: torch.Size, like: Tensor, flavour: str) -> Tensor:
     if flavour == "counts" and like.dtype != torch.bool:
         return values.random_(1, 3)
     return values.random_(0, 2)
+
+
+def trace_at(
+    model: Model, values: dict[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Trace:
+    """One run of the model at these values of its latents. No handler of the caller's reaches it:
+    it would change the law that is sampled.
+    """
+    with poutine.block():
+        return poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
 
 
 def is_plate(site: Any) -> bool:

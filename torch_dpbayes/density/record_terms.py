@@ -42,7 +42,8 @@ class RecordTerms:
             model = poutine.enum(
                 config_enumerate(model), first_available_dim=-1 - structure.deepest_dim
             )
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
+        with poutine.block():  # as in trace_at
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
         wanted = {*structure.observed, *structure.discrete}
         compute_log_prob(trace, wanted)
         if set(trace.nodes) & wanted != wanted:

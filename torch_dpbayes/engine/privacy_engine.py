@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Unpack
+from typing import Any, Never, Unpack
 
 import torch
 from torch import nn
@@ -173,6 +173,7 @@ class PrivacyEngine:
         loss: Loss | None = None,
         assume_independent_records: bool = False,
         example_inputs: Examples | None = None,
+        **others: Never,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Attach per-record gradients to the model, Poisson sampling to the loader, and both to the
         optimizer.
@@ -248,7 +249,7 @@ class PrivacyEngine:
         given = dict(locals())  # before another name is bound
         del given["self"]
         with self._ranks or self._alone():
-            return self._made_private(Settings(**given))
+            return self._made_private(settings_of(given | given.pop("others")))
 
     def make_private_with_epsilon(
         self,

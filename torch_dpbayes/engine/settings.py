@@ -15,6 +15,7 @@ from ..batches.sampler import PoissonSampler
 from ..batches.sampling_schemes import FixedSizeSampler, RandomAllocationSampler
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
+from ..optim.settings import Options as OfOptimizers
 from ..per_sample.mapped_forward import Loss
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -206,9 +207,10 @@ class Settings(Generic[ModuleT]):
 def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
     """Settings of arguments that were handed on by name."""
     if unknown := options.keys() - Options.__annotations__.keys():
-        raise ArgumentTypeError(
-            f"{min(unknown)}= is not an argument: this call takes those of make_private"
-        )
+        hint = "this call takes those of make_private"
+        if (name := min(unknown)) in {"lr", *OfOptimizers.__annotations__}:
+            hint = f"the optimizer takes it, as partial(dpb.optim.DPSGLD, ..., {name}=...)"
+        raise ArgumentTypeError(f"{name}= is not an argument: {hint}")
     if missing := [name for name in _REQUIRED if options.get(name) is None]:
         raise ArgumentTypeError(f"{missing[0]}= is missing")
     return Settings(**options, **more)

@@ -264,11 +264,11 @@ class DeclaredOptimizer(Optimizer):
         """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a
         floor nothing is released.
         """
-        self._require_group(group)
-        floor = self._constants.noise_multiplier
-        return max(self._langevin(group), floor) if group["lr"] > 0 else floor or math.inf
+        own, floor = self._langevin(group), self._constants.noise_multiplier
+        return max(own, floor) if group["lr"] > 0 else floor or math.inf
 
     def _langevin(self, group: dict[str, Any]) -> float:
+        self._require_group(group)
         if not group["lr"] > 0:
             return math.inf
         if self._constants.temperature is None:
@@ -339,6 +339,8 @@ class DeclaredOptimizer(Optimizer):
                 f" groups take {', '.join(self.defaults)}. Set it for all groups when the optimizer"
                 " is made."
             )
+        if missing := {"lr", "prior_std", "prior_mean", *self._group_options} - group.keys():
+            raise ArgumentError(f"a parameter group lost its {min(missing)}: put a number there")
         require_prior_std(group)
         is_default = group["prior_std"] in (1.0, math.inf) and group["prior_mean"] == 0
         if self._log_prior is not None and not is_default:
