@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from ..errors import ArgumentError
 from ..noise import seeded
 from ..per_sample.derived import Derived, as_plain
-from ..per_sample.nested import leaves_in, map_tensors, tensors_in
+from ..per_sample.nested import leaves_in, map_tensors, nesting_of, tensors_in
+from .datasets import writes_into
 
 _RECORDS = 5  # synthetic ones, which are compared
 _TOLERANCE = 1e-4  # of sums in another order
@@ -29,6 +30,10 @@ _VOUCHED = "collate_fn is given whole batches: you vouch that it keeps records a
 _RANDOM = (
     "collate_fn draws random numbers, and is called for each record alone: what it draws for a"
     " batch, as mixup does, it draws for every record"
+)
+_OTHER_FIELDS = (
+    "some records have other fields, or types, than others: give every record the same ones, with a"
+    " number in place of what is missing"
 )
 _DIFFERS = (
     "collate_fn is given each record alone, which makes something else of synthetic records than"
@@ -62,6 +67,11 @@ def _without_code(t: Tensor) -> Tensor:
     return t if isinstance(t, Derived) else as_plain(t)
 
 
+def _layout(part: Any) -> str:
+    leaves = [v.shape if isinstance(v, Tensor) else v for v in leaves_in(part)]
+    return repr((nesting_of(part), leaves))
+
+
 class RecordwiseCollate:
     """Gives a collate function each record alone, so that no batch mixes records. One that keeps
     records apart, as torch's own does and the user vouches of others, is given whole batches.
@@ -92,16 +102,26 @@ class RecordwiseCollate:
         return batch
 
     def _batch_of(self, records: Any) -> Any:
-        if self._is_vouched or (self.is_torchs and all(map(_is_plain, records))):
+        is_plain = self.is_torchs and all(map(_is_plain, records))
+        nestings = [*map(nesting_of, records)] if is_plain else []
+        if any(nesting != nestings[0] for nesting in nestings):  # torch takes the first for all
+            raise ArgumentError(_OTHER_FIELDS, code="loader-collate")
+        if self._is_vouched or is_plain:
             return self.wrapped_collator_fn(records)
         if isinstance(records, list):
             parts = [self.wrapped_collator_fn([record]) for record in records]
             # what is no tensor is the same for all records
-            layouts = {repr(map_tensors(part, attrgetter("shape"))) for part in parts}
-            if len(layouts) == 1 and all(t.dim() and len(t) == 1 for t in tensors_in(parts[0])):
+            if len({*map(_layout, parts)}) == 1 and all(
+                t.dim() and len(t) == 1 for t in tensors_in(parts[0])
+            ):
                 columns = zip(*map(tensors_in, parts), strict=True)
-                whole = iter([torch.cat([*map(_without_code, column)]) for column in columns])
-                return map_tensors(parts[0], lambda _: next(whole))
+                whole = [torch.cat([*map(_without_code, column)]) for column in columns]
+                rest = iter(whole)
+                batch = map_tensors(parts[0], lambda _: next(rest))
+                # which a container's own code may have made something else of
+                if [*map(id, tensors_in(batch))] == [*map(id, whole)]:
+                    if not any(map(writes_into, whole)):
+                        return batch
         raise ArgumentError(
             "collate_fn is given each record alone, and has to make tensors with one row of it, of"
             " one shape for all records: pad to a fixed length, or vouch by"
@@ -150,10 +170,35 @@ class CollateWithEmpty:
             if not isinstance(leaf, Tensor) or not leaf.dim():
                 raise _no_empty_batch(record, f"there is a value of type {type(leaf).__name__}")
         self._empty = map_tensors(batch, itemgetter(slice(0, 0)))
+        self._nesting = nesting_of(batch)
 
     def __call__(self, records: list[Any]) -> Any:
-        return (
-            self.wrapped_collator_fn(records) if records else map_tensors(self._empty, torch.clone)
+        if not records:
+            return map_tensors(self._empty, torch.clone)
+        batch = self.wrapped_collator_fn(records)
+        if nesting_of(batch) != self._nesting:
+            raise ArgumentError(_OTHER_FIELDS, code="loader-collate")
+        return batch
+
+
+def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+    """Raise if the first record changes while others are read, as where a data set reads all into
+    one buffer: a batch would hold its last record many times.
+    """
+
+    def look() -> list[Tensor]:
+        with seeded(0):
+            return [t.clone() for t in tensors_in(collate_fn([record]))]
+
+    before = look()
+    is_repeatable = _are_close(before, look(), 0.0)
+    for k in {1, len(dataset) // 2, len(dataset) - 1} - {0, len(dataset)}:
+        dataset[k]
+    if is_repeatable and not _are_close(before, look(), 0.0):
+        raise ArgumentError(
+            "a record of the data set changes when another one is read, as where all are read into"
+            " one buffer: hand out copies, such as buffer.clone()",
+            code="loader-collate",
         )
 
 

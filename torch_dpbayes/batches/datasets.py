@@ -110,8 +110,9 @@ def _parts(dataset: Any) -> list[Any]:
 
 
 def require_no_repeats(dataset: Any) -> None:
-    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set. Copies made in
-    another way, such as repeated rows of a tensor, are not recognised.
+    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set, or a list holds
+    an object twice. Copies made in another way, such as repeated rows of a tensor, are not
+    recognised.
     """
     found = defaultdict[Any, list[_Positions]](list)
     for leaf, positions in _leaves(dataset, None):
@@ -122,9 +123,9 @@ def require_no_repeats(dataset: Any) -> None:
         together = np.sort(np.concatenate([np.asarray(part) for part in parts]))
         if (together[1:] == together[:-1]).any():
             raise ArgumentError(
-                "the data set holds some records several times, by a Subset or a ConcatDataset:"
-                " epsilon would be that of one copy. Keep each once, or pass user_ids=, the id of"
-                " each record's user.",
+                "the data set holds some records several times, by a Subset, a ConcatDataset or a"
+                " list: epsilon would be that of one copy. Keep each once, or pass user_ids=, the"
+                " id of each record's user.",
                 code="loader-repeats",
             )
 
@@ -159,18 +160,22 @@ class Arrangement:
             self._objects += dataset
         else:
             parts = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
-            self._values += map(_version, parts)
+            self._values += map(writes_into, parts)
             self._objects += parts
 
 
-def _version(value: Any) -> int:
+def writes_into(value: Any) -> int:
     """How often torch wrote into a tensor."""
     is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
     return value._version if is_counted else 0
 
 
-def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Positions]]:
-    """Identities of the data sets that hold these records (None: all), and their places there."""
+def _leaves(
+    dataset: Any, chosen: _Positions | None, *, is_whole: bool = True
+) -> Iterator[tuple[Any, _Positions]]:
+    """Identities of the data sets that hold these records (None: all), and their places there; of a
+    list of records that are the ``is_whole`` ones, what stands in these places.
+    """
     if isinstance(dataset, ConcatDataset):
         start = 0
         for part in dataset.datasets:
@@ -179,20 +184,26 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
             if chosen is not None:
                 places = np.asarray(chosen)
                 inside = places[(start <= places) & (places < end)] - start
-            yield from _leaves(part, inside)
+            yield from _leaves(part, inside, is_whole=is_whole)
             start = end
     elif isinstance(dataset, StackDataset):  # a record is of the same place in each part
         for k, part in enumerate(_parts(dataset)):
-            yield from (((k, leaf), places) for leaf, places in _leaves(part, chosen))
+            parts = _leaves(part, chosen, is_whole=False)
+            yield from (((k, leaf), at) for leaf, at in parts)
     elif isinstance(dataset, Subset):
         below: Any = dataset.indices
         whole: Any = dataset.dataset
         if chosen is not None or type(below) is not range or min(below.start, below.stop) < 0:
             below = np.asarray(below, dtype=np.int64).reshape(-1) % max(len(whole), 1)
             below = below if chosen is None else below[np.asarray(chosen)]
-        yield from _leaves(whole, below)
+        yield from _leaves(whole, below, is_whole=is_whole)
     else:
-        yield id(dataset), range(len(dataset)) if chosen is None else chosen
+        all_of_it: _Positions = range(len(dataset)) if chosen is None else chosen
+        is_list = is_whole and type(dataset) is list and len(dataset) > 0
+        if is_list and isinstance(dataset[0], tuple | list | dict | torch.Tensor):
+            yield list, np.array([id(dataset[i]) for i in all_of_it], dtype=np.int64)
+        else:
+            yield id(dataset), all_of_it
 
 
 def register_private(loader: DataLoader[Any]) -> None:
