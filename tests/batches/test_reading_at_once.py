@@ -279,7 +279,9 @@ def test_refused_are_those_that_hold_a_record_twice(dataset):
 def test_an_object_that_stands_in_a_list_twice_is_one_record():
     """Records are: labels and numbers are parts of several."""
     records = [(torch.rand(2), k % 2) for k in range(4)]
-    for repeated in (records * 2, ConcatDataset([records, records[:1]]), [torch.zeros(2)] * 2):
+    twice = StackDataset(Subset(LEAF, [0, 0]), [1, 2])
+    joined = ConcatDataset([records, records[:1]])
+    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, twice):
         with refused("loader-repeats"):
             require_no_repeats(repeated)
     label = torch.ones(())

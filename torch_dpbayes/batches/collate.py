@@ -31,10 +31,7 @@ _RANDOM = (
     "collate_fn draws random numbers, and is called for each record alone: what it draws for a"
     " batch, as mixup does, it draws for every record"
 )
-_OTHER_FIELDS = (
-    "some records have other fields, or types, than others: give every record the same ones, with a"
-    " number in place of what is missing"
-)
+_FIELDS = "some records have other fields than others: put a number in place of what is missing"
 _DIFFERS = (
     "collate_fn is given each record alone, which makes something else of synthetic records than"
     " the batch: use neither the number of records nor the others, as mixup does, or vouch by"
@@ -105,23 +102,21 @@ class RecordwiseCollate:
         is_plain = self.is_torchs and all(map(_is_plain, records))
         nestings = [*map(nesting_of, records)] if is_plain else []
         if any(nesting != nestings[0] for nesting in nestings):  # torch takes the first for all
-            raise ArgumentError(_OTHER_FIELDS, code="loader-collate")
+            raise ArgumentError(_FIELDS, code="loader-collate")
         if self._is_vouched or is_plain:
             return self.wrapped_collator_fn(records)
         if isinstance(records, list):
             parts = [self.wrapped_collator_fn([record]) for record in records]
             # what is no tensor is the same for all records
-            if len({*map(_layout, parts)}) == 1 and all(
-                t.dim() and len(t) == 1 for t in tensors_in(parts[0])
-            ):
+            is_row = [t.dim() > 0 and len(t) == 1 for t in tensors_in(parts[0])]
+            if all(is_row) and len({*map(_layout, parts)}) == 1:
                 columns = zip(*map(tensors_in, parts), strict=True)
                 whole = [torch.cat([*map(_without_code, column)]) for column in columns]
                 rest = iter(whole)
                 batch = map_tensors(parts[0], lambda _: next(rest))
-                # which a container's own code may have made something else of
-                if [*map(id, tensors_in(batch))] == [*map(id, whole)]:
-                    if not any(map(writes_into, whole)):
-                        return batch
+                found = [(id(t), writes_into(t)) for t in tensors_in(batch)]
+                if found == [(id(t), 0) for t in whole]:  # by code of a container's own
+                    return batch
         raise ArgumentError(
             "collate_fn is given each record alone, and has to make tensors with one row of it, of"
             " one shape for all records: pad to a fixed length, or vouch by"
@@ -177,27 +172,23 @@ class CollateWithEmpty:
             return map_tensors(self._empty, torch.clone)
         batch = self.wrapped_collator_fn(records)
         if nesting_of(batch) != self._nesting:
-            raise ArgumentError(_OTHER_FIELDS, code="loader-collate")
+            raise ArgumentError(_FIELDS, code="loader-collate")
         return batch
 
 
 def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-    """Raise if the first record changes while others are read, as where a data set reads all into
-    one buffer: a batch would hold its last record many times.
-    """
-
-    def look() -> list[Tensor]:
+    """Raise if a record changes while others are read: a batch would hold its last one often."""
+    looks: list[list[Tensor]] = []
+    others = {1, len(dataset) // 2, len(dataset) - 1} - {0, len(dataset)}
+    for positions in (set[int](), set[int](), others):
+        for k in positions:
+            dataset[k]
         with seeded(0):
-            return [t.clone() for t in tensors_in(collate_fn([record]))]
-
-    before = look()
-    is_repeatable = _are_close(before, look(), 0.0)
-    for k in {1, len(dataset) // 2, len(dataset) - 1} - {0, len(dataset)}:
-        dataset[k]
-    if is_repeatable and not _are_close(before, look(), 0.0):
+            looks.append([t.clone() for t in tensors_in(collate_fn([record]))])
+    first, again, after = looks
+    if _are_close(first, again, 0.0) and not _are_close(again, after, 0.0):
         raise ArgumentError(
-            "a record of the data set changes when another one is read, as where all are read into"
-            " one buffer: hand out copies, such as buffer.clone()",
+            "a record changes when another one is read, as in one buffer: hand out buffer.clone()",
             code="loader-collate",
         )
 

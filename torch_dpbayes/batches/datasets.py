@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from opacus.data_loader import DPDataLoader
+from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -56,7 +57,7 @@ class BatchedDataset(Dataset[Any]):
         while type(dataset) is Subset:
             dataset = dataset.dataset
         if type(dataset) is TensorDataset:
-            return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+            return all(type(tensor) is Tensor for tensor in dataset.tensors)
         return _is_table(dataset)
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
         return collate([dataset[i] for i in positions])
     if dataset.format["type"] == "torch":
         columns = dataset[positions]
-        if all(isinstance(c, torch.Tensor) and len(c) == len(positions) for c in columns.values()):
+        if all(isinstance(c, Tensor) and len(c) == len(positions) for c in columns.values()):
             return columns
     return collate(dataset.__getitems__(positions))
 
@@ -110,9 +111,8 @@ def _parts(dataset: Any) -> list[Any]:
 
 
 def require_no_repeats(dataset: Any) -> None:
-    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set, or a list holds
-    an object twice. Copies made in another way, such as repeated rows of a tensor, are not
-    recognised.
+    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set, or a list an
+    object. Copies made in another way, such as repeated rows of a tensor, are not recognised.
     """
     found = defaultdict[Any, list[_Positions]](list)
     for leaf, positions in _leaves(dataset, None):
@@ -166,15 +166,13 @@ class Arrangement:
 
 def writes_into(value: Any) -> int:
     """How often torch wrote into a tensor."""
-    is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
+    is_counted = isinstance(value, Tensor) and not value.is_inference()
     return value._version if is_counted else 0
 
 
-def _leaves(
-    dataset: Any, chosen: _Positions | None, *, is_whole: bool = True
-) -> Iterator[tuple[Any, _Positions]]:
+def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Positions]]:
     """Identities of the data sets that hold these records (None: all), and their places there; of a
-    list of records that are the ``is_whole`` ones, what stands in these places.
+    list of records what stands there.
     """
     if isinstance(dataset, ConcatDataset):
         start = 0
@@ -184,26 +182,26 @@ def _leaves(
             if chosen is not None:
                 places = np.asarray(chosen)
                 inside = places[(start <= places) & (places < end)] - start
-            yield from _leaves(part, inside, is_whole=is_whole)
+            yield from _leaves(part, inside)
             start = end
     elif isinstance(dataset, StackDataset):  # a record is of the same place in each part
         for k, part in enumerate(_parts(dataset)):
-            parts = _leaves(part, chosen, is_whole=False)
-            yield from (((k, leaf), at) for leaf, at in parts)
+            # labels may be one object
+            known: Any = range(len(part)) if type(part) is list else part
+            yield from (((k, leaf), at) for leaf, at in _leaves(known, chosen))
     elif isinstance(dataset, Subset):
         below: Any = dataset.indices
         whole: Any = dataset.dataset
         if chosen is not None or type(below) is not range or min(below.start, below.stop) < 0:
             below = np.asarray(below, dtype=np.int64).reshape(-1) % max(len(whole), 1)
             below = below if chosen is None else below[np.asarray(chosen)]
-        yield from _leaves(whole, below, is_whole=is_whole)
+        yield from _leaves(whole, below)
     else:
-        all_of_it: _Positions = range(len(dataset)) if chosen is None else chosen
-        is_list = is_whole and type(dataset) is list and len(dataset) > 0
-        if is_list and isinstance(dataset[0], tuple | list | dict | torch.Tensor):
-            yield list, np.array([id(dataset[i]) for i in all_of_it], dtype=np.int64)
+        at: Any = range(len(dataset)) if chosen is None else chosen
+        if type(dataset) is list and isinstance((*dataset, 0)[0], tuple | list | dict | Tensor):
+            yield list, np.array([id(dataset[i]) for i in at], dtype=np.int64)
         else:
-            yield id(dataset), all_of_it
+            yield id(dataset), at
 
 
 def register_private(loader: DataLoader[Any]) -> None:

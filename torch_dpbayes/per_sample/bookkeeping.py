@@ -272,8 +272,8 @@ class _Layer(ReplacedForward):
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
         # which torch's functions of C++ read: in their place may stand tensors of earlier records
-        self.settings = {k: v for k, v in vars(module).items() if k[0] != "_" and k != "training"}
-        self.settings.update((k, v) for k, v in vars(module).items() if k.startswith("_reversed"))
+        names = {k for k in vars(module) if k[0] != "_" or "padding" in k} - {"training"}
+        self.settings = {name: vars(module)[name] for name in names}
         super().__init__(module)
 
     @torch.compiler.disable  # a backend would be given whole batches

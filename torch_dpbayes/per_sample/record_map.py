@@ -343,12 +343,8 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 # addbmm_ where a sum is larger than it
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
-_EMPTY = frozenset(
-    (
-        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new),
-        *(Tensor.new_empty, Tensor.new_empty_strided),
-    )
-)
+_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
+_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
@@ -566,9 +562,8 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
                 f"operator {name} may look beyond a record: write the function of"
                 " torch.nn.functional for which it stands"
             )
-    searched = (*args, kwargs.get("sorted_sequence"))[0] if func is torch.searchsorted else None
-    is_number = searched is not None and searched.dim() == 0
-    if func in _OF_ALL_RECORDS or is_number:  # vmap searches the numbers of all records
+    searched = [*args, kwargs.get("sorted_sequence")] if func is torch.searchsorted else ()
+    if func in _OF_ALL_RECORDS or (searched and not searched[0].dim()):
         raise CannotBeMapped(
             f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss,"
             " torch.linalg.solve or a < b instead"
