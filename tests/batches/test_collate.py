@@ -5,6 +5,7 @@ else of a record alone is refused on what it makes of synthetic ones.
 import functools
 import random
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,8 +18,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from torch_dpbayes.batches.collate import CollateWithEmpty, RecordwiseCollate
+from torch_dpbayes.batches.collate import (
+    CollateWithEmpty,
+    RecordwiseCollate,
+    require_own_memory,
+)
 from torch_dpbayes.per_sample.nested import tensors_in
+from torch_dpbayes.per_sample.operations import Delivery
 
 PICTURES = [(torch.rand(3, 4, 4), 1), (torch.rand(3, 4, 4), 0)]
 LENGTHS = [(torch.randn(n, 2), n % 2) for n in (5, 7, 6)]
@@ -72,8 +78,10 @@ def own_generator(x, y):
 class Fixed(UserDict):
     """A mapping of tensors that cannot be made of others, as tensordict's of another length."""
 
-    def __copy__(self):
-        raise RuntimeError("batch size")
+    def __init__(self, *given, **columns):
+        if given:
+            raise RuntimeError("batch size")
+        super().__init__(**columns)
 
 
 def failing(records):
@@ -151,7 +159,6 @@ CODE_IN_TORCHS = {
     "registered": (lambda x: x, {torch.Tensor: centred}),
     "wrapped": (lambda x: x, {torch.Tensor: functools.wraps(collate_tensor_fn)(centred)}),
     "a mapping": (lambda x: Bound(x=x), {}),
-    "a tuple": (lambda x: (Named(x, 0),), {}),
     "a tensor": (lambda x: [x.as_subclass(Centred)], {}),
     "a later tensor": (lambda x: [x.as_subclass(Centred) if x[0] else x], {}),
 }
@@ -171,6 +178,88 @@ def test_torch_s_function_is_trusted_where_it_runs_no_code_of_the_user(name, mon
     if registered:
         with refused("loader-collate"):
             RecordwiseCollate(default_collate).require_same_alone(batches[0])
+
+
+class Kept(list):
+    def __init__(self, values):
+        super().__init__(v - v.mean(0) if isinstance(v, torch.Tensor) else v for v in values)
+
+
+class Read(UserDict):
+    def __getitem__(self, name):
+        return self.data[name] - self.data[name].mean(0)
+
+
+@dataclass
+class InPlace:
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.note = self.x.sub_(self.x.mean(0)).sum()
+
+
+@pytest.mark.parametrize("make", [lambda x: Named(x, x), lambda x: Kept([x]), Read, InPlace])
+def test_a_container_makes_nothing_else_of_a_batch(make):
+    """Its own code is not given what it could change."""
+    make = make if make is not Read else lambda x: Read(x=x)
+    function = RecordwiseCollate(lambda records: make(torch.stack(records).clone()))
+    with refused("loader-collate"):
+        function([torch.ones(2), torch.zeros(2)])
+
+
+def test_what_a_container_keeps_beside_its_tensors_is_not_that_of_the_first_record():
+    def collate(records):
+        batch = UserDict(x=torch.stack(records))
+        batch.longest = float(batch["x"].max())
+        return batch
+
+    batch = RecordwiseCollate(collate)([torch.ones(2), torch.zeros(2)])
+    assert type(batch) is UserDict and batch["x"].shape == (2, 2) and not hasattr(batch, "longest")
+    batch.longest = 1.0
+    assert not hasattr(Delivery(2)(batch, 2), "longest")
+
+
+def test_no_record_decides_which_fields_a_batch_has():
+    rare, usual = ({"x": torch.zeros(1), **more} for more in ({}, {"weight": 0.5}))
+    for records in ([rare, usual], [usual, rare]):
+        with refused("loader-collate"):
+            RecordwiseCollate(default_collate)(records)
+    function = CollateWithEmpty(default_collate, usual)
+    function([usual, usual])
+    for other in (rare, {"x": "1", "weight": 0.5}):
+        with refused("loader-collate"):
+            function([other])
+
+
+class Buffered(list):
+    """All records are read into one array."""
+
+    buffer = np.zeros(3)
+
+    def __getitem__(self, at):
+        self.buffer[:] = super().__getitem__(at)
+        return self.buffer
+
+
+@pytest.mark.parametrize("kind", [list, Buffered])
+def test_a_record_stays_as_it_was_read(kind):
+    data = kind([np.full(3, float(k)) for k in range(3)])
+    if kind is Buffered:
+        with refused("loader-collate"):
+            private(torch.nn.Linear(3, 2), data, 2)
+    else:
+        require_own_memory(data, data[0], lambda records: default_collate(records) + 0)
+        require_own_memory(data, data[0], Counting())
+
+
+class Counting:
+    """Something else in every call, as of random numbers of its own."""
+
+    calls = 0
+
+    def __call__(self, records):
+        self.calls += 1
+        return default_collate(records) + self.calls
 
 
 def test_no_value_of_a_record_is_used():

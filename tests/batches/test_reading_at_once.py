@@ -94,7 +94,7 @@ class Centred(Table):
         self.reads.append(positions)
         x = self.x[positions]
         rows = x - x.mean(0), self.label[positions]
-        return [{"x": a, "label": b} for a, b in zip(*rows)]
+        return [{"x": a.tolist(), "label": int(b)} for a, b in zip(*rows)]
 
 
 class Coded(torch.Tensor):
@@ -274,6 +274,19 @@ def test_refused_are_those_that_hold_a_record_twice(dataset):
     else:
         with refused("loader-repeats"):
             check()
+
+
+def test_an_object_that_stands_in_a_list_twice_is_one_record():
+    """Records are: labels and numbers are parts of several."""
+    records = [(torch.rand(2), k % 2) for k in range(4)]
+    twice = StackDataset(Subset(LEAF, [0, 0]), [1, 2])
+    joined = ConcatDataset([records, records[:1]])
+    for repeated in (records * 2, joined, [torch.zeros(2)] * 2, twice):
+        with refused("loader-repeats"):
+            require_no_repeats(repeated)
+    label = torch.ones(())
+    for alike in (records, [7, 7], StackDataset([r[0] for r in records], [label] * 4)):
+        require_no_repeats(alike)
 
 
 def test_a_thousand_million_records_are_not_counted():

@@ -345,6 +345,11 @@ REFUSED = {
     "segments of any length": lambda h: (
         h + torch.segment_reduce(h, "sum", lengths=(h[:1, 0] > 0).long(), unsafe=True)
     ),
+    "place of a number among others": lambda h: h + torch.searchsorted(h[0, 0], h[0, 1]),
+    "the same by its operator": lambda h: (
+        h + torch.ops.aten.searchsorted(sorted_sequence=h[0], self=h[0])
+    ),
+    "the same by name": lambda h: h + torch.searchsorted(input=h[0, 1], sorted_sequence=h[0, 0]),
     "caught error": catching,
     "validity of all records": lambda h: -h if torch._is_any_true(h > 1e6) else h,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
@@ -358,6 +363,41 @@ REFUSED = {
     "a trained tensor in a list": lambda h: torch.stack([h, TRAINED]).sum(0),
     "one_hot without num_classes": lambda h: h + F.one_hot(h.argmax(-1)).sum(),
 }
+
+
+NOT_FILLED = {
+    "empty": lambda x: torch.empty(3),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda x: torch.empty_strided((3,), (1,)),
+    "empty_permuted": lambda x: torch.empty_permuted((1, 3), (1, 0)),
+    "new": lambda x: x.new(3),
+    "new_empty": lambda x: x.new_empty(3),
+    "new_empty_strided": lambda x: x.new_empty_strided((3,), (1,)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FILLED)
+def test_memory_that_is_not_filled_holds_no_record(name):
+    """Here torch fills it with NaN, in the place of what other records left there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not NOT_FILLED[name](torch.zeros(3)).isfinite().any()
+        (found,) = RecordMap(4)(lambda rows: [NOT_FILLED[name](rows[0])], [torch.ones(4, 3)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found.shape[0] == 4 and not found.any()
+
+
+@pytest.mark.parametrize(("mode", "code"), [("bookkeeping", "step-changed"), ("vmap", "model-map")])
+def test_a_setting_of_a_layer_takes_no_values_of_earlier_records(mode, code):
+    net = nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3))
+    net, optimizer, loader = private(net, torch.randn(8, 6), grad_sample_mode=mode, batch_size=4)
+    batches = iter(loader)
+    (x,) = next(batches)
+    net(x).square().mean().backward()
+    optimizer.step()
+    net[1].eps = x.square().max()
+    refused(lambda: net(*next(batches)), code)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from ..errors import ArgumentError
 from ..noise import seeded
 from ..per_sample.derived import Derived, as_plain
-from ..per_sample.nested import leaves_in, map_tensors, tensors_in
+from ..per_sample.nested import leaves_in, map_tensors, nesting_of, tensors_in
+from .datasets import writes_into
 
 _RECORDS = 5  # synthetic ones, which are compared
 _TOLERANCE = 1e-4  # of sums in another order
@@ -30,6 +31,7 @@ _RANDOM = (
     "collate_fn draws random numbers, and is called for each record alone: what it draws for a"
     " batch, as mixup does, it draws for every record"
 )
+_FIELDS = "some records have other fields than others: put a number in place of what is missing"
 _DIFFERS = (
     "collate_fn is given each record alone, which makes something else of synthetic records than"
     " the batch: use neither the number of records nor the others, as mixup does, or vouch by"
@@ -62,6 +64,11 @@ def _without_code(t: Tensor) -> Tensor:
     return t if isinstance(t, Derived) else as_plain(t)
 
 
+def _layout(part: Any) -> str:
+    leaves = [v.shape if isinstance(v, Tensor) else v for v in leaves_in(part)]
+    return repr((nesting_of(part), leaves))
+
+
 class RecordwiseCollate:
     """Gives a collate function each record alone, so that no batch mixes records. One that keeps
     records apart, as torch's own does and the user vouches of others, is given whole batches.
@@ -92,16 +99,24 @@ class RecordwiseCollate:
         return batch
 
     def _batch_of(self, records: Any) -> Any:
-        if self._is_vouched or (self.is_torchs and all(map(_is_plain, records))):
+        is_plain = self.is_torchs and all(map(_is_plain, records))
+        nestings = [*map(nesting_of, records)] if is_plain else []
+        if any(nesting != nestings[0] for nesting in nestings):  # torch takes the first for all
+            raise ArgumentError(_FIELDS, code="loader-collate")
+        if self._is_vouched or is_plain:
             return self.wrapped_collator_fn(records)
         if isinstance(records, list):
             parts = [self.wrapped_collator_fn([record]) for record in records]
             # what is no tensor is the same for all records
-            layouts = {repr(map_tensors(part, attrgetter("shape"))) for part in parts}
-            if len(layouts) == 1 and all(t.dim() and len(t) == 1 for t in tensors_in(parts[0])):
+            is_row = [t.dim() > 0 and len(t) == 1 for t in tensors_in(parts[0])]
+            if all(is_row) and len({*map(_layout, parts)}) == 1:
                 columns = zip(*map(tensors_in, parts), strict=True)
-                whole = iter([torch.cat([*map(_without_code, column)]) for column in columns])
-                return map_tensors(parts[0], lambda _: next(whole))
+                whole = [torch.cat([*map(_without_code, column)]) for column in columns]
+                rest = iter(whole)
+                batch = map_tensors(parts[0], lambda _: next(rest))
+                found = [(id(t), writes_into(t)) for t in tensors_in(batch)]
+                if found == [(id(t), 0) for t in whole]:  # by code of a container's own
+                    return batch
         raise ArgumentError(
             "collate_fn is given each record alone, and has to make tensors with one row of it, of"
             " one shape for all records: pad to a fixed length, or vouch by"
@@ -150,10 +165,31 @@ class CollateWithEmpty:
             if not isinstance(leaf, Tensor) or not leaf.dim():
                 raise _no_empty_batch(record, f"there is a value of type {type(leaf).__name__}")
         self._empty = map_tensors(batch, itemgetter(slice(0, 0)))
+        self._nesting = nesting_of(batch)
 
     def __call__(self, records: list[Any]) -> Any:
-        return (
-            self.wrapped_collator_fn(records) if records else map_tensors(self._empty, torch.clone)
+        if not records:
+            return map_tensors(self._empty, torch.clone)
+        batch = self.wrapped_collator_fn(records)
+        if nesting_of(batch) != self._nesting:
+            raise ArgumentError(_FIELDS, code="loader-collate")
+        return batch
+
+
+def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+    """Raise if a record changes while others are read: a batch would hold its last one often."""
+    looks: list[list[Tensor]] = []
+    others = {1, len(dataset) // 2, len(dataset) - 1} - {0, len(dataset)}
+    for positions in (set[int](), set[int](), others):
+        for k in positions:
+            dataset[k]
+        with seeded(0):
+            looks.append([t.clone() for t in tensors_in(collate_fn([record]))])
+    first, again, after = looks
+    if _are_close(first, again, 0.0) and not _are_close(again, after, 0.0):
+        raise ArgumentError(
+            "a record changes when another one is read, as in one buffer: hand out buffer.clone()",
+            code="loader-collate",
         )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from opacus.data_loader import DPDataLoader
+from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -56,7 +57,7 @@ class BatchedDataset(Dataset[Any]):
         while type(dataset) is Subset:
             dataset = dataset.dataset
         if type(dataset) is TensorDataset:
-            return all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+            return all(type(tensor) is Tensor for tensor in dataset.tensors)
         return _is_table(dataset)
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
         return collate([dataset[i] for i in positions])
     if dataset.format["type"] == "torch":
         columns = dataset[positions]
-        if all(isinstance(c, torch.Tensor) and len(c) == len(positions) for c in columns.values()):
+        if all(isinstance(c, Tensor) and len(c) == len(positions) for c in columns.values()):
             return columns
     return collate(dataset.__getitems__(positions))
 
@@ -110,8 +111,8 @@ def _parts(dataset: Any) -> list[Any]:
 
 
 def require_no_repeats(dataset: Any) -> None:
-    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set. Copies made in
-    another way, such as repeated rows of a tensor, are not recognised.
+    """Raise if a ``Subset`` or ``ConcatDataset`` repeats records of one data set, or a list an
+    object. Copies made in another way, such as repeated rows of a tensor, are not recognised.
     """
     found = defaultdict[Any, list[_Positions]](list)
     for leaf, positions in _leaves(dataset, None):
@@ -122,9 +123,9 @@ def require_no_repeats(dataset: Any) -> None:
         together = np.sort(np.concatenate([np.asarray(part) for part in parts]))
         if (together[1:] == together[:-1]).any():
             raise ArgumentError(
-                "the data set holds some records several times, by a Subset or a ConcatDataset:"
-                " epsilon would be that of one copy. Keep each once, or pass user_ids=, the id of"
-                " each record's user.",
+                "the data set holds some records several times, by a Subset, a ConcatDataset or a"
+                " list: epsilon would be that of one copy. Keep each once, or pass user_ids=, the"
+                " id of each record's user.",
                 code="loader-repeats",
             )
 
@@ -159,18 +160,20 @@ class Arrangement:
             self._objects += dataset
         else:
             parts = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
-            self._values += map(_version, parts)
+            self._values += map(writes_into, parts)
             self._objects += parts
 
 
-def _version(value: Any) -> int:
+def writes_into(value: Any) -> int:
     """How often torch wrote into a tensor."""
-    is_counted = isinstance(value, torch.Tensor) and not value.is_inference()
+    is_counted = isinstance(value, Tensor) and not value.is_inference()
     return value._version if is_counted else 0
 
 
 def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Positions]]:
-    """Identities of the data sets that hold these records (None: all), and their places there."""
+    """Identities of the data sets that hold these records (None: all), and their places there; of a
+    list of records what stands there.
+    """
     if isinstance(dataset, ConcatDataset):
         start = 0
         for part in dataset.datasets:
@@ -183,7 +186,9 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
             start = end
     elif isinstance(dataset, StackDataset):  # a record is of the same place in each part
         for k, part in enumerate(_parts(dataset)):
-            yield from (((k, leaf), places) for leaf, places in _leaves(part, chosen))
+            # labels may be one object
+            known: Any = range(len(part)) if type(part) is list else part
+            yield from (((k, leaf), at) for leaf, at in _leaves(known, chosen))
     elif isinstance(dataset, Subset):
         below: Any = dataset.indices
         whole: Any = dataset.dataset
@@ -192,7 +197,11 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
             below = below if chosen is None else below[np.asarray(chosen)]
         yield from _leaves(whole, below)
     else:
-        yield id(dataset), range(len(dataset)) if chosen is None else chosen
+        at: Any = range(len(dataset)) if chosen is None else chosen
+        if type(dataset) is list and isinstance((*dataset, 0)[0], tuple | list | dict | Tensor):
+            yield list, np.array([id(dataset[i]) for i in at], dtype=np.int64)
+        else:
+            yield id(dataset), at
 
 
 def register_private(loader: DataLoader[Any]) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..distributed import Ranks
 from ..errors import ArgumentError, StateError
 from ..processes import this_process
-from .collate import CollateWithEmpty, RecordwiseCollate, users_collate
+from .collate import CollateWithEmpty, RecordwiseCollate, require_own_memory, users_collate
 from .datasets import (
     BatchedDataset,
     reads_whole_batches,
@@ -91,7 +91,9 @@ class PoissonLoader(DPDataLoader):
                 before.require_own_process()
                 generator = before.generator
         self.recordwise = RecordwiseCollate(users_collate(data_loader))
-        collate_fn: Any = CollateWithEmpty(self.recordwise, dataset[0])
+        record = dataset[0]
+        collate_fn: Any = CollateWithEmpty(self.recordwise, record)
+        require_own_memory(dataset, record, self.recordwise)
         sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
         settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _TAKEN_OVER}
         settings["batch_sampler"] = sampler

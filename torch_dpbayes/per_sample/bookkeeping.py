@@ -271,6 +271,9 @@ class _Layer(ReplacedForward):
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
+        # which torch's functions of C++ read: in their place may stand tensors of earlier records
+        names = {k for k in vars(module) if k[0] != "_" or "padding" in k} - {"training"}
+        self.settings = {name: vars(module)[name] for name in names}
         super().__init__(module)
 
     @torch.compiler.disable  # a backend would be given whole batches
@@ -291,7 +294,9 @@ class _Layer(ReplacedForward):
         inputs = (*args, *kwargs.values())
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise UsedElsewhere("with arguments beside its input", (p for _, p in self.known))
-        if type(self.module).forward is not self.kind.forward:
+        own = vars(self.module)
+        is_changed = any([own.get(name) is not value for name, value in self.settings.items()])
+        if is_changed or type(self.module).forward is not self.kind.forward:
             raise StepError(_CHANGED.format(self.name), code="step-changed")
         return self._forward_in_map(record_map, inputs[0])
 
@@ -389,6 +394,6 @@ _WRITTEN = (
     " x = x + y instead of x += y, F.relu(x) instead of F.relu_(x)"
 )
 _CHANGED = (
-    "the class of layer {!r}, or its forward(), is not what it was when the model was made private:"
-    " undo that, or call make_private again"
+    "the class of layer {!r}, its forward() or a setting (eps, stride) is not what it was when the"
+    " model was made private: undo that, or call make_private again"
 )

@@ -41,9 +41,12 @@ def _with_children(value: Any, children: Sequence[Any]) -> Any:
     try:
         if isinstance(value, (tuple, list)):
             return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-        whole: Any = copy.copy(value)  # of which more than its items may count
         is_mapping = isinstance(value, Mapping)
-        for key, child in zip(value if is_mapping else _fields(value), children, strict=True):
+        items = dict(zip(value if is_mapping else _fields(value), children, strict=True))
+        if not _holds_items_only(value):  # what else it keeps may be made of its old tensors
+            return type(value)(items) if is_mapping else type(value)(**items)
+        whole: Any = copy.copy(value)
+        for key, child in items.items():
             if is_mapping:
                 whole[key] = child
             else:
@@ -72,6 +75,15 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if children is None:
         return value
     return _with_children(value, [map_tensors(child, function) for child in children])
+
+
+def nesting_of(value: Any) -> Any:
+    """The types and names of what holds other values, and which of the others are tensors."""
+    children = None if isinstance(value, Tensor) else _children(value)
+    if children is None:
+        return isinstance(value, Tensor)
+    names = list(value) if isinstance(value, Mapping) else []
+    return type(value), names, [nesting_of(child) for child in children]
 
 
 def leaves_in(value: Any) -> Iterator[Any]:

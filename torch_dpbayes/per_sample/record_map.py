@@ -284,10 +284,12 @@ class RecordMap:
         return alive
 
     def own(self, empty: Tensor) -> Tensor:
-        """Memory for each record, into which a model may write or draw."""
+        """Memory for each record, into which a model may write or draw. It holds zeros: what was
+        there before may be other records.
+        """
         if self._level is None or is_of_records(empty):
-            return empty
-        rows = empty.new_empty(self.records, *empty.shape)
+            return empty.zero_()
+        rows = empty.new_zeros(self.records, *empty.shape)
         while is_gradtrackingtensor(rows):
             rows = get_unwrapped(rows)
         own = functorch._add_batch_dim(rows, 0, self._level)
@@ -341,7 +343,8 @@ _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 # addbmm_ where a sum is larger than it
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_, Tensor.addbmm_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
-_EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
+_EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted, Tensor.new}
+_EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
@@ -352,7 +355,7 @@ _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 # records, as may those of private names and of backward passes.
 _UNCHECKED = frozenset(
     "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm roll grid_sampler"
-    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve".split()
+    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve searchsorted".split()
 )
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve)
@@ -559,10 +562,11 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
                 f"operator {name} may look beyond a record: write the function of"
                 " torch.nn.functional for which it stands"
             )
-    if func in _OF_ALL_RECORDS:
+    searched = [*args, kwargs.get("sorted_sequence")] if func is torch.searchsorted else ()
+    if func in _OF_ALL_RECORDS or (searched and not searched[0].dim()):
         raise CannotBeMapped(
-            f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss or"
-            " torch.linalg.solve instead"
+            f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss,"
+            " torch.linalg.solve or a < b instead"
         )
     if func is F.embedding and kwargs.get("max_norm") is not None:
         raise CannotBeMapped("max_norm changes its table in place, in every pass: leave it out")
