@@ -117,6 +117,13 @@ def test_the_readme_is_read_in_one_go():
     assert len(README.read_text().encode()) <= 6000
 
 
+def test_how_to_pages_are_short_and_so_is_the_documentation():
+    for page in (ROOT / "docs/how_to").glob("*.md"):
+        assert len(without_code(page).split()) <= 400, page
+    words = sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md"))
+    assert words <= 28_000, words
+
+
 def digits():
     from sklearn.datasets import load_digits  # where it is needed: it takes long
 
