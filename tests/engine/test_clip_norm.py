@@ -50,6 +50,14 @@ def test_the_share_is_right_up_to_the_noise_that_is_charged():
     assert (event.noise_multiplier, count, label) == (z, draws, "private_clipped_fraction")
 
 
+def test_the_rounding_of_norms_does_not_count():
+    """One record more changed the rounding of 64 of 256 others."""
+    _, optimizer, _ = private(batch_size=400)
+    bound, norms = 1.0, torch.ones(400, dtype=torch.float64)
+    shares = [optimizer.release.share_of(1e-6, bound, norms * (1 + r)) for r in (-1e-7, 1e-7)]
+    assert abs(shares[1] - shares[0]) < 1e-4
+
+
 def test_the_count_leaves_training_alone():
     net, optimizer, loader = private()
     for i, batch in enumerate(loader):

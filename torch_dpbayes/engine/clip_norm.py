@@ -33,8 +33,9 @@ def private_clipped_fraction(
     charged.
 
     One Poisson draw of the data is taken and ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B`` released, ξ
-    ~ N(0, 1), clamped to [0, 1]. Its noise has the standard deviation z/(2B) and the size of the
-    draw adds at most as much as the sampling of the records themselves.
+    ~ N(0, 1), clamped to [0, 1]. The step is a ramp from .995·C to 1.005·C: at a step rounding,
+    which one record more changes, would count for many. The noise has the standard deviation
+    z/(2B), and the size of the draw adds at most as much as the sampling of the records themselves.
 
     Args:
         module, optimizer, data_loader: as ``PrivacyEngine.make_private`` returned them. A batch is

@@ -364,7 +364,9 @@ class Release:
             event = events.PoissonSampledDpEvent(self.sample_rate, event)
         self.accountant.compose(event, label=_COUNT)
         self.accountant.note(f"{_COUNT}: records are kept apart {self.independence}")
-        total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
+        # a ramp: at a step the rounding of norms, which one record more changes, counts for many
+        longer = norms.double().nan_to_num(nan=math.inf, posinf=math.inf) / bound
+        total = longer.sub(1).mul(100).clamp(-0.5, 0.5).sum()
         hides = (repr((bound, noise_multiplier)), norms)
         noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
         batch = self.query.expected_batch_size
