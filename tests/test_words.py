@@ -1,7 +1,5 @@
 """Objects say what matters: noise, temperature, what is spent, how records are kept apart."""
 
-import io
-from contextlib import redirect_stderr
 from functools import partial
 
 import torch
@@ -10,9 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import words
-
-MODEL = dpb.ops.GLM("bernoulli", prior_std=0.5, max_feature_norm=1.0)
 
 
 def run():
@@ -41,23 +36,3 @@ def test_what_is_spent_and_how_records_are_kept_apart_is_said():
     assert temperature in repr(optimizer) and "by construction" in repr(optimizer)
     assert "200 records" in repr(loader) and "probability 0.1" in repr(loader)
     assert "nothing is made private" in repr(dpb.PrivacyEngine())
-
-
-def test_what_takes_long_shows_how_far_it_is(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(words, "_SOON", 0.0)
-    target = dpb.ops.OnePosteriorSample(
-        MODEL, dpb.ops.FiniteRunLangevin(steps=5), epsilon=1.0, delta=1e-5
-    )
-    x, y = torch.rand(20, 2) / 2, torch.zeros(20)
-    for stream, is_said in ((Terminal(), True), (io.StringIO(), False)):
-        with redirect_stderr(stream):
-            target_draw = list(words.shown(range(3), "drawing"))
-        assert target_draw == [0, 1, 2] and ("drawing" in stream.getvalue()) is is_said
-    terminal = Terminal()
-    with redirect_stderr(terminal):
-        target.sample(x, y)
-    assert "drawing one posterior sample" in terminal.getvalue()
