@@ -1,7 +1,6 @@
 """The outputs under every sample, against models that are loaded one at a time."""
 
 import copy
-import weakref
 from collections import UserDict
 from functools import partial
 
@@ -181,28 +180,6 @@ def test_batches_by_name_give_the_model_what_it_takes(wrap):
     expected = samples.predict(net, x, forward=lambda model, rows: model(features=rows))
     batches = [wrap({"features": x[i : i + 5], "label": torch.zeros(5)}) for i in (0, 5)]
     torch.testing.assert_close(samples.predict(net, batches), expected)
-
-
-def test_only_a_batch_and_one_samples_output_are_held():
-    """Both are made as they are asked for, and none outlives its turn."""
-    net, made = nn.Linear(4, 3), {"batches": [], "outputs": []}
-    samples, _ = walked(net)
-
-    def noted(tensor, what):
-        assert sum(one() is not None for one in made[what]) <= 3
-        made[what].append(weakref.ref(tensor))
-        return tensor
-
-    def batches():
-        for _ in range(20):
-            yield noted(torch.randn(8, 4), "batches")
-
-    for transform in ("likelihood", None):
-        predicted = samples.predict(
-            net, batches(), transform, forward=lambda model, x: noted(model(x), "outputs")
-        )
-        assert predicted.shape == (160, 3)
-    assert [len(them) for them in made.values()] == [40, 480]
 
 
 class Pair(nn.Linear):
