@@ -11,19 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import write_golden_files as golden
 from torch.nn import functional as F
-from write_golden_files import (
-    DELTA,
-    EVENTS,
-    STEP,
-    ledger_values,
-    network,
-    noise_of_the_generator_alone,
-    prices,
-    private_run,
-    public_values,
-    records,
-)
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -38,7 +27,7 @@ def ledger(tmp_path):
 
 
 def test_each_kind_of_event_costs_what_it_did():
-    assert prices() == [
+    assert golden.prices() == [
         {**old, "epsilon": old["epsilon"] and pytest.approx(old["epsilon"], rel=1e-9)}
         for old in VALUES["prices"]
     ]
@@ -46,28 +35,28 @@ def test_each_kind_of_event_costs_what_it_did():
 
 def test_the_ledger_says_what_it_did(ledger):
     old = VALUES["ledger"]
-    new = ledger_values(ledger)
+    new = golden.ledger_values(ledger)
     assert new == {**old, "epsilon": pytest.approx(old["epsilon"], rel=1e-9)}
 
 
 def test_a_job_goes_on_in_the_ledger(ledger):
     old = VALUES["ledger"]
-    accountant = PrivacyAccountant(4.0, DELTA, path=ledger)
-    accountant.compose(STEP)
+    accountant = PrivacyAccountant(4.0, golden.DELTA, path=ledger)
+    accountant.compose(golden.STEP)
     assert len(accountant) == old["releases"] + 1
-    assert accountant.remaining(STEP) == old["remaining"] - 1
+    assert accountant.remaining(golden.STEP) == old["remaining"] - 1
 
 
 def test_a_run_goes_on_from_the_checkpoint_as_it_did():
     saved = torch.load(GOLDEN / "checkpoint.pt", weights_only=True)
-    net, accountant = network(), PrivacyAccountant(5.0, DELTA)
+    net, accountant = golden.network(), PrivacyAccountant(5.0, golden.DELTA)
     net.load_state_dict(saved["model"])
-    optimizer, train = private_run(net, accountant)
+    optimizer, train = golden.private_run(net, accountant)
     optimizer.load_state_dict(saved["optimizer"])
-    with noise_of_the_generator_alone():
+    with golden.noise_of_the_generator_alone():
         train()
     old = VALUES["checkpoint"]
-    assert accountant.get_epsilon(DELTA) == pytest.approx(old["epsilon"], rel=1e-9)
+    assert accountant.get_epsilon(golden.DELTA) == pytest.approx(old["epsilon"], rel=1e-9)
     for name, p in net.named_parameters():
         expected = torch.tensor(old["parameters"][name])
         torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
@@ -76,13 +65,15 @@ def test_a_run_goes_on_from_the_checkpoint_as_it_did():
 def test_samples_predict_what_they_did():
     samples, old = dpb.PosteriorSamples.load(GOLDEN / "samples.pt"), VALUES["samples"]
     assert len(samples) == old["length"]
-    found = samples.predict(network().eval(), records()[0], transform=lambda u: F.softmax(u, -1))
+    found = samples.predict(
+        golden.network().eval(), golden.records()[0], transform=lambda u: F.softmax(u, -1)
+    )
     torch.testing.assert_close(found, torch.tensor(old["prediction"]), rtol=1e-6, atol=1e-6)
 
 
 def test_every_public_value_is_unpickled():
-    new, old = public_values(), VALUES["pickles"]
-    assert new.keys() == old.keys() and len(new) > len(EVENTS)
+    new, old = golden.public_values(), VALUES["pickles"]
+    assert new.keys() == old.keys() and len(new) > len(golden.EVENTS)
     for name, value in new.items():
         loaded = pickle.loads(base64.b64decode(old[name]))
         assert type(loaded) is type(value) and repr(loaded) == repr(value)

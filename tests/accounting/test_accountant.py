@@ -347,17 +347,10 @@ def test_each_statement_is_kept_once_in_order(path, where, relation):
     assert (first, second) == (FIRST, SECOND) and "does not depend on other records" in third
     said = accountant.summary().partition("rests on")[2]
     assert said.index(first) < said.index(second) < said.index(third)
-
-
-@WHERE
-def test_saved_states_carry_them(path, where):
-    accountant = PrivacyAccountant(1.0, 1e-5).compose(RELEASE)
-    accountant.note(FIRST)
-    state = json.loads(json.dumps(accountant.state_dict()))
-    loaded = made(where, path, 1.0, 1e-5)
-    loaded.note(SECOND)
-    loaded.load_state_dict(state)
-    assert set(loaded.notes) >= {FIRST, SECOND}
+    if where == "memory":
+        loaded = PrivacyAccountant(neighboring=relation, path=path)
+        loaded.load_state_dict(json.loads(json.dumps(accountant.state_dict())))
+        assert {*loaded.notes} > {first, second, third}
 
 
 def test_a_file_keeps_them_for_all_jobs(path, capsys):

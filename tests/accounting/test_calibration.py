@@ -127,7 +127,10 @@ def test_the_command_says_what_there_is(full, path, capsys):
     assert path.read_bytes() == before
 
 
-def test_the_command_explains_what_it_cannot_read(tmp_path, capsys):
+OPTIONS = ["--noise-multiplier", "1", "--sample-rate", ".01", "--delta", "1e-5"]
+
+
+def test_the_command_explains_what_it_cannot_read_or_plan(tmp_path, capsys):
     (tmp_path / "x.db").write_bytes(b"no database at all " * 100)
     for name in ("x.db", "none.db"):
         assert main([str(tmp_path / name)]) == 1
@@ -135,9 +138,10 @@ def test_the_command_explains_what_it_cannot_read(tmp_path, capsys):
     assert not (tmp_path / "none.db").exists()
     assert main([str(tmp_path / "none.db")]) == 1
     assert capsys.readouterr().err.startswith("no such file")
-
-
-OPTIONS = ["--noise-multiplier", "1", "--sample-rate", ".01", "--delta", "1e-5"]
+    assert main(["epsilon", *OPTIONS[:2], "--sample-rate", "2", *OPTIONS[4:], "--steps", "9"]) == 1
+    assert "must lie in (0, 1]" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["steps", *OPTIONS])
 
 
 def said(capsys, *arguments):
@@ -165,10 +169,3 @@ def test_the_cost_of_a_plan(capsys):
     full = ["--noise-multiplier", "1", "--sample-rate", "1", "--delta", "1e-5", "--steps", "4"]
     exact = PrivacyAccountant().compose(GaussianDpEvent(0.5)).get_epsilon(DELTA)
     assert said(capsys, "compare", *full)["gdp_lower_bound"] == pytest.approx(exact)
-
-
-def test_a_plan_that_makes_no_sense_is_explained(capsys):
-    assert main(["epsilon", *OPTIONS[:2], "--sample-rate", "2", *OPTIONS[4:], "--steps", "9"]) == 1
-    assert "must lie in (0, 1]" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["steps", *OPTIONS])

@@ -7,9 +7,6 @@ import os
 import pickle
 import shutil
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -259,26 +256,6 @@ def test_copies_share_the_file(path):
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"would spend the same budget.*path="):
             duplicate(PrivacyAccountant(1.0, DELTA))
-
-
-KEPT = """
-import pickle, sys
-from torch_dpbayes.accounting.events import GaussianDpEvent
-accountant = pickle.loads(bytes.fromhex(sys.argv[1]))
-print(accountant.compose(GaussianDpEvent(100.0)).guarantee)
-accountant.close()
-"""
-
-
-def test_an_accountant_that_was_kept_for_another_program_is_a_later_job(path):
-    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
-    accountant.close()
-    kept = pickle.dumps(accountant)
-    assert pickle.loads(kept).guarantee == "fixed"
-    command, root = [sys.executable, "-c", KEPT, kept.hex()], Path(__file__).resolve().parents[2]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert ran.stdout.strip() == "filter", ran.stderr
-    assert accountant.guarantee == "filter"
 
 
 def test_forked_children_name_path_or_share(path):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -148,23 +149,30 @@ def test_a_worker_that_fails_returns_its_blocks(path):
 # --- ending ---------------------------------------------------------------------------------------
 
 ENDING = """
-import os, sys
-from torch_dpbayes.accounting import PrivacyAccountant, __main__
+import os, pickle, sys
+from torch_dpbayes.accounting import __main__
 from torch_dpbayes.accounting.events import GaussianDpEvent
 assert not {"torch", "opacus", "pyro", "matplotlib"} & {*sys.modules}
-accountant = PrivacyAccountant(30.0, 1e-5, path=sys.argv[1])
+accountant = pickle.loads(bytes.fromhex(sys.argv[1]))
 for _ in range(300):
     accountant.compose(GaussianDpEvent(1e3))
     os.write(1, b"x")
+print(accountant.guarantee, flush=True)
 raise ValueError
 """
 
 
-def test_a_program_that_ends_without_close(path):
-    command = [sys.executable, "-c", ENDING, str(path)]
+def test_a_program_that_was_given_an_accountant_and_ends_without_close(path):
+    """It is a later job, and returns what it reserved."""
+    accountant = PrivacyAccountant(30.0, DELTA, path=path).compose(STEP)
+    accountant.close()
+    kept = pickle.dumps(accountant)
+    assert pickle.loads(kept).guarantee == "fixed"
+    command = [sys.executable, "-c", ENDING, kept.hex()]
     ran = subprocess.run(command, capture_output=True, cwd=ROOT)
-    assert b"ValueError" in ran.stderr
-    assert counted(path) == ran.stdout.count(b"x") == 300
+    assert b"ValueError" in ran.stderr and ran.stdout.endswith(b"xfilter\n"), ran.stderr
+    assert counted(path) == 1 + ran.stdout.count(b"x") == 301
+    assert accountant.guarantee == "filter"
 
 
 def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_them(

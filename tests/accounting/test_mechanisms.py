@@ -71,38 +71,6 @@ def test_a_replaced_record_moves_an_answer_twice_as_far():
     assert costs[0].get_epsilon(DELTA) == costs[1].get_epsilon(DELTA) > 0
 
 
-def permute_and_flip(scores, epsilon):
-    """In every order each option in turn is taken with the probability of its coin."""
-    coins, law = np.exp(epsilon * (np.array(scores) - max(scores)) / 2), np.zeros(len(scores))
-    for order in itertools.permutations(range(len(scores))):
-        left = 1.0
-        for i in order:
-            law[i] += left * coins[i] / math.factorial(len(scores))
-            left *= 1 - coins[i]
-    return law
-
-
-def exponential(scores, epsilon):
-    return special.softmax(epsilon * np.array(scores) / 2)
-
-
-@pytest.mark.parametrize(
-    ("law", "kind"),
-    [(permute_and_flip, PermuteAndFlipDpEvent), (exponential, ExponentialMechanismDpEvent)],
-)
-def test_choices_cost_at_least_what_their_laws_do(law, kind):
-    """Two choices among three options, of which a record moves each score by 1 at most."""
-    epsilon, third = between(0.1, 3), random.uniform(-9, 0)
-    scores = [(0, -2, third), (-1, -1, third + random.uniform(-1, 1))]
-    one, other = (np.multiply.outer(law(s, epsilon), law(s, epsilon)) for s in scores)
-    accountant = PrivacyAccountant().compose(kind(epsilon), 2)
-    for at in np.linspace(0.0, 1.95, 14) * epsilon:
-        gaps = (one - math.exp(at) * other, other - math.exp(at) * one)
-        true = max(np.maximum(gap, 0.0).sum() for gap in gaps)
-        assert accountant.get_delta(at) >= true * (1 - 1e-9)
-    assert accountant.get_epsilon(1e-12) <= 2 * epsilon * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("rate", [1e-6, 0.1, 1.0])
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 1e-7), (60.0, 0.0)])
 def test_poisson_batches_amplify_what_is_known_by_epsilon_and_delta(rate, epsilon, delta):

@@ -1,6 +1,5 @@
-"""Privacy loss distributions against closed forms, quadrature and dp_accounting; failures."""
+"""Privacy loss distributions against dp_accounting; releases that fail outright."""
 
-import itertools
 import math
 from decimal import Decimal, localcontext
 
@@ -8,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
-from support.examples import examples
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -21,12 +18,10 @@ from torch_dpbayes.accounting import (
 )
 from torch_dpbayes.accounting.bounds import lower_epsilon
 from torch_dpbayes.accounting.dominating_pairs import Failure, Pure, Sampled
-from torch_dpbayes.accounting.mixture_bounds import Near, mixtures
 from torch_dpbayes.accounting.privacy_loss import failing
 from torch_dpbayes.errors import ArgumentError
 
 DELTA = 1e-5
-KINDS = ("directed", "antipodal", "symmetric")
 
 # (kind, z, q, steps, epsilon, half a unit of its last digit), dp_accounting's PLD extrapolated in
 # the discretisation
@@ -47,66 +42,6 @@ def test_reference_values(kind, noise, rate, steps, epsilon, half_digit):
     assert 0.99 * epsilon <= bounds.lower_epsilon(counts, DELTA) <= epsilon + half_digit
 
 
-def optimal_delta(epsilons, epsilon):
-    """Murtagh and Vadhan 2016, Theorem 1.5, in exact arithmetic but for the exponentials, which
-    Decimal rounds at 50 digits.
-    """
-    with localcontext() as context:
-        context.prec = 60
-        total = Decimal(0)
-        for signs in itertools.product((1, -1), repeat=len(epsilons)):
-            loss = sum(sign * Decimal(e) for sign, e in zip(signs, epsilons, strict=True))
-            mass = Decimal(1)
-            for sign, e in zip(signs, epsilons, strict=True):
-                mass *= (sign * Decimal(e)).exp() / (1 + (sign * Decimal(e)).exp())
-            if loss > Decimal(epsilon):
-                total += mass * (1 - (Decimal(epsilon) - loss).exp())
-        return float(total)
-
-
-def counted(epsilons):
-    counts = {}
-    for e in epsilons:
-        counts[Pure(e)] = counts.get(Pure(e), 0) + 1
-    return counts
-
-
-@given(epsilons=st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=6), share=st.floats(0.0, 1.1))
-@examples(40)
-def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, share):
-    epsilon = share * math.fsum(epsilons)
-    truth = optimal_delta(epsilons, epsilon)
-    bound = bounds.upper_delta(counted(epsilons), epsilon)
-    # at the sum of all decimals delta is 0, where their sum in floats leaves truth at 1e-17
-    assert truth * (1 - 1e-12) - 1e-15 <= bound
-    # by the discretisation, which at epsilon = 0 moves delta alone
-    assert bound <= optimal_delta(epsilons, epsilon * (1 - 1e-3)) * (1 + 1e-4) + 1e-12
-    if 1e-9 < truth < 1:
-        found = bounds.upper_epsilon(counted(epsilons), truth)
-        assert optimal_delta(epsilons, found) <= truth * (1 + 1e-12)
-        # by the discretisation: of epsilon, near 0 of the range of losses that the grid covers, of
-        # which 1.4e-5 were seen; more where delta hardly falls
-        most = epsilon + max(1e-3 * epsilon, 1e-4 * math.fsum(epsilons))
-        assert found <= most or optimal_delta(epsilons, found) >= truth * (1 - 1e-5)
-
-
-# --- quadrature of the hockey-stick divergence ----------------------------------------------------
-
-
-def profile(kind, rate, noise, epsilons):
-    """delta of one removal at many epsilons: it is attained on a half line."""
-    x = np.linspace(-16 * noise - 2, 16 * noise + 2, 200_001)
-    log_ratio = np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
-    if kind == "antipodal":
-        log_ratio = log_ratio - np.log1p(rate * np.expm1((-2 * x - 1) / (2 * noise**2)))
-    known = np.isfinite(log_ratio)
-    crossing = np.interp(epsilons, log_ratio[known], x[known], left=-np.inf, right=np.inf)
-    center, one, other = (stats.norm.sf(crossing, mean, noise) for mean in (0.0, 1.0, -1.0))
-    upper = (1 - rate) * center + rate * one
-    lower = (1 - rate) * center + rate * other if kind == "antipodal" else center
-    return np.maximum(upper - np.exp(epsilons) * lower, 0.0)
-
-
 def test_groups_of_close_releases_stand_for_them(monkeypatch):
     """The mean of a group, and the bound on what that changes."""
     rng, exact = np.random.default_rng(12), 2.594255267
@@ -118,42 +53,6 @@ def test_groups_of_close_releases_stand_for_them(monkeypatch):
     left_out = composed.transform.left_out
     assert exact * (1 - 1e-7) <= composed.upper_epsilon(DELTA) <= exact * 1.02
     assert 1e-15 < left_out < min(1e-6, composed.round_off)  # it counts
-
-
-@given(
-    kind=st.sampled_from(KINDS),
-    rates=st.tuples(st.floats(1e-4, 0.9), st.floats(1e-4, 0.9)),
-    noises=st.tuples(st.floats(0.1, 10.0), st.floats(0.1, 10.0)),
-    place=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
-    epsilon=st.floats(0.0, 5.0),
-)
-@examples(60)
-def test_a_release_is_dominated_by_the_mixture_of_its_corners(kind, rates, noises, place, epsilon):
-    """By quadrature, at one epsilon, of every kind."""
-    low, high = sorted(rates)
-    rate = low + place[0] * (high - low)
-    noise = min(noises) + place[1] * (max(noises) - min(noises))
-    ends = [(Sampled(kind, q, z), 1) for q in rates for z in noises]
-    monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patch:
-        patch.setattr("torch_dpbayes.accounting.mixture_bounds._WORTH", 1.0)
-        near = Near(1.0, -5.0, False)
-        found = mixtures([(Sampled(kind, rate, noise), 1), *ends], 1e9, 2, near)
-    if found is None:  # the release is one of the corners
-        return
-    assert len(found.corners) <= 4
-    assert found.weights.sum(axis=1) == pytest.approx(1.0)
-    grid = np.array([epsilon, -epsilon])
-
-    def both(pair):
-        if pair.kind == "symmetric":  # at epsilon >= 0 the directed one, of which the rest follows
-            pair = Sampled("directed", pair.rate, pair.noise)
-        return profile(pair.kind, pair.rate, pair.noise, grid)
-
-    bound = sum(
-        w * both(found.corners[i]) for w, i in zip(found.weights[0], found.among[0], strict=True)
-    )
-    assert (both(Sampled(kind, rate, noise)) <= bound * (1 + 1e-4) + 1e-7).all()
 
 
 # --- releases that fail outright with some probability --------------------------------------------

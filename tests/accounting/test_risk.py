@@ -33,16 +33,6 @@ def tightly(bound, truth, excess):
     assert np.all(bound <= truth * (1 + excess)), bound / truth - 1
 
 
-@given(mu=powers_of_ten, count=st.integers(1, 5))
-@examples(40)
-def test_gaussians(mu, count):
-    (curve,) = curves({Gaussian(mu): count})
-    mu *= math.sqrt(count)
-    tightly(curve(RATES), gaussian(RATES, mu), 1e-3)
-    tightly(curve.advantage, special.erf(mu / math.sqrt(8)), 1e-6)
-    tightly(curve.mu(1e-9), mu - 3e-9, 1e-3)
-
-
 @given(epsilon=powers_of_ten)
 @examples(25)
 def test_randomised_response(epsilon):

@@ -57,6 +57,7 @@ def test_the_law(mean, shape):
     assert derivative == pytest.approx(power, rel=1e-6)
 
 
+@pytest.mark.chance(1e-6)
 def test_numbers_are_drawn_from_it():
     """5 or 6 cells each, together significant at 1e-6."""
     for repetitions in (Repetitions(3.0), Repetitions(6.0, 0.0), Repetitions(4.0, -0.5)):

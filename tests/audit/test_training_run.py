@@ -222,8 +222,11 @@ def test_the_bound_of_a_run():
     assert result.guesses.canaries == 120 and result.threat.startswith("white-box")
 
 
+@pytest.mark.chance(0.015, looks=3)
 def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
-    """With hardly any noise, mislabelled records among few others; with much of it, they do not."""
+    """With hardly any noise, mislabelled records among few others; with much of it, they do not.
+    None of 200 runs failed.
+    """
     data = TensorDataset(torch.randn(60, 300), torch.zeros(60, dtype=torch.long))
     odd = [(torch.randn(300), torch.tensor(1 + i % 2)) for i in range(60)]
 

@@ -264,6 +264,7 @@ def trees(leaves):
 
 @example(Subset(Marked("a", 20), [-1, 19]))
 @example(PartBackwards(LEAF, [1, 5, 1]))
+@example(StackDataset(*2 * [Subset(LEAF, [1, 5, 1])]))
 @example(ConcatDataset([Subset(LEAF, range(12)), Subset(LEAF, range(8, 20))]))
 @given(trees([Marked("a", 3), Marked("b", 4), Marked("c", 2)]))
 def test_refused_are_those_that_hold_a_record_twice(dataset):

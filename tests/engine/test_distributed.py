@@ -3,18 +3,12 @@ what one process does, or an error on all of them.
 """
 
 import copy
-import io
 import itertools
 import math
 import os
-import re
-import runpy
 import signal
-import socket
 import time
-from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -504,22 +498,3 @@ def test_steps_that_ignore_the_other_ranks_are_refused(run, seed):
     for rank, (told, charged) in enumerate(run(undeclared, 2, seed=seed)):
         assert charged == 2 * (rank + 1)
         assert told == REFUSED
-
-
-def example(rank, port):
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in own.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    path = Path(__file__).resolve().parents[2] / "examples" / "distributed_bnn.py"
-    with redirect_stdout(io.StringIO()) as told:
-        runpy.run_path(str(path))["main"](["--epochs", "4", "--epsilon", "3"])
-    return told.getvalue()
-
-
-@pytest.mark.slow
-def test_the_example_trains_as_under_torchrun(run):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told, nothing = run(example, 2, has_group=False, port=port)
-    assert nothing == "" and "ranks                 2" in told
-    assert 2.9 < float(re.search(r"epsilon +([0-9.]+)", told)[1]) <= 3

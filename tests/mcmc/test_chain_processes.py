@@ -3,15 +3,12 @@ their draws are kept. And Pyro's ways of keeping them.
 """
 
 import contextlib
-import json
 import math
 import multiprocessing
 import os
 import pickle
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -20,12 +17,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from support.children import in_child
 from support.conjugate_chains import counts
 from support.ledgers import forks
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.ledger import Ledger, open_blocks
-from torch_dpbayes.mcmc import DPHMC, MCMC, DPPenalty, ExponentialFamilyPenalty, chains
+from torch_dpbayes.mcmc import DPHMC, MCMC, ExponentialFamilyPenalty, chains
 
 DATA = torch.linspace(-1.0, 2.0, 40)
 START = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
@@ -62,9 +60,6 @@ def make(kind, accountant, noise=50.0, **options):
         settings = {"proposal_scale": 0.1, "max_statistic_norm": 5.0, "noise_multiplier": noise}
         settings |= {**functions, "log_normalizer": normalizer, "prior": prior, **options}
         return ExponentialFamilyPenalty(**settings, accountant=accountant)
-    if kind == "penalty":
-        settings = {"proposal_scale": 0.1, "log_ratio_slope": 5.0, "noise_multiplier": noise}
-        return DPPenalty(model, **{**settings, **options}, accountant=accountant)
     noises = {"ratio_noise_multiplier": noise, "grad_noise_multiplier": 1.2 * noise}
     bounds = {"log_ratio_slope": 5.0, "max_grad_norm": 5.0, "step_size": 0.02, "num_steps": 3}
     return DPHMC(model, **{**bounds, **noises, **options}, accountant=accountant)
@@ -234,52 +229,25 @@ def test_an_error_in_a_chain_is_raised_where_the_chains_were_started(accountant)
     assert multiprocessing.active_children() == []
 
 
-INTERRUPTED = """
-import json, os, signal, sys
-# a test run in the background hands it down ignored
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.path.insert(0, {tests!r})
-import torch_dpbayes as dpb
-import test_chain_processes as t
+@forks
+def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(accountant):
+    """Sent to the whole process group, as a terminal does."""
 
-def started(kernel, params, stage, i):
-    if stage.startswith("Sample") and i == 20:
-        os.write(1, b"started\\n")  # at once: chains share the pipe
+    def hook(kernel, params, stage, i):
+        if multiprocessing.current_process().name == "1" and i == 20:  # after the warm-up
+            os.killpg(0, signal.SIGINT)
 
-if __name__ == "__main__":
-    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path={path!r})
-    kernel = t.make("penalty", accountant, noise=200.0)
-    try:
-        t.run(kernel, {chains}, num_samples=10**6, warmup_steps=5, hook_fn=started)
-    except KeyboardInterrupt:
-        draws = [len(chain["mean"]) for chain in kernel.get_samples(group_by_chain=True)]
-        charged, epsilon = t.counts(accountant)[200.0], accountant.get_epsilon()
-        print(json.dumps({{"draws": draws, "charged": charged, "epsilon": epsilon}}), flush=True)
-"""
+    def work():
+        os.setpgrp()
+        kernel = make("family", accountant, noise=200.0)
+        with pytest.raises(KeyboardInterrupt):
+            run(kernel, 2, num_samples=10**6, warmup_steps=5, hook_fn=hook)
+        return [len(chain["mean"]) for chain in kernel.get_samples(group_by_chain=True)]
 
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(tmp_path, chains=2):
-    script, tests = tmp_path / "interrupted.py", os.path.dirname(__file__)
-    path = str(tmp_path / "budget.db")
-    script.write_text(INTERRUPTED.format(tests=tests, path=path, chains=chains))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(command, start_new_session=True, env=environment, **pipes) as process:
-        for _ in range(chains):
-            assert process.stdout.readline() == "started\n"
-        time.sleep(0.3)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        try:
-            out, _ = process.communicate(timeout=300)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    told = json.loads(out.splitlines()[-1])
-    assert len(told["draws"]) == chains and min(told["draws"]) > 20
-    assert 0 <= told["charged"] - sum(told["draws"]) - 5 * chains <= chains
-    assert 0 < told["epsilon"] < 8
+    draws = in_child(work)
+    assert len(draws) == 2 and max(draws) >= 15  # the other may hardly have begun
+    assert 5 <= counts(accountant)[200.0] - sum(draws) <= 2 * 5 + 2
+    assert 0 < accountant.get_epsilon() < 8
 
 
 def wait_for_ever(told, *_):

@@ -221,6 +221,9 @@ def test_each_records_statistics_are_clipped_and_computed_alone(monkeypatch):
         lambda i: torch.stack([table[i], 0 * table[0]]), torch.tensor([0, 2, 99, 2])
     )
     torch.testing.assert_close(kernel._sum, torch.tensor([4.5, 0.0]))
+    # nor is one that makes it fail
+    kernel = statistics(lambda i: (6 // i).double().expand(2), torch.tensor([1, 0, 2]))
+    torch.testing.assert_close(kernel._sum, torch.tensor([9.0, 9.0]))
     # a mean over the records is one over the record that the function is given; and in chunks
     monkeypatch.setattr("torch_dpbayes.density.record_statistics._ROWS_AT_ONCE", 7)
     x, calls = torch.randn(50), []

@@ -74,6 +74,7 @@ class OneObservation:
         return OneObservation.gaussian(self, theta)
 
 
+@pytest.mark.chance(1e-3)
 def test_what_no_record_reads_has_its_prior():
     def model():
         pyro.sample("a", dist.Normal(0 * ONE, ONE))
@@ -120,6 +121,7 @@ def test_a_prior_whose_density_is_not_that_of_its_draws_is_sampled_by_chains(mod
     assert not Latents(Prior(tied), torch.arange(1)).is_hierarchical
 
 
+@pytest.mark.chance(1e-3)
 def test_a_hierarchical_prior_is_sampled():
     """log s ~ N(0, 1), a | s ~ N(0, s²), y ~ N(a, 1/2): the posterior of log s by quadrature."""
 

@@ -251,6 +251,7 @@ def means_by(x, category):
     return torch.stack([x[category == k].mean(0) for k in range(int(category.max()) + 1)])
 
 
+@pytest.mark.chance(1e-3)
 def test_rows_of_a_category_have_its_mean_and_categories_go_together():
     """A law of the columns alone misses means by .3, and a product of shares by .1: errors of 3,000
     rows are below .03 for a group of 300.
@@ -304,14 +305,14 @@ def test_effects_are_drawn_from_their_posterior(apart, std, least, most):
     assert least < width < most and error < most
 
 
-@pytest.mark.chance(2e-3)
+@pytest.mark.chance(0.02, looks=4)
 def test_effects_of_one_argument_do_not_widen_those_of_another():
     """Three groups are apart by far, thirty others not at all, and noise of .3 hides that: with one
     share of the variance for both their effects are drawn .24 to .33 wide, else .09 to .18, but for
     one release in twelve.
     """
     n, std, widths = 5000, 50.0, []
-    for _ in range(7):
+    for _ in range(3):
         g, h = torch.randint(3, (n,)), torch.randint(30, (n,))
         x = 0.1 * torch.randn(n, 1, dtype=DOUBLE) + torch.tensor([[-0.6], [0.0], [0.6]]).double()[g]
         released = noisy_categories([g, h], {0: 3, 1: 30}, x, std)
@@ -322,7 +323,7 @@ def test_effects_of_one_argument_do_not_widen_those_of_another():
         widths.append(float(weak.square().mean().sqrt()))
         gaps = (strong[:, 2] - strong[:, 0])[:, 0]
         assert float(gaps.mean()) == pytest.approx(1.2, abs=0.25)
-    assert sorted(widths)[3] < 0.2
+    assert sorted(widths)[1] < 0.2
 
 
 def test_rows_have_the_covariance_where_classes_are_beyond_the_bound():

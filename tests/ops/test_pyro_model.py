@@ -179,13 +179,10 @@ def test_a_draw_is_in_the_users_space_and_charged_once():
 CONCAVE = ops.StronglyLogConcave(lipschitz=1.0, strength=1.0, warmup_steps=3)
 
 
-def test_constants_are_asserted():
+def test_constants_are_asserted_and_then_latents_have_to_be_unconstrained():
     for certificate in (ops.FiniteRunLangevin(steps=5), ops.StronglyLogConcave()):
         with pytest.raises(dpb.errors.CertificateError):
             ops.OnePosteriorSample(line, certificate)
-
-
-def test_constrained_latents_are_refused_where_constants_are_asserted():
     sampler = ops.OnePosteriorSample(scale, asserted())
     with pytest.raises(dpb.errors.CertificateError):
         sampler.sample(torch.randn(20, dtype=torch.float64))

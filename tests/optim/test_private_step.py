@@ -14,7 +14,6 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import training
 from support.steps import bare, fill, one, train, zeros
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
@@ -273,32 +272,6 @@ def test_unknown_batches_are_charged_without_amplification_with_one_warning():
 
 
 # -- torch's contract ------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
-def test_closures_hooks_and_profilers():
-    net, optimizer, loader = private()
-    seen = []
-    handles = [
-        register_optimizer_step_pre_hook(lambda *_: seen.append("first")),
-        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
-        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
-    ]
-    x, y = next(iter(loader))
-
-    def closure():
-        loss = cross_entropy(net(x), y)
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        expected = cross_entropy(net(x), y)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        assert torch.equal(optimizer.step(closure), expected)
-    for handle in handles:
-        handle.remove()
-    assert sorted(seen) == ["after", "before", "first"]
-    assert [e.name for e in profile.events()].count("Optimizer.step#DPSGLD.step") == 1
 
 
 def test_gradients_do_not_survive_a_closure_that_fails():
