@@ -116,7 +116,7 @@ REFUSED = [
     ("loader-sampler", loader(sampler=RandomSampler(DATA, replacement=True))),
     ("loader-sampler", loader(sampler=RandomSampler(DATA, num_samples=10))),
     ("loader-repeats", loader(Subset(DATA, [*range(20), 0]))),
-    ("loader-collate", loader([{"x": torch.zeros(4), "name": "Ann"}] * 20)),
+    ("loader-collate", loader([{"x": torch.zeros(4), "name": "Ann"} for _ in range(20)])),
     ("argument", loader(batch_size=61)),
     ("argument-type", {"data_loader": [(torch.zeros(4), 0)]}),
     ("loader-generator", same_numbers(*generators())),
