@@ -169,7 +169,7 @@ def test_plan_reads_no_records():
 @pytest.mark.parametrize("left", [1.9, 12.0])
 @pytest.mark.usefixtures("few_draws")
 def test_a_mode_that_was_not_reached_is_said(monkeypatch, left):
-    """The search for it converges in right runs: 24 ended within .05 deviations."""
+    """The search for it converges in right runs: 20 of 20 ended within .05 deviations."""
     search = inference.find_mode
     monkeypatch.setattr(
         inference, "find_mode", lambda *given: search(*given)._replace(last_step=left)
