@@ -13,7 +13,7 @@ import torch
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise import GaussianNoise
-from torch_dpbayes.noise_aware import plan, posterior
+from torch_dpbayes.noise_aware import drawing, inference, plan, posterior
 from torch_dpbayes.noise_aware.budget import plan_run
 from torch_dpbayes.noise_aware.covariates import Released
 from torch_dpbayes.noise_aware.latents import Latents
@@ -164,6 +164,34 @@ def test_plan_reads_no_records():
     assert bool((found.stddev < 1.2 * found.prior_stddev).all())
     more = plan(grouped, x, g, y, num_data=50_000, **options)
     assert float(more.stddev.mean()) < 0.3 * float(found.stddev.mean())
+
+
+@pytest.mark.parametrize("left", [1.9, 12.0])
+@pytest.mark.usefixtures("few_draws")
+def test_a_mode_that_was_not_reached_is_said(monkeypatch, left):
+    """The search for it converges in right runs: 20 of 20 ended within .05 deviations."""
+    search = inference.find_mode
+    monkeypatch.setattr(
+        inference, "find_mode", lambda *given: search(*given)._replace(last_step=left)
+    )
+    x, g, y = data()
+    found = posterior(grouped, x, g, y, epsilon=1.0, delta=1e-5, num_releases=2, num_simulated=500)
+    assert ("mode was not reached" in found.guarantee()) == (left > 2)
+
+
+def with_scale(x, g, y):
+    s = pyro.sample("s", dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0))
+    a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), s).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=a[g] + x[:, 0]), obs=y)
+
+
+def test_plan_counts_the_chains_of_a_hierarchical_prior(monkeypatch):
+    """By the time of a gradient, which is a millisecond or so."""
+    options = {"epsilon": 1.0, "delta": 1e-5, "num_simulated": 500}
+    monkeypatch.setattr(drawing, "_GRADIENTS", 1e9)
+    assert plan(grouped, *data(), **options).seconds < 1e4
+    assert plan(with_scale, *data(), **options).seconds > 1e4
 
 
 def test_a_posterior_holds_no_records():

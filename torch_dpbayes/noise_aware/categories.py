@@ -147,6 +147,8 @@ class NoisyCategories(NamedTuple):
         values, turn = torch.linalg.eigh(weights)
         start = turn @ self._differences(turn.T @ left, values.clamp_min(0.0)[:, None], scales, n)
         left, sizes = left - weights @ start, list(self.sizes.values())
+        if len(sizes) == 1:
+            return [start @ basis.T]
         found, weights = list(start.split(sizes)), weights.split(sizes, 1)
         turns = [torch.linalg.svd(each, full_matrices=False) for each in weights]
         # one is enough where arguments are independent

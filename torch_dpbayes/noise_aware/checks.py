@@ -28,7 +28,14 @@ from torch import Tensor
 
 from .drawing import Draws, is_reliable
 from .latents import Latents, half_distance
-from .likelihood import LARGEST_ERROR, Fit, LawDifferences, Likelihood, Release
+from .likelihood import (
+    LARGEST_ERROR,
+    LONGEST_MOVE,
+    Fit,
+    LawDifferences,
+    Likelihood,
+    Release,
+)
 
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
 _BELOW = float(norm.cdf(-1.0))
@@ -190,6 +197,13 @@ def note_draws(draws: Draws, advice: str, level: int = _LEVEL) -> list[str]:
         level,
     )
     return [line, "  NOT SURE    the draws are not to be relied on"]
+
+
+def note_mode(left: float) -> list[str]:
+    """Where the search for the mode ended so many posterior standard deviations before it."""
+    if left <= LONGEST_MOVE:
+        return []
+    return [f"  NOT SURE    the mode was not reached: its search ended {left:.0f} deviations away"]
 
 
 def note_simulation(likelihood: Likelihood) -> list[str]:

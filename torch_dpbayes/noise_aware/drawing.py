@@ -5,7 +5,9 @@ weights. Where the prior is hierarchical or these weights are not to be relied o
 Their trajectories follow an approximation, the prior times the likelihood's Gaussians, whose
 gradient needs no simulated records: at first from draws of the prior, its likelihood raised to a
 power that grows to 1, then weighted as above, and, where weights are still not to be relied on,
-accepted by the posterior itself, which leaves it as it is whatever the trajectories follow.
+accepted by the posterior itself, which leaves it as it is whatever the trajectories follow. Chains
+that do not mix in the approximation would not in the posterior, where each sweep takes a
+likelihood: they end there.
 
 Sources: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling"; Del
 Moral, Doucet and Jasra (2006), "Sequential Monte Carlo samplers"; Neal (2011), "MCMC using
@@ -17,6 +19,9 @@ Hamiltonian dynamics", section 5.5 on trajectories of another energy.
 from __future__ import annotations
 
 import math
+import time
+import timeit
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,6 +46,7 @@ _LEAPFROG_STEPS, _LONGEST_STEP = 8, 0.25
 _ACCEPTANCE, _ACCEPTANCE_OF_OTHERS = 0.8, 0.234
 # of the covariance that steps are scaled by, from one sweep to the next; while β grows
 _MEMORY, _SHORT_MEMORY = 0.9, 0.5
+_GRADIENTS, _TIMED = 2000, 3  # that chains take, about; how often a call is timed
 _ROUNDING = 1e-9  # of log weights
 _LEAST_TAIL = 5  # draws that a Pareto distribution is fitted to
 
@@ -69,10 +75,29 @@ def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draw
     found = _weighted(theta, weights.exp(), k, worth, r_hat, "weighted Hamiltonian chains")
     if is_reliable(found):
         return found
-    chains.begin(torch.multinomial(found.weights, _CHAINS, replacement=True))
-    theta, worth, r_hat = chains.run()
+    if worth >= LEAST_EFFECTIVE:
+        chains.begin(torch.multinomial(found.weights, _CHAINS, replacement=True))
+        theta, worth, r_hat = chains.run()
     equal = torch.full((len(theta),), 1 / len(theta), dtype=torch.float64)
     return _weighted(theta, equal, 0.0, worth, r_hat, "Hamiltonian chains")
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Of a processor core."""
+    return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=_TIMED))
+
+
+def seconds_of_chains(latents: Latents) -> float:
+    """For a hierarchical prior, about, whose gradients take most of them."""
+    frame = NonCentred(latents.prior, latents.median, 0 * latents.median)
+    xi = frame.prior.samples(_CHAINS).to("cpu", torch.float64).requires_grad_()
+
+    def gradient() -> None:
+        with torch.enable_grad():
+            theta, log_density = frame(xi)
+            torch.autograd.grad(theta.sum() + log_density.sum(), xi)
+
+    return _GRADIENTS * seconds_of(gradient)
 
 
 def is_reliable(draws: Draws) -> bool:

@@ -4,7 +4,6 @@ a run would give.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from .categories import CategoryLaw, has_combinations, num_ones, uniform_law
 from .checks import (
     note_clipped,
     note_draws,
+    note_mode,
     note_prior,
     note_prior_width,
     note_releases,
@@ -46,17 +46,18 @@ from .covariates import (
     feature_shape,
     public_rows,
 )
-from .drawing import draw_posterior
+from .drawing import draw_posterior, seconds_of, seconds_of_chains
 from .last_layer import posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
+    Release,
     Simulator,
     SyntheticLikelihood,
     find_mode,
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
-from .records import LARGEST_DIMENSION, ModelRecords
+from .records import LARGEST_DIMENSION, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
 from .run import Mechanism, Transcript, choose_scale, run
 
@@ -75,7 +76,7 @@ _FORECASTS = 5  # draws of the prior
 _ADVICE = (
     "use a prior with fewer modes or lighter tails, or more simulated records (num_simulated=)."
 )
-_EVALUATIONS = 60  # of scores of all simulated records that a run takes, about, for each release
+_MOMENTS = 160  # of as many releases as forecasts that take the time of a run, about
 
 
 def posterior(
@@ -221,7 +222,7 @@ class Forecast:
         prior_stddev: of the prior, ``[d]``.
         clip_bound: of whitened scores near the truth.
         noise_multiplier: of all releases of scores together.
-        seconds: on this machine, about; a hierarchical prior takes ten times as long.
+        seconds: of a processor core, about, if chains are needed for hierarchical priors alone.
     """
 
     stddev: Tensor
@@ -250,11 +251,17 @@ def plan(
     with using_pyro, torch.no_grad():
         setup = Setup(model, data, epsilon=epsilon, delta=delta, accountant=accountant, **options)
         simulator, latents = setup.simulator(setup.assumed_law()), setup.latents
-        scales, seconds = [], []
+        scales, releases = [], []
         for theta in latents.sample(_FORECASTS):
-            started = time.perf_counter()
-            scales.append(choose_scale(simulator, latents, theta, setup.plan.together, None))
-            seconds.append(time.perf_counter() - started)
+            scale = choose_scale(simulator, latents, theta, setup.plan.together, None)
+            scales.append(scale)
+            value = torch.zeros(len(scale.variances), dtype=torch.float64)
+            releases.append(Release(theta, scale.whitening, value, setup.plan.together))
+        some = simulator.at(latents.median, setup.few).density
+        seconds = _MOMENTS * seconds_of(lambda: simulator.local(latents.median, releases))
+        seconds += _DRAWS * seconds_of(lambda: log_likelihoods(some, latents.median))
+        if latents.is_hierarchical:
+            seconds += seconds_of_chains(latents)
     variances = torch.stack([scale.variances for scale in scales]).mean(0)
     bounds = torch.tensor([scale.clip_bound for scale in scales])
     return Forecast(
@@ -262,7 +269,7 @@ def plan(
         latents.stddev[latents.read],
         float(bounds.median()),
         setup.plan.together,
-        min(seconds) * _EVALUATIONS,
+        seconds,
     )
 
 
@@ -310,6 +317,7 @@ class Setup:
                 " in what is observed."
             )
         self.latents = Latents(self.records.density.prior, self.records.read)
+        self.few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
         found = self.records.density.num_records
         self.num_data = public_num_data(num_data, found, self.accountant)
         # of independent streams: covariates, their laws, and what is simulated given them
@@ -388,16 +396,15 @@ class Setup:
             mechanism, transcript, self.simulator(laws[0]), self.latents, plan, max_grad_norm
         )
         self.records.forget()
-        few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
         n, releases = self.num_data, transcript.scores
         # the mode by few records, the moments there by all of them
-        fit = find_mode(self.simulator(laws[0]), releases, self.latents, theta)
+        reached = find_mode(self.simulator(laws[0]), releases, self.latents, theta)
         simulator = self.simulator(laws[0], self.count)
-        fit = find_mode(simulator, releases, self.latents, fit.centre, 0)
+        fit = find_mode(simulator, releases, self.latents, reached.centre, 0)
         under_laws = [self.simulator(law, _SIMULATED_UNDER_LAW) for law in laws]
         differences = law_differences(fit, under_laws, releases)
         likelihood = SyntheticLikelihood(
-            simulator, releases, fit, differences, few=few, most_batches=_MOST_BATCHES
+            simulator, releases, fit, differences, few=self.few, most_batches=_MOST_BATCHES
         )
         mean, spread = likelihood.modes.mean(0), likelihood.covariance()
         checks = (
@@ -414,6 +421,7 @@ class Setup:
             *note_releases(checks[0]),
             *note_prior(checks[1]),
             *note_clipped(transcript.clipped, self.num_data),
+            *note_mode(reached.last_step),
             *note_prior_width(found, self.latents),
             *note_draws(found, _ADVICE),
             *note_simulation(likelihood),

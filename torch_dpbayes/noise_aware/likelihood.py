@@ -34,7 +34,7 @@ from .records import ModelRecords, clipped, log_likelihoods, scores
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
 _CONVERGED, _MOST_STEPS = 0.05, 60  # posterior standard deviations; of Gauss-Newton
 _HALVINGS = 20
-_LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
+LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
 _USUAL_SHARE = 0.1  # of records that carry the information; of normal scores it is d/(d + 2)
@@ -277,7 +277,7 @@ class Likelihood(ABC):
         self.precisions = fit.prior_precision + slopes.mT @ slopes
         factors = torch.linalg.cholesky(self.precisions)
         steps = torch.cholesky_solve(gradients[:, :, None], factors)[:, :, 0]
-        shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
+        shortened = min(1.0, LONGEST_MOVE / max(fit.last_step, 1e-300))
         self.modes = fit.centre[read] + shortened * steps
         self._log_evidence = (
             ((gradients * steps).sum(1) - white.square().sum(1)) / 2

@@ -38,6 +38,8 @@ _WARM_UP, _APART = 100, 10  # trajectories before the first draw, and from one t
 _LEAPFROG_STEPS = 8
 _ACCEPTANCE = 0.8  # that the step size is adapted to in the warm-up (Beskos et al. 2013: .65 to .8)
 _GRID = 200
+# so many have chains: of two, of which noise hides one, the Gaussian tells thrice too much
+_FEW_COLUMNS = 50
 
 
 def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
@@ -83,10 +85,12 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 
 
 def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """The same by the Gaussian of L at its mode, for matrices too large for a chain; the trace, a
-    sum that noise hides least, is then drawn given the release.
+    """The same; by the Gaussian of L at its mode where matrices are too large for a chain. The
+    trace, a sum that noise hides least, is then drawn given the release.
     """
     size = len(released)
+    if size <= _FEW_COLUMNS:
+        return gram_draws(released, noise_std, count)
     values, vectors = torch.linalg.eigh(released)
     logs, _, _, variances = _by_em(values, noise_std**2)
     trace, trace_std = float(values.sum()), noise_std * math.sqrt(size)
