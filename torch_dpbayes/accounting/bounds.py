@@ -53,7 +53,14 @@ from .dominating_pairs import (
 )
 from .events import SMALLEST_DELTA
 from .fft_composition import Composition, compose, tail_of
-from .gdp import advantage_sum, bounded_epsilon, gaussian_delta, gaussian_epsilon, sampled_epsilon
+from .gdp import (
+    advantage_sum,
+    bounded_epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    sampled_delta,
+    sampled_epsilon,
+)
 from .privacy_loss import (
     Nodes,
     apart,
@@ -73,8 +80,10 @@ _MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on cut losses are tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
-_CUT, _LARGEST_CUT = 0.25, 8.0  # of epsilon
+_COARSE = 0.05  # of epsilon, that a cell of the grid may be wide
+_CUT, _LARGEST_CUT = 0.25, 64.0  # of epsilon
 _THREE = 1e-4  # of delta, that three losses above the cut may have
+_MOST_MASS = 5e-4  # above the cut; delta is larger by about as much
 _TILT = 50.0  # over epsilon: a larger one would hide losses about 0
 _POINTS, _EVERY = 1536, 3  # of the grid, and which of them count for sums of two
 _ATTEMPTS, _CLOSE = 4, 0.9  # at a smaller epsilon, if the one before was far too large
@@ -124,7 +133,7 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         return 0.0
     if sum(counts.values()) == 1:
         only = next(iter(counts))
-        if isinstance(only, Sampled):
+        if isinstance(only, Sampled | Mixed):
             return sampled_epsilon(only, delta)
         if isinstance(only, Pure | BoundedRange):
             return bounded_epsilon(only, delta)
@@ -146,6 +155,9 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    only = next(iter(counts))
+    if isinstance(only, Sampled | Mixed) and sum(counts.values()) == 1:
+        return min(1.0, sampled_delta(only, epsilon))
     levels = merge(counts)
     if (mu := only_mu(levels)) is None:
         try:
@@ -197,10 +209,15 @@ def _worse(
             and (fine.interval > _OF_EPSILON * found or fine.share_of_round_off(found) > _ROUND_OFF)
         ):
             with suppress(OverflowError):  # losses too far apart: it stays loose
-                found, is_cut = epsilon_by_cut(levels, delta, found, reverse), True
+                before, found = found, epsilon_by_cut(levels, delta, found, reverse)
+                is_cut = found < before
         if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             (fine,) = compose(levels, delta=delta, reverse=reverse)
             found = min(found, ask(fine))
+        if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
+            with suppress(OverflowError):  # the window was chosen for a far larger epsilon
+                (near,) = compose(levels, epsilon=found, reverse=reverse)
+                found = min(found, ask(near))
         if math.isnan(found):
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)
@@ -239,9 +256,10 @@ def epsilon_by_cut(
 
 def _cut_at(levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool) -> float:
     tail, cut, three = tail_of(delta, sum(levels.values())), _CUT * epsilon, math.inf
+    mass = math.inf
     # a reverse is all in the core; a pair that is its own reverse has the same large losses
     cuttable = {p: n for p, n in levels.items() if not (reverse and has_two_directions(p))}
-    while three > _THREE * delta:
+    while three > _THREE * delta or mass > _MOST_MASS:
         if cut > _LARGEST_CUT * epsilon:
             return epsilon
         most, above = cut, _above(cuttable, cut, tail)
