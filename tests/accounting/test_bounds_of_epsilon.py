@@ -151,6 +151,16 @@ def test_two_rare_releases_against_an_integral(rate, noise, delta, excess):
     assert truth * (1 - 1e-7) <= found <= truth * (1 + excess)
 
 
+@pytest.mark.parametrize(
+    ("rate", "noise", "epsilon"), [(1e-7, 0.412, 0.05), (8.4e-7, 0.383, 1e-3), (3e-9, 0.6, 9e-6)]
+)
+@pytest.mark.filterwarnings("ignore::scipy.integrate.IntegrationWarning")
+def test_delta_of_two_rare_releases_against_an_integral(rate, noise, epsilon):
+    found = bounds.upper_delta({Sampled("directed", rate, noise): 2}, epsilon)
+    truth = two_releases(rate, noise, epsilon)
+    assert truth * (1 - 1e-6) <= found <= truth * 1.02
+
+
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])
 @pytest.mark.parametrize("delta", [1e-5, 1e-10])
 @pytest.mark.parametrize(
