@@ -137,7 +137,6 @@ def two_releases(q, z, epsilon):
     [
         (1e-7, 0.412, 3.8e-13, 1e-3),
         (1e-3, 0.7, 1e-7, 1e-3),
-        # little more than what no attack sees: epsilon is far below the losses that decide
         (3.06e-5, 0.486, 1.817e-5, 2e-3),
         (2.0265e-4, 0.46, 2.593e-4, 1e-2),
     ],

@@ -26,12 +26,8 @@ from .events import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
     Unit,
-    accounting_method,
     check_delta,
-    check_epsilon,
     check_probability,
-    neighboring_relation,
-    privacy_unit,
 )
 from .history import (
     Block,
@@ -147,13 +143,7 @@ class PrivacyAccountant:
         unit: Unit = "record",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        settings = Settings(
-            None if epsilon is None else check_epsilon(epsilon),
-            None if delta is None else check_delta(delta),
-            accounting_method(method),
-            neighboring_relation(neighboring),
-            privacy_unit(unit),
-        )
+        settings = Settings.checked(epsilon, delta, method, neighboring, unit)
         if epsilon is not None and delta is None:
             raise ArgumentError(
                 "a budget needs both numbers, epsilon= and delta=, such as 3.0 and 1e-5."
