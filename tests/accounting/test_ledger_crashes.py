@@ -1,6 +1,7 @@
 """Whatever interrupts work at a ledger, no charge is lost and none is returned twice."""
 
 import gc
+import json
 import os
 import random
 import resource
@@ -16,8 +17,8 @@ from support.ledgers import DELTA, STEP, counted, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, ledger, session
 from torch_dpbayes.accounting.accountant import look_at
-from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.ledger import LedgerError, Row, open_blocks
+from torch_dpbayes.accounting.events import GaussianDpEvent, encode
+from torch_dpbayes.accounting.ledger import FORMAT, LedgerError, Row, open_blocks
 from torch_dpbayes.errors import StateError
 
 EVENTS = [STEP, STEP, GaussianDpEvent(1e3), *(sampled(z) for z in (1.5, 1.9, 2.4, 3.0))]
@@ -257,6 +258,26 @@ def test_a_full_disk_is_an_error_and_no_release(path):
     assert len(PrivacyAccountant(path=path)) == counted(path)
 
 
+def test_a_file_that_cannot_grow_is_an_error_and_no_release(path, monkeypatch):
+    accountant, released = PrivacyAccountant(1e3, DELTA, path=path).compose(STEP), 1
+    connect, pages = ledger.Ledger._connect, 0
+
+    def limited(own, *arguments):
+        connection = connect(own, *arguments)
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    with monkeypatch.context() as patch, pytest.raises(LedgerError, match="disk is full"):
+        patch.setattr(ledger.Ledger, "_connect", limited)
+        pages = 1  # SQLite takes as few as there are
+        for k in range(1000):
+            accountant.compose(sampled(1 + k / 1000), label="x" * 200)
+            released += 1
+    assert released <= counted(path) <= released + 64
+    accountant.compose(STEP).close()  # room was made
+    assert counted(path) == len(accountant) == released + 1
+
+
 def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
@@ -275,7 +296,7 @@ def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):
         accountant.compose(STEP)
 
 
-def test_what_is_no_ledger_or_of_another_format_is_refused(path, tmp_path):
+def test_what_is_no_ledger_is_refused(path, tmp_path):
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE mine (x)")
     connection.commit()
@@ -285,14 +306,59 @@ def test_what_is_no_ledger_or_of_another_format_is_refused(path, tmp_path):
         with pytest.raises(LedgerError):
             PrivacyAccountant(3.0, DELTA, path=name)
     assert path.read_bytes() == content
-    path.unlink()
-    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 3).close()
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 2")
+
+
+OF_STEP = json.dumps(encode(STEP))
+
+
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        ({"method": "newest"}, ()),
+        ({"neighboring": None}, ()),
+        ({"id": None}, ()),
+        ({"of_a_user": 3}, ()),
+        ({"epsilon": "three"}, ()),
+        ({}, ("charge", None, '["NewestDpEvent", 1.0]', 1, "fixed", 0)),
+        ({}, ("transfer", None, OF_STEP, 1, "fixed", 0)),
+        ({}, ("charge", None, OF_STEP, 1, "paused", 0)),
+        ({}, ("charge", None, "", 1, "fixed", 0)),
+        *(({"format": number}, ()) for number in (-1, 0, FORMAT - 1, FORMAT + 1)),
+    ],
+)
+def test_what_another_version_wrote_is_not_guessed(path, settings, row):
+    """It is not damaged, but what it means is not known here."""
+    values = {"epsilon": 3.0, "delta": DELTA, "method": "pld", "unit": "record", "id": "x"}
+    values |= {"neighboring": "add_or_remove_one", "created": "", "format": FORMAT, **settings}
+    values = {name: value for name, value in values.items() if value is not None}
+    number = values.pop("format")
+    connection = sqlite3.connect(path, isolation_level=None)
+    ledger.make_tables(connection, values)
+    if row:
+        columns = [1, "", "job", "writer", *row]
+        columns.append(ledger.next_digest(ledger.first_digest(values), columns))
+        connection.execute(f"INSERT INTO rows VALUES ({', '.join('?' * 11)})", columns)
+        connection.execute("UPDATE settings SET value = ? WHERE name = 'seal'", columns[-1:])
+    connection.execute(f"PRAGMA user_version = {number}")
     connection.close()
-    with pytest.raises(LedgerError):
-        PrivacyAccountant(3.0, DELTA, path=path)
-    assert counted(path) == 3
+    content = path.read_bytes()
+    with pytest.raises(LedgerError, match="version"):
+        PrivacyAccountant(path=path)
+    assert path.read_bytes() == content
+
+
+def test_a_clock_that_jumps_changes_nothing(path, monkeypatch):
+    """Rows are ordered by their numbers."""
+    times = iter(["2030-01-01T00:00:00", "1970-01-01T00:00:00", "2020-01-01T00:00:00"] * 100)
+    monkeypatch.setattr(ledger, "now", lambda: next(times))
+    accountant, released = PrivacyAccountant(1.0, DELTA, path=path), 0
+    with pytest.raises(PrivacyBudgetExceeded):
+        while True:
+            accountant.compose(STEP, 20)
+            released += 20
+            assert len(PrivacyAccountant(path=path)) == len(accountant) == released
+    accountant.close()
+    assert counted(path) == released <= PrivacyAccountant(1.0, DELTA).remaining(STEP)
 
 
 def test_a_block_is_decided_anew_where_another_process_charged_in_between(path, monkeypatch):

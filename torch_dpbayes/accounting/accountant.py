@@ -26,12 +26,8 @@ from .events import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
     Unit,
-    accounting_method,
     check_delta,
-    check_epsilon,
     check_probability,
-    neighboring_relation,
-    privacy_unit,
 )
 from .history import (
     Block,
@@ -147,13 +143,7 @@ class PrivacyAccountant:
         unit: Unit = "record",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        settings = Settings(
-            None if epsilon is None else check_epsilon(epsilon),
-            None if delta is None else check_delta(delta),
-            accounting_method(method),
-            neighboring_relation(neighboring),
-            privacy_unit(unit),
-        )
+        settings = Settings.checked(epsilon, delta, method, neighboring, unit)
         if epsilon is not None and delta is None:
             raise ArgumentError(
                 "a budget needs both numbers, epsilon= and delta=, such as 3.0 and 1e-5."
@@ -437,6 +427,8 @@ class PrivacyAccountant:
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget; ``math.inf`` without one, or at no cost.
+        So many do fit; of some ten thousand one more may, as a charge is also admitted on grids
+        that this bound does not look at.
 
         What other processes have reserved may come back. A later job gets the number that its
         filter lets through; before a first charge with ``adaptive=True`` it is not yet that.

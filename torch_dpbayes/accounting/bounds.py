@@ -53,7 +53,14 @@ from .dominating_pairs import (
 )
 from .events import SMALLEST_DELTA
 from .fft_composition import Composition, compose, tail_of
-from .gdp import advantage_sum, bounded_epsilon, gaussian_delta, gaussian_epsilon, sampled_epsilon
+from .gdp import (
+    advantage_sum,
+    bounded_epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    sampled_delta,
+    sampled_epsilon,
+)
 from .privacy_loss import (
     Nodes,
     apart,
@@ -73,8 +80,10 @@ _MOST_CUT = 512  # different releases whose losses are cut
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on cut losses are tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
-_CUT, _LARGEST_CUT = 0.25, 8.0  # of epsilon
+_COARSE = 0.05  # of epsilon, that a cell of the grid may be wide
+_CUT, _LARGEST_CUT = 0.25, 64.0  # of epsilon
 _THREE = 1e-4  # of delta, that three losses above the cut may have
+_MOST_MASS = 5e-4  # above the cut; delta is larger by about as much
 _TILT = 50.0  # over epsilon: a larger one would hide losses about 0
 _POINTS, _EVERY = 1536, 3  # of the grid, and which of them count for sums of two
 _ATTEMPTS, _CLOSE = 4, 0.9  # at a smaller epsilon, if the one before was far too large
@@ -124,7 +133,7 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         return 0.0
     if sum(counts.values()) == 1:
         only = next(iter(counts))
-        if isinstance(only, Sampled):
+        if isinstance(only, Sampled | Mixed):
             return sampled_epsilon(only, delta)
         if isinstance(only, Pure | BoundedRange):
             return bounded_epsilon(only, delta)
@@ -146,6 +155,9 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    only = next(iter(counts))
+    if isinstance(only, Sampled | Mixed) and sum(counts.values()) == 1:
+        return min(1.0, sampled_delta(only, epsilon))
     levels = merge(counts)
     if (mu := only_mu(levels)) is None:
         try:
@@ -167,17 +179,24 @@ def _worse(
     """The answer in the worse direction, which a rough bound on the other one often shows."""
     worst, is_cut = math.nan, False
     # sampled releases are cut, beside a Gaussian that is not
-    cuts = delta is not None and len(levels) <= _MOST_CUT
+    cuts = len(levels) <= _MOST_CUT
     cuts = cuts and all(isinstance(pair, Sampled | Gaussian) for pair in levels)
+
+    def by_cut(found: float, reverse: bool) -> float:
+        with suppress(OverflowError):  # losses too far apart: it stays loose
+            if epsilon is None:
+                assert delta is not None
+                return epsilon_by_cut(levels, delta, found, reverse)
+            return delta_by_cut(levels, epsilon, found, reverse)
+        return found
+
     for reverse in directions(levels):
         if not math.isnan(worst):
             most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
             if most * (1 + 1e-12) <= (worst if epsilon is None else epsilon):
                 continue
-            if is_cut and delta is not None:
-                with suppress(OverflowError):
-                    if epsilon_by_cut(levels, delta, worst, reverse=True) < worst:
-                        continue
+            if is_cut and by_cut(worst, True) < worst:
+                continue
             (rough,) = compose(
                 levels,
                 delta=delta,
@@ -190,17 +209,21 @@ def _worse(
                 continue
         (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=cuts)
         found, is_cut = ask(fine), False
+        at = found if epsilon is None else epsilon
         if (
-            delta is not None
-            and cuts
-            and 0 < found < math.inf
-            and (fine.interval > _OF_EPSILON * found or fine.share_of_round_off(found) > _ROUND_OFF)
+            cuts
+            and 0 < at < math.inf
+            and (fine.interval > _OF_EPSILON * at or fine.share_of_round_off(at) > _ROUND_OFF)
         ):
-            with suppress(OverflowError):  # losses too far apart: it stays loose
-                found, is_cut = epsilon_by_cut(levels, delta, found, reverse), True
+            before, found = found, by_cut(found, reverse)
+            is_cut = found < before
         if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
-            (fine,) = compose(levels, delta=delta, reverse=reverse)
+            (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
             found = min(found, ask(fine))
+        if epsilon is None and not is_cut and 0 < found < fine.interval / _COARSE:
+            with suppress(OverflowError):  # the window was chosen for a far larger epsilon
+                (near,) = compose(levels, epsilon=found, reverse=reverse)
+                found = min(found, ask(near))
         if math.isnan(found):
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)
@@ -231,19 +254,43 @@ def epsilon_by_cut(
 ) -> float:
     """An upper bound on epsilon at ``delta`` if one is shown below ``epsilon``, else that."""
     for _ in range(_ATTEMPTS):
-        before, epsilon = epsilon, _cut_at(levels, delta, epsilon, reverse)
+        bound = _cut(levels, delta, epsilon, reverse)
+        if bound is None or bound(epsilon) > delta:
+            break
+        before, low = epsilon, 0.0
+        while epsilon - low > 1e-6 * epsilon and epsilon > 1e-12 * before:
+            middle = (low + epsilon) / 2
+            low, epsilon = (middle, epsilon) if bound(middle) > delta else (low, middle)
         if epsilon > _CLOSE * before:
             break
     return epsilon
 
 
-def _cut_at(levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool) -> float:
+def delta_by_cut(
+    levels: Mapping[Pair, int], epsilon: float, delta: float, reverse: bool = False
+) -> float:
+    """An upper bound on delta at ``epsilon`` if one is shown below ``delta``, else that."""
+    for _ in range(_ATTEMPTS):
+        bound = _cut(levels, delta, epsilon, reverse)
+        if bound is None:
+            break
+        before, delta = delta, min(delta, bound(epsilon))
+        if delta > _CLOSE * before:
+            break
+    return delta
+
+
+def _cut(
+    levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool
+) -> Callable[[float], float] | None:
+    """An upper bound on delta at each epsilon, close to the truth near these two, if any is."""
     tail, cut, three = tail_of(delta, sum(levels.values())), _CUT * epsilon, math.inf
+    mass = math.inf
     # a reverse is all in the core; a pair that is its own reverse has the same large losses
     cuttable = {p: n for p, n in levels.items() if not (reverse and has_two_directions(p))}
-    while three > _THREE * delta:
+    while three > _THREE * delta or mass > _MOST_MASS:
         if cut > _LARGEST_CUT * epsilon:
-            return epsilon
+            return None
         most, above = cut, _above(cuttable, cut, tail)
         mass, cut = math.fsum(mass for *_, mass, _ in above), 1.5 * cut
         three = mass**3 / 6 * math.exp(min(mass, 1.0))
@@ -268,17 +315,11 @@ def _cut_at(levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: b
     rare = once + _split(sums[kept], both[kept], points)
     lost = three + tail * sum(levels.values())
 
-    def excess(at: float) -> float:
+    def bound(at: float) -> float:
         found = of_core(np.append(at - points, at))
-        return float(rare @ found[:-1] + found[-1]) * (1 + 1e-12) + lost - delta
+        return float(rare @ found[:-1] + found[-1]) * (1 + 1e-12) + lost
 
-    if excess(epsilon) > 0:
-        return epsilon
-    low, high = 0.0, epsilon
-    while high - low > 1e-6 * high and high > 1e-12 * epsilon:
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return high
+    return bound
 
 
 def _above(

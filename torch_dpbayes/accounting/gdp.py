@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy import optimize, special
 
-from .dominating_pairs import BoundedRange, Gaussian, Pair, Pure, Sampled
+from .dominating_pairs import BoundedRange, Gaussian, Mixed, Pair, Pure, Sampled
 from .privacy_loss import sampled_point, unsampled_loss
 
 # from here on the second term of delta, which lowers epsilon by 1 in mu**2/2, is below round-off
@@ -68,30 +68,28 @@ def _advantage(pair: Pair) -> float:
     if isinstance(pair, Sampled):
         shift = (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise
         return pair.rate * math.erf(shift / math.sqrt(8))
+    if isinstance(pair, Mixed):
+        return math.fsum(weight * _advantage(part) for weight, part in pair.parts)
     return math.tanh(pair.epsilon / 2) if isinstance(pair, Pure) else math.inf
 
 
-def sampled_delta(pair: Sampled, epsilon: float) -> float:
-    """delta at ``epsilon`` >= 0 of one release in the worse direction, rounded up.
+def sampled_delta(pair: Sampled | Mixed, epsilon: float) -> float:
+    """delta at ``epsilon`` >= 0 of one release, rounded up.
 
-    With H the profile of the unsampled Gaussian: a removed record costs q H(e'), exp(e') = 1 +
-    (exp(epsilon) - 1) / q; an added one f H(e''), f = 1 - (1 - q) exp(epsilon), exp(e'') = q
-    exp(epsilon) / f, if f > 0 (Balle, Barthe, Gaboardi 2018, Theorem 2).
+    With H the profile of the unsampled Gaussian a removed record costs q H(e'), exp(e') = 1 +
+    (exp(epsilon) - 1) / q. An added one costs f H(e''), f = 1 - (1 - q) exp(epsilon), exp(e'') = q
+    exp(epsilon) / f (Balle, Barthe, Gaboardi 2018, Theorem 2): no more, as f <= q and e'' >= e'.
     """
+    if isinstance(pair, Mixed):
+        return math.fsum(weight * sampled_delta(part, epsilon) for weight, part in pair.parts)
     q, mu = pair.rate, 1 / pair.noise
-    if pair.kind == "antipodal":
-        x = float(sampled_point(pair, np.array([epsilon]))[0])
-        near, middle, far = (float(special.ndtr((at - x) * mu)) for at in (1.0, 0.0, -1.0))
-        grown = math.exp(epsilon)
-        found = q * (near - grown * far) - (1 - q) * math.expm1(epsilon) * middle
-        return max(found, 0.0) + _MARGIN * (q * near + math.expm1(epsilon) * middle)
-    found = q * _profile(mu, float(unsampled_loss(np.array([epsilon]), q)[0]))
-    if pair.kind == "directed":
-        rise = math.expm1(epsilon)
-        left = q - (1 - q) * rise + 1e-15 * (q + rise)
-        if left > 0:
-            found = max(found, left * _profile(mu, max(epsilon + math.log(q / left), 0.0)))
-    return found
+    if pair.kind != "antipodal":
+        return q * _profile(mu, float(unsampled_loss(np.array([epsilon]), q)[0]))
+    x = float(sampled_point(pair, np.array([epsilon]))[0])
+    near, middle, far = (float(special.ndtr((at - x) * mu)) for at in (1.0, 0.0, -1.0))
+    grown = math.exp(epsilon)
+    found = q * (near - grown * far) - (1 - q) * math.expm1(epsilon) * middle
+    return max(found, 0.0) + _MARGIN * (q * near + math.expm1(epsilon) * middle)
 
 
 def _profile(mu: float, epsilon: float) -> float:
@@ -102,7 +100,7 @@ def _profile(mu: float, epsilon: float) -> float:
     return math.exp(above) * -math.expm1(min(below - above - error, 0.0)) * (1 + _MARGIN + error)
 
 
-def sampled_epsilon(pair: Sampled, delta: float) -> float:
+def sampled_epsilon(pair: Sampled | Mixed, delta: float) -> float:
     """epsilon at ``delta`` of one release, rounded up."""
     if sampled_delta(pair, 0.0) <= delta:
         return 0.0

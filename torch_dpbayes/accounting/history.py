@@ -30,6 +30,11 @@ from .events import (
     RecordwiseBatchGaussianDpEvent,
     Unit,
     UserLevelDpEvent,
+    accounting_method,
+    check_delta,
+    check_epsilon,
+    neighboring_relation,
+    privacy_unit,
     require_unit,
 )
 from .privacy_loss import without_delta
@@ -64,6 +69,19 @@ class Settings(NamedTuple):
     method: Method
     neighboring: Neighboring
     unit: Unit = "record"
+
+    @classmethod
+    def checked(
+        cls, epsilon: Any, delta: Any, method: Any, neighboring: Any, unit: Any
+    ) -> Settings:
+        """These settings, or an error."""
+        return cls(
+            None if epsilon is None else check_epsilon(epsilon),
+            None if delta is None else check_delta(delta),
+            accounting_method(method),
+            neighboring_relation(neighboring),
+            privacy_unit(unit),
+        )
 
     @property
     def budget(self) -> tuple[float, float] | None:

@@ -40,7 +40,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from glob import escape
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import quote
 
 from ..errors import ArgumentError, DPBayesError
@@ -55,6 +55,7 @@ FORMAT = 5
 APPLICATION = 0x64706279
 SEAL = "seal"  # the last row's digest, repeated among the settings
 
+Kind = Literal["charge", "block", "return", "note"]
 COLUMNS = "seq, time, job, writer, kind, label, event, count, flag, block"
 TABLES = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -102,6 +103,14 @@ def damaged(path: Path, what: str) -> LedgerError:
         f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is"
         " released. Restore the newest backup only if nothing was charged after it; otherwise take"
         " the budget as spent."
+    )
+
+
+def of_another_version(path: Path, error: Exception) -> LedgerError:
+    """The file is as it was written, but not by this version."""
+    return LedgerError(
+        f"the ledger {path} has what this torch_dpbayes does not know ({error!r:.80}): another"
+        " version wrote it. Use that one; nothing was changed."
     )
 
 
@@ -168,7 +177,7 @@ class Row(NamedTuple):
     belongs to. ``job``: empty in a row that is not written yet, of the job that writes it.
     """
 
-    kind: Literal["charge", "block", "return", "note"]
+    kind: Kind
     label: str | None
     event: DpEvent | None
     count: int  # type: ignore[assignment]
@@ -189,6 +198,9 @@ class Row(NamedTuple):
         """The row with these columns."""
         seq, time, job, writer, kind, label, code, count, flag, block = values
         event = events.decode(json.loads(code)) if code else None
+        is_known = kind in get_args(Kind) and flag in get_args(Flag)
+        if not is_known or (event is None) != (kind == "note"):
+            raise ArgumentError(f"{kind}, {flag}")
         return cls(kind, label, event, count, flag, block, job, seq, time, writer)
 
     def encoded(self, seq: int, time: str, job: str, writer: str) -> list[Any]:
@@ -304,8 +316,13 @@ class Ledger:
         if create:
             self._make_if_missing(settings)
         found = self._connected("read", lambda connection: read_settings(connection, self.path))
-        self.id = str(found["id"])
-        self.settings = Settings(*(found[name] for name in Settings._fields))
+        try:
+            if unknown := found.keys() - {*Settings._fields, "id", "created"}:
+                raise ArgumentError(f"{unknown}")
+            self.id = str(found["id"])
+            self.settings = Settings.checked(*(found[name] for name in Settings._fields))
+        except (DPBayesError, KeyError) as error:
+            raise of_another_version(self.path, error) from error
         self._before = first_digest(found)  # of the first row
         self._version, self._digest = 0, self._before  # the last row that was read
         if settings.get("id", self.id) != self.id:
@@ -399,7 +416,10 @@ class Ledger:
             last = next_digest(last, values)
             if values[0] != number or digest != last:
                 raise damaged(self.path, f"row {values[0]} is not what was written")
-            found.append(Row.decoded(values))
+            try:
+                found.append(Row.decoded(values))
+            except (DPBayesError, TypeError, ValueError) as error:
+                raise of_another_version(self.path, error) from error
         if seal != last:
             raise damaged(self.path, f"its seal is not that of row {self._version + len(found)}")
         self._version, self._digest = self._version + len(found), last
