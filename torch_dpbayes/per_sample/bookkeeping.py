@@ -33,7 +33,6 @@ from .record_map import (
     InnerTransform,
     RecordMap,
     as_traced,
-    of_those_that_run,
     require_no_modes,
 )
 
@@ -183,41 +182,40 @@ class BookkeepingGradientSource(GradientSource):
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """``of_one`` of each of n records, in a map in which layers see the whole batch, and each
-        record has its own copy of ``direct``, the parameters of everything else; and the leaves of
-        the autograd graph.
+        record has its own copy of ``direct``, the parameters of everything else, behind its rows;
+        and the leaves of the autograd graph.
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
-        self._versions = [(p, p._version) for p in self._parameters]
         leaves = [layer.anchor for layer in self._layers]
-        leaves += [p for p in self._parameters if p.requires_grad]
+        self._versions = []
+        for parameter in self._parameters:
+            self._versions.append((parameter, parameter._version))
+            if parameter.requires_grad:
+                leaves.append(parameter)
         try:
-            if self._is_one_layer(rows):  # which draws no random numbers
+            # a single layer, which draws no random numbers, needs no map
+            is_one_layer = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
+            if is_one_layer and len(rows) == 1 and self.mapped.loss is None and self.follows:
                 require_no_modes()
                 self.record_map = _WholeBatch()
                 with as_traced():
-                    return of_one(rows, ()), leaves
+                    return of_one(rows), leaves
             hides = *rows, *self._parameters
             with self.randomness({t.device for t in hides}, hides):
-                # of a clone: what the model may write into them stays out of the parameters
-                copies = [p.detach().clone().expand(n, *p.shape).requires_grad_() for p in direct]
-                self._copies = list(zip(direct, copies, strict=True))
-                self._versions += [(copy, copy._version) for copy in copies]
+                self._copies = []
+                copies: list[Tensor] = []
+                for p in direct:  # of a clone: what the model may write stays out of the parameter
+                    copies.append(p.detach().clone().expand(n, *p.shape).requires_grad_())
+                    self._copies.append((p, copies[-1]))
+                    self._versions.append((copies[-1], copies[-1]._version))
                 self.record_map = record_map = RecordMap(n)
-                found = record_map(
-                    lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]),
-                    [*rows, *copies],
-                )
+                found = record_map(of_one, [*rows, *copies])
         finally:
             self.record_map = None
         if kept := record_map.kept():
             raise ModelError(self.mapped.where(kept), code="model-kept")
         return found, [*copies, *leaves]
-
-    def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:
-        """Whether the program of a record is a single layer, for which no map is needed."""
-        is_one = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
-        return is_one and len(rows) == 1 and self.mapped.loss is None and self.follows
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
@@ -278,47 +276,40 @@ class _Layer(ReplacedForward):
         record_map = self.source.record_map
         if record_map is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        for name, p in self.known:
-            if self.module._parameters.get(name) is not p:
-                if not self.source.mapped.is_checking:
-                    raise StepError(COPIED, code="model-copied")
-                # by functional_call, most likely
-                raise UsedElsewhere(COPIED, (p for _, p in self.known))
+        parameters, is_trained = self.module._parameters, False
         with torch._C.DisableTorchFunction():  # through a map, a look takes long
-            is_trained = any([p.requires_grad for _, p in self.known])
+            for name, p in self.known:
+                is_trained |= p.requires_grad
+                if parameters.get(name) is not p:
+                    if not self.source.mapped.is_checking:
+                        raise StepError(COPIED, code="model-copied")
+                    # by functional_call, most likely
+                    raise UsedElsewhere(COPIED, (p for _, p in self.known))
         if not is_trained:
             return self.original(*args, **kwargs)
-        inputs = (*args, *kwargs.values())
-        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor):
             raise UsedElsewhere("with arguments beside its input", (p for _, p in self.known))
         if type(self.module).forward is not self.kind.forward:
             raise StepError(_CHANGED.format(self.name), code="step-changed")
-        return self._forward_in_map(record_map, inputs[0])
-
-    def _forward_in_map(self, record_map: RecordMap | _WholeBatch, given: Tensor) -> Tensor:
-        """The whole batch at once; several rows of one record are several calls."""
-
-        def run(several: Sequence[Tensor]) -> Sequence[Tensor]:
-            (whole,) = several
-            is_one, is_several = layers.rows_of(self.kind, self.module, whole.shape[1:])
-            if is_one:
-                return [self._record(whole.squeeze(1)).unsqueeze(1)]
-            if is_several:
-                n, rows = whole.shape[:2]
-                return [self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))]
-            return [self._record(whole)]
-
         try:
-            return record_map.call_batched(lambda t: of_those_that_run(run, [t])[0], [given])
+            return record_map.call_batched(self._record, given)
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 
-    def _record(self, given: Tensor, rows: int = 1) -> Tensor:
-        receive = self._receiver(given.clone() if given.is_inference() else given.detach(), rows)
-        values = {name: p.detach() for name, p in self.known}
+    def _record(self, whole: Tensor) -> Tensor:
+        """The whole batch at once; several rows of one record are several calls."""
+        rows = layers.rows_of(self.kind, self.module, whole.shape[1:])
+        if rows is not None:
+            whole = whole.squeeze(1) if rows == 1 else whole.flatten(0, 1)
+        given = whole.clone() if whole.is_inference() else whole
+        values: dict[str, Tensor] = {}
+        for name, p in self.known:
+            values[name] = p.detach()
         out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
         # an operation in place on a view would leave the view's own hook behind
         base, shape = out if out._base is None else out._base, out.shape
+        receive = self._receiver(given.detach(), rows or 1)
 
         def receive_viewed(backprops: Tensor) -> None:
             receive(backprops.reshape(shape))
@@ -326,9 +317,12 @@ class _Layer(ReplacedForward):
         receives = receive if base is out else receive_viewed
         if out.requires_grad:
             base.register_hook(receives)
+        else:
+            start: Tensor = _Start.apply(base, self.anchor, receives)
+            out = start if base is out else start.view(shape)
+        if rows is None:
             return out
-        start: Tensor = _Start.apply(base, self.anchor, receives)
-        return start if base is out else start.view(shape)
+        return out.unsqueeze(1) if rows == 1 else out.unflatten(0, (-1, rows))
 
     def _receiver(self, given: Tensor, rows: int) -> Callable[[Tensor], None]:
         """What takes the gradient of what came out of one call, of so many rows a record."""

@@ -327,11 +327,12 @@ class _Operation:
         wrong = (labels < 0) | (labels >= log_probs.shape[2])
         whole[:2] = [whole[0].movedim(1, 0), labels.masked_fill(wrong, 0)]
 
-        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-            options["reduction"] = "none"
-            return [self.function(rows[0].movedim(0, 1), *rows[1:], **options)]
+        def run(log_probs: Tensor, *rows: Tensor) -> Tensor:
+            found: Tensor = self.function(log_probs.movedim(0, 1), *rows, **options)
+            return found
 
-        (each,) = of_those_that_run(run, whole)
+        options["reduction"] = "none"
+        each = of_those_that_run(run, whole)
         is_read = place < whole[3].reshape(-1, 1)
         return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 
