@@ -271,7 +271,8 @@ def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Gener
     On the CPU by pieces that stay in the cache: the noise itself never travels through memory.
     """
     noise = None
-    for (piece,) in in_cache(target):
+    is_long = target.numel() > _PIECE and target.device.type == "cpu"
+    for piece in target.split(_PIECE) if is_long else (target,):
         if noise is None or len(noise) != len(piece):
             noise = torch.empty_like(piece)
         torch.add(_normal_(noise, std / divisor, stream), piece, alpha=1.0 / divisor, out=piece)

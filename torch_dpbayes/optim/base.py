@@ -121,7 +121,10 @@ class PrivateOptimizer(DeclaredOptimizer):
         return loss
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        found: list[Tensor] = []
+        for group in self.param_groups:
+            found += group["params"]
+        return found
 
     def _refuse_scaler(self) -> None:
         for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises

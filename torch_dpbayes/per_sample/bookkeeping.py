@@ -129,12 +129,13 @@ class BookkeepingGradientSource(GradientSource):
         for name, t, version in self._held:
             if t._version != version:
                 raise StepError(_WRITTEN.format(name, "backward() and step()"), code="step-changed")
-        if any(p._version != version for p, version in self._versions):
-            raise StepError(
-                "a parameter was changed between forward() and step(), as max_norm of an embedding"
-                " does: change it before the forward pass or after the step",
-                code="step-changed",
-            )
+        for p, version in self._versions:
+            if p._version != version:
+                raise StepError(
+                    "a parameter was changed between forward() and step(), as max_norm of an"
+                    " embedding does: change it before the forward pass or after the step",
+                    code="step-changed",
+                )
         found: list[Contribution] = []
         calls: dict[_Layer, list[layers.Call]] = {}
         for layer, what in self._noted:
@@ -142,9 +143,14 @@ class BookkeepingGradientSource(GradientSource):
                 calls.setdefault(layer, []).append(what)
             else:
                 found.append(what)
-        found += [layer.contribution(several) for layer, several in calls.items()]
-        found += [PerRecord({p: c.grad}) for p, c in self._copies if c.grad is not None]
-        uses = [id(p) for contribution in found for p in contribution.parameters]
+        for layer, several in calls.items():
+            found.append(layer.contribution(several))
+        for p, copy in self._copies:
+            if copy.grad is not None:
+                found.append(PerRecord({p: copy.grad}))
+        uses: list[int] = []
+        for contribution in found:
+            uses += map(id, contribution.parameters)
         if len(set(uses)) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
@@ -220,8 +226,8 @@ class BookkeepingGradientSource(GradientSource):
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
-        held = what if isinstance(what, tuple) else what.held
-        self._held += [(layer.name, t, t._version) for t in held]
+        for t in what if isinstance(what, tuple) else what.held:
+            self._held.append((layer.name, t, t._version))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and no data."""

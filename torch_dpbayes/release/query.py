@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Layout:
     @property
     def smallest_noise_multiplier(self) -> float:
         """z that the release is charged for; infinite where nothing is taken from the data."""
-        return min([group.noise_multiplier for group in self.groups])
+        return min(map(attrgetter("noise_multiplier"), self.groups))
 
 
 class ClippedSum:
