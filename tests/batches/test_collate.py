@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from torch_dpbayes.batches.collate import CollateWithEmpty, RecordwiseCollate
+from torch_dpbayes.batches.poisson_loader import CollateWithEmpty, RecordwiseCollate
 from torch_dpbayes.per_sample.nested import tensors_in
 
 PICTURES = [(torch.rand(3, 4, 4), 1), (torch.rand(3, 4, 4), 0)]

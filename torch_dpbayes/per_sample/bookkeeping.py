@@ -315,30 +315,14 @@ class _Layer(ReplacedForward):
         out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
         # an operation in place on a view would leave the view's own hook behind
         base, shape = out if out._base is None else out._base, out.shape
-        receive = self._receiver(given.detach(), rows or 1)
-
-        def receive_viewed(backprops: Tensor) -> None:
-            receive(backprops.reshape(shape))
-
-        receives = receive if base is out else receive_viewed
-        if out.requires_grad:
-            base.register_hook(receives)
-        else:
-            start: Tensor = _Start.apply(base, self.anchor, receives)
-            out = start if base is out else start.view(shape)
-        if rows is None:
-            return out
-        return out.unsqueeze(1) if rows == 1 else out.unflatten(0, (-1, rows))
-
-    def _receiver(self, given: Tensor, rows: int) -> Callable[[Tensor], None]:
-        """What takes the gradient of what came out of one call, of so many rows a record."""
         source, step, is_done = self.source, self.source.step, False
-        inputs, version = [given], given._version
+        inputs, version = [given.detach()], given._version
         if self.calls_of_step != step:
             self.calls, self.calls_of_step = 0, step
         self.calls += 1
 
         def receive(backprops: Tensor) -> None:
+            """Take the gradient of what came out."""
             nonlocal is_done
             require_first_backward(is_done or step != source.step)
             if inputs[0]._version != version:
@@ -354,13 +338,21 @@ class _Layer(ReplacedForward):
                         code="model-gradient-hook",
                     )
             is_done, g = True, backprops.detach()
-            a = inputs.pop()
-            calls = [(a[k::rows], g[k::rows]) for k in range(rows)] if rows > 1 else [(a, g)]
-            noted = [self.contribution(calls)] if self.calls == 1 else calls
-            for what in noted:
+            a, g = inputs.pop(), g if g.shape == shape else g.reshape(shape)
+            calls = [(a, g)]
+            if rows is not None and rows > 1:
+                calls = [(a[k::rows], g[k::rows]) for k in range(rows)]
+            for what in [self.contribution(calls)] if self.calls == 1 else calls:
                 source.note(self, what)
 
-        return receive
+        if out.requires_grad:
+            base.register_hook(receive)
+        else:
+            start: Tensor = _Start.apply(base, self.anchor, receive)
+            out = start if base is out else start.view(shape)
+        if rows is None:
+            return out
+        return out.unsqueeze(1) if rows == 1 else out.unflatten(0, (-1, rows))
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
         with full_precision(calls[0][1].device):

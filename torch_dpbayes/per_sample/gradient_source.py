@@ -2,7 +2,7 @@
 
 This is one of the three places where data is touched. What leaves it is the vector Σ_i g_i·min(1,
 C/‖g_i‖), which one record changes by at most C, and the number of records in the batch, which only
-the checks of ``release/`` see.
+the checks of ``release.py`` see.
 """
 
 from __future__ import annotations

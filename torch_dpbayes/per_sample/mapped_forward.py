@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -274,8 +274,8 @@ class MappedForward(ReplacedForward):
                 continue
             seen.add(module)
             modules += module._modules.values()
-            kind: Any = type(module)
-            if not (_is_special(kind) or any(map(vars(module).get, _ADDED))):
+            special = (_BatchNorm, nn.RNNBase, torch._dynamo.OptimizedModule)
+            if not (isinstance(module, special) or any(map(vars(module).get, _ADDED))):
                 continue
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ModelError(
@@ -379,12 +379,6 @@ class MappedForward(ReplacedForward):
 
 # what may be added to a module that matters to a map
 _ADDED = ("_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks", "_compiled_call_impl")
-
-
-@lru_cache(2048)
-def _is_special(kind: Any) -> bool:
-    """Whether modules of this class may need care in a map, with nothing added to them."""
-    return issubclass(kind, (_BatchNorm, nn.RNNBase, torch._dynamo.OptimizedModule))
 
 
 def _is_compiled(module: nn.Module) -> bool:
