@@ -35,6 +35,7 @@ _used_positions: set[tuple[str, bytes]] = set()
 
 # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
 _CPU_STATE_BYTES = 5056
+_CPU = torch.device("cpu")
 _PIECE = 2**16  # numbers; 256 kB of float32
 _TAIL = 5.0
 _BEYOND_TAIL = float(torch.special.ndtr(torch.tensor(-_TAIL, dtype=torch.float64)))  # on one side
@@ -122,17 +123,20 @@ class PrivateRandomness:
             if _private_now:  # one block inside another
                 yield
                 return
-            kinds = {torch.device("cpu"), *(d for d in devices if d.type not in ("cpu", "meta"))}
+            kinds = {_CPU, *(d for d in devices if d.type not in ("cpu", "meta"))}
             self._begin(kinds, hides)
-            before = {kind: _global_state(kind) for kind in kinds}
+            before = {}
+            for kind in kinds:
+                before[kind] = _global_state(kind)
             try:
                 _private_now.append(self)
                 for kind in kinds:
                     _set_global_state(kind, self._streams[kind])
-                seed = torch.initial_seed()
+                seed = torch.default_generator.initial_seed()
                 yield
-                self._streams = {kind: _global_state(kind) for kind in kinds}
-                if torch.initial_seed() != seed:
+                for kind in kinds:
+                    self._streams[kind] = _global_state(kind)
+                if torch.default_generator.initial_seed() != seed:
                     self._streams.clear()
             except BaseException:
                 self._streams.clear()
@@ -148,7 +152,8 @@ class PrivateRandomness:
             self._streams, self._process = {}, this_process()
         new = kinds - self._streams.keys()
         if self._generator is None:
-            self._streams.update({kind: fresh_generator(kind).get_state() for kind in new})
+            for kind in new:
+                self._streams[kind] = fresh_generator(kind).get_state()
             return
         position = stream_position(self._generator)
         number = _blocks_at[position] = _blocks_at.get(position, 0) + 1
@@ -167,10 +172,12 @@ _blocks_at: dict[bytes, int] = {}  # positions of callers' generators
 
 
 def _lock_of_process() -> Any:
-    if this_process() not in _locks:
+    process = this_process()
+    if (lock := _locks.get(process)) is None:
         _locks.clear()
         _private_now.clear()
-    return _locks.setdefault(this_process(), threading.RLock())
+        lock = _locks.setdefault(process, threading.RLock())
+    return lock
 
 
 def _global_state(device: torch.device) -> Tensor:
@@ -264,7 +271,8 @@ def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Gener
     On the CPU by pieces that stay in the cache: the noise itself never travels through memory.
     """
     noise = None
-    for (piece,) in in_cache(target):
+    is_long = target.numel() > _PIECE and target.device.type == "cpu"
+    for piece in target.split(_PIECE) if is_long else (target,):
         if noise is None or len(noise) != len(piece):
             noise = torch.empty_like(piece)
         torch.add(_normal_(noise, std / divisor, stream), piece, alpha=1.0 / divisor, out=piece)

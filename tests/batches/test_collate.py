@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from torch_dpbayes.batches.collate import (
+from torch_dpbayes.batches.poisson_loader import (
     CollateWithEmpty,
     RecordwiseCollate,
     require_own_memory,

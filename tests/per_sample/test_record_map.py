@@ -350,6 +350,8 @@ REFUSED = {
         h + torch.ops.aten.searchsorted(sorted_sequence=h[0], self=h[0])
     ),
     "the same by name": lambda h: h + torch.searchsorted(input=h[0, 1], sorted_sequence=h[0, 0]),
+    "reflectors of a vector": lambda h: h + torch.linalg.householder_product(h[0], h[0, 0]),
+    "distances of numbers": lambda h: h + torch._euclidean_dist(h[0], h[0]).sum(),
     "caught error": catching,
     "validity of all records": lambda h: -h if torch._is_any_true(h > 1e6) else h,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),

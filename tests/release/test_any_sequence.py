@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes import release
 from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise, add_gaussian
-from torch_dpbayes.release import query
 
 RECORDS, FEATURES, CLIP = 30, 3, 0.5
 WAYS = ["whole", "twice", "half", "all data", "two backward passes", "forward only"]
@@ -74,7 +74,7 @@ class AnySequence(RuleBasedStateMachine):
 
         patch.setattr(PoissonSampler, "_next_draw", watched_draw)
         patch.setattr(GaussianNoise, "standard_normal", watched_normal)
-        patch.setattr(query, "add_gaussian", watched_add)
+        patch.setattr(release, "add_gaussian", watched_add)
 
     def teardown(self):
         if hasattr(self, "stack"):

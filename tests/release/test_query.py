@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.steps import zeros
 
-from torch_dpbayes.release.query import ClippedSum, Layout, trainable_members
+from torch_dpbayes.release import ClippedSum, Layout, trainable_members
 
 CLIP, BATCH = 0.25, 8.0
 

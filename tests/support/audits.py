@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes import release
 from torch_dpbayes.audit import from_scores
 from torch_dpbayes.audit.bounds import LowerBound, gaussian_mu
 from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.per_sample import contributions
-from torch_dpbayes.release import query
 
 DELTA, STATED, STEPS, BOUND = 1e-5, 2.0, 4, 1.0
 CANARIES = 10_000
@@ -103,8 +103,10 @@ def differences(run):
 
 
 def halve_noise(patch):
-    add = query.add_gaussian
-    patch.setattr(query, "add_gaussian", lambda out, std, by, stream: add(out, std / 2, by, stream))
+    add = release.add_gaussian
+    patch.setattr(
+        release, "add_gaussian", lambda out, std, by, stream: add(out, std / 2, by, stream)
+    )
 
 
 def use_noise_twice(patch):

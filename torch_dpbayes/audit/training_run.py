@@ -17,7 +17,7 @@ from ..engine.privacy_engine import PrivacyEngine
 from ..errors import ArgumentTypeError, AuditError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.gradient_source import GradientSource
-from ..release.query import Layout
+from ..release import Layout
 from .bounds import Array, LowerBound
 from .result import AuditResult
 from .transcripts import Inclusion, draw_inclusion, from_scores, generator_of

@@ -34,26 +34,6 @@ class _Draw(NamedTuple):
     state: torch.Tensor | None  # of the caller's generator before the draw
 
 
-def _require_drawable(num_data: int, sample_rate: float, generator: torch.Generator | None) -> None:
-    """Raise if no batches can be drawn at exactly this rate."""
-    if not (0 < sample_rate <= 1 and 1 / sample_rate <= _MAX_BATCHES):
-        raise ArgumentError(
-            "a sampling rate is batch size / number of records, a probability of at least"
-            f" 2**-63; got {sample_rate}"
-        )
-    if num_data > MAX_RECORDS:
-        raise ArgumentError(
-            f"{num_data} records are more than 2**53, from where on positions are no longer"
-            " exact in double precision: train on a part, torch.utils.data.Subset"
-        )
-    if generator is not None and generator.device.type != "cpu":
-        raise ArgumentError(
-            "batches are drawn on the CPU, but the DataLoader's generator= lives on"
-            f" {generator.device}: pass torch.Generator()",
-            code="loader-generator",
-        )
-
-
 class PoissonSampler(UniformWithReplacementSampler):
     """Each record joins a batch independently with probability q. Other schemes are subclasses.
 
@@ -93,7 +73,22 @@ class PoissonSampler(UniformWithReplacementSampler):
         num_workers: int,
         ranks: Ranks | None = None,
     ) -> None:
-        _require_drawable(num_data, sample_rate, generator)
+        if not (0 < sample_rate <= 1 and 1 / sample_rate <= _MAX_BATCHES):
+            raise ArgumentError(
+                "a sampling rate is batch size / number of records, a probability of at least"
+                f" 2**-63; got {sample_rate}"
+            )
+        if num_data > MAX_RECORDS:
+            raise ArgumentError(
+                f"{num_data} records are more than 2**53, from where on positions are no longer"
+                " exact in double precision: train on a part, torch.utils.data.Subset"
+            )
+        if generator is not None and generator.device.type != "cpu":
+            raise ArgumentError(
+                "batches are drawn on the CPU, but the DataLoader's generator= lives on"
+                f" {generator.device}: pass torch.Generator()",
+                code="loader-generator",
+            )
         self._num_data, self._sample_rate = num_data, sample_rate
         self._steps = max(1, math.floor(1 / sample_rate + 1e-9))  # 1/q may be rounded down
         self._user_generator = generator

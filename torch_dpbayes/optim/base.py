@@ -1,6 +1,6 @@
 """The private step that all optimizers share: collect, check, charge, add one Gaussian, update.
 
-A step releases S (:mod:`torch_dpbayes.release.release`), of which ĝ = S/B + ∇r(θ)/N is the noisy
+A step releases S (:mod:`torch_dpbayes.release`), of which ĝ = S/B + ∇r(θ)/N is the noisy
 gradient of the mean potential, with N = ``num_data``, B = ``expected_batch_size`` and r = −log
 prior. The noise that the sampler wants *is* the privacy noise: the sampler asks for ``z_L``, the
 user for at least ``noise_multiplier``, and z is the larger of the two. Whatever the algorithm does
@@ -26,8 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..accounting import events
 from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError
-from ..release.query import GroupGradient, Layout
-from ..release.release import require_public
+from ..release import GroupGradient, Layout, require_public
 from . import priors
 from .settings import DeclaredOptimizer
 
@@ -121,7 +120,10 @@ class PrivateOptimizer(DeclaredOptimizer):
         return loss
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        found: list[Tensor] = []
+        for group in self.param_groups:
+            found += group["params"]
+        return found
 
     def _refuse_scaler(self) -> None:
         for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises

@@ -12,7 +12,7 @@ from ..accounting.events import neighboring_relation
 from ..errors import ArgumentError, StateError
 from ..noise import add_gaussian, digest
 from ..per_sample.gradient_source import GradientSource
-from ..release.query import ClippedSum, Layout
+from ..release import ClippedSum, Layout
 
 
 class FisherSum(ClippedSum):

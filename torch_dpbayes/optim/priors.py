@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..release.query import Layout
-from ..release.release import require_public
+from ..release import Layout, require_public
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
 OneStd = float | Literal["fan_in"]
@@ -23,7 +22,15 @@ def stds(
     group: Mapping[str, Any], names: Sequence[str], parameters: Sequence[Tensor]
 ) -> list[float]:
     """σ of each parameter's Gaussian prior."""
-    return [_std_of(group["prior_std"], n, p) for n, p in zip(names, parameters, strict=True)]
+    result = []
+    for name, p in zip(names, parameters, strict=True):
+        stated = group["prior_std"]
+        if isinstance(stated, Mapping):
+            found = [key for key in stated if _fits(key, name)]
+            stated = stated[max(found, key=len)] if found else 1.0
+        fan_in = math.sqrt(2 / p[0].numel()) if stated == "fan_in" and p.dim() > 1 else 1.0
+        result.append(fan_in if stated == "fan_in" else float(stated))
+    return result
 
 
 def require_prior_std(group: Mapping[str, Any]) -> None:
@@ -62,15 +69,6 @@ def require_used(prior_std: PriorStd, groups: Sequence[Mapping[str, Any]]) -> No
 
 def _fits(key: str, name: str) -> bool:
     return name == key or name.startswith(f"{key}.")
-
-
-def _std_of(stated: PriorStd, name: str, parameter: Tensor) -> float:
-    if isinstance(stated, Mapping):
-        found = [key for key in stated if _fits(key, name)]
-        stated = stated[max(found, key=len)] if found else 1.0
-    if stated != "fan_in":
-        return float(stated)
-    return math.sqrt(2 / parameter[0].numel()) if parameter.dim() > 1 else 1.0
 
 
 def gradients(log_prior: LogPrior, layout: Layout) -> list[Tensor]:

@@ -28,8 +28,7 @@ from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..errors import ArgumentError, ArgumentTypeError
-from ..release.query import ClippedSum
-from ..release.release import Release, require_public
+from ..release import ClippedSum, Release, require_public
 from .priors import LogPrior, PriorStd, require_prior_std, require_used
 
 Shown = TypeVar("Shown")

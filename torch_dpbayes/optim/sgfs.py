@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..noise import check_positive, in_cache
-from ..release.query import GroupGradient
+from ..release import GroupGradient
 from .base import PrivateOptimizer
 from .fisher_sum import FisherSum
 from .settings import Options, ReadOnly, require_number

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..noise import in_cache
-from ..release.query import GroupGradient
+from ..release import GroupGradient
 from .base import PrivateOptimizer
 from .settings import Options, require_number
 

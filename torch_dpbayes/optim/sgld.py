@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..release.query import GroupGradient
+from ..release import GroupGradient
 from .base import PrivateOptimizer
 
 

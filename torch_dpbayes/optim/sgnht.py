@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..noise import check_positive, in_cache
-from ..release.query import GroupGradient
+from ..release import GroupGradient
 from .base import PrivateOptimizer
 from .settings import Options, ReadOnly, require_number
 

@@ -10,7 +10,7 @@ is added to the norm.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -180,10 +180,9 @@ def _precision(kind: str, *, is_full: bool) -> Iterator[None]:
             _found.pop()
 
 
-def joined(norms: Sequence[Tensor]) -> Tensor:
+def joined(norms: list[Tensor]) -> Tensor:
     """The norms of vectors of which parts have these."""
     if len(norms) == 1:
         return norms[0]
-    dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
-    norms = [n if n.dtype == dtype else n.to(dtype) for n in norms]
+    # of several types the widest
     return torch.linalg.vector_norm(torch.stack(norms), dim=0)

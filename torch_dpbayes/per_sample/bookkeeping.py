@@ -33,7 +33,6 @@ from .record_map import (
     InnerTransform,
     RecordMap,
     as_traced,
-    of_those_that_run,
     require_no_modes,
 )
 
@@ -130,12 +129,13 @@ class BookkeepingGradientSource(GradientSource):
         for name, t, version in self._held:
             if t._version != version:
                 raise StepError(_WRITTEN.format(name, "backward() and step()"), code="step-changed")
-        if any(p._version != version for p, version in self._versions):
-            raise StepError(
-                "a parameter was changed between forward() and step(), as max_norm of an embedding"
-                " does: change it before the forward pass or after the step",
-                code="step-changed",
-            )
+        for p, version in self._versions:
+            if p._version != version:
+                raise StepError(
+                    "a parameter was changed between forward() and step(), as max_norm of an"
+                    " embedding does: change it before the forward pass or after the step",
+                    code="step-changed",
+                )
         found: list[Contribution] = []
         calls: dict[_Layer, list[layers.Call]] = {}
         for layer, what in self._noted:
@@ -143,9 +143,14 @@ class BookkeepingGradientSource(GradientSource):
                 calls.setdefault(layer, []).append(what)
             else:
                 found.append(what)
-        found += [layer.contribution(several) for layer, several in calls.items()]
-        found += [PerRecord({p: c.grad}) for p, c in self._copies if c.grad is not None]
-        uses = [id(p) for contribution in found for p in contribution.parameters]
+        for layer, several in calls.items():
+            found.append(layer.contribution(several))
+        for p, copy in self._copies:
+            if copy.grad is not None:
+                found.append(PerRecord({p: copy.grad}))
+        uses: list[int] = []
+        for contribution in found:
+            uses += map(id, contribution.parameters)
         if len(set(uses)) < len(uses):
             shared = [c for c in found if any(uses.count(id(p)) > 1 for p in c.parameters)]
             found = [*(c for c in found if c not in shared), together(shared)]
@@ -183,47 +188,46 @@ class BookkeepingGradientSource(GradientSource):
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """``of_one`` of each of n records, in a map in which layers see the whole batch, and each
-        record has its own copy of ``direct``, the parameters of everything else; and the leaves of
-        the autograd graph.
+        record has its own copy of ``direct``, the parameters of everything else, behind its rows;
+        and the leaves of the autograd graph.
         """
         if self.is_copy:
             raise StepError(COPIED, code="model-copied")
-        self._versions = [(p, p._version) for p in self._parameters]
         leaves = [layer.anchor for layer in self._layers]
-        leaves += [p for p in self._parameters if p.requires_grad]
+        self._versions = []
+        for parameter in self._parameters:
+            self._versions.append((parameter, parameter._version))
+            if parameter.requires_grad:
+                leaves.append(parameter)
         try:
-            if self._is_one_layer(rows):  # which draws no random numbers
+            # a single layer, which draws no random numbers, needs no map
+            is_one_layer = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
+            if is_one_layer and len(rows) == 1 and self.mapped.loss is None and self.follows:
                 require_no_modes()
                 self.record_map = _WholeBatch()
                 with as_traced():
-                    return of_one(rows, ()), leaves
+                    return of_one(rows), leaves
             hides = *rows, *self._parameters
             with self.randomness({t.device for t in hides}, hides):
-                # of a clone: what the model may write into them stays out of the parameters
-                copies = [p.detach().clone().expand(n, *p.shape).requires_grad_() for p in direct]
-                self._copies = list(zip(direct, copies, strict=True))
-                self._versions += [(copy, copy._version) for copy in copies]
+                self._copies = []
+                copies: list[Tensor] = []
+                for p in direct:  # of a clone: what the model may write stays out of the parameter
+                    copies.append(p.detach().clone().expand(n, *p.shape).requires_grad_())
+                    self._copies.append((p, copies[-1]))
+                    self._versions.append((copies[-1], copies[-1]._version))
                 self.record_map = record_map = RecordMap(n)
-                found = record_map(
-                    lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]),
-                    [*rows, *copies],
-                )
+                found = record_map(of_one, [*rows, *copies])
         finally:
             self.record_map = None
         if kept := record_map.kept():
             raise ModelError(self.mapped.where(kept), code="model-kept")
         return found, [*copies, *leaves]
 
-    def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:
-        """Whether the program of a record is a single layer, for which no map is needed."""
-        is_one = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
-        return is_one and len(rows) == 1 and self.mapped.loss is None and self.follows
-
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
-        held = what if isinstance(what, tuple) else what.held
-        self._held += [(layer.name, t, t._version) for t in held]
+        for t in what if isinstance(what, tuple) else what.held:
+            self._held.append((layer.name, t, t._version))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and no data."""
@@ -281,69 +285,49 @@ class _Layer(ReplacedForward):
         record_map = self.source.record_map
         if record_map is None or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        for name, p in self.known:
-            if self.module._parameters.get(name) is not p:
-                if not self.source.mapped.is_checking:
-                    raise StepError(COPIED, code="model-copied")
-                # by functional_call, most likely
-                raise UsedElsewhere(COPIED, (p for _, p in self.known))
+        parameters, is_trained = self.module._parameters, False
         with torch._C.DisableTorchFunction():  # through a map, a look takes long
-            is_trained = any([p.requires_grad for _, p in self.known])
+            for name, p in self.known:
+                is_trained |= p.requires_grad
+                if parameters.get(name) is not p:
+                    if not self.source.mapped.is_checking:
+                        raise StepError(COPIED, code="model-copied")
+                    # by functional_call, most likely
+                    raise UsedElsewhere(COPIED, (p for _, p in self.known))
         if not is_trained:
             return self.original(*args, **kwargs)
-        inputs = (*args, *kwargs.values())
-        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor):
             raise UsedElsewhere("with arguments beside its input", (p for _, p in self.known))
         own = vars(self.module)
         is_changed = any([own.get(name) is not value for name, value in self.settings.items()])
         if is_changed or type(self.module).forward is not self.kind.forward:
             raise StepError(_CHANGED.format(self.name), code="step-changed")
-        return self._forward_in_map(record_map, inputs[0])
-
-    def _forward_in_map(self, record_map: RecordMap | _WholeBatch, given: Tensor) -> Tensor:
-        """The whole batch at once; several rows of one record are several calls."""
-
-        def run(several: Sequence[Tensor]) -> Sequence[Tensor]:
-            (whole,) = several
-            is_one, is_several = layers.rows_of(self.kind, self.module, whole.shape[1:])
-            if is_one:
-                return [self._record(whole.squeeze(1)).unsqueeze(1)]
-            if is_several:
-                n, rows = whole.shape[:2]
-                return [self._record(whole.flatten(0, 1), rows).unflatten(0, (n, rows))]
-            return [self._record(whole)]
-
         try:
-            return record_map.call_batched(lambda t: of_those_that_run(run, [t])[0], [given])
+            return record_map.call_batched(self._record, given)
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 
-    def _record(self, given: Tensor, rows: int = 1) -> Tensor:
-        receive = self._receiver(given.clone() if given.is_inference() else given.detach(), rows)
-        values = {name: p.detach() for name, p in self.known}
+    def _record(self, whole: Tensor) -> Tensor:
+        """The whole batch at once; several rows of one record are several calls."""
+        rows = layers.rows_of(self.kind, self.module, whole.shape[1:])
+        if rows is not None:
+            whole = whole.squeeze(1) if rows == 1 else whole.flatten(0, 1)
+        given = whole.clone() if whole.is_inference() else whole
+        values: dict[str, Tensor] = {}
+        for name, p in self.known:
+            values[name] = p.detach()
         out: Tensor = self.kind.run(self.module, given, values.get("weight"), values.get("bias"))
         # an operation in place on a view would leave the view's own hook behind
         base, shape = out if out._base is None else out._base, out.shape
-
-        def receive_viewed(backprops: Tensor) -> None:
-            receive(backprops.reshape(shape))
-
-        receives = receive if base is out else receive_viewed
-        if out.requires_grad:
-            base.register_hook(receives)
-            return out
-        start: Tensor = _Start.apply(base, self.anchor, receives)
-        return start if base is out else start.view(shape)
-
-    def _receiver(self, given: Tensor, rows: int) -> Callable[[Tensor], None]:
-        """What takes the gradient of what came out of one call, of so many rows a record."""
         source, step, is_done = self.source, self.source.step, False
-        inputs, version = [given], given._version
+        inputs, version = [given.detach()], given._version
         if self.calls_of_step != step:
             self.calls, self.calls_of_step = 0, step
         self.calls += 1
 
         def receive(backprops: Tensor) -> None:
+            """Take the gradient of what came out."""
             nonlocal is_done
             require_first_backward(is_done or step != source.step)
             if inputs[0]._version != version:
@@ -359,13 +343,21 @@ class _Layer(ReplacedForward):
                         code="model-gradient-hook",
                     )
             is_done, g = True, backprops.detach()
-            a = inputs.pop()
-            calls = [(a[k::rows], g[k::rows]) for k in range(rows)] if rows > 1 else [(a, g)]
-            noted = [self.contribution(calls)] if self.calls == 1 else calls
-            for what in noted:
+            a, g = inputs.pop(), g if g.shape == shape else g.reshape(shape)
+            calls = [(a, g)]
+            if rows is not None and rows > 1:
+                calls = [(a[k::rows], g[k::rows]) for k in range(rows)]
+            for what in [self.contribution(calls)] if self.calls == 1 else calls:
                 source.note(self, what)
 
-        return receive
+        if out.requires_grad:
+            base.register_hook(receive)
+        else:
+            start: Tensor = _Start.apply(base, self.anchor, receive)
+            out = start if base is out else start.view(shape)
+        if rows is None:
+            return out
+        return out.unsqueeze(1) if rows == 1 else out.unflatten(0, (-1, rows))
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
         with full_precision(calls[0][1].device):

@@ -83,7 +83,7 @@ class Product(Contribution):
 
     def norm(self) -> Tensor:
         if self.norms is None:
-            set_norms([self])
+            self.set_norms([self])
         assert self.norms is not None
         return self.norms
 
@@ -135,10 +135,12 @@ class Outer(Product):
     ) -> None:
         super().__init__(inputs, backprops)
         self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
-        self.parameters = tuple(p for p in (weight, bias) if p is not None)
+        self.parameters = () if weight is None else (weight,)
+        self.parameters += () if bias is None else (bias,)
+        self._is_split = is_split(backprops)
         if backprops.dim() == 2:
             norm = self._vector_norm()
-            self.norms = norm.mul_(1 + LOST_IN_SPLIT) if is_split(backprops) else norm
+            self.norms = norm.mul_(1 + LOST_IN_SPLIT) if self._is_split else norm
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -148,16 +150,16 @@ class Outer(Product):
     def set_norms(self, alike: Sequence[Outer]) -> None:
         machine = arithmetic.machine_of(self.backprops.device)
         (n, positions, width), width_in = self.backprops.shape, self.inputs.shape[2]
-        norms_of, each = _gram_norms, positions * 2 * (2 * positions + width + width_in)
+        found_by, each = _gram_norms, positions * 2 * (2 * positions + width + width_in)
         if not machine.has_double and self.backprops.dtype != torch.float64:
-            norms_of, each = _instantiated_norms, 2 * width * (width_in + 1)
+            found_by, each = _instantiated_norms, 2 * width * (width_in + 1)
         together = max(1, machine.piece // (each * n))
         for start in range(0, len(alike), together):
             some = alike[start : start + together]
             g, a = (beside(t) for t in ([x.backprops for x in some], [x.inputs for x in some]))
-            found = [norms_of(self, *some_records) for some_records in pieces(each, g, a)]
+            found = [found_by(self, *some_records) for some_records in pieces(each, g, a)]
             norms, sizes = (beside(f) for f in zip(*found, strict=True))
-            if is_split(self.backprops):
+            if self._is_split:
                 norms = norms + LOST_IN_SPLIT * sizes
             self.note_norms(some, norms, sizes)
 
@@ -172,32 +174,36 @@ class Outer(Product):
         return a.mul_(g).hypot_(g)
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        numbers = self.backprops[0].numel() if is_split(self.backprops) else 0  # else no copies
-        for g, a, c in pieces(numbers, self.backprops, self.inputs, factor):
-            g = weighted(g, c)
-            if g.dim() > 2:
-                g, a = g.flatten(0, -2), a.flatten(0, -2)
-            weight = None if self.weight is None else out.get(self.weight)
-            if weight is not None and self.weight is not None:
-                weight = weight.view(self.weight.shape)
-                if not is_split(a) or g.dtype != torch.float32:
-                    a = in_type(a, g.dtype)
-                    left, right = (a, g) if self.is_transposed else (g, a)
-                    weight.addmm_(left.t(), right)
-                else:  # the factors in g stay exact
-                    for term in split(g):
-                        left, right = (a, term) if self.is_transposed else (term, a)
-                        weight.add_(arithmetic.product(left.t(), right))
-            if self.bias is not None and self.bias in out:
-                out[self.bias].add_(g.sum(0))
+        if not self._is_split:
+            self._add_some(out, self.backprops, self.inputs, factor)
+            return
+        for some in pieces(self.backprops[0].numel(), self.backprops, self.inputs, factor):
+            self._add_some(out, *some)
+
+    def _add_some(self, out: Mapping[Tensor, Tensor], g: Tensor, a: Tensor, factor: Tensor) -> None:
+        g = weighted(g, factor)
+        if g.dim() > 2:
+            g, a = g.flatten(0, -2), a.flatten(0, -2)
+        if self.weight is not None and (weight := out.get(self.weight)) is not None:
+            weight = weight.view(self.weight.shape)
+            if not self._is_split or g.dtype != torch.float32:
+                a = in_type(a, g.dtype)
+                left, right = (a, g) if self.is_transposed else (g, a)
+                weight.addmm_(left.t(), right)
+            else:  # the factors in g stay exact
+                for term in split(g):
+                    left, right = (a, term) if self.is_transposed else (term, a)
+                    weight.add_(arithmetic.product(left.t(), right))
+        if self.bias is not None and (bias := out.get(self.bias)) is not None:
+            bias.add_(g.sum(0))
 
     def per_record(self) -> dict[Tensor, Tensor]:
         a, g = self.widened()
         return outer(self.weight, self.bias, a, g, is_transposed=self.is_transposed)
 
 
-def set_norms(parts: Sequence[Contribution]) -> None:
-    """Norms of products, of which those with equal shapes are taken together: to launch an
+def norms_of(parts: Sequence[Contribution]) -> list[Tensor]:
+    """The norms of each part. Products with equal shapes are taken together: to launch an
     operation on a GPU takes longer than to run a small one.
     """
     groups: dict[Any, list[Product]] = {}
@@ -206,6 +212,10 @@ def set_norms(parts: Sequence[Contribution]) -> None:
             groups.setdefault((type(part), part.key), []).append(part)
     for alike in groups.values():
         alike[0].set_norms(alike)
+    norms: list[Tensor] = []
+    for part in parts:
+        norms.append(part.norm())
+    return norms
 
 
 def beside(tensors: Sequence[Tensor]) -> Tensor:

@@ -155,12 +155,6 @@ def as_plain(t: Tensor) -> Tensor:
         return t.as_subclass(Tensor)
 
 
-def guard(t: Tensor) -> None:
-    """Let no values of a batch be written into a tensor of the private model."""
-    if (storage := _storage_of(t)) is not None:
-        setattr(storage, _PRIVATE, True)
-
-
 def holds_records(t: Tensor) -> bool:
     """Whether a tensor is followed, was computed from records, or shares memory with one that
     was.
@@ -331,8 +325,9 @@ class FixedTensors:
         self._homes = [home for layer in layers for home in (layer._buffers, layer._parameters)]
         # an id is of one tensor as long as that is alive
         self._alive = [t for home in self._homes for t in home.values() if t is not None]
-        for t in self._alive:
-            guard(t)
+        for t in self._alive:  # no values of a batch may be written into it
+            if (storage := _storage_of(t)) is not None:
+                setattr(storage, _PRIVATE, True)
         self._counted = self._counts()
 
 

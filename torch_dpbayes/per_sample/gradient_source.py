@@ -2,7 +2,7 @@
 
 This is one of the three places where data is touched. What leaves it is the vector Σ_i g_i·min(1,
 C/‖g_i‖), which one record changes by at most C, and the number of records in the batch, which only
-the checks of ``release/`` see.
+the checks of ``release.py`` see.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import ArgumentError, LossError, StepError
 from ..noise import PrivateRandomness
 from .arithmetic import constant, full_precision, joined
-from .contributions import Contribution, PerRecord, in_type, set_norms
+from .contributions import Contribution, PerRecord, in_type, norms_of
 from .followed import Batch, Followed
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
@@ -124,10 +124,12 @@ class GradientSource(ABC):
             StepError: a parameter has no per-sample gradients, or more than one backward pass was
                 made.
         """
-        sums = {p: o for (_, p), o in zip(named_parameters, out, strict=True)}
         parts = self._checked(named_parameters)
         if self.is_empty:
             return 0
+        sums: dict[Tensor, Tensor] = {}
+        for (_, p), found in zip(named_parameters, out, strict=True):
+            sums[p] = found
         with full_precision(out[0].device):
             return add_clipped(parts, max_grad_norm, sums, scale, second_moment)
 
@@ -140,8 +142,7 @@ class GradientSource(ABC):
         if self.is_empty:
             return torch.zeros(0, device=device)
         with full_precision(device):
-            set_norms(parts)
-            return joined([part.norm() for part in parts]).float()
+            return joined(norms_of(parts)).float()
 
     @abstractmethod
     def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
@@ -191,7 +192,9 @@ class GradientSource(ABC):
                 code="step-passes",
             )
         parts = self.recorded(named_parameters)
-        found = {id(p) for part in parts for p in part.parameters}  # tensors hash slowly
+        found: set[int] = set()  # tensors hash slowly
+        for part in parts:
+            found.update(map(id, part.parameters))
         for name, p in named_parameters:
             if id(p) not in found:
                 raise StepError(
@@ -266,9 +269,11 @@ def add_clipped(
             scaled = torch.cat([g.to(scale.dtype) for g in rows], dim=1) / scale
             rows = list(scaled.split([p.numel() for p in out], dim=1))
         parts = [PerRecord(dict(zip(out, rows, strict=True)))]
-    set_norms(parts)
-    norm = joined([part.norm() for part in parts])
-    sizes = [p.size for p in parts if p.size is not None]
+    norm = joined(norms_of(parts))
+    sizes: list[Tensor] = []
+    for part in parts:
+        if part.size is not None:
+            sizes.append(part.size)
     if sizes:
         largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
         norm = torch.maximum(norm, largest / _MOST_CANCELLED)

@@ -359,17 +359,15 @@ KINDS: dict[type[nn.Module], Kind] = {
 }
 
 
-def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
-    """Of the shape that one record gives to a layer: whether dimension 0 is one row of the layer's,
-    and whether it is several; other rows are positions of the record.
+def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> int | None:
+    """Of the shape that one record gives to a layer: how many rows of the layer's dimension 0 has.
+    None where it is no row, or where its rows are positions of the record.
     """
     of_one_row = kind.row_dimensions
     if not isinstance(of_one_row, int):
         of_one_row = of_one_row(module, given)
-    if len(given) <= of_one_row:
-        return False, False
-    is_one = given[0] == 1
-    return is_one, not is_one and not kind.has_positions
+    is_row = len(given) > of_one_row and (given[0] == 1 or not kind.has_positions)
+    return given[0] if is_row else None
 
 
 # What the forward pass of a layer of transformers calls, a linear layer with a transposed weight; a

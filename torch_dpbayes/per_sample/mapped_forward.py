@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Loss = Callable[..., Tensor]
 
-# slices, parameters -> results
-OfOne = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+# slices of rows and of copies of parameters -> results
+OfOne = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
 EVALUATED = (
@@ -97,7 +97,7 @@ class MappedForward(ReplacedForward):
         loss: ``(output, *targets) -> scalar`` of one record, for :meth:`private_loss`.
 
     Attributes:
-        around: in which the program of one record runs.
+        around: a context in which the program of one record runs, used again in each pass.
         pending: a check of the model that waits for the shapes of its arguments.
         is_checking: on synthetic records.
         rows_of_scalars: which outputs have one number for each record, and are no losses.
@@ -116,7 +116,7 @@ class MappedForward(ReplacedForward):
         self.pending: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.is_checking = False
         self.rows_of_scalars: tuple[bool, ...] = ()
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.around: AbstractContextManager[Any] = nullcontext()
         super().__init__(module)
         self.add_direct(direct)
         if loss is not None:
@@ -139,8 +139,9 @@ class MappedForward(ReplacedForward):
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         source = self.source
-        if not (self.module.training and source.is_recording):
-            if source.is_recording and any(t._batch.is_open for t in _followed_in(args, kwargs)):
+        is_recording = source.is_recording
+        if not (is_recording and self.module.training):
+            if is_recording and any(t._batch.is_open for t in _followed_in(args, kwargs)):
                 raise StepError(EVALUATED, code="step-eval")
             return self.original(*args, **kwargs)
         targets, self._targets = self._targets, None
@@ -188,8 +189,6 @@ class MappedForward(ReplacedForward):
 
     def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
         """The module's own forward pass, with other tensors in place of its parameters."""
-        if not self._direct:
-            return self.original(*args, **kwargs)
         before = {owner: owner._parameters for owner, _, _ in self._direct}
         for owner, parameters in before.items():
             owner.__dict__["_parameters"] = {
@@ -216,19 +215,23 @@ class MappedForward(ReplacedForward):
         direct = self._trainable() if self._direct else []
         result: Nested | None = None
 
-        def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        def of_one(slices: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
-            mapped = iter(slices)
-            tensors: Sequence[Tensor] = given.tensors
-            if len(slices) < len(tensors):  # of a followed tensor dim() is slow
-                are_rows = [isinstance(t, Followed) or t.dim() > 0 for t in tensors]
-                tensors = [next(mapped) if r else t for t, r in zip(tensors, are_rows, strict=True)]
-            else:
-                tensors = slices
+            tensors: Sequence[Tensor] = slices
+            if len(rows) < len(given.tensors):  # of a followed tensor dim() is slow
+                mapped = iter(slices)
+                tensors = [
+                    next(mapped) if isinstance(t, Followed) or t.dim() > 0 else t
+                    for t in given.tensors
+                ]
             one_args, one_kwargs = given.rebuilt(tensors)
-            with around():
-                own = dict(zip(direct, parameters, strict=True))
-                output = self._run_with(own, one_args[: len(args)], one_kwargs)
+            positional = one_args[: len(args)]
+            with around:
+                if direct:
+                    own = dict(zip(direct, slices[len(rows) :], strict=True))
+                    output = self._run_with(own, positional, one_kwargs)
+                else:
+                    output = self.original(*positional, **one_kwargs)
                 if targets is not None:
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_args[len(args) :]))
@@ -258,19 +261,21 @@ class MappedForward(ReplacedForward):
             outputs.append(Followed(t, batch, None, how) if is_loss else Followed(t, batch))
         return result.rebuilt(outputs)
 
-    def _around(self) -> Callable[[], AbstractContextManager[Any]]:
+    def _around(self) -> AbstractContextManager[Any]:
         """In which the modules run as they are written; raises where a module has what a map cannot
         keep to one record.
         """
-        is_compiled, changing = False, list[tuple[nn.Module, str]]()
-        modules, seen = [self.module], set[nn.Module]()
+        is_compiled = False
+        changing: list[tuple[nn.Module, str]] = []
+        modules: list[nn.Module | None] = [self.module]
+        seen: set[nn.Module] = set()
         for module in modules:  # modules() calls itself for each
-            if module in seen:
+            if module is None or module in seen:
                 continue
             seen.add(module)
-            modules += [child for child in module._modules.values() if child is not None]
-            kind: Any = type(module)
-            if not (_is_special(kind) or any(map(vars(module).get, _ADDED))):
+            modules += module._modules.values()
+            special = (_BatchNorm, nn.RNNBase, torch._dynamo.OptimizedModule)
+            if not (isinstance(module, special) or any(map(vars(module).get, _ADDED))):
                 continue
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ModelError(
@@ -297,28 +302,31 @@ class MappedForward(ReplacedForward):
                     made = hook.name if isinstance(hook, WeightNorm) else hook._tensor_name
                     changing.append((module, made))
         if is_compiled or changing:
-            return partial(_as_written, self.around, is_compiled, changing)
+            return _as_written(self.around, is_compiled, changing)
         return self.around
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
         """The batch, the rows of all tensors with dimensions, and how many records there are."""
         if not self.source.follows:
             return None, *self._vouched_rows(tensors)
-        followed, batch = [t for t in tensors if isinstance(t, Followed)], None
-        for f in followed:
-            batch = batch or (f._batch if f._batch.is_open else None)
+        batch: Batch | None = None
+        n, is_any_followed = 0, False
+        for t in tensors:
+            if isinstance(t, Followed):
+                is_any_followed = True
+                if batch is None and t._batch.is_open:
+                    batch, n = t._batch, t._rows.shape[0]
         if batch is None:
             raise LossError(
                 "the model is given a batch whose backward() is over, or after which another one"
                 " was delivered: take a new batch from the loader"
-                if followed
+                if is_any_followed
                 else STRANGE_INPUT.format(list(tensors[0].shape[1:]) if tensors else []),
                 code="model-input",
             )
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
         self.source.is_empty, self.source.batch = batch.is_empty, batch
-        n = followed[0]._rows.shape[0]
         rows = []
         for t in tensors:
             if isinstance(t, Followed):
@@ -373,12 +381,6 @@ class MappedForward(ReplacedForward):
 _ADDED = ("_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks", "_compiled_call_impl")
 
 
-@lru_cache(2048)
-def _is_special(kind: Any) -> bool:
-    """Whether modules of this class may need care in a map, with nothing added to them."""
-    return issubclass(kind, (_BatchNorm, nn.RNNBase, torch._dynamo.OptimizedModule))
-
-
 def _is_compiled(module: nn.Module) -> bool:
     is_optimized = isinstance(module, torch._dynamo.OptimizedModule)
     return is_optimized or module._compiled_call_impl is not None
@@ -392,7 +394,7 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _as_written(
-    around: Callable[[], AbstractContextManager[Any]],
+    around: AbstractContextManager[Any],
     is_compiled: bool,
     changing: list[tuple[nn.Module, str]],
 ) -> Iterator[None]:
@@ -401,7 +403,7 @@ def _as_written(
     """
     before = [(module, name, vars(module).get(name)) for module, name in changing]
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    with around(), eager:
+    with around, eager:
         yield
     for module, name, value in before:
         vars(module)[name] = value

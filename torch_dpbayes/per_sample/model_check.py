@@ -249,7 +249,7 @@ class _Comparison:
         """Both records in the map, and the weights of the loss."""
         source = self.source
         source.discard(self.parameters)
-        source.mapped.around = _WithoutRandomness
+        source.mapped.around = _WithoutRandomness()
         try:
             with _blamed(self.module), torch.enable_grad():
                 given = Delivery(_RECORDS)(inputs, _RECORDS) if source.follows else inputs
@@ -284,7 +284,7 @@ class _Comparison:
                 )
             return _Run([t.detach() for t in rows], gradients), weights
         finally:
-            source.mapped.around = nullcontext
+            source.mapped.around = nullcontext()
             source.discard(self.parameters)
 
     def _alone(self, inputs: tuple[Any, ...], weights: Sequence[Tensor]) -> _Run | None:

@@ -118,13 +118,20 @@ class Nested:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._keeps_strangers = keeps_strangers
+        self._shell: Any = None
         self._spec: Any = None  # of a call's arguments, none of which holds others
         if type(value) is tuple and len(value) == 2 and type(value[1]) is dict:
             leaves, spec = flatten(value)
-            if type(spec) is tuple:
-                value, self._spec = leaves, spec
+            self._spec = spec if type(spec) is tuple else None
         self.is_plain = self._spec is not None
-        self._shell = self._taken(value)
+        if not self.is_plain:
+            self._shell = self._taken(value)
+            return
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self.tensors.append(leaf)
+                leaves[k] = _PLACE
+        self._shell = leaves
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -147,8 +154,10 @@ class Nested:
         if self._shell is _PLACE:
             return tensors[0]
         remaining = iter(tensors)
-        value = map_tensors(self._shell, lambda _: next(remaining))
-        return unflatten(value, self._spec) if self.is_plain else value
+        if self.is_plain:
+            leaves = [next(remaining) if v is _PLACE else v for v in self._shell]
+            return unflatten(leaves, self._spec)
+        return map_tensors(self._shell, lambda _: next(remaining))
 
 
 def _holds_items_only(value: Any) -> bool:

@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -103,27 +102,29 @@ def _run(function: Any, name: str, *given: Any) -> Any:
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
 
-@dataclass(eq=False)
 class _Operation:
     """One torch function on followed tensors of an open batch."""
 
-    function: Any
-    name: str
-    args: Any
-    kwargs: dict[str, Any]
-    leaves: list[Any]
-    spec: Any
-    batch: Batch
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        function: Any,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        spec: Any,
+        batch: Batch,
+    ) -> None:
+        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
+        self.leaves, self.spec, self.batch = leaves, spec, batch
         self.followed: list[Followed] = []
         self.others: list[Tensor] = []
         self.has_reduced = self.has_earlier = False  # among the followed ones
-        for v in self.leaves:
+        for v in leaves:
             if isinstance(v, Followed):
                 self.followed.append(v)
                 self.has_reduced |= v._how is not None
-                self.has_earlier |= v._batch is not self.batch
+                self.has_earlier |= v._batch is not batch
             elif isinstance(v, Tensor):
                 self.others.append(v)
 
@@ -148,9 +149,14 @@ class _Operation:
             raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
         if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
-        if is_metric:
-            self._free_earlier()
-            return self._sealed()
+        if is_metric:  # values of earlier batches as they are: a running mean would keep all
+            freed = [
+                v.free() if isinstance(v, Followed) and v._batch is not batch else v
+                for v in self.leaves
+            ]
+            return _Operation(
+                self.function, name, self.args, self.kwargs, freed, self.spec, batch
+            )._sealed()
         for value in self.others:
             self._check_constant(value)
         is_moved = name in kinds.TO_ELSEWHERE and self.args[0] is first and first._how != "sealed"
@@ -224,14 +230,6 @@ class _Operation:
                 if f._batch is self.batch
             )
         )
-
-    def _free_earlier(self) -> None:
-        """Take values of earlier batches as they are: a running mean would keep all of them."""
-        self.leaves = [
-            v.free() if isinstance(v, Followed) and v._batch is not self.batch else v
-            for v in self.leaves
-        ]
-        self.__post_init__()
 
     def _check_constant(self, value: Tensor) -> None:
         if holds_records(value):
@@ -327,11 +325,12 @@ class _Operation:
         wrong = (labels < 0) | (labels >= log_probs.shape[2])
         whole[:2] = [whole[0].movedim(1, 0), labels.masked_fill(wrong, 0)]
 
-        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-            options["reduction"] = "none"
-            return [self.function(rows[0].movedim(0, 1), *rows[1:], **options)]
+        def run(log_probs: Tensor, *rows: Tensor) -> Tensor:
+            found: Tensor = self.function(log_probs.movedim(0, 1), *rows, **options)
+            return found
 
-        (each,) = of_those_that_run(run, whole)
+        options["reduction"] = "none"
+        each = of_those_that_run(run, whole)
         is_read = place < whole[3].reshape(-1, 1)
         return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 

@@ -126,9 +126,7 @@ def without_values(error: Exception) -> str:
     return f"it fails on the values of a record ({type(error).__name__})"
 
 
-def of_those_that_run(
-    run: Callable[[Sequence[Tensor]], Sequence[Tensor]], rows: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Tensor:
     """``run``, a function of torch, of all records. A record on which it fails gets NaN, which
     counts as zero: no record stops a step.
 
@@ -136,28 +134,28 @@ def of_those_that_run(
         Exception: what ``run`` raises for a synthetic record, too.
     """
     try:
-        return run(rows)
+        return run(*rows)
     except DPBayesError:
         raise
     except Exception:
         pass  # its text may hold values of a record
     spare = [synthetic_row(t) for t in rows]
-    run(spare)
+    run(*spare)
     fails = torch.tensor(_which_fail(run, rows))
 
     def put(value: Tensor | float, t: Tensor) -> Tensor:
         where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
         return torch.where(where, value, t)
 
-    found = run([put(s, t) for s, t in zip(spare, rows, strict=True)])
-    return [put(math.nan, t) if t.is_floating_point() else t for t in found]
+    found = run(*(put(s, t) for s, t in zip(spare, rows, strict=True)))
+    return put(math.nan, found) if found.is_floating_point() else found
 
 
-def _which_fail(run: Callable[[Sequence[Tensor]], Any], rows: Sequence[Tensor]) -> list[bool]:
+def _which_fail(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[bool]:
     """Of every record, by halves."""
     count = len(rows[0])
     try:
-        run(rows)
+        run(*rows)
     except Exception:
         if count == 1:
             return [True]
@@ -179,8 +177,9 @@ def synthetic_row(t: Tensor) -> Tensor:
     return made
 
 
-class RecordMap:
-    """A map over the records of one batch.
+class RecordMap(TorchFunctionMode):
+    """A map over the records of one batch, and what torch functions do inside it where vmap by
+    itself would be slow, or unsafe.
 
     Args:
         records: n, the number of rows that every mapped tensor has in dimension 0.
@@ -191,11 +190,12 @@ class RecordMap:
     """
 
     def __init__(self, records: int, *, leaves: bool = True, is_random: bool = True) -> None:
+        super().__init__()
         self.records, self._randomness = records, "different" if is_random else "error"
-        self.leaves = leaves
+        self._leaves = leaves
         self._level: int | None = None
-        self.error: Exception | None = None  # inside, which the model may have caught
-        self._tracked: list[weakref.ref[Tensor]] = []
+        self._error: Exception | None = None  # inside, which the model may have caught
+        self._tracked: list[weakref.ref[Tensor]] = []  # what no record may leave behind
         _load_rules()
 
     def __call__(
@@ -207,27 +207,62 @@ class RecordMap:
         Random numbers differ between records.
         """
         require_no_modes()
-        with as_traced(), _OfOneRecord(self):
+        inside: list[Tensor] = []
+        found: list[Tensor] = []
+        with as_traced(), self:
             self._level = level = functorch._vmap_increment_nesting(self.records, self._randomness)
             try:
-                inside = [functorch._add_batch_dim(t, 0, level) for t in tensors]
-                self.track(inside)
-                found = [
-                    functorch._remove_batch_dim(t, level, self.records, 0) for t in function(inside)
-                ]
+                for t in tensors:
+                    inside.append(functorch._add_batch_dim(t, 0, level))
+                    self._track(inside[-1])
+                for t in function(inside):
+                    found.append(functorch._remove_batch_dim(t, level, self.records, 0))
             finally:
                 self._level = None
                 functorch._vmap_decrement_nesting()
-        if self.error is not None:
+        if self._error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all: leave"
                 " out the try"
             )
         return found
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _len_torch_dispatch_stack() > 0:
+            raise CannotBeMapped(
+                "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
+                " at once: leave it out"
+            )
+        outside = _outside(func, (*args, *kwargs.values()))
+        if outside:
+            _require_public(outside)
+        if not _is_harmless(func) or "generator" in kwargs:
+            if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
+                func = F.grouped_mm  # for which it stands while torch traces
+            _require_nothing_hidden(func, args, kwargs)
+            found = self._special(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            result = self._of_those_that_run(func, args, kwargs)
+            if result is None:
+                self._error = error
+                raise
+        # of attributes it is seen where they are used
+        if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
+            # its gradient would be neither clipped nor noisy
+            trained = [t for t in outside if t.requires_grad]
+            if trained and isinstance(result, (Tensor, tuple, list)):
+                raise OutsideTensor(getattr(func, "__name__", str(func)), trained[0])
+        self._track(result)
+        return result
+
     def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
-        gives such a tensor.
+        gives such a tensor; NaN for a record on which it fails.
 
         A tensor that does not depend on the record is repeated for each, so that its gradient has a
         row for each.
@@ -235,7 +270,8 @@ class RecordMap:
         Raises:
             InnerTransform: the call comes from another transform inside the map.
         """
-        level, outside = self._level, list[Tensor]()
+        level = self._level
+        outside: list[Tensor] = []
         is_inner = level is None or functorch.maybe_current_level() != level
         for t in tensors:
             inside = get_unwrapped(t) if is_batchedtensor(t) else t
@@ -251,23 +287,24 @@ class RecordMap:
         stack = functorch.pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
-                result = run(*outside)
+                result = of_those_that_run(run, outside)
         except Exception as error:
-            self.error = error
+            self._error = error
             raise
         finally:
             functorch.push_dynamic_layer_stack(stack)
         result = functorch._add_batch_dim(result, 0, level)
-        self.track(result)
+        self._track(result)
         return result
 
-    def track(self, result: Any) -> None:
+    def _track(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
-        if is_of_records(result):
-            self._tracked.append(weakref.ref(result))
+        if isinstance(result, Tensor):
+            if is_batchedtensor(result) or is_of_records(result):
+                self._tracked.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
-                self.track(part)
+                self._track(part)
 
     def kept(self) -> list[Tensor]:
         """Tensors of the finished map that are still alive. In the next one, every record would see
@@ -283,7 +320,7 @@ class RecordMap:
                 break
         return alive
 
-    def own(self, empty: Tensor) -> Tensor:
+    def _own(self, empty: Tensor) -> Tensor:
         """Memory for each record, into which a model may write or draw. It holds zeros: what was
         there before may be other records.
         """
@@ -294,6 +331,114 @@ class RecordMap:
             rows = get_unwrapped(rows)
         own = functorch._add_batch_dim(rows, 0, self._level)
         return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
+
+    def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """The function where it fails on some records, as at an index that one of them holds. The
+        program goes on once for all: what it counts does not tell who failed.
+        """
+        values, spec = tree_flatten((args, kwargs))
+        places = [k for k, v in enumerate(values) if isinstance(v, Tensor) and is_batchedtensor(v)]
+        if not places or is_in_place(name_of(func), kwargs):
+            return None
+
+        def one(*slices: Tensor) -> Tensor:
+            given = list(values)
+            for k, v in zip(places, slices, strict=True):
+                given[k] = v
+            args, kwargs = tree_unflatten(given, spec)
+            found: Tensor = func(*args, **kwargs)
+            return found
+
+        with suppress(Exception):
+            each = [values[k] for k in places]
+            return self.call_batched(torch.func.vmap(one, randomness="different"), each)
+        return None
+
+    def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result where it is not what vmap would give; NotImplemented where it is."""
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func in _ROW_BY_ROW and self._leaves:
+            if (found := self._loss(func, args, kwargs)) is not None:
+                return found
+        if func in FUNCTIONS:
+            try:
+                with self:
+                    found = FUNCTIONS[func](*args, **kwargs)
+            except Exception as error:
+                found = self._of_those_that_run(FUNCTIONS[func], args, kwargs)
+                if found is None:
+                    self._error = error
+                    raise
+            if found is not None:
+                return found
+        # asked for by gradient checkpointing; gradients are taken anyway
+        if func == _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
+            return None
+        if func == _REQUIRES_GRAD and is_batchedtensor(args[0]):
+            return get_unwrapped(args[0]).requires_grad  # then its hook is refused, not left out
+        if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
+            return args[0]
+        if func is Tensor.__repr__ and is_of_records(args[0]):
+            t = args[0]
+            return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
+        if func in _EMPTY:
+            own = self._own(func(*args, **kwargs))
+            self._track(own)
+            return own
+        if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
+            return _with_plain_attention(func, args, kwargs)
+        return NotImplemented
+
+    def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """A loss of one record, found with those of all others; None where that would not do."""
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
+        if len(args) != 2 or how not in ("mean", "sum") or not all(map(is_batchedtensor, args)):
+            return None
+        is_mapped = any(isinstance(value, Tensor) for value in options.values())  # or outside it
+        if is_mapped or not options.keys().isdisjoint(("size_average", "reduce")):
+            return None
+        if not is_row_by_row(func, args[0].shape, args[1].shape, options):
+            return None
+
+        def run(outputs: Tensor, labels: Tensor) -> Tensor:
+            found = losses_at_once(func, outputs, labels, options).reshape(len(outputs), -1)
+            if how == "mean" and of_labels:
+                counted = labels != options["ignore_index"]
+                return found.sum(1) / counted.flatten(1).sum(1)
+            return found.mean(1) if how == "mean" else found.sum(1)
+
+        with suppress(InnerTransform):
+            return self.call_batched(run, args)
+        return None
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        *rest: Any,
+        **kw: Any,
+    ) -> Tensor:
+        """Fused attention has no batching rule on every device: it runs on the whole batch where
+        each operand has one row of (heads, positions, width).
+        """
+        operands: list[Tensor] = [query, key, value]
+        if attn_mask is not None:
+            operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
+
+        def run(*tensors: Tensor) -> Tensor:
+            q, k, v, *mask = (t.squeeze(1) for t in tensors)
+            found = F.scaled_dot_product_attention(q, k, v, *(mask or (None,)), *rest, **kw)
+            return found.unsqueeze(1)
+
+        if self._leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
+            with suppress(InnerTransform):
+                return self.call_batched(run, operands)
+        args = (query, key, value, attn_mask, *rest)
+        return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
 class as_traced:
@@ -355,10 +500,42 @@ _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 # records, as may those of private names and of backward passes.
 _UNCHECKED = frozenset(
     "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm roll grid_sampler"
-    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve searchsorted".split()
+    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve searchsorted binary_cross_entropy"
+    " linalg_householder_product orgqr".split()
 )
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
-_OF_ALL_RECORDS = (torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve)
+_OF_ALL_RECORDS = (
+    *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
+    *(torch._euclidean_dist, torch._weight_norm_interface),
+)
+# The least dimensions of a record's arguments: of fewer vmap makes a table of all records.
+_DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
+_DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
+
+
+# Functions of which arguments, or the result, are looked at.
+_LOOKED_AT = frozenset(
+    (
+        *(_RESIZES | _INDEX_FILLS | _EMPTY | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS),
+        *(
+            *_OF_ALL_RECORDS,
+            *_DIMENSIONS,
+            _REQUIRES_GRAD,
+            _REQUIRE_GRAD,
+            Tensor.requires_grad_,
+            Tensor.__repr__,
+        ),
+        *(torch.segment_reduce, F.scaled_dot_product_attention, F.multi_head_attention_forward),
+    )
+)
+
+
+@functools.lru_cache(4096)
+def _is_harmless(func: Any) -> bool:
+    """Whether a function is torch's, of Python or C++, and keeps records apart as vmap runs it,
+    whatever it is given.
+    """
+    return func not in _LOOKED_AT and is_torchs(func)
 
 
 class RecordsApart(TorchFunctionMode):
@@ -368,163 +545,14 @@ class RecordsApart(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _require_nothing_hidden(func, args, kwargs)
+        if not _is_harmless(func) or "generator" in kwargs:
+            _require_nothing_hidden(func, args, kwargs)
         if func in FUNCTIONS:
             with self:
                 found = FUNCTIONS[func](*args, **kwargs)
             if found is not None:
                 return found
         return func(*args, **kwargs)
-
-
-class _OfOneRecord(TorchFunctionMode):
-    """What torch functions do inside the map where vmap by itself would be slow, or unsafe."""
-
-    def __init__(self, record_map: RecordMap) -> None:
-        super().__init__()
-        self._map = record_map
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _len_torch_dispatch_stack() > 0:
-            raise CannotBeMapped(
-                "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
-                " at once: leave it out"
-            )
-        outside = _outside(func, (*args, *kwargs.values()))
-        _require_public(outside)
-        if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
-            func = F.grouped_mm  # for which it stands while torch traces
-        _require_nothing_hidden(func, args, kwargs)
-        found = self._special(func, args, kwargs)
-        if found is not NotImplemented:
-            return found
-        try:
-            result = func(*args, **kwargs)
-        except Exception as error:
-            result = self._of_those_that_run(func, args, kwargs)
-            if result is None:
-                self._map.error = error
-                raise
-        # of attributes it is seen where they are used
-        if outside and type(func) is not MethodWrapperType and torch.is_grad_enabled():
-            # its gradient would be neither clipped nor noisy
-            trained = [t for t in outside if t.requires_grad]
-            if trained and isinstance(result, (Tensor, tuple, list)):
-                raise OutsideTensor(getattr(func, "__name__", str(func)), trained[0])
-        self._map.track(result)
-        return result
-
-    def _of_those_that_run(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """The function where it fails on some records, as at an index that one of them holds. The
-        program goes on once for all: what it counts does not tell who failed.
-        """
-        values, spec = tree_flatten((args, kwargs))
-        places = [k for k, v in enumerate(values) if isinstance(v, Tensor) and is_batchedtensor(v)]
-        if not places or is_in_place(name_of(func), kwargs):
-            return None
-
-        def one(*slices: Tensor) -> Tensor:
-            given = list(values)
-            for k, v in zip(places, slices, strict=True):
-                given[k] = v
-            args, kwargs = tree_unflatten(given, spec)
-            found: Tensor = func(*args, **kwargs)
-            return found
-
-        def run(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-            return [torch.func.vmap(one, randomness="different")(*rows)]
-
-        with suppress(Exception):
-            each = [values[k] for k in places]
-            return self._map.call_batched(lambda *rows: of_those_that_run(run, rows)[0], each)
-        return None
-
-    def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result where it is not what vmap would give; NotImplemented where it is."""
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        if func in _ROW_BY_ROW and self._map.leaves:
-            if (found := self._loss(func, args, kwargs)) is not None:
-                return found
-        if func in FUNCTIONS:
-            try:
-                with self:
-                    found = FUNCTIONS[func](*args, **kwargs)
-            except Exception as error:
-                found = self._of_those_that_run(FUNCTIONS[func], args, kwargs)
-                if found is None:
-                    self._map.error = error
-                    raise
-            if found is not None:
-                return found
-        # asked for by gradient checkpointing; gradients are taken anyway
-        if func == _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
-            return None
-        if func == _REQUIRES_GRAD and is_batchedtensor(args[0]):
-            return get_unwrapped(args[0]).requires_grad  # then its hook is refused, not left out
-        if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
-            return args[0]
-        if func is Tensor.__repr__ and is_of_records(args[0]):
-            t = args[0]
-            return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
-        if func in _EMPTY:
-            own = self._map.own(func(*args, **kwargs))
-            self._map.track(own)
-            return own
-        if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
-            return _with_plain_attention(func, args, kwargs)
-        return NotImplemented
-
-    def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """A loss of one record, found with those of all others; None where that would not do."""
-        options = {name: value for name, value in kwargs.items() if value is not None}
-        how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
-        if len(args) != 2 or how not in ("mean", "sum") or not all(map(is_batchedtensor, args)):
-            return None
-        is_mapped = any(isinstance(value, Tensor) for value in options.values())  # or outside it
-        if is_mapped or not options.keys().isdisjoint(("size_average", "reduce")):
-            return None
-        if not is_row_by_row(func, args[0].shape, args[1].shape, options):
-            return None
-
-        def run(outputs: Tensor, labels: Tensor) -> Tensor:
-            found = losses_at_once(func, outputs, labels, options).reshape(len(outputs), -1)
-            if how == "mean" and of_labels:
-                counted = labels != options["ignore_index"]
-                return found.sum(1) / counted.flatten(1).sum(1)
-            return found.mean(1) if how == "mean" else found.sum(1)
-
-        with suppress(InnerTransform):
-            return self._map.call_batched(run, args)
-        return None
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        *rest: Any,
-        **kw: Any,
-    ) -> Tensor:
-        """Fused attention has no batching rule on every device: it runs on the whole batch where
-        each operand has one row of (heads, positions, width).
-        """
-        operands: list[Tensor] = [query, key, value]
-        if attn_mask is not None:
-            operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
-
-        def run(*tensors: Tensor) -> Tensor:
-            q, k, v, *mask = (t.squeeze(1) for t in tensors)
-            found = F.scaled_dot_product_attention(q, k, v, *(mask or (None,)), *rest, **kw)
-            return found.unsqueeze(1)
-
-        if self._map.leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
-            with suppress(InnerTransform):
-                return self._map.call_batched(run, operands)
-        args = (query, key, value, attn_mask, *rest)
-        return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
 def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
@@ -562,8 +590,8 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
                 f"operator {name} may look beyond a record: write the function of"
                 " torch.nn.functional for which it stands"
             )
-    searched = [*args, kwargs.get("sorted_sequence")] if func is torch.searchsorted else ()
-    if func in _OF_ALL_RECORDS or (searched and not searched[0].dim()):
+    table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
+    if func in _OF_ALL_RECORDS or (func in _DIMENSIONS and table.dim() < _DIMENSIONS[func]):
         raise CannotBeMapped(
             f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss,"
             " torch.linalg.solve or a < b instead"
