@@ -267,7 +267,7 @@ def test_a_file_that_cannot_grow_is_an_error_and_no_release(path, monkeypatch):
         connection.execute(f"PRAGMA max_page_count = {pages}")
         return connection
 
-    with monkeypatch.context() as patch, pytest.raises(LedgerError, match="disk is full"):
+    with monkeypatch.context() as patch, pytest.raises(LedgerError, match="cannot grow"):
         patch.setattr(ledger.Ledger, "_connect", limited)
         pages = 1  # SQLite takes as few as there are
         for k in range(1000):
