@@ -97,7 +97,10 @@ RUNS = {
     "a sensitivity_scale": (partial(train, factory=SCALED), {}),
     "fixed sizes": (partial(train, rate=0.2, sampling="fixed_size"), INDEPENDENT),
     "users": (partial(train, user_ids=range(140)), {"accountant": charged(unit="user")}),
-    "no model": (without_a_model, {"canaries": 100 * ODD}),
+    "no model": (
+        without_a_model,
+        {"canaries": [(torch.zeros(6), torch.tensor(1)) for _ in range(100)]},
+    ),
 }
 
 

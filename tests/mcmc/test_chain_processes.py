@@ -245,7 +245,7 @@ def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(accountant):
         return [len(chain["mean"]) for chain in kernel.get_samples(group_by_chain=True)]
 
     draws = in_child(work)
-    assert len(draws) == 2 and max(draws) >= 15  # the other may hardly have begun
+    assert 1 <= len(draws) <= 2 and max(draws) >= 15  # the other may not have begun
     assert 5 <= counts(accountant)[200.0] - sum(draws) <= 2 * 5 + 2
     assert 0 < accountant.get_epsilon() < 8
 

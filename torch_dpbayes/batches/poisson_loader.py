@@ -119,7 +119,8 @@ class PoissonLoader(DPDataLoader):
         self.recordwise = RecordwiseCollate(users_collate(data_loader))
         record = dataset[0]
         collate_fn: Any = CollateWithEmpty(self.recordwise, record)
-        require_own_memory(dataset, record, self.recordwise)
+        if not BatchedDataset.fits(dataset):
+            require_own_memory(dataset, record, self.recordwise)
         sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
         settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _TAKEN_OVER}
         settings["batch_sampler"] = sampler
