@@ -30,8 +30,7 @@ follow from the seed.
 label noise, none of them in the table; "1 unless .3 is ahead by 5 %" in the geometric mean of the
 classifiers' NLL. ``linear`` is a noise-aware posterior of a linear classifier of the same inputs,
 with nothing to tune: prior N(0, 1), rows longer than ``LENGTHS`` shortened; of images also on 500
-random tanh features. ``rates`` is ours at
-half and twice the lr; ``plane`` the NLL over lr and T.
+random tanh features. ``rates`` is ours at half and twice the lr; ``plane`` the NLL over lr and T.
 """
 
 from __future__ import annotations
