@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from .hamiltonian import States, trajectory
@@ -40,6 +41,7 @@ _ACCEPTANCE = 0.8  # that the step size is adapted to in the warm-up (Beskos et 
 _GRID = 200
 # so many have chains: of two, of which noise hides one, the Gaussian tells thrice too much
 _FEW_COLUMNS = 50
+_MOVES, _EACH = 4, 4  # of the centers of larger ones, by the mean of so many draws
 
 
 def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
@@ -85,23 +87,59 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 
 
 def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """The same; by the Gaussian of L at its mode where matrices are too large for a chain. The
+    """The same, where matrices are too large for a chain: L is Gaussian, with its spread from EM,
+    and its center is moved until matrices have the mean of many columns (:func:`_expected`). The
     trace, a sum that noise hides least, is then drawn given the release.
     """
-    size = len(released)
+    size, noise = len(released), noise_std**2
     if size <= _FEW_COLUMNS:
         return gram_draws(released, noise_std, count)
     values, vectors = torch.linalg.eigh(released)
-    logs, _, _, variances = _by_em(values, noise_std**2)
-    trace, trace_std = float(values.sum()), noise_std * math.sqrt(size)
-    result = []
-    for _ in range(count):
-        white = torch.randn(size, size, dtype=torch.float64)
-        own, basis = torch.linalg.eigh(torch.diag(logs) + (white + white.T) / 2 * variances.sqrt())
-        found = max(trace + trace_std * float(torch.randn(())), trace_std / 10)
-        basis = vectors @ basis
-        result.append((basis * (own.softmax(0) * found)) @ basis.T)
-    return torch.stack(result)
+    square, means = _by_em(values, noise)[2], _expected(values, noise_std)
+    logs = means.log()
+
+    def drawn(number: int) -> tuple[Tensor, Tensor]:
+        variances = 1 / (1 / square + _derivative(logs).square() / noise)
+        white = torch.randn(number, size, size, dtype=torch.float64)
+        moved = torch.diag(logs) + (white + white.mT) / 2 * variances.sqrt()
+        pairs = (torch.linalg.eigh(matrix) for matrix in moved)
+        found = torch.stack([(basis * own.exp()) @ basis.T for own, basis in pairs])
+        return found, variances.diagonal()
+
+    for _ in range(_MOVES):
+        logs = logs + (means / drawn(_EACH)[0].mean(0).diagonal()).log()
+    result, free = drawn(count)
+    free = free / free.max()
+    traces = values.sum() + noise_std * math.sqrt(size) * torch.randn(count, dtype=torch.float64)
+    for _ in range(_MOVES):  # what the release leaves free meets the trace
+        diagonals = result.diagonal(dim1=1, dim2=2)
+        missing = (traces - diagonals.sum(1)) / (2 * diagonals @ free)
+        scale = 1 + missing.clamp_min(-0.5)[:, None] * free
+        result = scale[:, :, None] * result * scale[:, None]
+    return vectors @ result @ vectors.T
+
+
+def _expected(values: Tensor, noise_std: float) -> Tensor:
+    """The diagonal of E[G | Y] in the eigenvectors of Y, for a rotation-invariant prior and many
+    columns: y - v² Σ 1/(y - y') over the other eigenvalues (Bun, Allez, Bouchaud and Potters 2016,
+    "Rotational invariant estimator for general noisy matrices", with additive Gaussian noise).
+
+    The sum is smoothed, by a line through eigenvalues a few v apart, and does not fall. What cannot
+    be told from zero is taken for the mean of such.
+    """
+    gaps, noise = values[:, None] - values, noise_std**2
+    rough = values - noise * (gaps / (gaps.square() + noise / 32)).sum(1)
+    kernel = torch.exp(-(gaps / (3 * noise_std)).square() / 2)
+    weight = kernel.sum(1)
+    middle, height = kernel @ values / weight, kernel @ rough / weight
+    spread = kernel @ values.square() / weight - middle.square()
+    slope = kernel @ (values * rough) / weight - middle * height
+    slope = (slope + noise / weight) / (spread + noise / weight)
+    line = isotonic_regression((height + slope * (values - middle)).numpy()).x
+    found = torch.from_numpy(line)
+    low = found[found < noise_std]
+    least = noise_std / (4 * math.sqrt(len(values)))
+    return found.clamp_min(max(least, float(low.mean()) if len(low) else 0.0))
 
 
 def _by_em(values: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
