@@ -43,6 +43,9 @@ _CPU_WORDS = slice(24, 24 + 8 * 624)
 # without the seed as given, of which the stream uses 32 bits only, and a normal number kept back
 _CPU_PLACE = slice(8, _CPU_WORDS.stop)
 _ENTROPY_BYTES = 8 + 4 * 624
+# whose global random numbers they are: a device's of torch, Python's or NumPy's
+_Kind = torch.device | str
+OF_RECORDS = ("python", "numpy")  # beside torch's, from which data sets draw
 
 
 def stream_position(generator: torch.Generator) -> bytes:
@@ -91,12 +94,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class PrivateRandomness:
-    """Torch's global random numbers come from a stream of their own while a block runs.
+    """Torch's global random numbers come from a stream of their own while a block runs, and where
+    records are read Python's and NumPy's, too.
 
-    A mask of dropout is drawn for a place in the batch, and one record more moves the others to
-    other places. What the masks are must therefore be as unknown as noise, though the seed of
-    torch is 0 or 42 in many programs. The stream of the program goes on afterwards as if nothing
-    had been drawn. (A block that seeds torch itself has the numbers of that seed.)
+    A mask of dropout, or an augmentation, is drawn for a place in the batch, and one record more
+    moves the others to other places. What they are must therefore be as unknown as noise, though
+    the seed of torch is 0 or 42 in many programs. The stream of the program goes on afterwards as
+    if nothing had been drawn. (A block that seeds torch itself has the numbers of that seed.)
 
     Args:
         generator: the caller's, for runs that can be repeated. The numbers come from a hash of its
@@ -107,7 +111,7 @@ class PrivateRandomness:
 
     def __init__(self, generator: torch.Generator | None = None, rank: int = 0) -> None:
         self._generator, self._rank = generator, rank
-        self._streams: dict[torch.device, Tensor] = {}
+        self._streams: dict[_Kind, Any] = {}
         self._process = this_process()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,15 +119,16 @@ class PrivateRandomness:
         return PrivateRandomness, ()
 
     @contextmanager
-    def __call__(
-        self, devices: Iterable[torch.device], hides: Iterable[Tensor] = ()
-    ) -> Iterator[None]:
+    def __call__(self, devices: Iterable[_Kind], hides: Iterable[Tensor] = ()) -> Iterator[None]:
         """Of the processor and of the devices; ``hides`` is what the block computes with."""
         with _lock_of_process():
             if _private_now:  # one block inside another
                 yield
                 return
-            kinds = {_CPU, *(d for d in devices if d.type not in ("cpu", "meta"))}
+            kinds: set[_Kind] = {_CPU}
+            for d in devices:
+                if isinstance(d, str) or d.type not in ("cpu", "meta"):
+                    kinds.add(d)
             self._begin(kinds, hides)
             before = {}
             for kind in kinds:
@@ -146,14 +151,14 @@ class PrivateRandomness:
                 for kind, state in before.items():
                     _set_global_state(kind, state)
 
-    def _begin(self, kinds: set[torch.device], hides: Iterable[Tensor]) -> None:
+    def _begin(self, kinds: set[_Kind], hides: Iterable[Tensor]) -> None:
         """Have a stream for each device: of a caller's generator a new one for every block."""
         if self._generator is not None or this_process() != self._process:
             self._streams, self._process = {}, this_process()
         new = kinds - self._streams.keys()
         if self._generator is None:
             for kind in new:
-                self._streams[kind] = fresh_generator(kind).get_state()
+                self._streams[kind] = _stream_from(os.urandom(_ENTROPY_BYTES), kind)
             return
         position = stream_position(self._generator)
         number = _blocks_at[position] = _blocks_at.get(position, 0) + 1
@@ -161,8 +166,7 @@ class PrivateRandomness:
             key = hashlib.shake_256(f"model {self._rank} {number} {kind}".encode() + position)
             for part in hides:
                 key.update(digest([part], 64))
-            own = _generator_from(key.digest(_ENTROPY_BYTES), kind)
-            self._streams[kind] = own.get_state()
+            self._streams[kind] = _stream_from(key.digest(_ENTROPY_BYTES), kind)
 
 
 # Torch's global streams are one for all threads; a lock of the parent's may be held for ever.
@@ -180,20 +184,38 @@ def _lock_of_process() -> Any:
     return lock
 
 
-def _global_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
+def _stream_from(entropy: bytes, kind: _Kind) -> Any:
+    if kind == "python":
+        return random.Random(entropy[:32]).getstate()
+    if kind == "numpy":
+        return "MT19937", np.frombuffer(entropy[8:], np.uint32), 624  # all of them used up
+    return _generator_from(entropy, kind).get_state()
+
+
+def _global_state(kind: _Kind) -> Any:
+    if isinstance(kind, str):
+        return random.getstate() if kind == "python" else np.random.get_state()
+    if kind.type == "cpu":
         return torch.default_generator.get_state()
-    of = () if device.type == "mps" else (device,)
-    state: Tensor = torch.get_device_module(device).get_rng_state(*of)
-    return state
+    of = () if kind.type == "mps" else (kind,)
+    return torch.get_device_module(kind).get_rng_state(*of)
 
 
-def _set_global_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
+def _set_global_state(kind: _Kind, state: Any) -> None:
+    if isinstance(kind, str):
+        random.setstate(state) if kind == "python" else np.random.set_state(state)
+    elif kind.type == "cpu":
         torch.default_generator.set_state(state)
     else:
-        of = () if device.type == "mps" else (device,)
-        torch.get_device_module(device).set_rng_state(state, *of)
+        of = () if kind.type == "mps" else (kind,)
+        torch.get_device_module(kind).set_rng_state(state, *of)
+
+
+def seed_worker(seed: int) -> None:
+    """Begin the global random numbers of a loader's worker, of whose seed torch uses 32 bits."""
+    for kind in (_CPU, *OF_RECORDS):
+        key = hashlib.shake_256(f"worker {seed} {kind}".encode())
+        _set_global_state(kind, _stream_from(key.digest(_ENTROPY_BYTES), kind))
 
 
 class GaussianNoise:

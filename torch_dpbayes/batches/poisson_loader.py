@@ -4,7 +4,8 @@ record alone, and refused if that gives something else than the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -14,13 +15,13 @@ import torch
 from opacus.data_loader import DPDataLoader
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..distributed import Ranks
 from ..errors import ArgumentError, StateError
-from ..noise import seeded
+from ..noise import OF_RECORDS, PrivateRandomness, seed_worker, seeded
 from ..per_sample.derived import Derived, as_plain
 from ..per_sample.nested import leaves_in, map_tensors, nesting_of, tensors_in
 from ..processes import this_process
@@ -60,13 +61,42 @@ class _DeliveringCollate:
     BatchMemoryManager takes. All else is delivered by the loader, or is an ordinary batch.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], sampler: PoissonSampler) -> None:
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        sampler: PoissonSampler,
+        private_numbers: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.wrapped_collator_fn, self._sampler = collate_fn, sampler
+        self._private_numbers, self._reading = private_numbers, ExitStack()
+        sampler.before_part = self._begin
+
+    def _begin(self) -> None:
+        """The records of a part are read next."""
+        self._reading.close()  # of a part whose records could not be read
+        self._reading.enter_context(self._private_numbers())
 
     def __call__(self, records: list[Any]) -> Any:
         is_part = self._sampler.takes_part(len(records))
-        batch, deliver = self.wrapped_collator_fn(records), self._sampler.delivery
+        try:
+            batch, deliver = self.wrapped_collator_fn(records), self._sampler.delivery
+        finally:
+            self._reading.close()
         return deliver(batch, len(records)) if is_part and deliver is not None else batch
+
+
+class _WorkerInit:
+    """A worker's own random numbers, then what the user has it do."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        seed_worker(info.seed)
+        if self.then is not None:
+            self.then(worker_id)
 
 
 def _refuse(_: PoissonLoader, value: Any) -> None:
@@ -126,14 +156,22 @@ class PoissonLoader(DPDataLoader):
         settings["batch_sampler"] = sampler
         self._aside: PoissonLoader | None = None
         self._batched: DataLoader[Any] | None = None  # the same batches, read at once
+        then = getattr(data_loader.worker_init_fn, "then", data_loader.worker_init_fn)
         # not with worker_init_fn, which may look for the user's data set
-        is_at_once = settings["worker_init_fn"] is None and self.recordwise.is_torchs
+        is_at_once = then is None and self.recordwise.is_torchs and BatchedDataset.fits(dataset)
         is_alone = reads_whole_batches(dataset)
-        if is_alone or (is_at_once and BatchedDataset.fits(dataset)):
+        # torch's own code, which reads at once, draws nothing
+        self._private_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
+        if not is_at_once:
+            devices = {t.device for t in tensors_in(collate_fn([record]))}
+            self._private_numbers = partial(_private_numbers, sampler, devices)
+        if data_loader.num_workers > 0:
+            settings["worker_init_fn"] = then if is_at_once else _WorkerInit(then)
+        if is_alone or is_at_once:
             batched = BatchedDataset(dataset, collate_fn)
             self._batched = DataLoader(batched, collate_fn=unchanged, **settings)
         if data_loader.num_workers == 0 and not is_alone:
-            collate_fn = _DeliveringCollate(collate_fn, sampler)
+            collate_fn = _DeliveringCollate(collate_fn, sampler, self._private_numbers)
         # num_workers is read-only here, and torch's __init__ would set it
         self.__setstate__(vars(DataLoader(dataset, collate_fn=collate_fn, **settings)))
 
@@ -171,7 +209,7 @@ class PoissonLoader(DPDataLoader):
         return self._aside
 
     @staticmethod
-    def every_record(loader: DataLoader[Any]) -> DataLoader[Any]:
+    def every_record(loader: DataLoader[Any]) -> Iterable[Any]:
         """All records of a loader once each, in the data set's order, collated each alone."""
         dataset: Any = getattr(loader, "dataset", None)
         if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
@@ -184,7 +222,7 @@ class PoissonLoader(DPDataLoader):
         collate: Any = RecordwiseCollate(users_collate(loader))
         if reads_whole_batches(dataset):
             dataset, collate = BatchedDataset(dataset, collate), unchanged
-        return DataLoader(dataset, batch_size=_ROWS, collate_fn=collate)
+        return _EveryRecord(dataset, batch_size=_ROWS, collate_fn=collate)
 
     def num_charges(self, epochs: int) -> int:
         """How often the accountant is charged for so many passes."""
@@ -194,7 +232,7 @@ class PoissonLoader(DPDataLoader):
         sampler, this, process = self.sampler_of_draws, 0, this_process()
         if self.num_workers > 0:  # torch closes pipes twice of workers whose sampler raises
             sampler.look_at_data()
-        for batch in super().__iter__() if self._batched is None else self._batched:
+        for batch in self._read():
             if self.num_workers > 0 and this_process() != process:
                 raise StateError(
                     "this pass over the private loader began in another process, whose workers'"
@@ -207,6 +245,42 @@ class PoissonLoader(DPDataLoader):
             if sampler.delivery is not None:
                 batch = sampler.delivery(batch, sampler.part_size)
             yield batch
+
+    def _read(self) -> Iterator[Any]:
+        with self._private_numbers():  # of which workers get their seeds
+            batches = super().__iter__() if self._batched is None else iter(self._batched)
+        if self.num_workers > 0:
+            return batches
+        left = self.sampler_of_draws.left_in_pass()
+        return _drawing_privately(batches, left, self._private_numbers)
+
+
+def _private_numbers(
+    sampler: PoissonSampler, devices: Iterable[torch.device]
+) -> AbstractContextManager[None]:
+    """In which records are read. Augmentations are drawn one after another, so one record more
+    changes those of the others, for whoever knows the program's seeds.
+    """
+    rank = 0 if sampler.ranks is None else sampler.ranks.rank
+    return PrivateRandomness(sampler.generator, rank)((*devices, *OF_RECORDS))
+
+
+def _drawing_privately(
+    batches: Iterator[Any], count: int, private_numbers: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Any]:
+    for _ in range(count):
+        with private_numbers():
+            batch = next(batches)
+        yield batch
+
+
+class _EveryRecord(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return _drawing_privately(super().__iter__(), len(self), self._private_numbers)
+
+    @staticmethod
+    def _private_numbers() -> AbstractContextManager[None]:
+        return PrivateRandomness()(OF_RECORDS)
 
 
 # -- collate functions ----------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._is_sparse = sample_rate < _DENSE_RATE and count > 0
         self._subset = (SparseSubset if self._is_sparse else DenseSubset)(count, sample_rate)
         self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier ones
+        self.before_part: Callable[[], None] = lambda: None  # of a draw, before it is read
         # makes batches whose operations run for each record alone; None: ordinary tensors
         self.delivery: Callable[[Any, int], Any] | None = None
         self._dataset: Any = None  # whose positions are drawn
@@ -215,7 +216,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._begin()
         self.passes += 1
         this = self.passes
-        for _ in range(self._left_in_pass()):
+        for _ in range(self.left_in_pass()):
             self.require_latest(this)
             self._enter_process()
             if self._handed == len(self._draws):
@@ -223,7 +224,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             self._handed += 1
             yield self._draws[self._handed - 1].records.tolist()
 
-    def _left_in_pass(self) -> int:
+    def left_in_pass(self) -> int:
         """How many draws a pass that begins now hands out."""
         return self._steps
 
@@ -305,6 +306,8 @@ class PoissonSampler(UniformWithReplacementSampler):
             self._delivered += 1
             self.draw += 1
         self._is_ready, self._is_last, self._is_part_due = True, is_last, is_part
+        if is_part:
+            self.before_part()
 
     def use(self) -> bool:
         """The optimizer steps on the batch delivered last; returns whether it completes its

@@ -95,7 +95,7 @@ class RandomAllocationSampler(PoissonSampler):
         self._charged_noise: float | None = None  # the noise multiplier that the pass is charged at
         self._is_begun = False  # a release of the next draw was charged, and may have been made
 
-    def _left_in_pass(self) -> int:
+    def left_in_pass(self) -> int:
         return self.steps - self._released
 
     def _why_in_order(self) -> str:
