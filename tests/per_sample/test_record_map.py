@@ -402,6 +402,31 @@ def test_a_setting_of_a_layer_takes_no_values_of_earlier_records(mode, code):
     refused(lambda: net(*next(batches)), code)
 
 
+OF_SHARES = {
+    "bernoulli": torch.bernoulli,
+    "poisson": torch.poisson,
+    "normal": lambda x: torch.normal(x, x),
+    "cholesky": lambda x: torch.linalg.cholesky(x[..., None] * torch.eye(6)).sum(-1),
+    "cross entropy": lambda x: F.binary_cross_entropy(x, x, reduction="none"),
+    "checked distribution": lambda x: torch.distributions.Normal(x, x, True).log_prob(x),
+}
+
+
+@MODES
+@pytest.mark.parametrize("name", OF_SHARES)
+def test_a_function_may_fail_on_values_that_no_record_has(name, mode):
+    """As on those of synthetic records."""
+    net = Of(lambda net, x: net.last(OF_SHARES[name](x)), last=head())
+    x, y = torch.rand(8, 6).clamp(min=0.1), torch.randint(3, (8,))
+    net, optimizer, loader = private(net, x, y, grad_sample_mode=mode)
+    before = [p.detach().clone() for p in net.parameters()]
+    for batch in loader:
+        entropy(net, *batch).backward()
+        optimizer.step()
+    moved = torch.cat([(p - b).flatten() for p, b in zip(net.parameters(), before, strict=True)])
+    assert 0.01 < float(moved.detach().norm()) < 0.51  # lr and clip norm are 1 and .5
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(
     ("name", "mode"),

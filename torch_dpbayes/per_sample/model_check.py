@@ -288,9 +288,12 @@ class _Comparison:
             source.discard(self.parameters)
 
     def _alone(self, inputs: tuple[Any, ...], weights: Sequence[Tensor]) -> _Run | None:
-        """One record, by ordinary autograd; None where two runs differ."""
+        """One record, by ordinary autograd; None where two runs differ, or one fails."""
         with self._by_itself(), torch.enable_grad(), _WithoutRandomness():
-            first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
+            try:
+                first, second = (Nested(output_of(self.module, inputs)).tensors for _ in range(2))
+            except (RuntimeError, ValueError, IndexError):  # on values that no record has
+                return None
             for a, b in zip(first, second, strict=True):
                 if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
                     return None
