@@ -1,7 +1,10 @@
 """Tuning at one price: what is run, what is charged, and what is refused."""
 
+import random
+import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from support.steps import train as train_on
@@ -64,6 +67,29 @@ def test_one_charge_for_the_best_of_private_trainings(number):
     epsilon = selection_epsilon(SCHEDULE, Repetitions(3.0), 1e-6)
     assert epsilon <= total.get_epsilon(1e-6) <= epsilon * (1 + 1e-9)
     assert "only the best run was seen" in total.summary()
+
+
+def test_nothing_tells_how_many_runs_there_were(number, caplog, recwarn):
+    """Nor is what the best run rests on left out."""
+    data = TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
+
+    def train(engine, lr):
+        options = {"optimizer": partial(dpb.optim.DPSGLD, lr=lr, temperature=0.0), "engine": engine}
+        options |= {"noise_multiplier": 1.0, "assume_independent_records": True}
+        made = private(nn.Linear(3, 2), data, 16, **options)
+        train_on(*made, steps=2)
+        warnings.warn(f"lr = {lr}", stacklevel=1)
+        return made[0], random.random() + np.random.rand()
+
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    number(3)
+    before, total = states(), accountant()
+    best_of_runs(train, [0.1, 0.2, 0.4], total)
+    assert states() == before
+    assert not caplog.records and not recwarn.list
+    assert "vouched for" in total.summary()
 
 
 def test_runs_over_users_are_charged_to_an_accountant_of_users(number):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +27,7 @@ from ..accounting.events import (
 )
 from ..accounting.selection import Repetitions, selection_event
 from ..errors import ArgumentError, StateError
+from ..noise import seeded
 from .privacy_engine import PrivacyEngine
 
 Candidate = TypeVar("Candidate")
@@ -80,10 +85,10 @@ def best_of_runs(
     **Privacy.** The best run is released, and charged as (epsilon, delta)-private by
     :func:`torch_dpbayes.accounting.selection.selection_epsilon`, whatever the number of candidates.
     How many runs there were must stay hidden: it is neither returned nor kept, but the time that
-    this call takes shows it to whoever watches. torch's global generators are afterwards what they
-    were, and each run begins with a seed of the operating system's; other generators that ``train``
-    draws from (Python's, NumPy's) would tell the number of runs. ``summary()`` states what it rests
-    on.
+    this call takes shows it to whoever watches. The global generators of torch, Python and NumPy
+    are afterwards what they were, and each run begins with a seed of the operating system's; log
+    lines of this library and warnings are left out. ``summary()`` states what the guarantee rests
+    on, and of the best run on what its records are kept apart.
     """
     choices = list(candidates)
     if not choices:
@@ -97,14 +102,15 @@ def best_of_runs(
     relation, unit = accountant.neighboring, accountant.unit
     source = random.SystemRandom()
     best: BestRun[Candidate, Result] | None = None
+    notes: tuple[str, ...] = ()
     seen: list[Any] = []
-    # torch's generators would tell afterwards how many runs there were
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    # generators would tell afterwards how many runs there were, and log lines meanwhile
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _silence():
         for _ in range(repetitions.draw()):
-            torch.manual_seed(source.randrange(2**63))
             candidate = source.choice(choices)
             own = _PlannedAccountant(planned, relation, unit)
-            result, score = train(PrivacyEngine(own), candidate)
+            with seeded(source.randrange(2**32)):
+                result, score = train(PrivacyEngine(own), candidate)
             if not len(own):
                 raise StateError(
                     "a run has to release something, by the engine that train() is given: nothing"
@@ -114,9 +120,28 @@ def best_of_runs(
             number = float(score)
             number = -math.inf if math.isnan(number) else number
             if best is None or number > best.score:
-                best = BestRun(candidate, result, number)
+                best, notes = BestRun(candidate, result, number), own.notes
     assert best is not None
+    for statement in notes:
+        accountant.note(statement)
     return best
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """No log lines of this library by this thread, and no warnings."""
+    log, thread = logging.getLogger("torch_dpbayes"), threading.get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_other)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.removeFilter(is_other)
 
 
 class _PlannedAccountant(PrivacyAccountant):
