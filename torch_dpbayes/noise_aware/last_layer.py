@@ -156,7 +156,7 @@ def posterior_of_large_layer(
     gram = (simulated.T @ simulated / count).double()
     values, basis = torch.linalg.eigh(gram)
     # the mean of so many draws is as uncertain as one of them in so many
-    unsure = math.sqrt((1 + 1 / _LAWS) * _LAWS / (_LAWS - 1))
+    unsure = math.sqrt(_LAWS / (_LAWS - 1))
     means, covariances = (torch.stack(found) for found in zip(*drawn, strict=True))
     means = pad(bound * means, constant, value=1.0)
     products = means[:, :, None] * means[:, None] + pad(bound**2 * covariances, 2 * constant)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 
 import torch
-from scipy.optimize import isotonic_regression
+from scipy.optimize import brentq
 from torch import Tensor
 
 from .hamiltonian import States, trajectory
@@ -41,7 +41,8 @@ _ACCEPTANCE = 0.8  # that the step size is adapted to in the warm-up (Beskos et 
 _GRID = 200
 # so many have chains: of two, of which noise hides one, the Gaussian tells thrice too much
 _FEW_COLUMNS = 50
-_MOVES, _EACH = 4, 4  # of the centers of larger ones, by the mean of so many draws
+# of the eigenvalues of larger ones: steps, simulations, and the steepest power law they start as
+_FITTING_STEPS, _SIMULATED, _STEEPEST = 10, 3, 4.0
 
 
 def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
@@ -87,59 +88,79 @@ def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 
 
 def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
-    """The same, where matrices are too large for a chain: L is Gaussian, with its spread from EM,
-    and its center is moved until matrices have the mean of many columns (:func:`_expected`). The
-    trace, a sum that noise hides least, is then drawn given the release.
+    """The same, where matrices are too large for a chain, with an exact mean.
+
+    Write G = O diag(c) Oᵀ with O uniform. In the eigenvectors of Y, G then has the law of
+    Uᵀ diag(c) U, with U the eigenvectors of diag(c) + E, given that this has the eigenvalues y of
+    Y. Many columns nearly fix c (:func:`_spectrum`), and simulated eigenvalues are near y. Of what
+    they miss, a direction takes the share that is not noise; the rest moves all directions alike,
+    so that the trace is right.
     """
-    size, noise = len(released), noise_std**2
+    size = len(released)
     if size <= _FEW_COLUMNS:
         return gram_draws(released, noise_std, count)
     values, vectors = torch.linalg.eigh(released)
-    square, means = _by_em(values, noise)[2], _expected(values, noise_std)
-    logs = means.log()
-
-    def drawn(number: int) -> tuple[Tensor, Tensor]:
-        variances = 1 / (1 / square + _derivative(logs).square() / noise)
-        white = torch.randn(number, size, size, dtype=torch.float64)
-        moved = torch.diag(logs) + (white + white.mT) / 2 * variances.sqrt()
-        pairs = (torch.linalg.eigh(matrix) for matrix in moved)
-        found = torch.stack([(basis * own.exp()) @ basis.T for own, basis in pairs])
-        return found, variances.diagonal()
-
-    for _ in range(_MOVES):
-        logs = logs + (means / drawn(_EACH)[0].mean(0).diagonal()).log()
-    result, free = drawn(count)
-    free = free / free.max()
-    traces = values.sum() + noise_std * math.sqrt(size) * torch.randn(count, dtype=torch.float64)
-    for _ in range(_MOVES):  # what the release leaves free meets the trace
-        diagonals = result.diagonal(dim1=1, dim2=2)
-        missing = (traces - diagonals.sum(1)) / (2 * diagonals @ free)
-        scale = 1 + missing.clamp_min(-0.5)[:, None] * free
-        result = scale[:, :, None] * result * scale[:, None]
+    own = _spectrum(values, noise_std)
+    noisy = torch.diag(own) + noise_std * _symmetric_noise(count, size)
+    found, bases = (
+        torch.stack(parts) for parts in zip(*map(torch.linalg.eigh, noisy), strict=True)
+    )
+    bases = bases * torch.randn(count, 1, size, dtype=torch.float64).sign()
+    result = bases.mT @ (own[:, None] * bases)
+    diagonals = result.diagonal(dim1=1, dim2=2)
+    spread = (result.square().sum(1) - diagonals.square()).mean(0)
+    # Cov(G | Y) is v² times the derivative of E[G | Y] (Tweedie's formula)
+    share = (2 * spread / (noise_std**2 * (size - 1))).clamp_max(1.0)
+    apart, rest = values - found, 1 - share
+    common = (apart @ rest / rest.sum().clamp_min(1e-9))[:, None]
+    moved = (share * apart + rest * common) / diagonals
+    scale = (1 + moved).clamp_min(0.25).sqrt()
+    result = scale[:, :, None] * result * scale[:, None]
+    middle = result.mean(0)
+    result = result + (torch.diag(middle.diagonal()) - middle)
     return vectors @ result @ vectors.T
 
 
-def _expected(values: Tensor, noise_std: float) -> Tensor:
-    """The diagonal of E[G | Y] in the eigenvectors of Y, for a rotation-invariant prior and many
-    columns: y - v² Σ 1/(y - y') over the other eigenvalues (Bun, Allez, Bouchaud and Potters 2016,
-    "Rotational invariant estimator for general noisy matrices", with additive Gaussian noise).
+def _spectrum(values: Tensor, noise_std: float) -> Tensor:
+    """Eigenvalues c of G, such that those of diag(c) + E are the values of Y on average.
 
-    The sum is smoothed, by a line through eigenvalues a few v apart, and does not fall. What cannot
-    be told from zero is taken for the mean of such.
+    They start as a power law with the trace of G and of G², and are moved by what is missing,
+    smoothed by lines through eigenvalues a few v apart. Where noise hides their spread they stay
+    near the power law.
     """
-    gaps, noise = values[:, None] - values, noise_std**2
-    rough = values - noise * (gaps / (gaps.square() + noise / 32)).sum(1)
-    kernel = torch.exp(-(gaps / (3 * noise_std)).square() / 2)
+    size, noise = len(values), noise_std**2
+    ranks = torch.arange(size, 0, -1, dtype=torch.float64)
+    trace = max(float(values.sum()), noise_std * math.sqrt(size))
+    squares = float(values.square().sum()) - noise * size * (size + 1) / 2
+
+    def law(power: float) -> Tensor:
+        return trace * ranks**-power / (ranks**-power).sum()
+
+    def excess(power: float) -> float:
+        return float(law(power).square().sum()) - squares
+
+    low, high = 0.0, _STEEPEST
+    own = law(
+        brentq(excess, low, high) if excess(low) < 0 < excess(high) else high * (excess(low) < 0)
+    )
+    kernel = torch.exp(-((values[:, None] - values) / (3 * noise_std)).square() / 2)
     weight = kernel.sum(1)
-    middle, height = kernel @ values / weight, kernel @ rough / weight
+    middle = kernel @ values / weight
     spread = kernel @ values.square() / weight - middle.square()
-    slope = kernel @ (values * rough) / weight - middle * height
-    slope = (slope + noise / weight) / (spread + noise / weight)
-    line = isotonic_regression((height + slope * (values - middle)).numpy()).x
-    found = torch.from_numpy(line)
-    low = found[found < noise_std]
-    least = noise_std / (4 * math.sqrt(len(values)))
-    return found.clamp_min(max(least, float(low.mean()) if len(low) else 0.0))
+    errors = noise_std * _symmetric_noise(_SIMULATED, size)
+    for _ in range(_FITTING_STEPS):
+        missing = values - torch.linalg.eigvalsh(torch.diag(own) + errors).mean(0)
+        height = kernel @ missing / weight
+        slope = (kernel @ (values * missing) / weight - middle * height) / (spread + noise / weight)
+        moved = (height + slope * (values - middle)) / own
+        own = (own * moved.clamp(-0.5, 0.5).exp()).sort().values
+    return own
+
+
+def _symmetric_noise(count: int, size: int) -> Tensor:
+    """E ``[count, d, d]`` in units of v."""
+    white = torch.randn(count, size, size, dtype=torch.float64)
+    return (white + white.mT) / 2
 
 
 def _by_em(values: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
