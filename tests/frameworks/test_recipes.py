@@ -35,6 +35,7 @@ def test_the_recipe_runs(place, accelerator, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     data = TensorDataset(torch.randn(64, 4), torch.randint(3, (64,)))
+    records, samples = sentences(), dpb.PosteriorSamples("categorical")
     names = {
         "dpb": dpb,
         "F": F,
@@ -42,11 +43,14 @@ def test_the_recipe_runs(place, accelerator, tmp_path, monkeypatch):
         "DataLoader": DataLoader,
         "Accelerator": type(accelerator),
         "Trainer": transformers.Trainer,
+        "TrainerCallback": transformers.TrainerCallback,
         "TrainingArguments": transformers.TrainingArguments,
+        "samples": samples,
+        "batch": records[:5],
         "engine": dpb.PrivacyEngine(),
         "net": classifier() if place == 2 else nn.Linear(4, 3),
         "loader": DataLoader(data, batch_size=16),
-        "dataset": sentences(),
+        "dataset": records,
     }
     code = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[place]
     for large, small in (("=20", "=2"), ("batch_size=64", "batch_size=16")):
@@ -54,6 +58,7 @@ def test_the_recipe_runs(place, accelerator, tmp_path, monkeypatch):
     exec(code, names)
     epochs = (2, 1, 3)[place]
     assert len(names["engine"].accountant) == epochs * len(names["loader"])
+    assert len(samples) == (1, 0, 2)[place]  # the second half
 
 
 @pytest.mark.parametrize("mode", [None, "hooks"])

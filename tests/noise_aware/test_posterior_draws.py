@@ -92,14 +92,15 @@ def test_what_no_record_reads_has_its_prior():
 def test_draws_are_relied_on_where_weights_have_no_heavy_tail():
     equal = torch.full((400,), 1 / 400).double()
     uneven = torch.cat([torch.full((40,), 0.02), torch.full((360,), 0.2 / 360)]).double()
-    for weights, k, worth, is_reliable in (
-        (equal, 0.0, 400.0, True),
-        (equal, 2.0, 400.0, True),  # a tail without weight
-        (uneven, 0.5, 200.0, True),
-        (uneven, 0.8, 200.0, False),
-        (equal, 0.0, 99.0, False),
+    for weights, k, worth, r_hat, is_reliable in (
+        (equal, 0.0, 400.0, 1.0, True),
+        (equal, 2.0, 400.0, 1.0, True),  # a tail without weight
+        (uneven, 0.5, 200.0, 1.0, True),
+        (uneven, 0.8, 200.0, 1.0, False),
+        (equal, 0.0, 99.0, 1.0, False),
+        (equal, 0.0, 147.0, 1.27, False),  # chains of mu + tau * z: tau was too large
     ):
-        draws = drawing.Draws(torch.zeros(400, 1), weights, k, worth, 1.0, "")
+        draws = drawing.Draws(torch.zeros(400, 1), weights, k, worth, r_hat, "")
         assert drawing.is_reliable(draws) == is_reliable
 
 

@@ -417,8 +417,9 @@ class PrivacyAccountant:
                 budget's; near the budget it is then tightest.
 
         Returns:
-            An upper bound, above what a filter shows when it is used up by the same releases: by
-            at most 9 percent there with a budget, and by 15 percent after 100 releases without.
+            An upper bound, above that of a filter which the same releases use up. After 100
+            sampled steps it is about 15 percent above it, 9 with a budget; after 100 steps on
+            full batches, whose filter is tighter, up to 35 and 22.
         """
         delta = self._default_delta(delta)
         with LOCK:

@@ -34,6 +34,7 @@ from .likelihood import Likelihood, ridged
 
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
 LEAST_EFFECTIVE = 100.0  # independent draws: the error of a mean is a tenth of a deviation
+LARGEST_R_HAT = 1.2  # chains that disagree by more also miscount what they are worth
 # squared coefficient of variation of weights: k̂ is of a tail that has no weight then
 _HARMLESS_SPREAD = 0.05
 _CHAINS, _KEPT = 64, 32  # in step with each other; draws of each
@@ -101,12 +102,13 @@ def seconds_of_chains(latents: Latents) -> float:
 
 
 def is_reliable(draws: Draws) -> bool:
-    """Whether draws may be relied on: they are worth 100 independent ones, and k̂ of their weights
-    is at most .7, or these are nearly all the same.
+    """Whether draws may be relied on: they are worth 100 independent ones, R̂ is at most 1.2, and
+    k̂ of their weights is at most .7, or these are nearly all the same.
     """
     spread = len(draws.weights) / _worth(draws.weights) - 1
     has_no_tail = draws.pareto_k <= LARGEST_PARETO_K or spread < _HARMLESS_SPREAD
-    return has_no_tail and draws.effective >= LEAST_EFFECTIVE
+    has_mixed = draws.r_hat <= LARGEST_R_HAT
+    return has_no_tail and has_mixed and draws.effective >= LEAST_EFFECTIVE
 
 
 def _weighted(

@@ -74,7 +74,8 @@ _LAWS = 32
 _DRAWS = 2000
 _FORECASTS = 5  # draws of the prior
 _ADVICE = (
-    "use a prior with fewer modes or lighter tails, or more simulated records (num_simulated=)."
+    "write levels of groups as Normal(mu, tau), not mu + tau * z; avoid heavy-tailed priors; raise"
+    " num_simulated=."
 )
 _MOMENTS = 160  # of as many releases as forecasts that take the time of a run, about
 
@@ -106,7 +107,8 @@ def posterior(
     Args:
         model: a Pyro model with one data plate that takes its data as arguments and whose records
             can be simulated; a :class:`~torch_dpbayes.ops.GLM` or a
-            :class:`~torch_dpbayes.ops.Softmax`.
+            :class:`~torch_dpbayes.ops.Softmax`. Write levels of groups ``Normal(mu, tau)``, not
+            ``mu + tau * z``.
         data: the model's arguments; features ``[n, d]`` and targets ``[n]`` of a GLM or Softmax.
             Arguments that the model observes are simulated; all others with a row for each record
             are covariates.
