@@ -36,7 +36,6 @@ class RecordTerms:
         """log p(row | θ), one for each row."""
         structure = self._structure
         args, kwargs = self._arguments.with_rows(rows)
-        count = rows[0].shape[next(iter(self._arguments.row_dims.values()))]
         model = poutine.condition(self._model, self._prior.constrain(theta))
         if structure.discrete:
             model = poutine.enum(
@@ -52,13 +51,13 @@ class RecordTerms:
                 " every run."
             )
         if structure.discrete:
-            return self._summed_out(trace, count)
-        terms = (self._by_row(name, trace.nodes[name], count) for name in structure.observed)
+            return self._summed_out(trace, len(rows[0]))
+        terms = (self._by_row(n, trace.nodes[n], len(rows[0])) for n in structure.observed)
         return reduce(add, terms)
 
     def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         """The term of one row that has lost the dimension of the records."""
-        return self(theta, self._arguments.single_row(row)).sum()
+        return self(theta, [part.unsqueeze(0) for part in row]).sum()
 
     def _by_row(self, name: str, site: Any, count: int) -> Tensor:
         terms: Tensor = site["log_prob"]
