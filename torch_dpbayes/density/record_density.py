@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..per_sample.record_map import which_fail
 from .arguments import Arguments, pick
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
@@ -207,55 +208,34 @@ class RecordDensity:
         # asked of made-up rows alone: no record decides whether a trajectory ends here
         if not (self.is_valid if program is self._terms else self.has_gradients)(theta):
             raise InvalidPoint
-        for start in range(0, self.num_records, program.rows):
-            count = min(program.rows, self.num_records - start)
-            rows = self._chunk(program, start, count)
-            try:
-                result = program(theta, rows, count)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # not of all rows: it runs on made-up ones at this θ
-                for number in self._failing(program, theta, rows, count):
-                    self._left_out[start + number] = True
-                result = program(theta, self._chunk(program, start, count), count)
-            yield slice(start, start + count), result
 
-    def _chunk(self, program: Program, start: int, count: int) -> list[Tensor]:
-        """``count`` rows of the data, filled up with made-up ones to the recorded number, and
-        made-up ones in place of those that are left out.
-        """
-        rows = [row[start : start + count] for row in self._rows]
-        if count < program.rows:
-            filling = zip(rows, self.made_up.rows(program.rows - count), strict=True)
-            rows = [torch.cat([row, more.to(row.dtype)]) for row, more in filling]
-        (gone,) = self._left_out[start : start + count].nonzero(as_tuple=True)
+        def run(*rows: Tensor) -> Any:
+            """Of these, and of made-up ones up to the recorded number, which are left out."""
+            own, count = list(rows), len(rows[0])
+            if count < program.rows:
+                filling = zip(own, self.made_up.rows(program.rows - count), strict=True)
+                own = [torch.cat([row, more.to(row.dtype)]) for row, more in filling]
+            return program(theta, own, count)
+
+        for start in range(0, self.num_records, program.rows):
+            chunk = slice(start, min(start + program.rows, self.num_records))
+            rows = self._chunk(chunk)
+            try:
+                result = run(*rows)
+            except Exception:  # not of all rows: it runs on made-up ones at this θ
+                fails = torch.tensor(which_fail(run, rows), device=self.prior.device)
+                self._left_out[chunk] |= fails
+                result = run(*self._chunk(chunk))
+            yield chunk, result
+
+    def _chunk(self, chunk: slice) -> list[Tensor]:
+        """Rows of the data, and made-up ones in place of those that are left out."""
+        rows = [row[chunk] for row in self._rows]
+        (gone,) = self._left_out[chunk].nonzero(as_tuple=True)
         if len(gone):
             filling = zip(rows, self.made_up.rows(len(gone)), strict=True)
             rows = [r.index_copy(0, gone.to(r.device), more.to(r.dtype)) for r, more in filling]
         return rows
-
-    def _failing(
-        self, program: Program, theta: Tensor, rows: list[Tensor], count: int
-    ) -> list[int]:
-        """Numbers of the first ``count`` rows at which the computation fails."""
-        filling = self.made_up.rows(program.rows)
-
-        def failing(first: int, last: int) -> list[int]:
-            mixed = [more.clone() for more in filling]
-            for row, into in zip(rows, mixed, strict=True):
-                into[first:last] = row[first:last]
-            try:
-                program(theta, mixed, program.rows)
-                return []
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:
-                if last - first == 1:
-                    return [first]
-                middle = (first + last) // 2
-                return failing(first, middle) + failing(middle, last)
-
-        return failing(0, count)
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:
