@@ -37,6 +37,7 @@ from .guides import GaussianGuide
 _log = logging.getLogger("torch_dpbayes")
 _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
+_LATER: Any = None  # of what there is from the first step on
 _DRAWS = 100  # of the guide, for one at which the model can be evaluated
 _INDEPENDENCE = "by torch.func.vmap over a graph recorded on synthetic records"
 _RECENT = 3  # iterate t counts about t³ times in the average
@@ -127,7 +128,7 @@ class DPSVI:
         self.model, self.guide, self.optim = model, guide, optim
         self._plate = data_plate
         self._gaussian = GaussianGuide(guide)
-        self._density: RecordDensity | None = None
+        self._density: RecordDensity = _LATER
         self._saved: dict[str, Any] | None = None
         self._iterate: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
@@ -302,7 +303,6 @@ class DPSVI:
             )
 
     def _step(self) -> None:
-        assert self._density is not None
         prior = self._density.prior
         with torch.enable_grad():
             drawn, entropy = self._drawn()
@@ -334,7 +334,6 @@ class DPSVI:
 
     def _drawn(self) -> tuple[Tensor, Tensor]:
         """θ where the model can be evaluated, whatever the records are, and the entropy."""
-        assert self._density is not None
         prior = self._density.prior
         for _ in range(_DRAWS):
             theta, entropy = self._gaussian.draw()
@@ -351,7 +350,6 @@ class DPSVI:
         """The noisy gradient of −Σ log p(x_i | θ), in float64, at a θ where made-up records have
         gradients: elsewhere one record could end the sum of all.
         """
-        assert self._density is not None
         require_single_process()
         self._accountant.compose(self._event, label="DPSVI")
         if not self._num_steps:

@@ -165,7 +165,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
 
     def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
         """η and A at θ, or None where they are not finite. No function of the data."""
-        assert self._prior is not None
         try:
             natural, normalizer = self._at(self._prior.constrain(theta))
         except Exception:

@@ -157,7 +157,6 @@ class DPHMC(PrivateKernel):
         return self._owners.gradient_sum(own, self._read) if self._owners else own()
 
     def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
-        assert self._density is not None
         total = self._density.clipped_gradient_sum(theta, self._max_norm)[self._read]
         return (
             total + self._grad_multiplier * self._max_norm * self._gaussian(len(total))
@@ -167,7 +166,6 @@ class DPHMC(PrivateKernel):
 
     def _potential_gradient(self, total: Tensor, theta: Tensor) -> Tensor:
         """∇U in the coordinates that records read; the prior's part is exact."""
-        assert self._prior is not None
         prior = self._prior.log_density_and_gradient(theta)[1][self._read]
         return -(total.to(theta.dtype) + prior)
 
