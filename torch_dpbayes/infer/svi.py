@@ -31,7 +31,7 @@ from ..density.pyro_runs import frozen_ones_kept
 from ..distributed import require_single_process
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
 from ..noise import GaussianNoise, can_hide, check_clip_bound, check_positive
-from ..noise_aware.budget import public_num_data
+from ..noise_aware.budget import budget_of, public_num_data
 from .guides import GaussianGuide
 
 _log = logging.getLogger("torch_dpbayes")
@@ -108,11 +108,7 @@ class DPSVI:
             raise ArgumentTypeError(f"model must be a Pyro model, a function; got {model!r}")
         _check_optim(optim)
         _check_loss(loss)
-        if accountant is None:
-            accountant = PrivacyAccountant(neighboring="replace_one")
-        elif not isinstance(accountant, PrivacyAccountant):
-            raise ArgumentTypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
-        self._accountant = accountant
+        self._accountant = budget_of(accountant, None, None)
         self._stated_num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._max_grad_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent, positive_count
+from ..accounting.events import positive_count
 from ..density import InvalidPoint, Model, Prior, UnfitModel
 from ..density.record_statistics import RecordStatistics
 from ..noise import check_clip_bound
-from .kernel import Candidate, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel, check_noise
 from .proposals import Proposal, RandomWalk
 
 
@@ -137,9 +137,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
 
     def _start(self, theta: Tensor) -> None:
         self._current = self._evaluate(theta)
-
-    def _charges(self) -> list[tuple[DpEvent, int]]:
-        return [(noise_event(self._multiplier), 1), *self._walk.charges]
 
     def _candidate(self, theta: Tensor) -> Candidate:
         assert self._sum is not None and self._current is not None

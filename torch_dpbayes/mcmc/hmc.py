@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -126,8 +125,7 @@ class DPHMC(PrivateKernel):
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
         gradients = self._num_steps + (self._gradient is None or not self._reuse)
-        ratio = noise_event(self._multiplier), 1
-        return [(noise_event(self._grad_multiplier), gradients), ratio]
+        return [(noise_event(self._grad_multiplier), gradients), *super()._charges()]
 
     def _candidate(self, theta: Tensor) -> Candidate:
         total, read = self._gradient if self._reuse else None, self._read
@@ -153,16 +151,13 @@ class DPHMC(PrivateKernel):
 
     def _noisy_sum(self, theta: Tensor) -> Tensor:
         """The records' part of −∇U, clipped and noised, in the coordinates that records read."""
-        own = partial(self._noisy_gradient_sum, theta)
-        return self._owners.gradient_sum(own, self._read) if self._owners else own()
+        std = self._grad_multiplier * self._max_norm
 
-    def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
-        total = self._density.clipped_gradient_sum(theta, self._max_norm)[self._read]
-        return (
-            total + self._grad_multiplier * self._max_norm * self._gaussian(len(total))
-            if self._grad_multiplier
-            else total
-        )
+        def own() -> Tensor:
+            total = self._density.clipped_gradient_sum(theta, self._max_norm)[self._read]
+            return total + std * self._gaussian(len(total)) if std else total
+
+        return self._owners.gradient_sum(own, self._read) if self._owners else own()
 
     def _potential_gradient(self, total: Tensor, theta: Tensor) -> Tensor:
         """∇U in the coordinates that records read; the prior's part is exact."""

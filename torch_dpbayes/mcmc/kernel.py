@@ -159,9 +159,9 @@ class PrivateKernel(MCMCKernel):
         """A chain begins at ``theta``, or was put there."""
         self._terms = None
 
-    @abstractmethod
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What the next iteration releases."""
+        """What the next iteration releases: the noisy log ratio, and what the move does."""
+        return [(noise_event(self._multiplier), 1), *self._moves.charges]
 
     @abstractmethod
     def _candidate(self, theta: Tensor) -> Candidate:

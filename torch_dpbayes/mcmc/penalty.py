@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
 from ..density import Model
-from .kernel import Candidate, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel, check_noise
 from .proposals import Proposal, RandomWalk
 
 
@@ -74,9 +73,6 @@ class DPPenalty(PrivateKernel):
         super().__init__(model, accountant, target_accept_prob, self._walk)
         self._read_records(log_ratio_slope, data_plate)
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
-
-    def _charges(self) -> list[tuple[DpEvent, int]]:
-        return [(noise_event(self._multiplier), 1), *self._walk.charges]
 
     def _candidate(self, theta: Tensor) -> Candidate:
         moved, log_proposal_ratio = self._propose(self._walk, theta)
