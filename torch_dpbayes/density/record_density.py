@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .arguments import Arguments, pick
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import FEW_ROWS, Program, Recorder
-from .pyro_runs import InvalidPoint, Model, WithoutParameters, without_value_checks
+from .pyro_runs import InvalidPoint, Model, without_parameters, without_value_checks
 from .structure import find_structure
 
 _NUMBERS_IN_FLOAT64 = 2**17  # more fall out of the processor's caches
@@ -70,7 +71,7 @@ class RecordDensity:
         count_is_public: bool = True,
     ) -> None:
         self.arguments = Arguments(args, kwargs, count_is_public)
-        model = WithoutParameters(model)
+        model = partial(without_parameters, model)
         with torch.no_grad(), without_value_checks():
             structure = find_structure(model, self.arguments, data_plate)
             self._rows = self.arguments.take_rows(structure.plate_size)

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..density import Model, RecordDensity, UnfitModel, without_value_checks
-from ..density.pyro_runs import FLAVOURS, WithoutParameters, public_randomness, sample_sites
+from ..density.pyro_runs import FLAVOURS, public_randomness, sample_sites, without_parameters
 from ..errors import ArgumentError, ArgumentTypeError
 
 Role = Literal["observed", "public", "numbers", "category"]
@@ -75,7 +76,7 @@ class ModelRecords:
     ) -> None:
         if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(args)):
             raise UnfitModel("an argument of the model is complex: pass two real tensors.")
-        self._model = WithoutParameters(model)
+        self._model = partial(without_parameters, model)
         density = RecordDensity(
             model,
             args,
