@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_flatten
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.events import (
     DpEvent,
-    GaussianDpEvent,
-    NonPrivateDpEvent,
     PoissonSampledDpEvent,
-    gaussian_noise_multiplier,
+    noise_event,
+    noise_multiplier_or_0,
     positive_count,
 )
 from ..batches.sampler import PoissonSampler
@@ -113,8 +112,7 @@ class DPSVI:
         self._max_grad_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-        z = gaussian_noise_multiplier(noise_multiplier) if noise_multiplier != 0 else 0.0
-        self._noise_multiplier = z
+        self._noise_multiplier = z = noise_multiplier_or_0(noise_multiplier)
         if z and not can_hide(z * self._max_grad_norm):
             raise ArgumentError(
                 f"noise_multiplier = {noise_multiplier!r} times max_grad_norm = {max_grad_norm!r}"
@@ -228,10 +226,12 @@ class DPSVI:
     @property
     def _event(self) -> DpEvent:
         """Of one step."""
-        if not self._noise_multiplier:
-            return NonPrivateDpEvent()
-        gaussian = GaussianDpEvent(self._noise_multiplier)
-        return gaussian if self._rate == 1 else PoissonSampledDpEvent(self._rate, gaussian)
+        event, is_batch = noise_event(self._noise_multiplier), self._rate != 1
+        return (
+            PoissonSampledDpEvent(self._rate, event)
+            if is_batch and self._noise_multiplier
+            else event
+        )
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import positive_count
+from ..accounting.events import noise_multiplier_or_0, positive_count
 from ..density import InvalidPoint, Model, Prior, UnfitModel
 from ..density.record_statistics import RecordStatistics
 from ..noise import check_clip_bound
-from .kernel import Candidate, PrivateKernel, check_noise
+from .kernel import Candidate, PrivateKernel
 from .proposals import Proposal, RandomWalk
 
 
@@ -93,7 +93,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
             max_statistic_norm,
             "the clip bound of a record's sufficient statistics",
         )
-        self._multiplier = check_noise("noise_multiplier", noise_multiplier)
+        self._multiplier = noise_multiplier_or_0(noise_multiplier)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._noised_count = num_data is None and accountant.neighboring == "add_or_remove_one"
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent, positive_count
+from ..accounting.events import DpEvent, noise_event, noise_multiplier_or_0, positive_count
 from ..density import InvalidPoint, Model, Prior
 from ..errors import ArgumentError, StateError
 from ..noise import check_clip_bound
-from .kernel import Candidate, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel
 from .proposals import Mass
 
 
@@ -104,8 +104,10 @@ class DPHMC(PrivateKernel):
         self._max_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-        self._multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
-        self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
+        self._multiplier = noise_multiplier_or_0(ratio_noise_multiplier, "ratio_noise_multiplier")
+        self._grad_multiplier = noise_multiplier_or_0(
+            grad_noise_multiplier, "grad_noise_multiplier"
+        )
         self._jitter, self._reuse = checked_jitter(jitter), bool(reuse_gradients)
 
     def _forget(self) -> None:

@@ -161,7 +161,7 @@ class PrivateKernel(MCMCKernel):
 
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
         """What the next iteration releases: the noisy log ratio, and what the move does."""
-        return [(noise_event(self._multiplier), 1), *self._moves.charges]
+        return [(events.noise_event(self._multiplier), 1), *self._moves.charges]
 
     @abstractmethod
     def _candidate(self, theta: Tensor) -> Candidate:
@@ -594,14 +594,3 @@ class PrivateKernel(MCMCKernel):
 
 def _stacked(chain: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([draw[name] for draw in chain]) for name in chain[0]}
-
-
-def check_noise(name: str, value: float) -> float:
-    """``value`` as 0 or a valid noise multiplier."""
-    return float(value) if value == 0 else events.gaussian_noise_multiplier(value, name)
-
-
-def noise_event(noise_multiplier: float) -> events.DpEvent:
-    """A full-batch Gaussian sum, or a release without noise."""
-    z = float(noise_multiplier)
-    return events.GaussianDpEvent(z) if z else events.NonPrivateDpEvent()

@@ -106,13 +106,11 @@ class Asserted(Certificate):
     max_grad_norm: float
     lipschitz: float | None
     strength: float | None
-    smoothness: float | None = None
 
-    def constants(self, model: Model) -> Constants:
-        """Those asserted, with the smoothness of all records together, or those derived."""
+    def _constants(self, model: Model) -> Constants:
+        """Those asserted, of which smoothness is none, or those derived."""
         if self.lipschitz is not None and self.strength is not None:
-            smoothness = math.nan if self.smoothness is None else self.smoothness
-            return Constants(self.lipschitz, self.strength, smoothness, 0.0)
+            return Constants(self.lipschitz, self.strength, math.nan, math.nan)
         derived = model.derived_constants(self.max_grad_norm)
         assert derived is not None
         return derived

@@ -110,7 +110,9 @@ class FiniteRunLangevin(Asserted):
 
     def resolved(self, model: Model, setting: Setting) -> tuple[float, float, float, float]:
         """L, λ, M and h."""
-        lipschitz, strength, of_prior, of_record = self.constants(model)
-        assert setting.num_data is not None or not of_record
-        smoothness = of_prior + setting.tempering * (setting.num_data or 0) * of_record
+        lipschitz, strength, of_prior, of_record = self._constants(model)
+        smoothness = self.smoothness
+        if smoothness is None:
+            assert setting.num_data is not None
+            smoothness = of_prior + setting.tempering * setting.num_data * of_record
         return lipschitz, strength, smoothness, self.step_size or 1 / smoothness

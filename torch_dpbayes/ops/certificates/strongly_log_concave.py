@@ -59,20 +59,20 @@ class StronglyLogConcave(Asserted, ExactDraw):
 
     def check(self, model: Model) -> None:
         super().check(model)
-        if not self.constants(model).strength:
+        if not self._constants(model).strength:
             raise CertificateError(
                 "prior_std is infinite, so the prior is not strongly log-concave: state a finite"
                 " prior_std."
             )
 
     def event(self, model: Model, setting: Setting) -> MuGaussianDpEvent:
-        lipschitz, strength, *_ = self.constants(model)
+        lipschitz, strength, *_ = self._constants(model)
         return MuGaussianDpEvent(
             setting.records_changed * setting.tempering * lipschitz / math.sqrt(strength) * ROUND_UP
         )
 
     def conditions(self, model: Model, setting: Setting) -> Statement:
-        lipschitz, strength, *_ = self.constants(model)
+        lipschitz, strength, *_ = self._constants(model)
         numbers = (
             f"one record's gradient has norm at most L = {lipschitz:g}; -log prior is"
             f" {strength:.4g}-strongly convex"
