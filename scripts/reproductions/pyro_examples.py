@@ -5,8 +5,8 @@ without noise (ε = ∞), and ``noise_aware.posterior`` at ε = 8.
 
 Records are simulated from fixed parameters, which NUTS starts from; the others do not know them.
 DP-HMC without noise takes its start and its mass matrix from the draws of NUTS, as nothing is
-private. The noise-aware posterior has its defaults, δ = 1e-6, records added or removed; survival,
-whose likelihood is a factor and cannot be simulated, has none.
+private. The noise-aware posterior has its defaults, δ = 1e-6, records added or removed, replaced
+where covariates are public; survival has none, as its likelihood, a factor, cannot be simulated.
 
 "error" is the largest of all coordinates' differences of means to NUTS, over the Monte Carlo
 standard error of the difference, all of it in unconstrained space; of a noise-aware posterior over
@@ -245,7 +245,9 @@ def run(model: str, what: str, records: int, draws: list[int]) -> Row:
 
 def with_privacy(example: Example, data: tuple[Tensor, ...]) -> Row:
     """The noise-aware posterior, in the form of a chain's figures."""
-    accountant, start = dpb.PrivacyAccountant(EPSILON, DELTA), time.process_time()
+    relation: Any = "replace_one" if "public" in example.options else "add_or_remove_one"
+    accountant = dpb.PrivacyAccountant(EPSILON, DELTA, neighboring=relation)
+    start = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

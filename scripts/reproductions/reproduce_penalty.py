@@ -20,7 +20,7 @@ full-batch Gaussians are one. "statistics" is ExponentialFamilyPenalty on x − 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -38,6 +38,7 @@ from reproduction import (
     grouped,
     having,
     mean_and_error,
+    one_of,
     parser_of,
 )
 from scipy.special import log_ndtr
@@ -45,6 +46,7 @@ from scipy.stats import beta
 from torch import Tensor
 
 import torch_dpbayes as dpb
+from torch_dpbayes.accounting.bounds import largest
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.mcmc import DPPenalty, ExponentialFamilyPenalty
 from torch_dpbayes.mcmc.kernel import PrivateKernel
@@ -191,14 +193,7 @@ def advanced_composition(noise_multiplier: float, count: int) -> float:
 
 
 def affordable_by_advanced_composition(noise_multiplier: float) -> int:
-    low, high = 0, 1
-    while advanced_composition(noise_multiplier, high) <= EPSILON:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = advanced_composition(noise_multiplier, middle) <= EPSILON
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+    return largest(lambda count: advanced_composition(noise_multiplier, count) - EPSILON)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -284,19 +279,14 @@ def run_chain(kernel: str, records: int, power: float, chains: int) -> Row:
     return row | {"epsilon": accountant.get_epsilon(DELTA)}
 
 
-RUNS: dict[str, Callable[..., Row]] = {
-    "affordable": run_affordable,
-    "owners": run_owners,
-    "acceptance": run_acceptance,
-    "chain": run_chain,
-}
-
-
-def run(what: str, settings: str, **arguments: Any) -> Row:
-    """One row of the CSV; ``settings`` tell runs apart only."""
-    return RUNS[what](**arguments)
-
-
+run = one_of(
+    {
+        "affordable": run_affordable,
+        "owners": run_owners,
+        "acceptance": run_acceptance,
+        "chain": run_chain,
+    }
+)
 SCALES = (0.1, 1.0)  # of the proposals, in posterior standard deviations
 
 

@@ -20,7 +20,7 @@ gradient by 1/2 at most, and an exact draw is 1/2-Gaussian differentially privat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from reproduction import Panel, Row, columns, digest, finish, grouped, having, parser_of
+from reproduction import Panel, Row, columns, digest, finish, grouped, having, one_of, parser_of
 from scipy.linalg import expm
 
 from torch_dpbayes import PrivacyAccountant, ops
@@ -197,11 +197,8 @@ def close_epsilon(sampler: str, step_size: float, steps: int) -> tuple[float, fl
 
 
 def epsilon_of(mu: float) -> float:
-    return (
-        PrivacyAccountant(neighboring="replace_one")
-        .compose(MuGaussianDpEvent(mu))
-        .get_epsilon(DELTA)
-    )
+    accountant = PrivacyAccountant(neighboring="replace_one")
+    return accountant.compose(MuGaussianDpEvent(mu)).get_epsilon(DELTA)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -254,19 +251,14 @@ def run_certificate(step_size: float, steps: int) -> Row:
     return {"stated / exact": (stated / exact_mu("overdamped", step_size, steps)) ** 2}
 
 
-RUNS: dict[str, Callable[..., Row]] = {
-    "privacy": run_privacy,
-    "certificate": run_certificate,
-    "bias": run_bias,
-    "needed": run_needed,
-}
-
-
-def run(what: str, settings: str, **arguments: Any) -> Row:
-    """One row of the CSV; ``settings`` tell runs apart only."""
-    return RUNS[what](**arguments)
-
-
+run = one_of(
+    {
+        "privacy": run_privacy,
+        "certificate": run_certificate,
+        "bias": run_bias,
+        "needed": run_needed,
+    }
+)
 ORDER = 8.0
 BIAS_ORDERS = (2.0, 32.0)
 PRIVACY_STEPS = {"overdamped": (2e-4, 2e-3, 1e-2, 5e-2), "underdamped": (2e-3, 2e-2, 1e-1, 5e-1)}

@@ -101,6 +101,15 @@ def digest(**settings: Any) -> str:
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
 
 
+def one_of(functions: Mapping[str, Callable[..., Row]]) -> Callable[..., Row]:
+    """A run of the function that ``what`` names; ``settings`` tell runs apart only."""
+
+    def run(what: str, settings: str, **arguments: Any) -> Row:
+        return functions[what](**arguments)
+
+    return run
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 

@@ -261,7 +261,8 @@ def made_up_for(model, *args):
     arguments = Arguments(args, {})
     with without_value_checks():
         structure = find_structure(model, arguments, "data")
-        made_up = MadeUpRecords(model, arguments.without_rows(), structure)
+        arguments.take_rows(structure.plate_size)
+        made_up = MadeUpRecords(model, arguments, structure)
         made_up.require_local("data")
     return made_up
 

@@ -15,7 +15,7 @@ from support.conjugate_chains import Gaussian, family, hmc, penalty
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, plan
-from torch_dpbayes.mcmc.planning import Iteration, squared_distance, tuned
+from torch_dpbayes.mcmc.planning import Plan, squared_distance
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -123,8 +123,8 @@ def test_where_noise_decides_samples_are_a_quarter_of_reach_over_variance():
     """
     stddev = torch.linspace(0.5, 2.0, 30)
     share = 1.326 / 200.0**2 / (4 * float(stddev.square().sum()))
-    iteration = Iteration(ratio_std=200.0, gradient_std=0.0, num_steps=0, jitter=0.0)
-    assert tuned(iteration, stddev, shaped=True).worth == pytest.approx(share, rel=0.25)
+    found = Plan({"noise_multiplier": 200.0}, 1, 1.0, 1e-6, log_ratio_slope=1.0)
+    assert found._tuned(stddev, shaped=True)[1] == pytest.approx(share, rel=0.25)
 
 
 @pytest.mark.slow

@@ -273,7 +273,7 @@ def test_pairs_give_moments_given_the_covariates():
 
     x = 3 * torch.randn(500, dtype=torch.float64)
     records = records_of(model, x, torch.zeros(500, dtype=torch.float64), public=("x",))
-    rows = PublicRows({0: x}, records, is_paired=True, seed=0)
+    rows = PublicRows({0: x}, is_paired=True, seed=0)
     simulator = Simulator(records, rows, 500, 20_000, 1)
     release = Release(
         torch.tensor([1.0], dtype=torch.float64),

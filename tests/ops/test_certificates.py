@@ -40,7 +40,7 @@ def neighbours_of(base, record, other, neighboring):
 def of_exact_draws(glm, neighbours, certificate, setting):
     coarse, laws = torch.linspace(-14, 14, 1001, dtype=torch.float64), []
     for records in neighbours:
-        density = certificate.density(glm, tensors(records), setting)
+        density = glm.target(tensors(records), certificate.limits(setting))
         potentials = torch.vmap(density.potential)(coarse[:, None])
         fine = np.interp(np.linspace(-14, 14, 20001), coarse, potentials.flatten())
         weights = np.exp(fine.min() - fine)

@@ -170,6 +170,12 @@ def test_the_largest_tempering_meets_the_target_and_no_larger_one_does():
     assert largest_tempering(lambda r: math.inf, 1.0) is None
 
 
+def test_a_first_draw_composes_nothing(monkeypatch):
+    """What it is charged has a closed form, also where no cheap bound shows that it fits."""
+    monkeypatch.setattr("torch_dpbayes.accounting.bounds.compose", None)
+    assert one(None, RENYI, 3.0, 1e-5).sample(*problem())
+
+
 @pytest.mark.parametrize("neighboring", RELATIONS)
 def test_the_tempering_of_a_guarantee_is_that_of_its_closed_form(neighboring):
     """G/√λ = 2ρ/√λ or ρ/√λ, beside a Gaussian that the accountant holds."""

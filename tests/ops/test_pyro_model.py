@@ -107,7 +107,7 @@ def test_exact_densities_of_a_constrained_model_never_exceed_the_stated_delta():
     def law(records, neighboring):
         setting, model = Setting(0.7, None, neighboring), PyroModel(scale)
         data = model.prepare((torch.tensor(records, dtype=torch.float64),))
-        potential = certificate.density(model, data, setting).potential
+        potential = model.target(data, certificate.limits(setting)).potential
         values = np.array([float(potential(theta)) for theta in grid])
         assert np.isfinite(values).all()
         weights = np.exp(values.min() - values)

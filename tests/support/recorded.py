@@ -20,7 +20,8 @@ def record_once(patch, *modules, for_any_count=False):
         key = model, str(shapes), str(options), torch.get_default_dtype()
         if key not in made:
             made[key] = RecordDensity(model, args, **options)
-        return made[key].with_rows([args[k] for k in made[key].row_dims])
+        dims = made[key].arguments.row_dims.items()
+        return made[key].with_rows([args[k].movedim(dim, 0) for k, dim in dims])
 
     for module in modules:
         patch.setattr(module, "RecordDensity", density)

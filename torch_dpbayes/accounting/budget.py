@@ -369,8 +369,10 @@ class Budget:
         return LARGEST_EXCESS if joint is None else joint.log_excess(self._delta)
 
     def _hold(self, wanted: Counts, need: Counts, excess: Callable[[Counts], float]) -> None:
-        """Holds ``wanted``, and if what was held is used up, up to twice what was charged since."""
-        was_used, self._held = not any(self._held.values()), dict(wanted)
+        """Holds ``wanted``, and if what was held is used up, up to twice what was charged since;
+        not after a first charge, which may be the only one.
+        """
+        was_used, self._held = bool(self._last) and not any(self._held.values()), dict(wanted)
         share = 2.0 if was_used else 0.0
         recent = added(self._last, need)
         if len(recent) > _MOST_HELD:

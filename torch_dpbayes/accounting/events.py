@@ -129,6 +129,16 @@ def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> flo
     return multiplier
 
 
+def noise_multiplier_or_0(value: Any, what: str = "noise_multiplier") -> float:
+    """The same, or 0 for a sum without noise."""
+    return 0.0 if value == 0 else gaussian_noise_multiplier(value, what)
+
+
+def noise_event(multiplier: float) -> DpEvent:
+    """A sum over all records with Gaussian noise, or without any."""
+    return GaussianDpEvent(multiplier) if multiplier else NonPrivateDpEvent()
+
+
 def sampling_rate(value: Any, what: str = "sample_rate") -> float:
     """``value`` as a ``float`` in (0, 1]."""
     rate = real(value, what)

@@ -1,10 +1,9 @@
-"""The arguments of a model taken apart: which of them are data, and their rows."""
+"""The arguments of a model taken apart: which of them are data, and calls on other rows."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +32,27 @@ class Arguments:
     """All arguments of a model as one flat list. A tensor with a dimension as long as the data
     plate is data, one row a record along the first such dimension; everything else is public.
 
+    Outside of the model rows have the records along their first dimension. The data themselves are
+    here until :meth:`take_rows`.
+
     Args:
         args, kwargs: as the model is called, nested in any way.
+        count_is_public: whether what is made up may be as long as the data. False: every tensor
+            but single numbers is data, with as many made-up rows as nothing else is long.
+
+    Attributes:
+        size: of the data plate, as the model was run; not of the data if that is private.
+        shapes: by number of the argument, of what is made up in place of tensors that are no
+            single numbers.
+        row_dims: by number of a data argument, the dimension of its records in the model.
 
     Raises:
         TypeError: an argument is an array of another library.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, count_is_public: bool = True
+    ) -> None:
         leaves, self._nesting = tree_flatten((tuple(args), dict(kwargs or {})))
         for leaf in leaves:
             if type(leaf).__module__.split(".")[0] in ("numpy", "pandas", "polars", "jax"):
@@ -49,135 +61,85 @@ class Arguments:
                     " tensors, torch.as_tensor(...)."
                 )
         self._leaves = [_aligned(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.count_is_public = True
-        self.num_records = 0
-        self.row_dims: dict[int, int] = {}  # number of a data argument -> dimension of its records
-
-    @property
-    def are_empty(self) -> bool:
-        """Whether a tensor has no rows."""
-        return any(isinstance(leaf, Tensor) and leaf.shape[:1] == (0,) for leaf in self._leaves)
-
-    def standing_in(self) -> Arguments:
-        """Arguments of the same kinds that say nothing about the number of records: every tensor
-        but single numbers has as many rows, along its first dimension, as nothing else is long.
-        """
-        tensors = {
-            k: leaf
+        self.count_is_public, self.size = count_is_public, 0
+        self.row_dims: dict[int, int] = {}
+        self.shapes = {
+            k: leaf.shape
             for k, leaf in enumerate(self._leaves)
             if isinstance(leaf, Tensor) and leaf.dim()
         }
-        lengths = {length for leaf in tensors.values() for length in leaf.shape[1:]}
-        count = next(n for n in itertools.count(_STAND_INS) if n not in lengths)
-        leaves = list(self._leaves)
-        for k, leaf in tensors.items():
-            leaves[k] = leaf.new_zeros((count, *leaf.shape[1:]))
-        other = copy(self)
-        other.__dict__.update(_leaves=leaves, count_is_public=False, num_records=count)
-        return other
+        if not count_is_public:
+            lengths = {length for shape in self.shapes.values() for length in shape[1:]}
+            self.size = next(n for n in itertools.count(_STAND_INS) if n not in lengths)
+            self.shapes = {k: torch.Size([self.size, *s[1:]]) for k, s in self.shapes.items()}
 
-    def take_data_of(self, other: Arguments) -> None:
-        """Take the same tensors as data as in ``other``, which stood in for these."""
-        self.row_dims = other.row_dims
-        lengths = {self._leaves[k].shape[dim] for k, dim in self.row_dims.items()}
-        if len(lengths) > 1:
-            raise UnfitModel(f"the model's tensors differ in their number of rows: {ROWS_ONLY}")
-        (self.num_records,) = lengths
-
-    def find_data(self, num_records: int) -> None:
-        """Take the tensors with a dimension of length ``num_records`` as data."""
-        if not self.count_is_public and num_records != self.num_records:
+    def take_rows(self, size: int) -> list[Tensor]:
+        """The data where the data plate of made-up calls is as long as that; shapes, types and
+        public arguments are left. Private data.
+        """
+        if not self.count_is_public and size != self.size:
             raise UnfitModel(f"the data plate is not as long as the arguments: {ROWS_ONLY}")
-        if num_records > 1 and any(
-            leaf.shape.count(num_records) > 1 for leaf in self._leaves if isinstance(leaf, Tensor)
-        ):
+        if size > 1 and any(shape.count(size) > 1 for shape in self.shapes.values()):
             raise UnfitModel(
                 "an argument has two dimensions as long as the data plate: of pairs, a record is in"
                 " every row. Pass features of single records (columns x.unbind(1) if as many); bind"
                 " public matrices with functools.partial."
             )
-        self.num_records = num_records
-        self.row_dims = {
-            k: next(d for d, s in enumerate(leaf.shape) if s == num_records)
-            for k, leaf in enumerate(self._leaves)
-            if isinstance(leaf, Tensor) and num_records in leaf.shape
-        }
+        self.size = size
+        self.row_dims = {k: s.index(size) for k, s in self.shapes.items() if size in s}
         if not self.row_dims:
             raise UnfitModel(
                 "no argument of the model has a dimension as long as the data plate: pass the data"
                 " as arguments, MCMC.run(x, y)."
             )
-
-    # -- rows --------------------------------------------------------------------------------------
+        rows = []
+        for k, dim in self.row_dims.items():
+            leaf = self._leaves[k]
+            rows.append(leaf.movedim(dim, 0).contiguous() if dim else leaf)
+            self._leaves[k] = leaf.new_empty([0, *rows[-1].shape[1:]])
+        if len({len(row) for row in rows}) > 1:
+            raise UnfitModel(f"the model's tensors differ in their number of rows: {ROWS_ONLY}")
+        return rows
 
     def with_rows(self, rows: Sequence[Tensor]) -> Call:
-        """The arguments of a call on other rows than the data's."""
-        leaves = list(self._leaves)
-        for k, row in zip(self.row_dims, rows, strict=True):
-            leaves[k] = row
-        args, kwargs = tree_unflatten(leaves, self._nesting)
-        return args, kwargs
+        """The arguments of a call on these rows."""
+        return self._call(zip(self.row_dims, self.in_model(rows), strict=True))
 
-    def rows(self, start: int, count: int) -> list[Tensor]:
-        """``count`` rows of the data, from number ``start`` on. Private data."""
-        return [self._leaves[k].narrow(dim, start, count) for k, dim in self.row_dims.items()]
+    def in_model(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The rows with the records along the dimension at which the model has them."""
+        dims = self.row_dims.values()
+        return [row.movedim(0, d) if d else row for row, d in zip(rows, dims, strict=True)]
 
-    def of_rows(self, rows: Sequence[Tensor]) -> Arguments:
-        """The same with other records in place of the data."""
-        leaves = list(self._leaves)
-        for k, row in zip(self.row_dims, rows, strict=True):
-            leaves[k] = row
-        (count,) = {leaves[k].shape[dim] for k, dim in self.row_dims.items()}
-        other = copy(self)
-        other.__dict__.update(_leaves=leaves, num_records=count)
-        return other
-
-    def pick(self, rows: Sequence[Tensor], index: Sequence[int] | Tensor) -> list[Tensor]:
-        """Copies of the rows with these numbers."""
-        chosen = torch.as_tensor(index, dtype=torch.long)  # of an empty list, too
-        return [
-            row.index_select(dim, chosen.to(row.device))
-            for row, dim in zip(rows, self.row_dims.values(), strict=True)
-        ]
-
-    def single_row(self, row: Sequence[Tensor]) -> list[Tensor]:
-        """One row that has lost the dimension of the records, with it."""
-        return [r.unsqueeze(dim) for r, dim in zip(row, self.row_dims.values(), strict=True)]
-
-    def without_rows(self) -> Arguments:
-        """Shapes, types and public arguments alone, for what outlives the data."""
-        leaves = list(self._leaves)
-        for k in self.row_dims:
-            leaves[k] = leaves[k].new_empty(self._shape(k, [0]))
-        other = copy(self)
-        other.__dict__.update(_leaves=leaves)
-        return other
-
-    # -- shapes and made-up values -----------------------------------------------------------------
+    def rows_first(self, number: int, tensor: Tensor) -> Tensor:
+        """What the model has in the place of the data argument with this number, as rows."""
+        return tensor.movedim([*self.row_dims.values()][number], 0)
 
     def made_up_call(self, flavour: str) -> Call:
-        """Made-up values of the shapes of all tensors that are no single numbers."""
-        leaves = [
-            made_up(leaf.shape, leaf, flavour) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-            for leaf in self._leaves
-        ]
+        """Made-up values in place of all tensors that are no single numbers."""
+        made = [made_up(shape, self._leaves[k], flavour) for k, shape in self.shapes.items()]
+        return self._call(zip(self.shapes, made, strict=True))
+
+    def _call(self, others: Iterable[tuple[int, Tensor]]) -> Call:
+        leaves = list(self._leaves)
+        for k, other in others:
+            leaves[k] = other
         args, kwargs = tree_unflatten(leaves, self._nesting)
         return args, kwargs
 
     def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
         """Made-up rows of the shapes of the data's."""
-        return [
-            made_up(torch.Size(self._shape(k, [count])), self._leaves[k], flavour)
-            for k in self.row_dims
-        ]
+        like = [self._leaves[k] for k in self.row_dims]
+        return [made_up(torch.Size([count, *row.shape[1:]]), row, flavour) for row in like]
 
     def described(self) -> list[Any]:
         """Of every data argument its number and type, and the dimension of its records and the
         shape of one; no function of the records, nor of their number.
         """
-        leaves, dims = self._leaves, self.row_dims.items()
-        return [(k, str(leaves[k].dtype), dim, self._shape(k, [])) for k, dim in dims]
+        like = [(k, dim, self._leaves[k]) for k, dim in self.row_dims.items()]
+        return [(k, str(row.dtype), dim, list(row.shape[1:])) for k, dim, row in like]
 
-    def _shape(self, k: int, of_records: list[int]) -> list[int]:
-        shape, dim = list(self._leaves[k].shape), self.row_dims[k]
-        return shape[:dim] + of_records + shape[dim + 1 :]
+
+def pick(rows: Sequence[Tensor], index: Sequence[int] | Tensor) -> list[Tensor]:
+    """Copies of the rows with these numbers."""
+    chosen = torch.as_tensor(index, dtype=torch.long)  # of an empty list, too
+    return [row.index_select(0, chosen.to(row.device)) for row in rows]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Arguments
+from .arguments import Arguments, pick
 from .prior import Prior
 from .pyro_runs import (
     FLAVOURS,
@@ -52,7 +52,7 @@ class MadeUpRecords:
 
     def __init__(self, model: Model, arguments: Arguments, structure: Structure) -> None:
         self._arguments = arguments
-        self._count = _ROWS if arguments.num_records != _ROWS else _ROWS + 3
+        self._count = _ROWS if arguments.size != _ROWS else _ROWS + 3
         error: Exception | None = None
         with_rounding: dict[str, Any] = {}  # the first that has finite terms
         for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
@@ -114,7 +114,7 @@ class MadeUpRecords:
 
     def rows(self, count: int, start: int = 0) -> list[Tensor]:
         """``count`` rows, which repeat."""
-        return self._arguments.pick(self._rows, [(start + i) % self._count for i in range(count)])
+        return pick(self._rows, [(start + i) % self._count for i in range(count)])
 
     def few(self) -> list[Tensor]:
         """Each of the rows once."""
@@ -124,20 +124,20 @@ class MadeUpRecords:
         self, model: Model, structure: Structure, rows: list[Tensor]
     ) -> list[Tensor]:
         """Arguments that are observed as they are get draws from the model's own distributions."""
-        args, kwargs = self._arguments.with_rows(rows)
+        in_model, (args, kwargs) = self._arguments.in_model(rows), self._arguments.with_rows(rows)
         values = self.prior.constrain(self.theta)
         trace = trace_at(model, values, args, kwargs)
         result = list(rows)
         for name in structure.observed:
             site: Any = trace.nodes[name]
-            for k, row in enumerate(rows):
-                if site["value"] is row:
-                    try:
-                        draw = site["fn"].sample()
-                    except Exception:  # as of a law without a length
-                        continue
-                    if draw.shape == row.shape:
-                        result[k] = draw.to(row.dtype)
+            for k, row in enumerate(in_model):
+                try:
+                    is_row = site["value"].data_ptr() == row.data_ptr()
+                    draw = site["fn"].sample() if is_row else None
+                except Exception:  # as of a number, or of a law without a length
+                    continue
+                if draw is not None and draw.shape == row.shape:
+                    result[k] = self._arguments.rows_first(k, draw).to(row.dtype)
         return result
 
     # -- the check ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class MadeUpRecords:
             )
 
         try:
-            each = [self._evaluated(self._arguments.pick(everything, [j])) for j in range(last)]
+            each = [self._evaluated(pick(everything, [j])) for j in range(last)]
         except Exception as error:
             raise UnfitModel(
                 f"the model fails when all other rows are left out: {first_line(error)}. The data"
@@ -168,7 +168,7 @@ class MadeUpRecords:
         for what, rows in self._odd_rows(everything, odd):
             try:
                 terms, other_prior = self._evaluated(rows)
-                (alone,) = self.terms(self.theta, self._arguments.pick(rows, [odd]))
+                (alone,) = self.terms(self.theta, pick(rows, [odd]))
             except Exception:  # as the values may be impossible ones
                 continue
             _require_equal(
@@ -184,7 +184,7 @@ class MadeUpRecords:
         perturbation of θ in its last digits shows, that is many times what is usual. In a dtype of
         few digits such a perturbation would hide a dependence: there it is 0.
         """
-        row = self._arguments.pick(rows, [odd])
+        row = pick(rows, [odd])
         changed = self._with_other_digits(16, row)
         return float((torch.stack(changed) - self.terms(self.theta, row)).abs().max())
 
@@ -198,13 +198,12 @@ class MadeUpRecords:
         """Rows of which the one numbered ``odd`` has extreme or missing values: in all arguments,
         and in one at a time, which is enough for some models to fail on.
         """
-        dims = list(self._arguments.row_dims.values())
 
         def altered(chosen: Iterable[int], value: float, every: int = 1) -> list[Tensor]:
             result = list(rows)
             for k in chosen:
                 result[k] = rows[k].clone()
-                entries = result[k].select(dims[k], odd)
+                entries = result[k][odd]
                 numbers = torch.arange(entries.numel(), device=entries.device)
                 entries.masked_fill_(numbers.reshape(entries.shape) % every == 0, value)
             return result

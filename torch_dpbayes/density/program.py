@@ -64,12 +64,10 @@ class Gradients(Program):
 
 
 class Recorder:
-    """Makes programs for chunks of ``num_records`` records, by running the model on made-up ones;
-    ``row_dims``: dimension of the records of each data argument.
-    """
+    """Makes programs for chunks of so many records, by running the model on made-up ones."""
 
-    def __init__(self, made_up: MadeUpRecords, row_dims: Sequence[int], num_records: int) -> None:
-        self._made_up, self._in_dims = made_up, (None, *row_dims)
+    def __init__(self, made_up: MadeUpRecords, num_records: int) -> None:
+        self._made_up, self._in_dims = made_up, (None, *(0 for _ in made_up.few()))
         self._num_records = num_records
         self._row_terms = (self._of_row, self._of_row_with_own_tensors)
 

@@ -145,24 +145,17 @@ def nearly_equal(a: Tensor, b: Tensor, size: float = 0.0) -> bool:
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * (scale + 1e-30), equal_nan=True)
 
 
-class WithoutParameters:
-    """A model in which :func:`pyro.param` raises :class:`UnfitModel`: what it returns may come from
-    Pyro's store, where a run that was not private has left what it fitted to the same records.
+def without_parameters(model: Model, *args: Any, **kwargs: Any) -> Any:
+    """The model, in which :func:`pyro.param` raises :class:`UnfitModel`: what it returns may come
+    from Pyro's store, where a run that was not private has left what it fitted to the same records.
+    The store is empty, so that nothing can be read where a handler in the model hides a parameter.
     Frozen parameters of modules are public and stay frozen, whereas Pyro would let them be trained.
     """
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model itself, with an empty store, from which nothing fitted can be read where a
-        handler in the model hides a parameter.
-        """
-        with pyro.get_param_store().scope() as used, _RefusesParameters():
-            result = self._model(*args, **kwargs)
-        for name in used["params"]:
-            raise _parameter(name)
-        return result
+    with pyro.get_param_store().scope() as used, _RefusesParameters():
+        result = model(*args, **kwargs)
+    for name in used["params"]:
+        raise _parameter(name)
+    return result
 
 
 @contextmanager

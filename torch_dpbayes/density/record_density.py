@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import Arguments
+from ..per_sample.record_map import which_fail
+from .arguments import Arguments, pick
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import FEW_ROWS, Program, Recorder
-from .pyro_runs import InvalidPoint, Model, WithoutParameters, without_value_checks
+from .pyro_runs import InvalidPoint, Model, without_parameters, without_value_checks
 from .structure import find_structure
 
 _NUMBERS_IN_FLOAT64 = 2**17  # more fall out of the processor's caches
@@ -39,7 +41,7 @@ class RecordDensity:
             first dimension, and the model is checked on another number of rows.
 
     Attributes:
-        arguments: of the model; those that are data are private.
+        arguments: of the model, without the data.
         prior: θ's coordinates and log prior, a :class:`Prior`.
         observed: names of the observed sites.
 
@@ -68,22 +70,18 @@ class RecordDensity:
         rows_at_once: int | None = None,
         count_is_public: bool = True,
     ) -> None:
-        self.arguments = Arguments(args, kwargs)
-        model = WithoutParameters(model)
-        seen = self.arguments if count_is_public else self.arguments.standing_in()
+        self.arguments = Arguments(args, kwargs, count_is_public)
+        model = partial(without_parameters, model)
         with torch.no_grad(), without_value_checks():
-            structure = find_structure(model, seen, data_plate)
-            self.made_up = MadeUpRecords(model, seen.without_rows(), structure)
+            structure = find_structure(model, self.arguments, data_plate)
+            self._rows = self.arguments.take_rows(structure.plate_size)
+            self.made_up = MadeUpRecords(model, self.arguments, structure)
             self.made_up.require_local(data_plate)
-        if not count_is_public:
-            self.arguments.take_data_of(seen)
         self.prior = self.made_up.prior
         self.observed = structure.observed
-        self.row_dims = self.arguments.row_dims
-        self._dims = list(self.row_dims.values())
         self._left_out = self._none_of(self.num_records)  # records at which computations fail
         together = self.num_records if rows_at_once is None else rows_at_once
-        recorder = Recorder(self.made_up, self._dims, max(1, together))
+        recorder = Recorder(self.made_up, max(1, together))
         self._terms = recorder.terms()
         self._few_rows = self.made_up.rows(FEW_ROWS)
         # what cannot be recorded is refused before anything is charged
@@ -95,7 +93,7 @@ class RecordDensity:
     @property
     def num_records(self) -> int:
         """Number of rows: under add-or-remove-one not a public number."""
-        return self.arguments.num_records
+        return len(self._rows[0])
 
     @property
     def read(self) -> Tensor:
@@ -106,19 +104,18 @@ class RecordDensity:
         return self.prior.read_in(self._terms.graph)
 
     def rows(self) -> list[Tensor]:
-        """The data arguments. Private data."""
-        return self.arguments.rows(0, self.num_records)
+        """The data arguments, records along the first dimension. Private data."""
+        return list(self._rows)
 
     def with_rows(self, rows: Sequence[Tensor]) -> RecordDensity:
         """The same for other records: rows of every data argument, in the order of :meth:`rows`."""
         other = copy(self)
-        arguments = self.arguments.of_rows(rows)
-        other.__dict__.update(arguments=arguments, _left_out=self._none_of(arguments.num_records))
+        other.__dict__.update(_rows=list(rows), _left_out=self._none_of(len(rows[0])))
         return other
 
     def of(self, records: Tensor) -> RecordDensity:
         """The same for the records with these numbers, each at most once. Private data."""
-        chosen = self.with_rows(self.arguments.pick(self.rows(), records))
+        chosen = self.with_rows(pick(self._rows, records))
         chosen.__dict__.update(_left_out=self._left_out[records])
         return chosen
 
@@ -212,61 +209,34 @@ class RecordDensity:
         # asked of made-up rows alone: no record decides whether a trajectory ends here
         if not (self.is_valid if program is self._terms else self.has_gradients)(theta):
             raise InvalidPoint
+
+        def run(*rows: Tensor) -> Any:
+            """Of these, and of made-up ones up to the recorded number, which are left out."""
+            own, count = list(rows), len(rows[0])
+            if count < program.rows:
+                filling = zip(own, self.made_up.rows(program.rows - count), strict=True)
+                own = [torch.cat([row, more.to(row.dtype)]) for row, more in filling]
+            return program(theta, own, count)
+
         for start in range(0, self.num_records, program.rows):
-            count = min(program.rows, self.num_records - start)
-            rows = self._rows(program, start, count)
+            chunk = slice(start, min(start + program.rows, self.num_records))
+            rows = self._chunk(chunk)
             try:
-                result = program(theta, rows, count)
-            except torch.OutOfMemoryError:
-                raise
+                result = run(*rows)
             except Exception:  # not of all rows: it runs on made-up ones at this θ
-                for number in self._failing(program, theta, rows, count):
-                    self._left_out[start + number] = True
-                result = program(theta, self._rows(program, start, count), count)
-            yield slice(start, start + count), result
+                fails = torch.tensor(which_fail(run, rows), device=self.prior.device)
+                self._left_out[chunk] |= fails
+                result = run(*self._chunk(chunk))
+            yield chunk, result
 
-    def _rows(self, program: Program, start: int, count: int) -> list[Tensor]:
-        """``count`` rows of the data, filled up with made-up ones to the recorded number, and
-        made-up ones in place of those that are left out.
-        """
-        rows = self.arguments.rows(start, count)
-        if count < program.rows:
-            filling = self.made_up.rows(program.rows - count)
-            rows = [
-                torch.cat([row, more.to(row.dtype)], dim)
-                for row, more, dim in zip(rows, filling, self._dims, strict=True)
-            ]
-        (gone,) = self._left_out[start : start + count].nonzero(as_tuple=True)
+    def _chunk(self, chunk: slice) -> list[Tensor]:
+        """Rows of the data, and made-up ones in place of those that are left out."""
+        rows = [row[chunk] for row in self._rows]
+        (gone,) = self._left_out[chunk].nonzero(as_tuple=True)
         if len(gone):
-            filling = self.made_up.rows(len(gone))
-            rows = [
-                row.index_copy(dim, gone.to(row.device), more.to(row.dtype))
-                for row, more, dim in zip(rows, filling, self._dims, strict=True)
-            ]
+            filling = zip(rows, self.made_up.rows(len(gone)), strict=True)
+            rows = [r.index_copy(0, gone.to(r.device), more.to(r.dtype)) for r, more in filling]
         return rows
-
-    def _failing(
-        self, program: Program, theta: Tensor, rows: list[Tensor], count: int
-    ) -> list[int]:
-        """Numbers of the first ``count`` rows at which the computation fails."""
-        filling = self.made_up.rows(program.rows)
-
-        def failing(first: int, last: int) -> list[int]:
-            mixed = [more.clone() for more in filling]
-            for row, into, dim in zip(rows, mixed, self._dims, strict=True):
-                into.narrow(dim, first, last - first).copy_(row.narrow(dim, first, last - first))
-            try:
-                program(theta, mixed, program.rows)
-                return []
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:
-                if last - first == 1:
-                    return [first]
-                middle = (first + last) // 2
-                return failing(first, middle) + failing(middle, last)
-
-        return failing(0, count)
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:

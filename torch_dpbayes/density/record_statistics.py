@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..per_sample.record_map import RecordMap
+from ..per_sample.record_map import RecordMap, which_fail
 from .pyro_runs import FLAVOURS, UnfitModel, made_up, public_randomness
 
 _ROWS_AT_ONCE = 2**16
@@ -37,7 +37,7 @@ class RecordStatistics:
         for rows in zip(*(arg.split(_ROWS_AT_ONCE) for arg in self._data), strict=True):
             if not len(rows[0]):  # the only chunk of no records
                 break
-            found = self._of_rows(list(rows)).double()
+            found = self._of_rows(*rows).double()
             norm = torch.linalg.vector_norm(found, dim=1)
             finite = norm.isfinite()
             total += (max_norm / norm[finite]).clamp_(max=1.0) @ found[finite]
@@ -52,7 +52,7 @@ class RecordStatistics:
                     made_up(torch.Size([3, *arg.shape[1:]]), arg, flavour) for arg in self._data
                 ]
             try:
-                return self._map(rows).shape[1]
+                return self._map(*rows).shape[1]
             except UnfitModel:
                 raise
             except Exception as caught:
@@ -63,24 +63,20 @@ class RecordStatistics:
             " vector, by tensor operations alone."
         ) from error
 
-    def _map(self, rows: list[Tensor]) -> Tensor:
+    def _map(self, *rows: Tensor) -> Tensor:
         with torch.no_grad():
             (found,) = RecordMap(len(rows[0]), is_random=False)(
-                lambda row: [self._statistics(*row)], rows
+                lambda row: [self._statistics(*row)], list(rows)
             )
         if found.dim() > 2:
             raise ValueError("the statistics of a record are a vector, or one number")
         return found.reshape(len(rows[0]), -1)
 
-    def _of_rows(self, rows: list[Tensor]) -> Tensor:
-        """s of every row; zeros where the computation fails, which no record may make known."""
+    def _of_rows(self, *rows: Tensor) -> Tensor:
+        """s of the rows at which the computation does not fail."""
         try:
-            return self._map(rows)
-        except torch.OutOfMemoryError:
-            raise
+            return self._map(*rows)
         except Exception:
-            count = len(rows[0])
-            if count == 1:
-                return torch.zeros(1, self.size, dtype=torch.float64, device=rows[0].device)
-            halves = [[row[: count // 2] for row in rows], [row[count // 2 :] for row in rows]]
-            return torch.cat([self._of_rows(half).double() for half in halves])
+            sound = ~torch.tensor(which_fail(self._map, rows), device=rows[0].device)
+            kept = [row[sound] for row in rows]
+            return self._map(*kept) if len(kept[0]) else kept[0].new_zeros(0, self.size)

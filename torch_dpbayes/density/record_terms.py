@@ -11,6 +11,7 @@ from typing import Any
 
 from pyro import poutine
 from pyro.infer import config_enumerate
+from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.rings import LogRing
 from torch import Tensor
@@ -36,7 +37,6 @@ class RecordTerms:
         """log p(row | θ), one for each row."""
         structure = self._structure
         args, kwargs = self._arguments.with_rows(rows)
-        count = rows[0].shape[next(iter(self._arguments.row_dims.values()))]
         model = poutine.condition(self._model, self._prior.constrain(theta))
         if structure.discrete:
             model = poutine.enum(
@@ -52,13 +52,13 @@ class RecordTerms:
                 " every run."
             )
         if structure.discrete:
-            return self._summed_out(trace, count)
-        terms = (self._by_row(name, trace.nodes[name], count) for name in structure.observed)
+            return self._summed_out(trace, len(rows[0]))
+        terms = (self._by_row(n, trace.nodes[n], len(rows[0])) for n in structure.observed)
         return reduce(add, terms)
 
     def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         """The term of one row that has lost the dimension of the records."""
-        return self(theta, self._arguments.single_row(row)).sum()
+        return self(theta, [part.unsqueeze(0) for part in row]).sum()
 
     def _by_row(self, name: str, site: Any, count: int) -> Tensor:
         terms: Tensor = site["log_prob"]
@@ -119,37 +119,29 @@ class _LogSumExpRing(LogRing):
     """
 
     def sumproduct(self, terms: Sequence[Any], dims: Iterable[str]) -> Tensor:
-        left = [(_dims(term), term) for term in terms]
-        sizes = {
-            symbol: size
-            for names, term in left
-            for symbol, size in zip(names, term.shape, strict=True)
-        }
+        left = list(terms)
 
         def joined(symbol: str) -> int:
-            return math.prod(
-                sizes[s] for s in set().union(*(names for names, _ in left if symbol in names))
-            )
+            together = [term for term in left if symbol in _dims(term)]
+            sizes = {s: n for t in together for s, n in zip(_dims(t), t.shape, strict=True)}
+            return math.prod(sizes.values())
 
-        pending = set(dims) & set(sizes)
+        pending = set(dims) & set("".join(map(_dims, left)))
         while pending:
             symbol = min(sorted(pending), key=joined)
             pending.remove(symbol)
-            names, term = self._product([pair for pair in left if symbol in pair[0]])
-            left = [pair for pair in left if symbol not in pair[0]]
-            left.append((names.replace(symbol, ""), term.logsumexp(names.index(symbol))))
-        names, term = self._product(left)
-        result = term[...]
-        setattr(result, _PYRO_DIMS, names)
-        return result
+            term = _product([term for term in left if symbol in _dims(term)])
+            names, left = _dims(term), [term for term in left if symbol not in _dims(term)]
+            left.append(_named(term.logsumexp(names.index(symbol)), names.replace(symbol, "")))
+        return _product(left)
 
-    @staticmethod
-    def _product(terms: list[tuple[str, Tensor]]) -> tuple[str, Tensor]:
-        names = "".join(sorted(set().union(*(n for n, _ in terms))))
-        total: Any = 0.0
-        for own, term in terms:
-            term = term.permute([own.index(s) for s in names if s in own])
-            total = total + term.reshape(
-                [term.shape[sorted(own).index(s)] if s in own else 1 for s in names]
-            )
-        return names, total
+
+def _product(terms: Sequence[Tensor]) -> Tensor:
+    spread = packed.broadcast_all(*terms)
+    return _named(sum(spread), _dims(spread[0]))
+
+
+def _named(term: Any, names: str) -> Tensor:
+    setattr(term, _PYRO_DIMS, names)
+    result: Tensor = term
+    return result

@@ -31,6 +31,7 @@ class Structure:
 
     plate: str
     plate_dim: int  # that it takes among the batch dimensions of its sites
+    plate_size: int  # as the model was run
     observed: list[str]
     discrete: list[str]  # latents, all of which lie in it; they are summed out
     deepest_dim: int  # how many batch dimensions all plates of the model take
@@ -41,8 +42,7 @@ class Structure:
 
 
 def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
-    """The structure of ``model`` from one run on made-up data of the size of the real ones; tells
-    ``arguments`` which of them are data.
+    """The structure of ``model`` from one run on made-up data of the size of the real ones.
 
     Raises:
         UnfitModel: the records' factors cannot be told apart.
@@ -72,8 +72,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
         for frame in node["cond_indep_stack"]
         if frame.vectorized
     )
-    arguments.find_data(size)
-    return Structure(plate, dim, observed, discrete, deepest, outside, factors)
+    return Structure(plate, dim, size, observed, discrete, deepest, outside, factors)
 
 
 def _traced(model: Model, arguments: Arguments) -> Trace:
@@ -94,7 +93,7 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
             f"the model does not run on made-up data: {type(errors[0]).__name__}. Try it on such"
             f" data yourself; {ROWS_ONLY}"
         ) from None
-    if arguments.are_empty:
+    if any(not shape[0] for shape in arguments.shapes.values()):
         raise UnfitModel("there are no records: a plate of Pyro's cannot be empty.")
     raise UnfitModel(
         "the model does not run on made-up data of the shapes that were passed:"

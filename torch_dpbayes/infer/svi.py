@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_flatten
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.events import (
     DpEvent,
-    GaussianDpEvent,
-    NonPrivateDpEvent,
     PoissonSampledDpEvent,
-    gaussian_noise_multiplier,
+    noise_event,
+    noise_multiplier_or_0,
     positive_count,
 )
 from ..batches.sampler import PoissonSampler
@@ -31,12 +30,13 @@ from ..density.pyro_runs import frozen_ones_kept
 from ..distributed import require_single_process
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
 from ..noise import GaussianNoise, can_hide, check_clip_bound, check_positive
-from ..noise_aware.budget import public_num_data
+from ..noise_aware.budget import budget_of, public_num_data
 from .guides import GaussianGuide
 
 _log = logging.getLogger("torch_dpbayes")
 _WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
 _ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
+_LATER: Any = None  # of what there is from the first step on
 _DRAWS = 100  # of the guide, for one at which the model can be evaluated
 _INDEPENDENCE = "by torch.func.vmap over a graph recorded on synthetic records"
 _RECENT = 3  # iterate t counts about t³ times in the average
@@ -107,17 +107,12 @@ class DPSVI:
             raise ArgumentTypeError(f"model must be a Pyro model, a function; got {model!r}")
         _check_optim(optim)
         _check_loss(loss)
-        if accountant is None:
-            accountant = PrivacyAccountant(neighboring="replace_one")
-        elif not isinstance(accountant, PrivacyAccountant):
-            raise ArgumentTypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
-        self._accountant = accountant
+        self._accountant = budget_of(accountant, None, None)
         self._stated_num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._max_grad_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-        z = gaussian_noise_multiplier(noise_multiplier) if noise_multiplier != 0 else 0.0
-        self._noise_multiplier = z
+        self._noise_multiplier = z = noise_multiplier_or_0(noise_multiplier)
         if z and not can_hide(z * self._max_grad_norm):
             raise ArgumentError(
                 f"noise_multiplier = {noise_multiplier!r} times max_grad_norm = {max_grad_norm!r}"
@@ -127,7 +122,7 @@ class DPSVI:
         self.model, self.guide, self.optim = model, guide, optim
         self._plate = data_plate
         self._gaussian = GaussianGuide(guide)
-        self._density: RecordDensity | None = None
+        self._density: RecordDensity = _LATER
         self._saved: dict[str, Any] | None = None
         self._iterate: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
@@ -231,10 +226,12 @@ class DPSVI:
     @property
     def _event(self) -> DpEvent:
         """Of one step."""
-        if not self._noise_multiplier:
-            return NonPrivateDpEvent()
-        gaussian = GaussianDpEvent(self._noise_multiplier)
-        return gaussian if self._rate == 1 else PoissonSampledDpEvent(self._rate, gaussian)
+        event, is_batch = noise_event(self._noise_multiplier), self._rate != 1
+        return (
+            PoissonSampledDpEvent(self._rate, event)
+            if is_batch and self._noise_multiplier
+            else event
+        )
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""
@@ -302,7 +299,6 @@ class DPSVI:
             )
 
     def _step(self) -> None:
-        assert self._density is not None
         prior = self._density.prior
         with torch.enable_grad():
             drawn, entropy = self._drawn()
@@ -334,7 +330,6 @@ class DPSVI:
 
     def _drawn(self) -> tuple[Tensor, Tensor]:
         """θ where the model can be evaluated, whatever the records are, and the entropy."""
-        assert self._density is not None
         prior = self._density.prior
         for _ in range(_DRAWS):
             theta, entropy = self._gaussian.draw()
@@ -351,7 +346,6 @@ class DPSVI:
         """The noisy gradient of −Σ log p(x_i | θ), in float64, at a θ where made-up records have
         gradients: elsewhere one record could end the sum of all.
         """
-        assert self._density is not None
         require_single_process()
         self._accountant.compose(self._event, label="DPSVI")
         if not self._num_steps:

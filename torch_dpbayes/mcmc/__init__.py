@@ -3,7 +3,8 @@ posterior.
 
 One algorithm is one file, with the same parts in the same order: the formula, source, arguments and
 privacy of the class; its settings; what it forgets and never pickles; ``_prepare`` (the model and
-the data), ``_start``, ``_charges`` and ``_candidate``. Copy ``penalty.py`` for the next one.
+the data), ``_start``, ``_charges`` and ``_candidate``, where they differ from those of all kernels.
+Copy ``penalty.py`` for the next one.
 
 * ``kernel``: what all kernels share; ``proposals``: where it goes;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;

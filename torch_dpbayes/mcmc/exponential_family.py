@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent, positive_count
+from ..accounting.events import noise_multiplier_or_0, positive_count
 from ..density import InvalidPoint, Model, Prior, UnfitModel
 from ..density.record_statistics import RecordStatistics
 from ..noise import check_clip_bound
-from .kernel import Candidate, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel
 from .proposals import Proposal, RandomWalk
 
 
@@ -93,7 +93,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
             max_statistic_norm,
             "the clip bound of a record's sufficient statistics",
         )
-        self._multiplier = check_noise("noise_multiplier", noise_multiplier)
+        self._multiplier = noise_multiplier_or_0(noise_multiplier)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._noised_count = num_data is None and accountant.neighboring == "add_or_remove_one"
 
@@ -138,9 +138,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
     def _start(self, theta: Tensor) -> None:
         self._current = self._evaluate(theta)
 
-    def _charges(self) -> list[tuple[DpEvent, int]]:
-        return [(noise_event(self._multiplier), 1), *self._walk.charges]
-
     def _candidate(self, theta: Tensor) -> Candidate:
         assert self._sum is not None and self._current is not None
         moved, log_proposal_ratio = self._propose(self._walk, theta)
@@ -165,7 +162,6 @@ class ExponentialFamilyPenalty(PrivateKernel):
 
     def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
         """η and A at θ, or None where they are not finite. No function of the data."""
-        assert self._prior is not None
         try:
             natural, normalizer = self._at(self._prior.constrain(theta))
         except Exception:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent, positive_count
+from ..accounting.events import DpEvent, noise_event, noise_multiplier_or_0, positive_count
 from ..density import InvalidPoint, Model, Prior
 from ..errors import ArgumentError, StateError
 from ..noise import check_clip_bound
-from .kernel import Candidate, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel
 from .proposals import Mass
 
 
@@ -105,8 +104,10 @@ class DPHMC(PrivateKernel):
         self._max_norm = check_clip_bound(
             "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
-        self._multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
-        self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
+        self._multiplier = noise_multiplier_or_0(ratio_noise_multiplier, "ratio_noise_multiplier")
+        self._grad_multiplier = noise_multiplier_or_0(
+            grad_noise_multiplier, "grad_noise_multiplier"
+        )
         self._jitter, self._reuse = checked_jitter(jitter), bool(reuse_gradients)
 
     def _forget(self) -> None:
@@ -126,8 +127,7 @@ class DPHMC(PrivateKernel):
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
         gradients = self._num_steps + (self._gradient is None or not self._reuse)
-        ratio = noise_event(self._multiplier), 1
-        return [(noise_event(self._grad_multiplier), gradients), ratio]
+        return [(noise_event(self._grad_multiplier), gradients), *super()._charges()]
 
     def _candidate(self, theta: Tensor) -> Candidate:
         total, read = self._gradient if self._reuse else None, self._read
@@ -153,21 +153,16 @@ class DPHMC(PrivateKernel):
 
     def _noisy_sum(self, theta: Tensor) -> Tensor:
         """The records' part of −∇U, clipped and noised, in the coordinates that records read."""
-        own = partial(self._noisy_gradient_sum, theta)
-        return self._owners.gradient_sum(own, self._read) if self._owners else own()
+        std = self._grad_multiplier * self._max_norm
 
-    def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
-        assert self._density is not None
-        total = self._density.clipped_gradient_sum(theta, self._max_norm)[self._read]
-        return (
-            total + self._grad_multiplier * self._max_norm * self._gaussian(len(total))
-            if self._grad_multiplier
-            else total
-        )
+        def own() -> Tensor:
+            total = self._density.clipped_gradient_sum(theta, self._max_norm)[self._read]
+            return total + std * self._gaussian(len(total)) if std else total
+
+        return self._owners.gradient_sum(own, self._read) if self._owners else own()
 
     def _potential_gradient(self, total: Tensor, theta: Tensor) -> Tensor:
         """∇U in the coordinates that records read; the prior's part is exact."""
-        assert self._prior is not None
         prior = self._prior.log_density_and_gradient(theta)[1][self._read]
         return -(total.to(theta.dtype) + prior)
 

@@ -35,6 +35,7 @@ from .proposals import Moves, RandomWalk, free_move
 if TYPE_CHECKING:
     from .chains import Chain
 
+_LATER: Any = None  # of what there is from setup() on
 _DRAWS = 100
 _UNIFORMS = 64  # drawn at a time
 
@@ -111,12 +112,12 @@ class PrivateKernel(MCMCKernel):
         """Let go of what stems from the data without a charge, or belongs to this process: it is
         not pickled either.
         """
-        self._prior: Prior | None = None
-        self._density: RecordDensity | None = None
+        self._prior: Prior = _LATER
+        self._density: RecordDensity = _LATER
         self._terms: Tensor | None = None  # of the records, at the point where the chain is
-        self._noise: GaussianNoise | None = None
-        self._public: GaussianNoise | None = None
-        self._theta: Tensor | None = None
+        self._noise: GaussianNoise = _LATER
+        self._public: GaussianNoise = _LATER
+        self._theta: Tensor = _LATER
         # numbers of the coordinates of θ that records' terms depend on, and of the others
         self._read = self._unread = torch.empty(0, dtype=torch.int64)
         self._log_prior, self._started = 0.0, False
@@ -158,9 +159,9 @@ class PrivateKernel(MCMCKernel):
         """A chain begins at ``theta``, or was put there."""
         self._terms = None
 
-    @abstractmethod
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What the next iteration releases."""
+        """What the next iteration releases: the noisy log ratio, and what the move does."""
+        return [(events.noise_event(self._multiplier), 1), *self._moves.charges]
 
     @abstractmethod
     def _candidate(self, theta: Tensor) -> Candidate:
@@ -172,12 +173,10 @@ class PrivateKernel(MCMCKernel):
 
     def _reads(self, prior: Prior) -> Tensor:
         """Whether records' terms depend on a coordinate of θ, ``[dimension]``."""
-        assert self._density is not None
         return self._density.read
 
     def _is_valid(self, theta: Tensor) -> bool:
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
-        assert self._density is not None
         density = self._density
         return density.has_gradients(theta) if self._needs_gradients else density.is_valid(theta)
 
@@ -244,20 +243,21 @@ class PrivateKernel(MCMCKernel):
             self._chain.begin(self._accountant)
         owners = self._owners
         with owners.in_set_up() if owners else nullcontext(), torch.no_grad():
-            self._theta = theta = self._set_up(args, kwargs)
+            self._set_up(args, kwargs)
+            given = None if self._initial is None else self._prior.flatten(self._initial)
+            if given is not None:
+                self._require_start(given)
             if owners:
                 settings = {
                     "target_accept_prob": self._target,
                     "warmup_steps": warmup_steps,
                     "save_params": self._saved,
-                    "initial_params": theta if self._initial is not None else None,
+                    "initial_params": given,
                 }
-                assert self._density is not None
-                start = owners.agreed_start(theta, self._density, settings, self._can_start)
-                self._theta = start
+                owners.compare(self._density, settings)
+            self._theta = self._first_point(given)
 
-    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Where this owner would start."""
+    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         prior = self._prepare(args, kwargs)
         if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
             raise ArgumentError(
@@ -272,16 +272,14 @@ class PrivateKernel(MCMCKernel):
         )
         self._moves.require_dimension(len(self._read))
         self._noise, self._public = GaussianNoise(), GaussianNoise()
-        return self._first_point(prior)
 
-    def _first_point(self, prior: Prior) -> Tensor:
-        if self._initial is not None:
-            theta = prior.flatten(self._initial)
-            self._require_start(theta)
-            return theta
+    def _first_point(self, given: Tensor | None) -> Tensor:
         for _ in range(_DRAWS):
-            theta = prior.sample()
-            if self._can_start(theta):
+            theta = self._prior.sample() if given is None else given
+            if self._owners:
+                theta = self._owners.of_first(theta)
+            can_start = self._can_start(theta)
+            if self._owners.all_have(can_start) if self._owners else can_start:
                 return theta
         raise ArgumentError(
             f"the model cannot be evaluated at any of {_DRAWS} draws from its prior: pass"
@@ -334,7 +332,6 @@ class PrivateKernel(MCMCKernel):
         """
         if not len(self._unread):
             return
-        assert self._theta is not None and self._public is not None
         self._share_public_numbers(2)
         self._theta, self._log_prior = free_move(
             self._log_prior_at, self._theta, self._log_prior, self._unread, self._uniforms()
@@ -349,7 +346,6 @@ class PrivateKernel(MCMCKernel):
 
     def _uniforms(self) -> Iterator[float]:
         """Public numbers in (0, 1)."""
-        assert self._public is not None
         while True:
             normal = self._public.standard_normal(
                 _UNIFORMS, dtype=torch.float64, device=torch.device("cpu")
@@ -373,7 +369,6 @@ class PrivateKernel(MCMCKernel):
         return self._log_prior_at(theta)
 
     def _record(self, accepted: bool, log_ratio: float) -> None:
-        assert self._prior is not None and self._theta is not None
         self._log_ratios.append(log_ratio)
         self._iteration += 1
         if self._iteration <= self._warmup_steps:
@@ -513,21 +508,18 @@ class PrivateKernel(MCMCKernel):
         is; public ones have θ's dtype.
         """
         source = self._public if public else self._noise
-        assert source is not None and self._prior is not None
         return source.standard_normal(
             size, dtype=self._prior.dtype if public else torch.float64, device=self._prior.device
         )
 
     def _standard_normal(self, public: bool = False) -> float:
         source = self._public if public else self._noise
-        assert source is not None
         return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
 
     def _propose(self, walk: RandomWalk, theta: Tensor) -> tuple[Tensor, float]:
         """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves the coordinates that records
         read.
         """
-        assert self._prior is not None
         if walk.proposal is None:
             step = walk.step(self._gaussian(len(self._read), public=True))
             moved = theta.clone()
@@ -540,7 +532,6 @@ class PrivateKernel(MCMCKernel):
         """The sum of the records' clipped log ratios, its bound, slope × the distance in the
         coordinates that records read, and what is kept at ``moved``.
         """
-        assert self._density is not None
         if self._terms is None:
             self._terms = self._density.log_likelihoods(theta)
         terms = self._density.log_likelihoods(moved)
@@ -590,7 +581,6 @@ class PrivateKernel(MCMCKernel):
 
     def _log_prior_at(self, theta: Tensor) -> float:
         """log p(θ), or −inf where the model cannot be evaluated."""
-        assert self._prior is not None
         if not theta.isfinite().all():
             return -math.inf
         try:
@@ -604,14 +594,3 @@ class PrivateKernel(MCMCKernel):
 
 def _stacked(chain: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([draw[name] for draw in chain]) for name in chain[0]}
-
-
-def check_noise(name: str, value: float) -> float:
-    """``value`` as 0 or a valid noise multiplier."""
-    return float(value) if value == 0 else events.gaussian_noise_multiplier(value, name)
-
-
-def noise_event(noise_multiplier: float) -> events.DpEvent:
-    """A full-batch Gaussian sum, or a release without noise."""
-    z = float(noise_multiplier)
-    return events.GaussianDpEvent(z) if z else events.NonPrivateDpEvent()

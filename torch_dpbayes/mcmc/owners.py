@@ -32,7 +32,6 @@ from ..noise import GaussianNoise
 from ..processes import this_process
 
 _COMPARED_ROWS = 5
-_DRAWS = 100
 _CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
 
 
@@ -83,21 +82,14 @@ class ManyOwners:
             self._together = True
             yield
 
-    def agreed_start(
-        self,
-        theta: Tensor,
-        density: RecordDensity,
-        settings: dict[str, Any],
-        can_start: Callable[[Tensor], bool],
-    ) -> Tensor:
-        """Compare what has to be the same, and agree on a seed and a start. ``settings`` are
-        public, ``can_start`` no function of the records.
+    def compare(self, density: RecordDensity, settings: dict[str, Any]) -> None:
+        """Compare what has to be the same, and agree on a seed. ``settings`` are public.
 
         Raises:
             OwnerError: the owners differ.
         """
         # no function of the records, nor of their number
-        latents = density.prior.unflatten(theta)
+        latents = density.prior.unflatten(density.made_up.theta)
         described = {
             "versions": [__version__, torch.__version__, pyro.__version__],
             **{name: comparable(value) for name, value in (self._settings | settings).items()},
@@ -108,16 +100,6 @@ class ManyOwners:
         self._ranks_here().compare(described, SET_UP)
         self._share_numbers()
         self._compare_densities(density)
-        for _ in range(_DRAWS):
-            theta = self._of_first(theta)
-            if not self._which(not can_start(theta)):
-                return theta
-            theta = density.prior.sample()
-        raise ArgumentError(
-            "the owners found no start at which the model can be evaluated: pass initial_params= to"
-            " MCMC, made without data.",
-            code="pyro-start",
-        )
 
     def _share_numbers(self) -> None:
         """A seed that every owner has a part in, and the noise of all together."""
@@ -131,17 +113,18 @@ class ManyOwners:
         """Prior and likelihood on rows that the first rank made up."""
         made_up = density.made_up
         with torch.no_grad(), without_value_checks():
-            theta = self._of_first(made_up.theta)
+            theta = self.of_first(made_up.theta)
             rows = made_up.rows(_COMPARED_ROWS)
             for k, row in enumerate(rows):
                 plain = torch.view_as_real(row) if row.is_complex() else row
-                shared = self._of_first(plain)
+                shared = self.of_first(plain)
                 rows[k] = torch.view_as_complex(shared) if row.is_complex() else shared
             values = made_up.terms(theta, rows), theta.new_tensor(density.prior.log_density(theta))
-            different = not all([nearly_equal(own, self._of_first(own)) for own in values])
-        if others := self._which(different):
+            different = not all([nearly_equal(own, self.of_first(own)) for own in values])
+        flags = self._ranks_here().check_consistent(SET_UP, beside=different)
+        if any(flags):
             raise OwnerError(
-                f"the model of rank {others[0]} has another density than that of rank 0 on"
+                f"the model of rank {flags.index(True)} has another density than that of rank 0 on"
                 " made-up records: give all ranks the same model. Nothing was released."
             )
 
@@ -178,7 +161,7 @@ class ManyOwners:
         numbers = {"the number of messages": self._messages, "accept decisions": accepted}
         norm = float(torch.linalg.vector_norm(theta.double()))
         self._ranks_here().check_consistent(ITERATION, numbers, norm=norm)
-        return self._of_first(theta)
+        return self.of_first(theta)
 
     def gradient_sum(self, own: Callable[[], Tensor], read: Tensor) -> Tensor:
         """The sum of all owners' noisy gradients.
@@ -222,15 +205,14 @@ class ManyOwners:
         ranks.all_reduce(total)
         return total
 
-    def _of_first(self, values: Tensor) -> Tensor:
+    def of_first(self, values: Tensor) -> Tensor:
         """The first rank's ``values``, on all ranks."""
         own = values if self._ranks_here().rank == 0 else torch.zeros_like(values)
         return self._sum(own).reshape(values.shape).to(values)
 
-    def _which(self, flag: bool) -> list[int]:
-        """The ranks whose ``flag`` is set, on all ranks."""
-        flags = self._ranks_here().check_consistent(SET_UP, beside=flag)
-        return [rank for rank, is_set in enumerate(flags) if is_set]
+    def all_have(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on all ranks."""
+        return all(self._ranks_here().check_consistent(SET_UP, beside=flag))
 
     def _ranks_here(self) -> Ranks:
         if self._ranks is None or self._process != this_process():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
+from ..accounting.events import noise_multiplier_or_0
 from ..density import Model
-from .kernel import Candidate, PrivateKernel, check_noise, noise_event
+from .kernel import Candidate, PrivateKernel
 from .proposals import Proposal, RandomWalk
 
 
@@ -73,10 +73,7 @@ class DPPenalty(PrivateKernel):
         self._walk = RandomWalk(proposal_scale, proposal)
         super().__init__(model, accountant, target_accept_prob, self._walk)
         self._read_records(log_ratio_slope, data_plate)
-        self._multiplier = check_noise("noise_multiplier", noise_multiplier)
-
-    def _charges(self) -> list[tuple[DpEvent, int]]:
-        return [(noise_event(self._multiplier), 1), *self._walk.charges]
+        self._multiplier = noise_multiplier_or_0(noise_multiplier)
 
     def _candidate(self, theta: Tensor) -> Candidate:
         moved, log_proposal_ratio = self._propose(self._walk, theta)

@@ -72,8 +72,7 @@ class Plan(NamedTuple):
         Raises:
             ValueError: ``plan`` was not told the clip bounds.
         """
-        iteration = self._iteration
-        return squared_distance(iteration.jitter) * self.num_iterations / iteration.variance
+        return squared_distance(self.jitter) * self.num_iterations / self._variance
 
     def expected_sample_size(
         self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
@@ -95,7 +94,7 @@ class Plan(NamedTuple):
 
         **Privacy.** A function of public numbers: nothing is released or charged.
         """
-        found = self.num_iterations * tuned(self._iteration, posterior_stddev, shaped).worth
+        found = self.num_iterations * self._tuned(posterior_stddev, shaped)[1]
         if found < FEW:
             warnings.warn(
                 f"this budget is worth {found:.2g} effective samples: the kernel cannot mix on such"
@@ -117,10 +116,13 @@ class Plan(NamedTuple):
 
         **Privacy.** A function of public numbers: nothing is released or charged.
         """
-        return tuned(self._iteration, posterior_stddev, shaped).scale
+        return self._tuned(posterior_stddev, shaped)[0]
 
     @property
-    def _iteration(self) -> Iteration:
+    def _stds(self) -> tuple[float, float]:
+        """Standard deviations of the noise on the log ratio for each unit of distance, and on each
+        gradient, which is 0 for a penalty kernel.
+        """
         ratio, *gradient = self.noise_multipliers.values()
         if self.log_ratio_slope is None or (gradient and self.max_grad_norm is None):
             raise ArgumentError(
@@ -128,7 +130,71 @@ class Plan(NamedTuple):
                 + (" and max_grad_norm=." if gradient else ".")
             )
         gradient_std = gradient[0] * (self.max_grad_norm or 0.0) if gradient else 0.0
-        return Iteration(ratio * self.log_ratio_slope, gradient_std, self.num_steps, self.jitter)
+        return ratio * self.log_ratio_slope, gradient_std
+
+    @property
+    def _variance(self) -> float:
+        """v, of the log acceptance ratio for each unit of squared distance."""
+        (ratio_std, gradient_std), steps = self._stds, max(self.num_steps, 1)
+        return ratio_std**2 + gradient_std**2 * (steps - 0.5) / steps**2
+
+    def _tuned(
+        self, posterior_stddev: float | Tensor | Mapping[str, Tensor], shaped: bool
+    ) -> tuple[float, float]:
+        """The best scale of the moves on a Gaussian posterior with independent coordinates, and the
+        share of an independent sample that an iteration is worth then.
+        """
+        (ratio_std, gradient_std), num_steps = self._stds, self.num_steps
+        stddev = standard_deviations(posterior_stddev)
+        shape = stddev if shaped else torch.ones_like(stddev)
+        # of public numbers: the same answer every time
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, len(stddev), generator=generator, dtype=torch.float64)
+
+        start, momentum = stddev * normal(_DRAWS), normal(_DRAWS)
+
+        def gradient(theta: Tensor, kick: Tensor) -> Tensor:
+            # in coordinates in which the mass matrix is the identity
+            return shape * (gradient_std * kick + theta / stddev**2)
+
+        def trajectory(lengths: Tensor) -> tuple[Tensor, Tensor]:
+            """Where iterations end, and the exact log ratio of their test."""
+            if not num_steps:
+                moved = start + lengths * shape * momentum
+                return moved, ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
+            moved, p, slope = start, momentum, gradient(start, kicks[0])
+            for kick in kicks[1:]:
+                p = p - lengths / 2 * slope
+                moved = moved + lengths * shape * p
+                slope = gradient(moved, kick)
+                p = p - lengths / 2 * slope
+            kinetic = (momentum.square() - p.square()).sum(1) / 2
+            change = ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
+            return moved, (change + kinetic).nan_to_num(nan=-math.inf)
+
+        kicks = normal(num_steps + 1, _DRAWS) if num_steps else start
+        uniform = torch.rand(2, _DRAWS, generator=generator, dtype=torch.float64)
+        test = torch.randn(_DRAWS, generator=generator, dtype=torch.float64)
+        narrowest = float((stddev / shape).min())
+        spread = float(torch.linalg.vector_norm(shape))
+        by_noise = _LONGEST * 2.38 / (max(num_steps, 1) * spread * math.sqrt(self._variance))
+        # a leapfrog is stable below twice the narrowest direction; a walk need not be
+        by_shape = (2.0 if num_steps else 10.0) * narrowest
+        longest = min(by_noise, by_shape)
+        best, most = longest, 0.0
+        for scale in (longest * _SHORTEST ** (torch.arange(_SCALES) / (_SCALES - 1))).tolist():
+            lengths = (scale * (1 + self.jitter * (2 * uniform[0] - 1)))[:, None]
+            moved, log_ratio = trajectory(lengths)
+            std = ratio_std * torch.linalg.vector_norm(moved - start, dim=1)
+            accepted = uniform[1].log() < log_ratio + std * test - std**2 / 2
+            squared = torch.where(accepted[:, None], (moved - start) ** 2, 0.0).mean(0)
+            unlike = (squared / (2 * stddev**2)).clamp(max=1.0)  # 1 − ρ
+            worth = float((unlike / (2 - unlike)).min())
+            if worth > most:
+                best, most = scale, worth
+        return best, most
 
 
 def plan(
@@ -247,93 +313,6 @@ def squared_distance(jitter: float = 0.0) -> float:
     s = torch.linspace(1.0, 4.0, 601, dtype=torch.float64)[:, None]
     s = s * (1 + jitter * (2 * uniform - 1))
     return float((s**2 * 2 * torch.special.ndtr(-s / 2)).mean(1).max())
-
-
-class Iteration(NamedTuple):
-    """What decides how far an iteration goes.
-
-    Attributes:
-        ratio_std: standard deviation of the noise on the log ratio for each unit of distance.
-        gradient_std: of the noise on each gradient; 0 for a penalty kernel.
-        num_steps: leapfrog steps; 0 for a random walk.
-        jitter: of the step size.
-    """
-
-    ratio_std: float
-    gradient_std: float
-    num_steps: int
-    jitter: float
-
-    @property
-    def variance(self) -> float:
-        """v, of the log acceptance ratio for each unit of squared distance."""
-        steps = max(self.num_steps, 1)
-        return self.ratio_std**2 + self.gradient_std**2 * (steps - 0.5) / steps**2
-
-
-class Tuned(NamedTuple):
-    """The scale of the moves, and the share of an independent sample that an iteration is worth."""
-
-    scale: float
-    worth: float
-
-
-def tuned(
-    iteration: Iteration, posterior_stddev: float | Tensor | Mapping[str, Tensor], shaped: bool
-) -> Tuned:
-    """The best scale on a Gaussian posterior with independent coordinates; ``shaped``: of moves
-    that have its shape.
-    """
-    stddev = standard_deviations(posterior_stddev)
-    shape = stddev if shaped else torch.ones_like(stddev)
-    generator = torch.Generator().manual_seed(0)  # of public numbers: the same answer every time
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, len(stddev), generator=generator, dtype=torch.float64)
-
-    start, momentum = stddev * normal(_DRAWS), normal(_DRAWS)
-
-    def gradient(theta: Tensor, kick: Tensor) -> Tensor:
-        # in coordinates in which the mass matrix is the identity
-        return shape * (iteration.gradient_std * kick + theta / stddev**2)
-
-    def trajectory(lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Where iterations end, and the exact log ratio of their test."""
-        if not iteration.num_steps:
-            moved = start + lengths * shape * momentum
-            return moved, ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
-        moved, p, slope = start, momentum, gradient(start, kicks[0])
-        for kick in kicks[1:]:
-            p = p - lengths / 2 * slope
-            moved = moved + lengths * shape * p
-            slope = gradient(moved, kick)
-            p = p - lengths / 2 * slope
-        kinetic = (momentum.square() - p.square()).sum(1) / 2
-        change = ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2
-        return moved, (change + kinetic).nan_to_num(nan=-math.inf)
-
-    kicks = normal(iteration.num_steps + 1, _DRAWS) if iteration.num_steps else start
-    uniform = torch.rand(2, _DRAWS, generator=generator, dtype=torch.float64)
-    test = torch.randn(_DRAWS, generator=generator, dtype=torch.float64)
-    narrowest = float((stddev / shape).min())
-    spread = float(torch.linalg.vector_norm(shape))
-    steps = max(iteration.num_steps, 1)
-    by_noise = _LONGEST * 2.38 / (steps * spread * math.sqrt(iteration.variance))
-    # a leapfrog is stable below twice the narrowest direction; a walk need not be
-    by_shape = (2.0 if iteration.num_steps else 10.0) * narrowest
-    longest = min(by_noise, by_shape)
-    found = Tuned(longest, 0.0)
-    for scale in (longest * _SHORTEST ** (torch.arange(_SCALES) / (_SCALES - 1))).tolist():
-        lengths = (scale * (1 + iteration.jitter * (2 * uniform[0] - 1)))[:, None]
-        moved, log_ratio = trajectory(lengths)
-        std = iteration.ratio_std * torch.linalg.vector_norm(moved - start, dim=1)
-        accepted = uniform[1].log() < log_ratio + std * test - std**2 / 2
-        squared = torch.where(accepted[:, None], (moved - start) ** 2, 0.0).mean(0)
-        unlike = (squared / (2 * stddev**2)).clamp(max=1.0)  # 1 − ρ
-        worth = float((unlike / (2 - unlike)).min())
-        if worth > found.worth:
-            found = Tuned(scale, worth)
-    return found
 
 
 def standard_deviations(value: float | Tensor | Mapping[str, Tensor]) -> Tensor:

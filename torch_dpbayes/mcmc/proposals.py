@@ -45,6 +45,11 @@ class Moves:
     def __init__(self, argument: str, scale: float, factor: Tensor | None) -> None:
         self._argument, self.scale, self._factor = argument, scale, factor
 
+    @property
+    def charges(self) -> list[tuple[events.DpEvent, int]]:
+        """What one move releases."""
+        return [] if self.proposal is None else [(self.proposal.event, 1)]
+
     def require_dimension(self, dimension: int) -> None:
         """Refuse a factor for another number of coordinates."""
         if self._factor is not None and len(self._factor) != dimension:
@@ -93,11 +98,6 @@ class RandomWalk(Moves):
                 "proposal_scale", proposal_scale, "a standard deviation in unconstrained space"
             )
         super().__init__("proposal_scale", scale, factor)
-
-    @property
-    def charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What one move releases."""
-        return [] if self.proposal is None else [(self.proposal.event, 1)]
 
     def step(self, standard: Tensor) -> Tensor:
         """A step of the random walk from a standard Gaussian vector."""

@@ -81,15 +81,12 @@ def constants_of(given: Any) -> dict[int, float]:
 
 
 class PublicRows:
-    """Rows that are public, by number of the argument, along the first dimension: a sample, or
-    those of the records themselves. These come in pairs of equal ones: moments are then conditional
-    on them.
+    """Rows that are public, by number of the argument: a sample, or those of the records
+    themselves. These come in pairs of equal ones: moments are then conditional on them.
     """
 
-    def __init__(
-        self, rows: Mapping[int, Tensor], records: ModelRecords, *, is_paired: bool, seed: int
-    ) -> None:
-        self._rows, self._records, self.is_paired, self._seed = rows, records, is_paired, seed
+    def __init__(self, rows: Mapping[int, Tensor], *, is_paired: bool, seed: int) -> None:
+        self._rows, self.is_paired, self._seed = rows, is_paired, seed
 
     def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
         """Each row as often as any other, as far as ``count`` goes."""
@@ -101,8 +98,7 @@ class PublicRows:
         if self.is_paired:
             chosen = chosen.repeat_interleave(2)
             chosen = torch.cat([chosen, chosen[: count - len(chosen)]])
-        back = self._records.rows_back
-        return {k: back(k, row[chosen]) for k, row in self._rows.items()}
+        return {k: row[chosen] for k, row in self._rows.items()}
 
 
 def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | None:
@@ -120,7 +116,7 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
                 " covariates= a public sample of all."
             )
         rows = records.density.rows()
-        own = {k: records.rows_first(k, rows[k]) for k in public}
+        own = {k: rows[k] for k in public}
     else:
         numbers = sorted(public + private)
         given = given if isinstance(given, tuple | list) else (given,)
@@ -136,8 +132,9 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
                     f" got {sample!r:.60}."
                 )
             like = records.density.made_up.few()[number]
-            own[number] = row = records.rows_first(number, sample.to(like.dtype))
-            if row.shape[1:] != records.rows_first(number, like).shape[1:] or not len(row):
+            row = records.density.arguments.rows_first(number, sample.to(like.dtype))
+            own[number] = row
+            if row.shape[1:] != like.shape[1:] or not len(row):
                 raise ArgumentError(
                     f"the public sample of {records.names[number]!r} has another shape than the"
                     " argument."
@@ -148,7 +145,7 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
                 f"the public rows of {records.names[number]!r} have numbers that are not finite:"
                 " put public constants in their place."
             )
-    return PublicRows(own, records, is_paired=given is None, seed=seed) if own else None
+    return PublicRows(own, is_paired=given is None, seed=seed) if own else None
 
 
 class Released:
@@ -308,7 +305,7 @@ def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
     """The columns of all arguments that are private rows of numbers, ``[n, p]``."""
     parts = []
     for number in records.of_role("numbers"):
-        row = records.rows_first(number, rows[number])
+        row = rows[number]
         parts.append(row.reshape(len(row), math.prod(row.shape[1:])))  # of no rows, too
     return torch.cat(parts, 1)
 
@@ -319,7 +316,7 @@ def feature_shape(
     """Of the arguments that are private rows of numbers; None without any."""
     few = records.density.made_up.few()
     numbers = records.of_role("numbers")
-    widths = [math.prod(records.rows_first(k, few[k]).shape[1:]) for k in numbers]
+    widths = [math.prod(few[k].shape[1:]) for k in numbers]
     if any(k >= sum(widths) for k in constants):
         raise ArgumentError(
             f"constant_columns names column {max(constants)}, and private covariates that are"
@@ -339,9 +336,8 @@ def parts_of(records: ModelRecords, columns: Tensor, shape: FeatureShape) -> dic
     result, like = {}, records.density.made_up.few()
     parts = shape.shortened(columns).split(list(shape.widths), dim=1)
     for number, part in zip(records.of_role("numbers"), parts, strict=True):
-        size = records.rows_first(number, like[number]).shape[1:]
-        part = part.reshape(len(columns), *size).to(like[number].dtype)
-        result[number] = records.rows_back(number, part)
+        part = part.reshape(len(columns), *like[number].shape[1:])
+        result[number] = part.to(like[number].dtype)
     return result
 
 

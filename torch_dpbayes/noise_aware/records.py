@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..density import Model, RecordDensity, UnfitModel, without_value_checks
-from ..density.pyro_runs import FLAVOURS, WithoutParameters, public_randomness, sample_sites
+from ..density.pyro_runs import FLAVOURS, public_randomness, sample_sites, without_parameters
 from ..errors import ArgumentError, ArgumentTypeError
 
 Role = Literal["observed", "public", "numbers", "category"]
@@ -75,7 +76,7 @@ class ModelRecords:
     ) -> None:
         if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(args)):
             raise UnfitModel("an argument of the model is complex: pass two real tensors.")
-        self._model = WithoutParameters(model)
+        self._model = partial(without_parameters, model)
         density = RecordDensity(
             model,
             args,
@@ -94,7 +95,6 @@ class ModelRecords:
                 f"records depend on {len(self.read)} parameters, and at most {LARGEST_DIMENSION}"
                 " can be simulated: use a sampler of torch_dpbayes.optim."
             )
-        self._dims = list(density.row_dims.values())
         names = _argument_names(model, args)
         public = [public] if isinstance(public, str | int) else public
         if not isinstance(public, Sequence) or not all(isinstance(p, str | int) for p in public):
@@ -102,7 +102,8 @@ class ModelRecords:
                 f"public= takes names or positions of arguments, as ('x',); got {public!r:.60}."
             )
         observed = self._observed()
-        given = {names.get(k, str(k)) for k in density.row_dims}
+        leaves = [*density.arguments.row_dims]
+        given = {names.get(k, str(k)) for k in leaves}
         wanted = {names.get(p, str(p)) if isinstance(p, int) else p for p in public}
         if unknown := sorted(wanted - given):
             raise ArgumentError(
@@ -111,7 +112,7 @@ class ModelRecords:
             )
         self.roles: list[Role] = []
         self.names: list[str] = []
-        for number, (k, row) in enumerate(zip(density.row_dims, density.rows(), strict=True)):
+        for number, (k, row) in enumerate(zip(leaves, density.rows(), strict=True)):
             name = names.get(k, str(k))
             if number in observed:
                 if name in wanted:
@@ -142,14 +143,6 @@ class ModelRecords:
     def of_role(self, *roles: Role) -> list[int]:
         """Numbers of the data arguments that have one of these roles."""
         return [number for number, role in enumerate(self.roles) if role in roles]
-
-    def rows_first(self, number: int, row: Tensor) -> Tensor:
-        """The argument with its records along the first dimension."""
-        return row.movedim(self._dims[number], 0)
-
-    def rows_back(self, number: int, row: Tensor) -> Tensor:
-        """The inverse of :meth:`rows_first`."""
-        return row.movedim(0, self._dims[number])
 
     def forget(self) -> None:
         """Holds synthetic records from now on, in place of private ones."""
@@ -222,14 +215,15 @@ class ModelRecords:
 
     def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
         values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
-        args, kwargs = self.density.arguments.with_rows(rows)
+        arguments = self.density.arguments
+        in_model, (args, kwargs) = arguments.in_model(rows), arguments.with_rows(rows)
         model = poutine.condition(_Simulated(self._model, self.density.observed), values)
         with torch.no_grad(), without_value_checks(), poutine.block(), seeded(seed):
             trace: Any = poutine.trace(model).get_trace(*args, **kwargs)
         result = list(rows)
         for number, site in self._observed_sites.items():
-            drawn = trace.nodes[site]["value"]
-            result[number] = drawn.reshape(rows[number].shape).to(rows[number].dtype)
+            drawn = trace.nodes[site]["value"].reshape(in_model[number].shape)
+            result[number] = arguments.rows_first(number, drawn).to(rows[number].dtype)
         return result
 
     def _sites(self, rows: Sequence[Tensor]) -> dict[str, Any]:
@@ -254,17 +248,18 @@ class ModelRecords:
         else:
             raise UnfitModel("the model does not run on synthetic rows.") from error
         found: dict[int, str] = {}
+        own = density.arguments.in_model(rows)
         for name in density.observed:
             value = sites[name]["value"]
             numbers = [
-                k for k, row in enumerate(rows) if k not in found and _is_same_data(value, row)
+                k for k, row in enumerate(own) if k not in found and _is_same_data(value, row)
             ]
             if not numbers:
                 raise UnfitModel(
                     f"what site {name!r} observes, or the factor has, is no argument of the model:"
                     " pass it as one of its own to pyro.sample(name, distribution, obs=...)."
                 )
-            exact = [k for k in numbers if value is rows[k]]
+            exact = [k for k in numbers if value is own[k]]
             found[(exact or numbers)[0]] = name
         self._require_no_weights(rows, found)
         return found

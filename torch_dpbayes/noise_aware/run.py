@@ -68,10 +68,7 @@ class Mechanism:
             rows = in_units(all_numbers(records, self._rows), self._shape)
             moments = noisy_moments(rows, plan.moments)
         if plan.categories is not None:
-            columns = [
-                records.rows_first(number, self._rows[number]).reshape(-1).long().cpu()
-                for number in self._categories
-            ]
+            columns = [self._rows[k].reshape(-1).long().cpu() for k in self._categories]
             categories = noisy_categories(columns, self._categories, rows, plan.categories)
         return Transcript(moments, categories)
 
@@ -100,9 +97,7 @@ class Mechanism:
         """Those of so many records at a time."""
         density = self._records.density
         for start in range(0, density.num_records, _ROWS):
-            size = min(_ROWS, density.num_records - start)
-            dims = density.row_dims.values()
-            rows = [r.narrow(dim, start, size) for r, dim in zip(self._rows, dims, strict=True)]
+            rows = [row[start : start + _ROWS] for row in self._rows]
             yield scores(self._records, density.with_rows(rows), theta)
 
 

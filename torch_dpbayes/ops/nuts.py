@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..noise import GaussianNoise, fresh_generator
+from ..noise import GaussianNoise
 from .models import using_pyro
 
 
@@ -23,7 +23,9 @@ def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps
     that is dropped. The randomness comes from the operating system, not from torch's global
     generator, whose seed somebody may know, and another thread may set.
     """
-    from pyro.infer import MCMC, NUTS
+    from pyro.infer import MCMC, NUTS  # only here: Pyro takes a while to load
+
+    from ..density.pyro_runs import public_randomness
 
     kernel = NUTS(potential_fn=lambda params: potential(params["theta"]))
     chain = MCMC(
@@ -33,11 +35,8 @@ def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps
         initial_params={"theta": start},
         disable_progbar=True,
     )
-    devices = [start.device] if start.device.type == "cuda" else []
-    with using_pyro, torch.random.fork_rng(devices), torch.enable_grad(), _OwnStream():
-        torch.set_rng_state(fresh_generator().get_state())  # for what the stream does not reach
-        if devices:
-            torch.cuda.set_rng_state(fresh_generator(start.device).get_state(), start.device)
+    # public randomness for what the stream does not reach
+    with using_pyro, public_randomness(), torch.enable_grad(), _OwnStream():
         chain.run()
     theta: Tensor = chain.get_samples()["theta"][0]
     return theta.detach().clone()

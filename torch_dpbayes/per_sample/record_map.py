@@ -141,7 +141,7 @@ def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Ten
         pass  # its text may hold values of a record
     spare = [synthetic_row(t) for t in rows]
     run(*spare)
-    fails = torch.tensor(_which_fail(run, rows))
+    fails = torch.tensor(which_fail(run, rows))
 
     def put(value: Tensor | float, t: Tensor) -> Tensor:
         where = fails.to(t.device).view(-1, *[1] * (t.dim() - 1))
@@ -151,16 +151,18 @@ def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Ten
     return put(math.nan, found) if found.is_floating_point() else found
 
 
-def _which_fail(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> list[bool]:
+def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
     """Of every record, by halves."""
     count = len(rows[0])
     try:
         run(*rows)
+    except torch.OutOfMemoryError:  # of no record
+        raise
     except Exception:
         if count == 1:
             return [True]
         halves = (slice(count // 2), slice(count // 2, count))
-        return [each for half in halves for each in _which_fail(run, [t[half] for t in rows])]
+        return [each for half in halves for each in which_fail(run, [t[half] for t in rows])]
     return [False] * count
 
 

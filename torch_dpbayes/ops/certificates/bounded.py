@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
-from ..models import Data, Density, Limits, Model
+from ..models import Limits, Model
 from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
 
@@ -82,5 +82,5 @@ class Bounded(ExactDraw):
         )
         return Statement([clipped, theorem], [])
 
-    def density(self, model: Model, data: Data, setting: Setting) -> Density:
-        return model.target(data, Limits(setting.tempering, log_likelihood_range=self._range))
+    def limits(self, setting: Setting) -> Limits:
+        return Limits(setting.tempering, log_likelihood_range=self._range)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from ...accounting.events import (
 )
 from ...errors import CertificateError
 from ...noise import GaussianNoise, check_positive
-from ..models import Data, Density, Model
+from ..models import Constants, Data, Limits, Model
 from ..nuts import no_u_turn
 
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # what an exact draw is charged for
@@ -83,8 +84,8 @@ class ExactDraw(Certificate):
         """What was proved and assumed, the sampler aside."""
 
     @abstractmethod
-    def density(self, model: Model, data: Data, setting: Setting) -> Density:
-        """The density to draw from."""
+    def limits(self, setting: Setting) -> Limits:
+        """What bounds a record's part in the density to draw from."""
 
     def statement(self, model: Model, setting: Setting) -> Statement:
         proved, assumed = self.conditions(model, setting)
@@ -95,7 +96,7 @@ class ExactDraw(Certificate):
         return Statement(proved, [*assumed, converged])
 
     def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
-        density = self.density(model, data, setting)
+        density = model.target(data, self.limits(setting))
         return no_u_turn(density.potential, density.start, self.warmup_steps)
 
 
@@ -104,6 +105,15 @@ class Asserted(Certificate):
 
     max_grad_norm: float
     lipschitz: float | None
+    strength: float | None
+
+    def _constants(self, model: Model) -> Constants:
+        """Those asserted, of which smoothness is none, or those derived."""
+        if self.lipschitz is not None and self.strength is not None:
+            return Constants(self.lipschitz, self.strength, math.nan, math.nan)
+        derived = model.derived_constants(self.max_grad_norm)
+        assert derived is not None
+        return derived
 
     def check(self, model: Model) -> None:
         if (model.derived_constants(self.max_grad_norm) is None) == (self.lipschitz is None):

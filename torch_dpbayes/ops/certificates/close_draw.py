@@ -81,7 +81,7 @@ class CloseDraw(Certificate):
     def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
         if self.sampler is None:
             return self.target.draw(model, data, setting, noise)
-        return self.sampler.draw(self.target.density(model, data, setting), noise)
+        return self.sampler.draw(model.target(data, self.target.limits(setting)), noise)
 
     def _check_parts(self) -> None:
         check_delta(self.delta)

@@ -110,11 +110,9 @@ class FiniteRunLangevin(Asserted):
 
     def resolved(self, model: Model, setting: Setting) -> tuple[float, float, float, float]:
         """L, λ, M and h."""
-        if self.lipschitz is None or self.strength is None or self.smoothness is None:
-            derived, count = model.derived_constants(self.max_grad_norm), setting.num_data
-            assert derived is not None and count is not None
-            records = setting.tempering * count * derived.record_smoothness
-            known = derived.lipschitz, derived.strength, derived.prior_smoothness + records
-        else:
-            known = self.lipschitz, self.strength, self.smoothness
-        return *known, self.step_size or 1 / known[2]
+        lipschitz, strength, of_prior, of_record = self._constants(model)
+        smoothness = self.smoothness
+        if smoothness is None:
+            assert setting.num_data is not None
+            smoothness = of_prior + setting.tempering * setting.num_data * of_record
+        return lipschitz, strength, smoothness, self.step_size or 1 / smoothness

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...noise import check_positive
-from ..models import Data, Density, Limits, Model
+from ..models import Limits, Model
 from .certificate import ROUND_UP, Asserted, ExactDraw, Setting, Statement
 
 
@@ -59,20 +59,20 @@ class StronglyLogConcave(Asserted, ExactDraw):
 
     def check(self, model: Model) -> None:
         super().check(model)
-        if not self._constants(model)[1]:
+        if not self._constants(model).strength:
             raise CertificateError(
                 "prior_std is infinite, so the prior is not strongly log-concave: state a finite"
                 " prior_std."
             )
 
     def event(self, model: Model, setting: Setting) -> MuGaussianDpEvent:
-        lipschitz, strength = self._constants(model)
+        lipschitz, strength, *_ = self._constants(model)
         return MuGaussianDpEvent(
             setting.records_changed * setting.tempering * lipschitz / math.sqrt(strength) * ROUND_UP
         )
 
     def conditions(self, model: Model, setting: Setting) -> Statement:
-        lipschitz, strength = self._constants(model)
+        lipschitz, strength, *_ = self._constants(model)
         numbers = (
             f"one record's gradient has norm at most L = {lipschitz:g}; -log prior is"
             f" {strength:.4g}-strongly convex"
@@ -91,13 +91,5 @@ class StronglyLogConcave(Asserted, ExactDraw):
             ],
         )
 
-    def density(self, model: Model, data: Data, setting: Setting) -> Density:
-        clip = self.max_grad_norm if self.lipschitz is None else math.inf
-        return model.target(data, Limits(setting.tempering, clip))
-
-    def _constants(self, model: Model) -> tuple[float, float]:
-        if self.lipschitz is not None and self.strength is not None:
-            return self.lipschitz, self.strength
-        constants = model.derived_constants(self.max_grad_norm)
-        assert constants is not None
-        return constants.lipschitz, constants.strength
+    def limits(self, setting: Setting) -> Limits:
+        return Limits(setting.tempering, self.max_grad_norm if self.lipschitz is None else math.inf)
