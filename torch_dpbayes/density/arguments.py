@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -16,6 +17,7 @@ from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
+_VECTOR = 64  # rows: four of float32, of the longest vectors that there are
 _STAND_INS = 19  # rows in place of those whose number is private
 ROWS_ONLY = (
     "under add-or-remove-one every tensor of the call is data, a record a row along its first"
@@ -27,6 +29,44 @@ def _aligned(tensor: Tensor) -> Tensor:
     """Where vectors of the processor begin: elsewhere products are rounded otherwise."""
     own = tensor.detach()
     return own if own.layout != torch.strided or own.data_ptr() % 16 == 0 else own.clone()
+
+
+def full_vectors(count: int) -> int:
+    """``count`` rows or more: equally many for each of torch's threads, in full vectors of the
+    processor. The rest of a vector is rounded otherwise, and one record more or less would move
+    others there: clipped ratios then differ by up to two bounds each.
+    """
+    each = _VECTOR * torch.get_num_threads()
+    return each * max(1, math.ceil(count / each))
+
+
+def failing_rows(
+    run: Callable[[list[Tensor]], Any],
+    rows: Sequence[Tensor],
+    filling: Sequence[Tensor],
+    dims: Sequence[int],
+    count: int,
+) -> list[int]:
+    """Numbers of the first ``count`` rows at which ``run`` fails: each is tried with others of
+    ``filling``, at which it does not. ``dims``: of the rows.
+    """
+
+    def failing(first: int, last: int) -> list[int]:
+        mixed = [more.clone() for more in filling]
+        for row, into, dim in zip(rows, mixed, dims, strict=True):
+            into.narrow(dim, first, last - first).copy_(row.narrow(dim, first, last - first))
+        try:
+            run(mixed)
+            return []
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if last - first == 1:
+                return [first]
+            middle = (first + last) // 2
+            return failing(first, middle) + failing(middle, last)
+
+    return failing(0, count)
 
 
 class Arguments:

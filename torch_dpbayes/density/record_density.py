@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import Arguments
+from .arguments import Arguments, failing_rows, full_vectors
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
-from .program import FEW_ROWS, Program, Recorder
+from .program import Program, Recorder
 from .pyro_runs import InvalidPoint, Model, WithoutParameters, without_value_checks
 from .structure import find_structure
 
@@ -85,7 +86,7 @@ class RecordDensity:
         together = self.num_records if rows_at_once is None else rows_at_once
         recorder = Recorder(self.made_up, self._dims, max(1, together))
         self._terms = recorder.terms()
-        self._few_rows = self.made_up.rows(FEW_ROWS)
+        self._few_rows = self.made_up.rows(full_vectors(1))
         # what cannot be recorded is refused before anything is charged
         self.prior.log_density(self.made_up.theta)
         if gradients:
@@ -220,7 +221,8 @@ class RecordDensity:
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # not of all rows: it runs on made-up ones at this θ
-                for number in self._failing(program, theta, rows, count):
+                run, filling = partial(program, theta, count=count), self.made_up.rows(program.rows)
+                for number in failing_rows(run, rows, filling, self._dims, count):
                     self._left_out[start + number] = True
                 result = program(theta, self._rows(program, start, count), count)
             yield slice(start, start + count), result
@@ -244,29 +246,6 @@ class RecordDensity:
                 for row, more, dim in zip(rows, filling, self._dims, strict=True)
             ]
         return rows
-
-    def _failing(
-        self, program: Program, theta: Tensor, rows: list[Tensor], count: int
-    ) -> list[int]:
-        """Numbers of the first ``count`` rows at which the computation fails."""
-        filling = self.made_up.rows(program.rows)
-
-        def failing(first: int, last: int) -> list[int]:
-            mixed = [more.clone() for more in filling]
-            for row, into, dim in zip(rows, mixed, self._dims, strict=True):
-                into.narrow(dim, first, last - first).copy_(row.narrow(dim, first, last - first))
-            try:
-                program(theta, mixed, program.rows)
-                return []
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:
-                if last - first == 1:
-                    return [first]
-                middle = (first + last) // 2
-                return failing(first, middle) + failing(middle, last)
-
-        return failing(0, count)
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:
