@@ -20,7 +20,13 @@ from support.pyro_models import (
 )
 from torch import nn
 
-from torch_dpbayes.density import InvalidPoint, RecordDensity, clipped_ratio_sum, program
+from torch_dpbayes.density import (
+    InvalidPoint,
+    RecordDensity,
+    RecordStatistics,
+    clipped_ratio_sum,
+    program,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -317,11 +323,16 @@ def test_what_the_set_up_overlooks_still_cannot_reach_another_record():
         assert float((sums[0] - sums[1]).norm()) <= 0.02 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("count", "left"), [(96, slice(95)), (6401, slice(1, None))])
-def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(count, left):
+@pytest.mark.parametrize(
+    ("count", "left", "threads"),
+    [(96, slice(95), 1), (6401, slice(1, None), 1), (6401, slice(1, None), 3)],
+)
+def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(count, left, threads):
     """Terms of float32 cancel in a log ratio, whose bound is less than their rounding. The rest of
-    96 records fills no vector; the second of 6,401 begins where no vector does.
+    96 records fills no vector; the second of 6,401 begins where no vector does; a third of 6,400
+    ends where none does.
     """
+    torch.set_num_threads(threads)
 
     def model(x, y):
         w = pyro.sample("w", dist.Normal(torch.zeros(9).float(), 1.0).to_event(1))
@@ -339,6 +350,26 @@ def test_a_record_more_leaves_the_rounding_of_the_others_as_it_is(count, left):
     expected, of_all = numbers(slice(None))
     assert torch.equal(torch.stack(terms), torch.stack(expected)[:, left])
     assert torch.equal(gradients, of_all[left])
+
+
+@pytest.mark.parametrize(("count", "threads"), [(1215, 1), (6400, 3)])
+def test_statistics_of_a_record_are_rounded_alike_beside_any_others(count, threads):
+    """Also where one of these fails."""
+    torch.set_num_threads(threads)
+    direction = torch.randn(50).float()
+
+    def found(x, a, k):
+        statistics = RecordStatistics(
+            lambda x, a, k: x @ direction + a.sigmoid() + 6 // k, (x, a, k)
+        )
+        return torch.cat(list(statistics.by_chunks()))
+
+    x, a = torch.randn(count, 50).float(), torch.randn(count).float()
+    k = torch.ones(count, dtype=torch.long)
+    expected = found(x, a, k)
+    assert torch.equal(found(x[1:], a[1:], k[1:]), expected[1:])
+    k[5] = 0
+    assert torch.equal(found(x, a, k), expected.index_fill(0, torch.tensor([5]), 0.0))
 
 
 def test_a_sum_over_many_records_moves_by_no_more_than_the_bound():

@@ -27,7 +27,6 @@ from torch_dpbayes.noise_aware import (
     sufficient_statistics,
 )
 from torch_dpbayes.noise_aware.models import LastLayer
-from torch_dpbayes.per_sample.record_map import CannotBeMapped
 
 DOUBLE = torch.float64
 ZERO, ONE = torch.zeros((), dtype=DOUBLE), torch.ones((), dtype=DOUBLE)
@@ -220,7 +219,7 @@ REFUSED = {
     ),
     "a vector for A": refused(RuntimeError, sufficient_statistics, WITHOUT_A_NUMBER, Y),
     "random statistics": refused(UnfitModel, sufficient_statistics, family(random_sign), Y),
-    "features of whole batches": of_layer(CannotBeMapped, nn.Sequential(WithARule(), NET), X, Y),
+    "features of whole batches": of_layer(UnfitModel, nn.Sequential(WithARule(), NET), X, Y),
     "no module": of_layer(ArgumentTypeError, 3, X, Y),
     "likelihood": of_layer(ArgumentError, NET, X, Y, "poisson"),
     "outputs": of_layer(UnfitModel, SOFTMAX, X, Y, "bernoulli"),

@@ -62,6 +62,20 @@ def test_beyond_the_range_of_floats_a_record_counts_no_more_than_its_clip(family
             assert not values.isnan().any()
 
 
+def test_one_record_more_leaves_the_rounding_of_the_others_as_it_is():
+    """In float32 the linear predictors of these rows would be rounded otherwise in larger matrices,
+    so that residuals, all nearly 0, would change their signs.
+    """
+    glm, count = ops.GLM("gaussian", prior_std=1e3, max_feature_norm=1e3, noise_std=1.0), 1216
+    for _ in range(4):
+        x, w = 30 * torch.randn(1, 500).expand(count, 500), 1e3 * torch.randn(500).double()
+        for y in (glm.features(x[:-1]) @ w.float())[[0, -1], None].expand(2, count):
+            with_it, without = (
+                glm.target((x[:n], y[:n]), Limits(1.0, 1.0)).gradient(w) for n in (count, count - 1)
+            )
+            assert float((with_it - without).norm()) <= 1 + 1e-5
+
+
 @pytest.mark.parametrize("noise_std", [0.1, 2.0])
 def test_among_many_records_one_moves_the_sum_by_its_own_gradient_and_not_by_rounding(noise_std):
     n, glm = 1_000_000, ops.GLM("gaussian", noise_std=noise_std)

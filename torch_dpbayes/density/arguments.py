@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
+_VECTOR = 64  # rows: four of float32, of the longest vectors that there are
 _STAND_INS = 19  # rows in place of those whose number is private
 ROWS_ONLY = (
     "under add-or-remove-one every tensor of the call is data, a record a row along its first"
@@ -26,6 +28,15 @@ def _aligned(tensor: Tensor) -> Tensor:
     """Where vectors of the processor begin: elsewhere products are rounded otherwise."""
     own = tensor.detach()
     return own if own.layout != torch.strided or own.data_ptr() % 16 == 0 else own.clone()
+
+
+def full_vectors(count: int) -> int:
+    """``count`` rows or more: equally many for each of torch's threads, in full vectors of the
+    processor. The rest of a vector is rounded otherwise, and one record more or less would move
+    others there: clipped ratios then differ by up to two bounds each.
+    """
+    each = _VECTOR * torch.get_num_threads()
+    return each * max(1, math.ceil(count / each))
 
 
 class Arguments:

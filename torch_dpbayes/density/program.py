@@ -17,13 +17,13 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from ..per_sample.record_map import RecordsApart, in_plain_words
+from .arguments import full_vectors
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces, pieces_of
 from .pyro_runs import UnfitModel, nearly_equal, without_value_checks
 from .recording import most_bytes, recorded
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
-FEW_ROWS = 64  # full vectors; on so many a program's need of memory is measured
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 
 
@@ -38,7 +38,7 @@ class Program:
         return self.graph(theta, *rows)[:count]
 
     def of_few(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        """One result for each of :data:`FEW_ROWS` made-up rows, None where it fails at θ."""
+        """One result for each of a few made-up rows, None where it fails at θ."""
         try:
             result: Tensor = self._few(theta, *rows)
         except torch.OutOfMemoryError:
@@ -141,19 +141,16 @@ class Recorder:
         )
 
     def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:
-        """In chunks of about equal length that keep within the bound on memory, of full vectors of
-        the processor: the rest of one is rounded otherwise, and one record more or less would move
-        others there, whose clipped ratios may then differ by two bounds.
-        """
-        made_up = self._made_up
-        few = made_up.rows(FEW_ROWS)
+        """In chunks of about equal length that keep within the bound on memory."""
+        made_up, least = self._made_up, full_vectors(1)
+        few = made_up.rows(least)
         of_few = recorded(way, made_up.theta, *few)
-        if self._num_records <= FEW_ROWS:
-            return kind(of_few, FEW_ROWS, of_few)
-        each = most_bytes(of_few, made_up.theta, *few) / FEW_ROWS
+        if self._num_records <= least:
+            return kind(of_few, least, of_few)
+        each = most_bytes(of_few, made_up.theta, *few) / least
         limit = max(1, int(_CHUNK_BYTES / max(each, 1)))
         chunks = math.ceil(self._num_records / limit)
-        count = FEW_ROWS * math.ceil(self._num_records / chunks / FEW_ROWS)
+        count = full_vectors(math.ceil(self._num_records / chunks))
         return kind(recorded(way, made_up.theta, *made_up.rows(count)), count, of_few)
 
 

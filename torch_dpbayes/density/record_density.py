@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..per_sample.record_map import which_fail
-from .arguments import Arguments, pick
+from .arguments import Arguments, full_vectors, pick
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
-from .program import FEW_ROWS, Program, Recorder
+from .program import Program, Recorder
 from .pyro_runs import InvalidPoint, Model, without_parameters, without_value_checks
 from .structure import find_structure
 
@@ -83,7 +83,7 @@ class RecordDensity:
         together = self.num_records if rows_at_once is None else rows_at_once
         recorder = Recorder(self.made_up, max(1, together))
         self._terms = recorder.terms()
-        self._few_rows = self.made_up.rows(FEW_ROWS)
+        self._few_rows = self.made_up.rows(full_vectors(1))
         # what cannot be recorded is refused before anything is charged
         self.prior.log_density(self.made_up.theta)
         if gradients:

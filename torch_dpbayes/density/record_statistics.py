@@ -1,13 +1,14 @@
-"""The sufficient statistics of records, each computed from its record alone."""
+"""Statistics or features of records, each computed from its record alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..per_sample.record_map import RecordMap, which_fail
+from .arguments import full_vectors
 from .pyro_runs import FLAVOURS, UnfitModel, made_up, public_randomness
 
 _ROWS_AT_ONCE = 2**16
@@ -20,31 +21,68 @@ class RecordStatistics:
     Args:
         statistics: from one record, its row of every tensor, to the vector s(x).
         data: tensors of one length, one row a record.
+        rows_at_once: about as many are computed together; None: 65,536.
+
+    Attributes:
+        size: length of s(x).
 
     Raises:
         ValueError: the function cannot be mapped over records; found on made-up ones.
     """
 
-    def __init__(self, statistics: Callable[..., Tensor], data: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        statistics: Callable[..., Tensor],
+        data: Sequence[Tensor],
+        rows_at_once: int | None = None,
+    ) -> None:
         self._statistics, self._data = statistics, [arg.detach() for arg in data]
-        self.size = self._find_size()
+        self._rows_at_once = rows_at_once or _ROWS_AT_ONCE
+        self._made_up, self.size = self._tried()
 
     def clipped_sum(self, max_norm: float) -> Tensor:
         """Σ s(x_i)·min(1, ``max_norm``/‖s(x_i)‖), (size,) in float64. Private data; a record
         that is not finite counts as 0.
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self._data[0].device)
-        for rows in zip(*(arg.split(_ROWS_AT_ONCE) for arg in self._data), strict=True):
-            if not len(rows[0]):  # the only chunk of no records
-                break
-            found = self._of_rows(*rows).double()
+        for found in map(Tensor.double, self.by_chunks()):
             norm = torch.linalg.vector_norm(found, dim=1)
             finite = norm.isfinite()
             total += (max_norm / norm[finite]).clamp_(max=1.0) @ found[finite]
         return total
 
-    def _find_size(self) -> int:
-        """Length of s(x), from made-up rows."""
+    def by_chunks(self) -> Iterator[Tensor]:
+        """s of every record, (rows, size) at a time; 0 where the computation fails, which no record
+        may make known. Private data.
+        """
+        count = len(self._data[0])
+        whole = full_vectors(min(self._rows_at_once, count))
+        usual = [
+            some[torch.arange(whole, device=some.device) % len(some)] for some in self._made_up
+        ]
+        for start in range(0, count, whole):
+            yield self._of_rows([arg[start : start + whole] for arg in self._data], usual)
+
+    def _of_rows(self, rows: list[Tensor], usual: list[Tensor]) -> Tensor:
+        """Filled up with ``usual`` ones, which also take the place of those that fail: how a row is
+        rounded depends on no other.
+        """
+
+        def run(*own: Tensor) -> Tensor:
+            count = len(own[0])
+            filled = [torch.cat([row, more[count:]]) for row, more in zip(own, usual, strict=True)]
+            return self._map(*filled)[:count]
+
+        try:
+            return run(*rows)
+        except Exception:
+            gone = torch.tensor(which_fail(run, rows), device=rows[0].device)
+            filling = zip(rows, usual, strict=True)
+            kept = [row.index_put((gone,), more[: len(row)][gone]) for row, more in filling]
+            return run(*kept).masked_fill(gone[:, None], 0.0)
+
+    def _tried(self) -> tuple[list[Tensor], int]:
+        """Made-up rows, and the length of s(x) of them."""
         error: Exception | None = None
         for flavour in FLAVOURS:
             with public_randomness():
@@ -52,15 +90,15 @@ class RecordStatistics:
                     made_up(torch.Size([3, *arg.shape[1:]]), arg, flavour) for arg in self._data
                 ]
             try:
-                return self._map(*rows).shape[1]
+                return rows, self._map(*rows).shape[1]
             except UnfitModel:
                 raise
             except Exception as caught:
                 error = error or caught
         raise UnfitModel(
-            f"sufficient_statistics cannot be mapped over made-up records: {type(error).__name__}:"
-            f" {error}. It takes one record, without the dimension of the records, and returns a"
-            " vector, by tensor operations alone."
+            "the statistics or features of a record cannot be computed from made-up ones:"
+            f" {type(error).__name__}: {error}. Take one record, without the dimension of the"
+            " records, and return a vector, by tensor operations alone."
         ) from error
 
     def _map(self, *rows: Tensor) -> Tensor:
@@ -71,12 +109,3 @@ class RecordStatistics:
         if found.dim() > 2:
             raise ValueError("the statistics of a record are a vector, or one number")
         return found.reshape(len(rows[0]), -1)
-
-    def _of_rows(self, *rows: Tensor) -> Tensor:
-        """s of the rows at which the computation does not fail."""
-        try:
-            return self._map(*rows)
-        except Exception:
-            sound = ~torch.tensor(which_fail(self._map, rows), device=rows[0].device)
-            kept = [row[sound] for row in rows]
-            return self._map(*kept) if len(kept[0]) else kept[0].new_zeros(0, self.size)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..density import UnfitModel
+from ..density import RecordStatistics, UnfitModel
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import check_positive
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
-from ..per_sample.record_map import RecordMap
 
 Likelihood = Literal["categorical", "bernoulli", "normal"]
 
@@ -178,8 +177,8 @@ class LastLayer:
             )
         with torch.no_grad():
             synthetic = torch.randn(_SYNTHETIC_ROWS, *inputs.shape[1:]).to(inputs)
-            found = self._map(synthetic)
-            if found.dim() != 2 or found.shape[1] != self.linear.in_features:
+            found = self._features(synthetic)
+            if found.shape[1] != self.linear.in_features:
                 raise UnfitModel(
                     "the features of a record must be a vector, which the layer reads."
                 )
@@ -189,25 +188,13 @@ class LastLayer:
                     "the module's output is not that of its trainable layer, or mixes records: let"
                     " the layer come last, without a softmax, and each record count alone."
                 )
-            return torch.cat([self._of_private(part) for part in inputs.detach().split(_ROWS)])
-
-    def _of_private(self, inputs: Tensor) -> Tensor:
-        """Zeros where the computation fails, which no record may make known."""
-        if not len(inputs):
-            return inputs.new_zeros(0, self.linear.in_features)
-        try:
-            found = self._map(inputs)
+            found = self._features(inputs)
             return torch.where(found.isfinite().all(1, keepdim=True), found, 0.0)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            if len(inputs) == 1:
-                return inputs.new_zeros(1, self.linear.in_features)
-            return torch.cat([self._of_private(half) for half in inputs.tensor_split(2)])
 
-    def _map(self, inputs: Tensor) -> Tensor:
-        each = inputs.unsqueeze(1)
-        return RecordMap(len(each), is_random=False)(lambda row: [self._body(*row)[0]], [each])[0]
+    def _features(self, inputs: Tensor) -> Tensor:
+        """Zeros where the computation fails, which no record may make known."""
+        each = RecordStatistics(lambda x: self._body(x[None])[0], [inputs.detach()], _ROWS)
+        return torch.cat([inputs.new_zeros(0, each.size), *each.by_chunks()])
 
     def __call__(self, features: Tensor, targets: Tensor) -> None:
         """The Pyro model of the layer."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .linear_model import ROUNDING, LinearModel, chunked_sum, require_representable
+from .linear_model import (
+    ROUNDING,
+    LinearModel,
+    chunked_predictors,
+    chunks_in_float64,
+    require_representable,
+)
 from .models import Constants
 
 _Elementwise = Callable[[Tensor], Tensor]
@@ -165,32 +171,30 @@ class Records:
     y: Tensor  # [n]
     bounds: Tensor | None  # [n], the largest |∂ℓ_i/∂u| that clipping leaves; None: any
     weight: float  # of the loss, 1 / noise_std²
-    _u: Tensor = field(init=False)  # reused in each step
-
-    def __post_init__(self) -> None:
-        self._u = torch.empty_like(self.y)
 
     def gradient_sum(self, weights: Tensor) -> Tensor:
-        """Σ_i of clipped gradients, ``[d]``. In float32 one record would change the rounding of
-        the sum of millions of others, by a good part of its clip norm: it is in float64.
-        """
-        u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)
-        if self.family == "bernoulli":
-            u.sigmoid_()
-        elif self.family == "poisson":
-            u.exp_()
-        u.sub_(self.y)
-        if self.weight != 1.0:
-            u.mul_(self.weight)
-        if self.bounds is not None:
-            torch.clamp(u, -self.bounds, self.bounds, out=u)
-        return chunked_sum(lambda x, slopes: x.T @ slopes, self.x, u)
+        """Σ_i of clipped gradients, ``[d]`` in float64."""
+        total = torch.zeros_like(weights, dtype=torch.float64)
+        given = [self.x, self.y] if self.bounds is None else [self.x, self.y, self.bounds]
+        for x, y, *bounds in chunks_in_float64(*given):
+            u = chunked_predictors(x, weights)
+            if self.family == "bernoulli":
+                u.sigmoid_()
+            elif self.family == "poisson":
+                u.exp_()
+            u.sub_(y)
+            if self.weight != 1.0:
+                u.mul_(self.weight)
+            for bound in bounds:
+                torch.clamp(u, -bound, bound, out=u)
+            total += x.T @ u
+        return total
 
     def losses(self, weights: Tensor) -> Tensor:
         """ℓ_i up to a constant where its slope is within bounds, straight lines beyond, ``[n]``;
         the gradient of their sum is :meth:`gradient_sum`.
         """
-        u = self._predictors(weights)
+        u = chunked_predictors(self.x, weights)
         y = self.y.to(torch.float64)
         if self.bounds is None:
             return self.loss_of(u, y)
@@ -205,7 +209,7 @@ class Records:
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         """log p(y_i | x_i, w) with its constants, ``[n]`` in float64, not clipped."""
-        u = self._predictors(weights)
+        u = chunked_predictors(self.x, weights)
         y = self.y.to(torch.float64)
         if self.family == "gaussian":
             return -self.loss_of(u, y) + 0.5 * math.log(self.weight / (2 * math.pi))
@@ -218,9 +222,3 @@ class Records:
         if self.family == "bernoulli":
             return torch.nn.functional.softplus(u) - y * u
         return u.clamp(max=_LARGEST_EXPONENT).exp() - y * u
-
-    def _predictors(self, weights: Tensor) -> Tensor:
-        """u in float64; beyond the range of floats, where it would not be a number for some
-        records and not for others, it is 0.
-        """
-        return torch.mv(self.x, weights.to(self.x.dtype)).nan_to_num(nan=0.0).to(torch.float64)

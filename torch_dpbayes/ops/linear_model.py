@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,7 +17,7 @@ from .models import Data, Density, Limits, Model, gradient_of
 ROUNDING = 1e-6  # by which features and gradients are shortened: covers rounding in float32
 _LEAST_STD = 1e-50
 _LARGEST = 1e15  # of a constant, and 1 / the least: beyond, float32 loses what bounds a record
-_CHUNK = 8192  # rows: norms and sums are in float64 without a float64 copy of all features
+_CHUNK = 2048  # rows: all sums are in float64 without a float64 copy of all features
 
 
 class LinearModel(Model):
@@ -119,8 +119,6 @@ class LinearModel(Model):
         """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w), from the prior's mean."""
         tempering, max_grad_norm, interval = limits
         records = self.records(data[0], data[1], max_grad_norm)
-        # column by column the two products of a step take two thirds of the time
-        records.x = records.x.T.contiguous().T
         precision = self.prior_precision.to(records.x.device)
 
         def potential(theta: Tensor) -> Tensor:
@@ -163,14 +161,22 @@ def _predictors(x: Tensor, weights: Tensor) -> Tensor:
     return x @ (weights.mT if weights.dim() > 1 else weights)
 
 
-def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Tensor) -> Tensor:
-    """Σ term(rows, factors) over chunks of rows in float64, without a float64 copy of all."""
-    pairs = zip(x.split(_CHUNK), factors.split(_CHUNK), strict=True)
-    rows, some = next(pairs)
-    total = term(rows.to(torch.float64), some.to(torch.float64))
-    for rows, some in pairs:
-        total += term(rows.to(torch.float64), some.to(torch.float64))
-    return total
+def chunks_in_float64(*of_rows: Tensor) -> Iterator[list[Tensor]]:
+    """Of each, chunks of rows in float64, without a float64 copy of all. In float32 the rounding of
+    a row depends on how many there are: one record more would move others by a good part of their
+    clip norm where large numbers cancel, and the sums of millions.
+    """
+    for parts in zip(*(tensor.split(_CHUNK) for tensor in of_rows), strict=True):
+        yield [part.to(torch.float64) for part in parts]
+
+
+def chunked_predictors(x: Tensor, weights: Tensor) -> Tensor:
+    """``x @ weights`` in float64; where it is not a number, for some records and not for others,
+    it is 0.
+    """
+    weights = weights.to(torch.float64)
+    found = [rows @ weights for (rows,) in chunks_in_float64(x)]
+    return torch.cat(found).nan_to_num(nan=0.0)
 
 
 def require_representable(name: str, value: Any) -> None:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CertificateError
-from .linear_model import LinearModel, chunked_sum, require_representable
+from .linear_model import (
+    LinearModel,
+    chunked_predictors,
+    chunks_in_float64,
+    require_representable,
+)
 from .models import Constants, Data
 
 
@@ -115,22 +120,19 @@ class SoftmaxRecords:
     num_classes: int
 
     def gradient_sum(self, weights: Tensor) -> Tensor:
-        """Σ (p − e_y) xᵀ, ``[K·d]`` in float64: in float32 one record would change the rounding of
-        the sums of all others.
-        """
-        slopes = torch.softmax(self._predictors(weights), -1)
-        slopes[torch.arange(len(self.y), device=self.y.device), self.y] -= 1
-        return chunked_sum(lambda x, s: s.T @ x, self.x, slopes).reshape(-1)
+        """Σ (p − e_y) xᵀ, ``[K·d]`` in float64."""
+        matrix = weights.reshape(self.num_classes, -1)
+        total = torch.zeros_like(matrix, dtype=torch.float64)
+        for x, y in chunks_in_float64(self.x, self.y):
+            slopes = torch.softmax(chunked_predictors(x, matrix.T), -1)
+            slopes[torch.arange(len(y), device=y.device), y.long()] -= 1
+            total += slopes.T @ x
+        return total.reshape(-1)
 
     def losses(self, weights: Tensor) -> Tensor:
         """ℓ_i, ``[n]`` in float64, differentiable."""
-        u = self._predictors(weights).to(torch.float64)
+        u = chunked_predictors(self.x, weights.reshape(self.num_classes, -1).T)
         return torch.nn.functional.cross_entropy(u, self.y, reduction="none")
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         return -self.losses(weights)
-
-    def _predictors(self, weights: Tensor) -> Tensor:
-        """u ``[n, K]``; where it is beyond the range of floats it is 0."""
-        matrix = weights.reshape(self.num_classes, -1).to(self.x.dtype)
-        return (self.x @ matrix.T).nan_to_num(nan=0.0)
