@@ -58,6 +58,8 @@ def test_weights_without_a_tail():
 class OneObservation:
     """y ~ N(θ_1 + … , 1), as a likelihood that is Gaussian."""
 
+    is_bent = False
+
     def __init__(self, latents, y, std):
         self.centre, self.y, self.std = latents.median, y, std
         slope, precision = latents.slope_and_precision(self.centre)
@@ -87,6 +89,13 @@ def test_what_no_record_reads_has_its_prior():
     b = found.theta[:, 1]
     assert float(found.weights @ b) == pytest.approx(5.0, abs=0.7)
     assert float(b.std()) == pytest.approx(2.0, rel=0.25)
+
+
+def test_where_parameters_of_the_same_records_lie_on_a_curve_chains_are_taken():
+    latents = Latents(Prior(lambda: pyro.sample("a", dist.Normal(0 * ONE, ONE))), torch.arange(1))
+    likelihood = OneObservation(latents, torch.ones(1, dtype=torch.float64), 0.5)
+    likelihood.is_bent = True
+    assert "chains" in drawing.draw_posterior(latents, likelihood, 300).method
 
 
 def test_draws_are_relied_on_where_weights_have_no_heavy_tail():

@@ -1,7 +1,9 @@
 r"""Draws from a posterior density, by importance weights or Hamiltonian chains.
 
 Draws of the likelihood's Gaussians at the mode become draws from the posterior by Pareto-smoothed
-weights. Where the prior is hierarchical or these weights are not to be relied on, chains take over.
+weights. Where the prior is hierarchical, θ of the same records lie on a curve (``mu + tau * z``:
+draws around one point of it have light weights, and miss the rest), or these weights are not to be
+relied on, chains take over.
 Their trajectories follow an approximation, the prior times the likelihood's Gaussians, whose
 gradient needs no simulated records: at first from draws of the prior, its likelihood raised to a
 power that grows to 1, then weighted as above, and, where weights are still not to be relied on,
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from .hamiltonian import States, mixing, trajectory
 from .latents import Latents, NonCentred
-from .likelihood import Likelihood, ridged
+from .likelihood import Likelihood, Moves, ridged
 
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
 LEAST_EFFECTIVE = 100.0  # independent draws: the error of a mean is a tenth of a deviation
@@ -65,7 +67,7 @@ class Draws(NamedTuple):
 
 def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
     """Draws from the posterior."""
-    if not latents.is_hierarchical:
+    if not (latents.is_hierarchical or likelihood.is_bent):
         found = _by_importance(latents, likelihood, count)
         if is_reliable(found):
             return found
@@ -88,15 +90,16 @@ def seconds_of(call: Callable[[], object]) -> float:
     return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=_TIMED))
 
 
-def seconds_of_chains(latents: Latents) -> float:
-    """For a hierarchical prior, about, whose gradients take most of them."""
+def seconds_of_chains(latents: Latents, moves: Moves | None) -> float:
+    """About: gradients take most of them, of the prior and, where θ bends, of ``moves``."""
     frame = NonCentred(latents.prior, latents.median, 0 * latents.median)
     xi = frame.prior.samples(_CHAINS).to("cpu", torch.float64).requires_grad_()
 
     def gradient() -> None:
         with torch.enable_grad():
             theta, log_density = frame(xi)
-            torch.autograd.grad(theta.sum() + log_density.sum(), xi)
+            moved = theta if moves is None else moves(theta)
+            torch.autograd.grad(moved.sum() + log_density.sum(), xi)
 
     return _GRADIENTS * seconds_of(gradient)
 

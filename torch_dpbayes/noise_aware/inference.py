@@ -50,10 +50,12 @@ from .drawing import draw_posterior, seconds_of, seconds_of_chains
 from .last_layer import posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
+    Moves,
     Release,
     Simulator,
     SyntheticLikelihood,
     find_mode,
+    is_bent,
     law_differences,
 )
 from .models import LastLayer, Likelihood, model_of, targets_of
@@ -74,8 +76,7 @@ _LAWS = 32
 _DRAWS = 2000
 _FORECASTS = 5  # draws of the prior
 _ADVICE = (
-    "write levels of groups as Normal(mu, tau), not mu + tau * z; avoid heavy-tailed priors; raise"
-    " num_simulated=."
+    "use a prior with fewer modes or lighter tails, or more simulated records (num_simulated=)."
 )
 _MOMENTS = 160  # of as many releases as forecasts that take the time of a run, about
 
@@ -107,8 +108,7 @@ def posterior(
     Args:
         model: a Pyro model with one data plate that takes its data as arguments and whose records
             can be simulated; a :class:`~torch_dpbayes.ops.GLM` or a
-            :class:`~torch_dpbayes.ops.Softmax`. Write levels of groups ``Normal(mu, tau)``, not
-            ``mu + tau * z``.
+            :class:`~torch_dpbayes.ops.Softmax`.
         data: the model's arguments; features ``[n, d]`` and targets ``[n]`` of a GLM or Softmax.
             Arguments that the model observes are simulated; all others with a row for each record
             are covariates.
@@ -224,7 +224,7 @@ class Forecast:
         prior_stddev: of the prior, ``[d]``.
         clip_bound: of whitened scores near the truth.
         noise_multiplier: of all releases of scores together.
-        seconds: of a processor core, about, if chains are needed for hierarchical priors alone.
+        seconds: of a processor core, about, if chains are needed for hierarchical models alone.
     """
 
     stddev: Tensor
@@ -259,11 +259,13 @@ def plan(
             scales.append(scale)
             value = torch.zeros(len(scale.variances), dtype=torch.float64)
             releases.append(Release(theta, scale.whitening, value, setup.plan.together))
-        some = simulator.at(latents.median, setup.few).density
+        near = simulator.at(latents.median, setup.few)
+        is_curved = is_bent(near, setup.records)
+        some = near.density
         seconds = _MOMENTS * seconds_of(lambda: simulator.local(latents.median, releases))
         seconds += _DRAWS * seconds_of(lambda: log_likelihoods(some, latents.median))
-        if latents.is_hierarchical:
-            seconds += seconds_of_chains(latents)
+        if latents.is_hierarchical or is_curved:
+            seconds += seconds_of_chains(latents, Moves(near) if is_curved else None)
     variances = torch.stack([scale.variances for scale in scales]).mean(0)
     bounds = torch.tensor([scale.clip_bound for scale in scales])
     return Forecast(

@@ -38,6 +38,9 @@ LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
 _USUAL_SHARE = 0.1  # of records that carry the information; of normal scores it is d/(d + 2)
+_TOLD_APART = 1e-8  # relative, of squares of scores; float32 rounds them to 1e-14
+_PLACES = 5  # draws of a prior, at which what moves records is compared with the centre
+_RATIOS = 512  # records whose log ratios tell a move, at most; a multiple of 64
 _MOST_CENTRES = 60  # at which records are simulated anew
 _LEAST_TOLD = 1e-6  # of a posterior's precision; less is nothing
 _RIDGE = 1e-10  # relative, of matrices that may be singular
@@ -140,6 +143,52 @@ class Simulator:
                 return moved
             step = step / 2
         return theta
+
+
+def is_bent(simulated: Simulated, records: ModelRecords) -> bool:
+    """Whether a direction of θ that moves no record at the centre moves some at a draw of the
+    prior: θ of the same records then lie on a curve, as those of the same ``tau * z`` do.
+    """
+    gram = simulated.scores.T @ simulated.scores
+    scales = torch.where(gram.diagonal() > 0, gram.diagonal().rsqrt(), 1.0)
+    values, vectors = torch.linalg.eigh(scales[:, None] * gram * scales)
+    still = vectors[:, values <= _TOLD_APART * values[-1]]
+    for theta in records.density.prior.samples(_PLACES) if still.shape[1] else ():
+        try:
+            found = scores(records, simulated.density, theta) * scales
+        except InvalidPoint:
+            continue
+        if (found @ still).square().sum() > _TOLD_APART * found.square().sum():
+            return True
+    return False
+
+
+class Moves:
+    """How far θ is from a centre by what records tell, in its coordinates: log ratios of records
+    that are simulated there, regressed on their scores. To first order it is θ − θ_c; it is 0 where
+    θ means the same records.
+    """
+
+    def __init__(self, simulated: Simulated) -> None:
+        self._centre, self._density = simulated.centre, simulated.density
+        self._count = min(_RATIOS, len(simulated.scores) // 64 * 64)
+        self._inverse = _regression(simulated.scores[: self._count])
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Of every row ``[m, d]``; differentiable."""
+        prior = self._density.prior
+        points = torch.cat([self._centre[None], theta]).to(prior.device, prior.dtype)
+        found = self._density.log_likelihoods_of_first(points, self._count).to(theta)
+        return (found[1:] - found[0]) @ self._inverse
+
+
+def _regression(found: Tensor) -> Tensor:
+    """By which log ratios of records with these scores give a move, ``[M, d]``. What is the same
+    for all records gives none.
+    """
+    apart = found - found.mean(0)
+    sizes = torch.where((apart != 0).any(0), apart.norm(dim=0), 1.0)
+    return torch.linalg.pinv(apart / sizes, rtol=math.sqrt(_TOLD_APART)).T / sizes
 
 
 class Fit(NamedTuple):
@@ -251,9 +300,10 @@ class Likelihood(ABC):
             ``[L, d, d]``.
         simulation_error: in posterior standard deviations, at most.
         far: for how many rows of the last call no simulated records were near enough.
+        is_bent: whether θ of the same records lie on a curve, where no Gaussian is near.
     """
 
-    num_simulated, simulation_error, far = 0, 0.0, 0
+    num_simulated, simulation_error, far, is_bent = 0, 0.0, 0, False
 
     def __init__(
         self,
@@ -329,7 +379,8 @@ class SyntheticLikelihood(Likelihood):
 
     with m and J from all of them; S(θ) likewise by S's factor over S_s's. Where the weights of the
     few are worth less than a tenth of them, records are simulated anew around that θ. There are at
-    most ``most_batches`` of records for the mean at the centre.
+    most ``most_batches`` of records for the mean at the centre. Where θ of the same records lie on
+    a curve, θ − θ_c may be large and mean nothing: :class:`Moves` stand in its place.
     """
 
     def __init__(
@@ -365,7 +416,10 @@ class SyntheticLikelihood(Likelihood):
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
         laws = LawDifferences(laws.means @ onto.T, onto @ laws.jacobians)
         super().__init__(fit, simulator.records.read, n, released, noise, found, laws)
-        self._near = self._around(simulator.at(fit.centre, self._few), found)
+        near = simulator.at(fit.centre, self._few)
+        self.is_bent = is_bent(near, simulator.records)
+        self._told = Moves(near) if self.is_bent else super()._moved
+        self._near = self._around(near, found)
         self._others: list[_Around] = []
 
     def _statistics(self, simulated: Simulated) -> Tensor:
@@ -408,13 +462,17 @@ class SyntheticLikelihood(Likelihood):
         self.far = len(left)
         return values
 
+    def _moved(self, theta: Tensor) -> Tensor:
+        return self._told(theta)
+
     def _new(self, theta: Tensor) -> _Around:
         found = self._simulator.at(theta, self._few)
         is_paired = self._simulator.covariates.is_paired
         return self._around(found, moments(self._statistics(found), found.scores, is_paired))
 
     def _around(self, simulated: Simulated, found: Moments) -> _Around:
-        return _Around(simulated, self._statistics(simulated), self._read, found)
+        own = self._statistics(simulated)
+        return _Around(simulated, own, self._read, found, self.is_bent)
 
 
 def _enough(found: Tensor, few: int) -> int:
@@ -432,7 +490,9 @@ class _Around:
     at one, whose statistics are ``own``; there they are those ``found`` from more records.
     """
 
-    def __init__(self, simulated: Simulated, own: Tensor, read: Tensor, found: Moments) -> None:
+    def __init__(
+        self, simulated: Simulated, own: Tensor, read: Tensor, found: Moments, is_bent: bool
+    ) -> None:
         self._centre, self._read, self._density = simulated.centre, read, simulated.density
         self._own, self._base = own, log_likelihoods(self._density, self._centre)
         of_some = moments(own, simulated.scores, is_paired=False)
@@ -441,6 +501,7 @@ class _Around:
         root = torch.linalg.cholesky(ridged(found.covariance))
         of_root = torch.linalg.cholesky(ridged(of_some.covariance))
         self._stretch = torch.linalg.solve_triangular(of_root, root, upper=False, left=False)
+        self._regression = _regression(simulated.scores) if is_bent else None
         self._upper = torch.triu_indices(own.shape[1], own.shape[1])
         self._products = own[:, self._upper[0]] * own[:, self._upper[1]]
 
@@ -449,7 +510,8 @@ class _Around:
         weights are worth, ``[m]``. Not a number where the model cannot be evaluated.
         """
         terms = torch.stack([self._terms(each) for each in theta])
-        weights = torch.softmax((terms - self._base).nan_to_num(0.0, 0.0, 0.0), 1)
+        ratios = (terms - self._base).nan_to_num(0.0, 0.0, 0.0)
+        weights = torch.softmax(ratios, 1)
         worth = 1 / weights.square().sum(1) / weights.shape[1]
         means, size = weights @ self._own, self._own.shape[1]
         second = torch.zeros(len(theta), size, size, dtype=torch.float64)
@@ -458,6 +520,8 @@ class _Around:
         covariances = second - means[:, :, None] * means[:, None, :]
         covariances = self._stretch @ covariances @ self._stretch.T
         delta = theta[:, self._read] - self._centre[self._read]
+        if self._regression is not None:
+            delta = ratios @ self._regression
         means = means + self._mean + delta @ self._slope.T
         return means.where(~terms.isnan().all(1, keepdim=True), math.nan), covariances, worth
 
