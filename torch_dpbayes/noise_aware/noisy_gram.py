@@ -42,7 +42,7 @@ _GRID = 200
 # so many have chains: of two, of which noise hides one, the Gaussian tells thrice too much
 _FEW_COLUMNS = 50
 # of the eigenvalues of larger ones: steps, simulations, and the steepest power law they start as
-_FITTING_STEPS, _SIMULATED, _STEEPEST = 10, 3, 4.0
+_FITTING_STEPS, _SIMULATED, _STEEPEST = 10, 4, 4.0
 
 
 def gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
@@ -124,9 +124,8 @@ def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
 def _spectrum(values: Tensor, noise_std: float) -> Tensor:
     """Eigenvalues c of G, such that those of diag(c) + E are the values of Y on average.
 
-    They start as a power law with the trace of G and of G², and are moved by what is missing,
-    smoothed by lines through eigenvalues a few v apart. Where noise hides their spread they stay
-    near the power law.
+    They start as a power law with the traces of G and of G², and are moved by what is missing
+    beyond what one release scatters by (the discrepancy principle; Morozov 1966).
     """
     size, noise = len(values), noise_std**2
     ranks = torch.arange(size, 0, -1, dtype=torch.float64)
@@ -147,12 +146,20 @@ def _spectrum(values: Tensor, noise_std: float) -> Tensor:
     weight = kernel.sum(1)
     middle = kernel @ values / weight
     spread = kernel @ values.square() / weight - middle.square()
+
+    def smooth(numbers: Tensor) -> Tensor:
+        """Along the last dimension, by a line through eigenvalues a few v apart."""
+        height = numbers @ kernel / weight
+        slope = (numbers * values @ kernel / weight - middle * height) / (spread + noise / weight)
+        return height + slope * (values - middle)
+
     errors = noise_std * _symmetric_noise(_SIMULATED, size)
     for _ in range(_FITTING_STEPS):
-        missing = values - torch.linalg.eigvalsh(torch.diag(own) + errors).mean(0)
-        height = kernel @ missing / weight
-        slope = (kernel @ (values * missing) / weight - middle * height) / (spread + noise / weight)
-        moved = (height + slope * (values - middle)) / own
+        found = torch.linalg.eigvalsh(torch.diag(own) + errors)
+        missing = smooth(values - found.mean(0))
+        scatter = smooth(found - found.mean(0)).square().sum(0) / (_SIMULATED - 1)
+        scatter = (scatter * (1 + 1 / _SIMULATED)).sqrt()
+        moved = missing.sign() * (missing.abs() - scatter).clamp_min(0.0) / own
         own = (own * moved.clamp(-0.5, 0.5).exp()).sort().values
     return own
 
