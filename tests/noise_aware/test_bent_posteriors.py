@@ -52,7 +52,7 @@ def simulator_of(model):
     y = torch.zeros(N, dtype=torch.float64)
     settings = {"data_plate": "data", "count_is_public": True, "public": ("g",), "chunk": 2000}
     records = ModelRecords(model, (GROUP, y), **settings)
-    rows = PublicRows({0: GROUP}, records, is_paired=False, seed=0)
+    rows = PublicRows({0: GROUP}, is_paired=False, seed=0)
     return Simulator(records, rows, N, 4000, 1)
 
 
@@ -140,7 +140,7 @@ def test_terms_of_many_parameters_where_vmap_cannot_and_where_one_fails():
         return row * theta
 
     rows, thetas = torch.arange(128.0)[None], torch.tensor([[2.0], [-1.0]])
-    found = Program(few, 64, few).of_thetas(thetas, [rows[0]], [0])
+    found = Program(few, 64, few).of_thetas(thetas, [rows[0]], 64)
     assert torch.equal(found[0], 2 * rows[0]) and bool(found[1].isnan().all())
 
 

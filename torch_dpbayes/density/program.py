@@ -47,24 +47,22 @@ class Program:
             return None
         return result
 
-    def of_thetas(self, thetas: Tensor, rows: Sequence[Tensor], dims: Sequence[int]) -> Tensor:
-        """One number for each row, in whole blocks of a few, for every θ; not a number where it
+    def of_thetas(self, thetas: Tensor, rows: Sequence[Tensor], few: int) -> Tensor:
+        """One number for each row, in whole blocks of ``few``, for every θ; not a number where it
         fails at θ. Differentiable.
         """
-        blocks = [
-            torch.stack(row.split(FEW_ROWS, dim)) for row, dim in zip(rows, dims, strict=True)
-        ]
+        blocks = [torch.stack(row.split(few)) for row in rows]
         of_blocks = vmap(self._few, in_dims=(None, *[0] * len(blocks)))
         try:
             return vmap(lambda theta: of_blocks(theta, *blocks).flatten())(thetas)
         except RuntimeError:  # vmap lacks an operation of the model, or one of θ is impossible
-            return torch.stack([self._of_blocks(theta, blocks) for theta in thetas])
+            return torch.stack([self._of_blocks(theta, blocks, few) for theta in thetas])
 
-    def _of_blocks(self, theta: Tensor, blocks: list[Tensor]) -> Tensor:
+    def _of_blocks(self, theta: Tensor, blocks: list[Tensor], few: int) -> Tensor:
         try:
             return torch.cat([self._few(theta, *block) for block in zip(*blocks, strict=True)])
         except RuntimeError:
-            return theta.new_full((len(blocks[0]) * FEW_ROWS,), math.nan)
+            return theta.new_full((len(blocks[0]) * few,), math.nan)
 
 
 class Gradients(Program):

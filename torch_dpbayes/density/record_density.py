@@ -146,10 +146,13 @@ class RecordDensity:
         return result.masked_fill_(self._left_out, math.nan)
 
     def log_likelihoods_of_first(self, thetas: Tensor, count: int) -> Tensor:
-        """log p(x_i | θ) of the first records, a multiple of 64, for rows of θ ``[m, count]``;
-        differentiable, and nothing is left out. Private data, unless the records are simulated.
+        """log p(x_i | θ) of the first records for rows of θ ``[m, count]``; differentiable, and
+        nothing is left out. Private data, unless the records are simulated.
         """
-        return self._terms.of_thetas(thetas, self.arguments.rows(0, count), self._dims)
+        few = len(self._few_rows[0])
+        filling = zip(self._rows, self.made_up.rows(-count % few), strict=True)
+        rows = [torch.cat([row[:count], more.to(row.dtype)]) for row, more in filling]
+        return self._terms.of_thetas(thetas, rows, few)[:, :count]
 
     @torch.no_grad()
     def gradients(self, theta: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
 _USUAL_SHARE = 0.1  # of records that carry the information; of normal scores it is d/(d + 2)
 _TOLD_APART = 1e-8  # relative, of squares of scores; float32 rounds them to 1e-14
 _PLACES = 5  # draws of a prior, at which what moves records is compared with the centre
-_RATIOS = 512  # records whose log ratios tell a move, at most; a multiple of 64
+_RATIOS = 512  # records whose log ratios tell a move, at most
 _MOST_CENTRES = 60  # at which records are simulated anew
 _LEAST_TOLD = 1e-6  # of a posterior's precision; less is nothing
 _RIDGE = 1e-10  # relative, of matrices that may be singular
@@ -171,7 +171,7 @@ class Moves:
 
     def __init__(self, simulated: Simulated) -> None:
         self._centre, self._density = simulated.centre, simulated.density
-        self._count = min(_RATIOS, len(simulated.scores) // 64 * 64)
+        self._count = min(_RATIOS, len(simulated.scores))
         self._inverse = _regression(simulated.scores[: self._count])
 
     def __call__(self, theta: Tensor) -> Tensor:
