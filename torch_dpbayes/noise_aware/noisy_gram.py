@@ -105,7 +105,6 @@ def quick_gram_draws(released: Tensor, noise_std: float, count: int) -> Tensor:
     found, bases = (
         torch.stack(parts) for parts in zip(*map(torch.linalg.eigh, noisy), strict=True)
     )
-    bases = bases * torch.randn(count, 1, size, dtype=torch.float64).sign()
     result = bases.mT @ (own[:, None] * bases)
     diagonals = result.diagonal(dim1=1, dim2=2)
     spread = (result.square().sum(1) - diagonals.square()).mean(0)
