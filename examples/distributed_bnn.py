@@ -4,9 +4,9 @@ them.
     torchrun --nproc-per-node 2 examples/distributed_bnn.py    # digits, well under a minute
     python examples/distributed_bnn.py                         # the same on one process
 
-Rank 0 says what was spent and how good the predictions on the test records are. Epsilon is that of
-one process: records are sampled at the global rate, the noise is added once in all, and a step is
-charged once, however many ranks take it.
+Rank 0 prints what was spent, and how good the predictions on the test records are. Epsilon is the
+same as on one process: records are sampled at the global rate, the noise is added once, and a step
+is charged once for all ranks.
 """
 
 from __future__ import annotations

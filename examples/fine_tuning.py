@@ -1,10 +1,10 @@
-"""Fine-tunes a transformer privately: all of it, LoRA adapters, or the last layer alone.
+"""Fine-tunes a transformer privately: all parameters, LoRA adapters, or only the last layer.
 
     python examples/fine_tuning.py [--model bert | gpt2] [--train all | lora | last] [--epsilon 8]
 
-A small BERT or GPT-2 is trained on public sentences of one question, without privacy, and then on
-private sentences of another. Sentences are made up here. A model of your own is loaded by
-``AutoModelForSequenceClassification.from_pretrained``. The example needs the package
+The program first trains a small BERT or GPT-2 without privacy, on public sentences of one task.
+Then it trains on private sentences of another task. All sentences are synthetic. To load your own
+model use ``AutoModelForSequenceClassification.from_pretrained``. The example needs the package
 ``transformers``, and ``--train lora`` needs ``peft``.
 """
 

@@ -1,21 +1,20 @@
-"""Three hospitals, one logistic regression, and no record leaves its hospital.
+"""Three hospitals sample one logistic regression, and no record leaves its hospital.
 
-Every hospital is one process with its own records and its own privacy budget. In each iteration of
-the chain it sends one number that stems from its records, their log-likelihood ratio, clipped and
-with noise of its own that alone meets its epsilon. All three get the same samples of the posterior
+Every hospital is one process with its own records and its own privacy budget. In each iteration it
+sends one number that depends on its records: their clipped log-likelihood ratio, with noise. This
+noise alone is enough for its epsilon. All three hospitals get the same samples of the posterior
 given all records.
 
     torchrun --nproc-per-node 3 examples/multi_owner.py
     python examples/multi_owner.py                       # starts the three processes itself
     torchrun --nproc-per-node 3 examples/multi_owner.py --data 'hospital_{}.csv'
 
-Without --data the records are made up, and the samples are shown beside the posterior of somebody
-who has all of them. On three machines, torchrun takes --nnodes 3, --node-rank, --master-addr and
---master-port, inside a private network: the exchange is not encrypted.
+Without --data the records are synthetic, and the program also shows the posterior of somebody who
+has all of them. On three machines, give torchrun --nnodes 3, --node-rank, --master-addr and
+--master-port, inside a private network: the messages are not encrypted.
 
-The noise decides how far the chain gets in an iteration, and it is the same for many records as for
-few: with much fewer records than the default the posterior is so wide that the chain does not get
-across it in 1500 iterations.
+The noise decides how far the chain moves in an iteration; the number of records does not. With far
+fewer records than the default the posterior is wider, and 1500 iterations are too few to cross it.
 """
 
 from __future__ import annotations

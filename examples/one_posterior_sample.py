@@ -2,8 +2,8 @@
 
     python examples/one_posterior_sample.py [--epsilon 1]
 
-The records are made up here; the guarantee is known before they are touched. What is printed after
-it is post-processing of the one draw.
+The records are synthetic. The guarantee is known before the program reads them. Everything printed
+after the draw is post-processing.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Trains a Bayesian neural network with differential privacy and says how good and how well
+"""Trains a Bayesian neural network with differential privacy, and prints how accurate and how well
 calibrated its predictions are.
 
     python examples/private_bnn.py                      # digits of scikit-learn, under a minute
     python examples/private_bnn.py --dataset mnist      # downloads two data sets
     python examples/private_bnn.py --task regression    # scikit-learn's diabetes
-    python examples/private_bnn.py --epsilon inf        # without noise: what privacy costs
+    python examples/private_bnn.py --epsilon inf        # without noise: shows the cost of privacy
 
-Each step of DP-SGLD draws one Gaussian, which is the privacy noise and the sampler's noise at once.
-The clip norm is the largest at which that noise is the sampler's own at temperature 1. The iterates
-of the second half of the run are the posterior samples: free post-processing of what was paid for.
-Inputs and targets are scaled by public constants, never by statistics of the private records. What
-is printed is computed on the test records, taken to be public here; no loss or accuracy on the
-training records is shown.
+Each step of DP-SGLD draws one Gaussian, which is both the privacy noise and the sampler's noise.
+The clip norm is the largest at which this noise is the sampler's own at temperature 1. The iterates
+of the second half of the run are the posterior samples; using them costs no further privacy. Inputs
+and targets are scaled by public constants, never by statistics of the private records. All printed
+results are for the test records, which count as public here. The program shows no loss or accuracy
+on the training records.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Releases a private mean of numbers in a known range, with an interval that counts the noise.
+"""Releases a private mean of numbers in a known range, with an interval that includes the noise.
 
     python examples/private_mean.py [--epsilon 0.5]
 
-The mean is one posterior sample of a Gaussian model with one column of ones. The numbers are made
-up here.
+The mean is one posterior sample of a Gaussian model with one column of ones. The numbers are
+synthetic.
 """
 
 from __future__ import annotations

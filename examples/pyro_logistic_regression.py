@@ -1,17 +1,17 @@
-"""Samples a logistic regression written in Pyro: DP-SGLD finds where to start, DP-HMC samples from
-there, one accountant pays for both.
+"""Samples a logistic regression written in Pyro. DP-SGLD finds the start point and DP-HMC samples
+from there, with one accountant for both.
 
-    python examples/pyro_logistic_regression.py                     # a table made up here
+    python examples/pyro_logistic_regression.py                     # synthetic records
     python examples/pyro_logistic_regression.py --data-root ROOT    # Adult, from ROOT/adult
     python examples/pyro_logistic_regression.py --plot logistic.png
 
-Every record is scaled by public constants to norm at most 1, so that its log-likelihood ratio is at
-most the distance moved and its gradient at most 1: nothing is ever clipped, and DP-HMC samples the
-exact posterior. The squared distance that a chain can travel is decided by epsilon, whatever the
-number of its iterations, while the posterior shrinks as records are added: a chain on few records
-hardly leaves its start (see n_eff). For the made-up table the answer without privacy is shown
-beside it, which on private data would be a release of its own; Adult is judged by its test records,
-taken to be public here.
+Every record is scaled by public constants to norm at most 1. So its gradient is at most 1, and its
+log-likelihood ratio is at most the distance moved: nothing is clipped, and DP-HMC samples the exact
+posterior. Epsilon decides the squared distance that a chain can travel, whatever the number of its
+iterations. The posterior becomes narrower with more records, so with few records a chain hardly
+leaves its start point (see n_eff). For the synthetic records the program also shows the posterior
+without privacy; on private data this would be a release. Adult is evaluated on its test records,
+which count as public here.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Learns a private linear classifier on wavelet features that no record was needed to find.
+"""Trains a private linear classifier on wavelet features that need no private records.
 
     python examples/scattering_features.py            # scikit-learn's digits, some seconds
     python examples/scattering_features.py --dataset mnist --epsilon 2.93 --data-root ROOT
 
-A picture's features are made of this picture alone, so they cost nothing. One private release
+The features of a picture depend only on this picture, so they cost nothing. One private release
 whitens them, for a hundredth of the budget; DP-SGHMC at temperature 0 spends the rest. After Tramèr
-and Boneh (2021), "Differentially private learning needs better features (or much more data)". What
-is printed is computed on the test pictures, taken to be public here.
+and Boneh (2021), "Differentially private learning needs better features (or much more data)". All
+printed results are for the test pictures, which count as public here.
 """
 
 from __future__ import annotations
