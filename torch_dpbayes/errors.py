@@ -13,8 +13,8 @@ class DPBayesError(Exception):
 
     Args:
         message: what is wrong, and what to write instead.
-        code: names the error; ``docs/troubleshooting.md`` explains it under this name. Classes
-            have one for what they usually say.
+        code: names the error; ``docs/troubleshooting.md`` explains it under this name. Classes have
+            a default code.
 
     Attributes:
         code: as given.
@@ -32,37 +32,37 @@ class DPBayesError(Exception):
 
 
 class ArgumentError(DPBayesError, ValueError):
-    """An argument has a value that it cannot have, or is missing."""
+    """An argument is missing or has an impossible value."""
 
     code = "argument"
 
 
 class ArgumentTypeError(DPBayesError, TypeError):
-    """An argument is of another type, or has another name, than the function takes."""
+    """An argument has a wrong type or an unknown name."""
 
     code = "argument-type"
 
 
 class StateError(DPBayesError, RuntimeError):
-    """The call comes at the wrong time: something else has to be done before it, or nothing."""
+    """The call comes too early or too late."""
 
     code = "state"
 
 
 class DivergedError(DPBayesError, FloatingPointError):
-    """Parameters went beyond their dtype. They are as before; what was charged stays charged."""
+    """Parameters would not be finite. They are unchanged; the charge stays."""
 
     code = "diverged"
 
 
 class CheckpointError(ArgumentError):
-    """What was saved is damaged, or of another run, model or data set."""
+    """The saved state is damaged, or belongs to another run, model or data set."""
 
     code = "checkpoint"
 
 
 class AuditError(ArgumentError):
-    """With these arguments the audit cannot run, or its bound would mean nothing."""
+    """With these arguments the audit cannot run, or its bound would be meaningless."""
 
     code = "audit"
 
@@ -74,39 +74,39 @@ class SamplesError(ArgumentError):
 
 
 class CertificateError(ArgumentError):
-    """The certificate says nothing about this model, or this ε."""
+    """The certificate does not hold for this model or this ε."""
 
     code = "certificate"
 
 
 class UnfitModel(ArgumentError):
-    """A Pyro model, or its data, to which record-wise clipping gives no guarantee."""
+    """Clipping each record gives no guarantee for this Pyro model or its data."""
 
     code = "pyro-model"
 
 
 class RankError(StateError):
-    """Another rank failed, or does something else than this one. No rank took the step."""
+    """Another rank failed or differs from this one. No rank took the step."""
 
     code = "ranks"
 
 
 class OwnerError(StateError):
-    """Another owner failed, or its program differs. What was charged stays charged."""
+    """Another owner failed, or its program differs. Charges stay."""
 
     code = "owners"
 
 
 class ModelError(DPBayesError, ValueError):
-    """The model has no per-sample gradients, or none that clipping bounds."""
+    """The model has no per-sample gradients that clipping can bound."""
 
 
 class LossError(DPBayesError, RuntimeError):
-    """The loss, or what the loop makes of a batch, may depend on several records at once."""
+    """The loss, or an operation on the batch, may mix records."""
 
 
 class StepError(DPBayesError, RuntimeError):
-    """The gradients of a step are not those of the batch that the loader delivered."""
+    """The gradients of a step do not belong to the loader's batch."""
 
 
 def _made_again(kind: type[DPBayesError], message: str, code: str) -> DPBayesError:

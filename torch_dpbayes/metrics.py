@@ -65,7 +65,7 @@ def brier_score(probabilities: Tensor, labels: Tensor) -> float:
 
 
 class ReliabilityCurve(NamedTuple):
-    """Per bin of confidence: mean confidence, accuracy and number of records; the means of an
+    """For each bin of confidence: mean confidence, accuracy and number of records; the means of an
     empty bin are NaN.
     """
 
@@ -77,7 +77,7 @@ class ReliabilityCurve(NamedTuple):
 def reliability_curve(
     probabilities: Tensor, labels: Tensor, num_bins: int = 15
 ) -> ReliabilityCurve:
-    """Accuracy against confidence, the largest probability, in bins of equal width
+    """Accuracy against confidence (the largest probability), in bins of equal width
     ((b-1)/num_bins, b/num_bins].
     """
     probabilities, labels = _by_class(probabilities, labels)
@@ -96,8 +96,8 @@ def reliability_curve(
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor, num_bins: int = 15) -> float:
-    r"""Mean gap of confidence and accuracy over the bins of :func:`reliability_curve`, weighted by
-    their records.
+    r"""Mean difference of confidence and accuracy over the bins of :func:`reliability_curve`,
+    weighted by their records.
 
     :math:`\sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|` (Guo et al., 2017, equation 3).
     """

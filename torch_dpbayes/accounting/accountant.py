@@ -66,7 +66,7 @@ class Charge(NamedTuple):
 
 
 class EpsilonBounds(NamedTuple):
-    """The guarantee, and what no accountant that knows only the events can go below."""
+    """Bounds on epsilon: the guarantee (upper), and the least that the events allow (lower)."""
 
     lower: float
     upper: float
@@ -84,43 +84,45 @@ class _Run(NamedTuple):
 
 
 class PrivacyAccountant:
-    r"""Records releases, and says what they cost together: epsilon such that for all neighbours D,
-    D' and all S
+    r"""Records releases and computes the epsilon of all of them together: for all neighbours D, D'
+    and all S
 
     .. math:: \Pr[M(D) \in S] \le e^\varepsilon \Pr[M(D') \in S] + \delta.
 
-    With a budget it also refuses: a charge that would pass the budget raises
-    :class:`PrivacyBudgetExceeded` and leaves the accountant as it was. Charge first, release
-    second.
+    If it has a budget, a charge that would exceed it raises :class:`PrivacyBudgetExceeded` and
+    changes nothing. Charge first, release second.
 
     Args:
-        epsilon: the budget's epsilon. ``None``: no limit, or, with ``path``, that of the file.
+        epsilon: the budget's epsilon. ``None``: no limit, or, with ``path``, the budget of the
+            file.
         delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-30.
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi
-            curves: it is looser, above all for few releases, and accepts zero-concentrated ones.
-        neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
-            member of ``dp_accounting.NeighboringRelation``.
-        unit: what neighbouring data sets differ by: one ``"record"``, or one ``"user"`` with all
-            of their records. Then only releases about users are charged
+            curves: it is less tight, above all for few releases, and accepts zero-concentrated
+            ones.
+        neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or the
+            same member of ``dp_accounting.NeighboringRelation``.
+        unit: neighbouring data sets differ by one ``"record"``, or by one ``"user"`` with all their
+            records. The second takes only charges for users
             (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`).
         path: a SQLite file that keeps the history, made if there is none. Processes share it: the
             accountant may be forked, copied, sent to multiprocessing workers and opened again, all
-            as one job. Any other process that opens a file with charges is a later job. Releases
-            are reserved ahead; closing (``with``, :meth:`close`, or the end of the program) returns
-            them. A killed process leaves at most 64 of them charged, or half as many as it made.
-            The file needs a local disk, and one path for all processes. Back it up while no program
-            uses it, or together with the file ending in ``-wal``, which has the newest charges.
+            as one job. Any other process that opens a file with charges is a later job. A process
+            reserves releases in advance; closing (``with``, :meth:`close`, or the end of the
+            program) returns them. If it is killed, at most 64 stay charged, or half as many as it
+            made. The file needs a local disk, and one path for all processes. Back it up while no
+            program uses it, or together with the file ending in ``-wal``, which has the newest
+            charges.
 
     Raises:
-        ArgumentError: a setting is out of range, or is not the one that the file was made with.
+        ArgumentError: a setting is out of range, or differs from that of the file.
         LedgerError: the file cannot be used.
 
     **Privacy.** Every number returned is an upper bound, discretisation and round-off included.
-    What it is a bound for, :meth:`summary` says:
+    :meth:`summary` says which guarantee holds:
 
-    * *Fixed.* Releases whose parameters and number were fixed before the first of them
-      (``method="rdp"``: likewise, because the best order is chosen afterwards). That is one job, or
-      several that all opened an empty file.
+    * *Fixed.* The parameters and the number of releases were fixed before the first one (also for
+      ``method="rdp"``, because the best order is chosen afterwards). This means one job, or several
+      jobs that all opened an empty file.
     * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the
       first charge on, or a later job. The sum of Renyi divergences at one order (of mu^2, if the
       declared first charge is a Gaussian) must stay below a limit. Order and limit follow from the
@@ -128,7 +130,7 @@ class PrivacyAccountant:
       Smith, Thakurta 2022). The guarantee is the whole budget. If a later job turns an undeclared
       file into a filter, earlier charges count; if they exceed the limit, later jobs are refused.
       Then the guarantee is (epsilon, delta) if outputs did not decide whether there would be later
-      jobs, and (epsilon, 2 delta) if they did. To declare the file adaptive avoids that.
+      jobs, and (epsilon, 2 delta) if they did. A first charge with ``adaptive=True`` avoids that.
     * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is
       infinite.
     """
@@ -272,7 +274,7 @@ class PrivacyAccountant:
 
     @property
     def unit(self) -> Unit:
-        """``"record"`` or ``"user"``: what epsilon is of."""
+        """``"record"`` or ``"user"``: whom epsilon protects."""
         return self._session.settings.unit
 
     @property
@@ -282,18 +284,20 @@ class PrivacyAccountant:
 
     @property
     def guarantee(self) -> Guarantee:
-        """``"fixed"``, ``"filter"`` or ``"none"``: what epsilon is a bound for; see the class."""
+        """``"fixed"``, ``"filter"`` or ``"none"``: which guarantee holds; see the class."""
         with LOCK:
             return self._read().guarantee
 
     @property
     def is_later_job(self) -> bool:
-        """Whether others had charged the ledger before this job, so that a filter holds it."""
+        """Whether others had charged the ledger before this job, so that a filter enforces the
+        budget.
+        """
         return self._session.later
 
     @property
     def history(self) -> tuple[Charge, ...]:
-        """A copy of what was charged, equal charges added up, in the order of their first one."""
+        """A copy of all charges, in order of first occurrence; equal ones are added up."""
         with LOCK:
             found = Counter[tuple[DpEvent, str | None, bool]]()
             for key, count in self._read().charges.items():
@@ -302,7 +306,7 @@ class PrivacyAccountant:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """On what the guarantee rests: what :meth:`note` keeps, and what charged events state."""
+        """What the guarantee assumes: the statements of :meth:`note` and of charged events."""
         with LOCK:
             history = self._read()
             return tuple(dict.fromkeys([*self._session.notes(), *history.event_notes()]))
@@ -353,7 +357,7 @@ class PrivacyAccountant:
 
         Returns:
             An upper bound on epsilon; infinite if the failures of releases use up ``delta``. Under
-            a filter it is what the filter promises, spent or not: results may decide when to stop.
+            a filter it is always the whole budget, because results may decide when to stop.
         """
         delta = self._default_delta(delta)
         with LOCK:
@@ -374,7 +378,7 @@ class PrivacyAccountant:
     def risk(
         self, prior: float = 0.5, false_positive_rate: float = 1e-3, *, delta: float | None = None
     ) -> risk.Risk:
-        """What an attacker can tell of one user, at most; ``print`` it.
+        """Upper bounds on what an attacker can learn about one user; ``print`` it.
 
         Args:
             prior: the attacker's probability, before anything was released, that the user took
@@ -406,20 +410,20 @@ class PrivacyAccountant:
         return report.draw(self.risk(**options), axes)
 
     def odometer(self, delta: float | None = None) -> float:
-        """An epsilon that is valid at every moment at once, also where noise multipliers, rates and
-        the moment to stop were chosen from earlier outputs, with no budget and nothing declared.
+        """An epsilon that is valid at all times, even if noise multipliers, rates and the time to
+        stop were chosen from earlier outputs. It needs no budget and no ``adaptive=True``.
 
-        With E the odometer when the releases end, for whatever reason, P(S) <= E_Q[exp(E) 1_S] +
-        delta for all S. Releases that may fail outright make it infinite.
+        If E is the odometer when the releases end, P(S) <= E_Q[exp(E) 1_S] + delta for all S,
+        whatever the reason for the end. It is infinite if a release may fail (``FailureDpEvent``).
 
         Args:
-            delta: fixed before the first release, as outputs must not choose it. Defaults to the
-                budget's; near the budget it is then tightest.
+            delta: fixed before the first release: outputs must not choose it. Defaults to the
+                budget's; it is then tightest near the budget.
 
         Returns:
-            An upper bound, above that of a filter which the same releases use up. After 100
-            sampled steps it is about 15 percent above it, 9 with a budget; after 100 steps on
-            full batches, whose filter is tighter, up to 35 and 22.
+            An upper bound, larger than that of a filter that the same releases use up: after 100
+            sampled steps by about 15 percent (9 with a budget), after 100 steps on full batches,
+            whose filter is tighter, by up to 35 (22).
         """
         delta = self._default_delta(delta)
         with LOCK:
@@ -427,12 +431,11 @@ class PrivacyAccountant:
             return odometer.epsilon(history.counts, delta, history.first, history.settings.budget)
 
     def remaining(self, event: DpEvent) -> int | float:
-        """How many times ``event`` still fits the budget; ``math.inf`` without one, or at no cost.
-        So many do fit; of some ten thousand one more may, as a charge is also admitted on grids
-        that this bound does not look at.
+        """How many times ``event`` still fits the budget; ``math.inf`` without a budget, or if it
+        costs nothing. The number is safe; for about ten thousand, one more may fit.
 
-        What other processes have reserved may come back. A later job gets the number that its
-        filter lets through; before a first charge with ``adaptive=True`` it is not yet that.
+        Other processes may return what they reserved. A later job gets the number that its filter
+        allows; before a first charge with ``adaptive=True`` the filter does not count yet.
         """
         need = needed(self._session.decompose(event, 1))
         with LOCK:
@@ -457,12 +460,12 @@ class PrivacyAccountant:
         Args:
             event: see :mod:`torch_dpbayes.accounting.events`.
             count: how often.
-            label: what :meth:`summary` adds up the shares by.
-            adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then
-                a filter, which needs a budget, and must be in force from the first charge.
+            label: :meth:`summary` adds up the shares of each label.
+            adaptive: the parameters of this charge depend on earlier outputs. Then the guarantee is
+                a filter; it needs a budget and must start with the first charge.
 
         Raises:
-            PrivacyBudgetExceeded: the charge would pass the budget. Nothing may be released.
+            PrivacyBudgetExceeded: the charge would exceed the budget. Nothing may be released.
             LedgerError: the charge could not be written to the file. Nothing may be released.
             ArgumentError: the event gives no guarantee here; the message says what to use instead.
         """
@@ -500,10 +503,10 @@ class PrivacyAccountant:
                 self._run = _Run(event, first, label, adaptive, session.flag(adaptive), block)
 
     def note(self, statement: str) -> None:
-        """Keeps a statement on which the guarantee rests, such as what was asserted about a model.
+        """Stores an assumption of the guarantee, such as a statement about a model.
 
-        :meth:`summary` shows it under ``rests on``, saved states carry it along, and with ``path``
-        it stands in the file for all jobs. The same statement is kept once.
+        :meth:`summary` shows it under ``rests on``. Saved states contain it, and with ``path`` the
+        file contains it for all jobs. Equal statements are stored once.
 
         Raises:
             LedgerError: the statement could not be written to the file.
@@ -513,9 +516,9 @@ class PrivacyAccountant:
         self._change(lambda session: session.note(" ".join(statement.split())))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """One Poisson-sampled Gaussian release, under the name that Opacus uses.
+        """Charges one Poisson-sampled Gaussian release; Opacus calls this method.
 
-        The caller asserts Poisson sampling, which :meth:`summary` then says.
+        The caller asserts Poisson sampling; :meth:`summary` then says so.
         """
         rate = events.sampling_rate(sample_rate)
         release = GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
@@ -525,12 +528,12 @@ class PrivacyAccountant:
         self.compose(PoissonSampledDpEvent(rate, release))
 
     def close(self) -> None:
-        """Returns to the file what is reserved and unused. The accountant can still be used."""
+        """Returns unused reserved releases to the file. The accountant can still be used."""
         self._change(lambda session: session.settle())
 
     def close_for_good(self, timeout: float) -> None:
-        """:meth:`close` in a process that is about to end: no other thread charges any more. After
-        ``timeout`` seconds of waiting for a charge nothing is returned.
+        """:meth:`close` at the end of a process: other threads can no longer charge. If a charge
+        takes longer than ``timeout`` seconds, nothing is returned.
         """
         if LOCK.acquire(timeout=timeout):  # and never released
             self.close()
@@ -550,7 +553,7 @@ class PrivacyAccountant:
         )
 
     def summary(self) -> str:
-        """Settings, epsilon with bounds, the guarantee and what it rests on, risk, and shares."""
+        """Settings, epsilon with bounds, the guarantee and its assumptions, risk, and shares."""
         with LOCK:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
@@ -558,8 +561,8 @@ class PrivacyAccountant:
             return report.summary(self._session, bounds, delta, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, each release with its job, and the settings, as strings, numbers, lists and
-        dicts; with ``path`` also which file it is and how far it was read.
+        """The settings and the history, each release with its job, as strings, numbers, lists and
+        dicts; with ``path`` also the file's identity and the last row read.
         """
 
         def saved(session: History) -> dict[str, Any]:
@@ -572,17 +575,15 @@ class PrivacyAccountant:
         return self._change(saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a saved history, and its notes. This accountant must be empty, of the same
-        method and relation; its own budget holds, and must be the saved one if the history is
-        adaptive.
+        """Copies a saved history and its notes into this accountant, which must be empty and have
+        the same method and relation. It keeps its own budget; if the history is adaptive, both must
+        be equal.
 
-        A state that was saved from a file belongs to that file, which went on counting: loading it
-        there checks that the file holds what was saved, and charges nothing; anywhere else it is
-        refused.
+        A state that was saved from a file belongs to that file. If you load it there, the file must
+        contain the saved charges, and nothing is charged. Any other accountant refuses it.
 
-        If the saved accountant in memory, or another copy of its state, goes on releasing, that is
-        not counted here: :meth:`summary` says that the guarantee rests on nobody doing so. With
-        ``path`` all are counted.
+        Later releases of the saved accountant in memory, or of another copy of its state, are not
+        counted here: :meth:`summary` names this assumption. With ``path`` all are counted.
 
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is
@@ -596,12 +597,12 @@ class PrivacyAccountant:
             self.note(statement)
 
     def resume(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on with a saved run: an empty accountant takes its history over, any other has to
-        hold it. Equal releases of other runs never stand for it. Optimizers call this when they
-        load a state.
+        """Resumes a saved run: an empty accountant copies its history, any other must contain it.
+        Equal releases of other runs do not count for it. Optimizers call this when they load a
+        state.
 
         Raises:
-            ArgumentError: this accountant does not hold what was saved.
+            ArgumentError: this accountant does not contain the saved charges.
         """
         charges = read_saved(state_dict, self._session.settings)
         if state_dict["ledger"] or not len(self):
@@ -628,7 +629,7 @@ class PrivacyAccountant:
 
     @classmethod
     def mechanism(cls) -> str:
-        """Name under which Opacus files the state."""
+        """The name that Opacus stores with the state."""
         return "torch_dpbayes"
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:

@@ -49,19 +49,19 @@ def noise_multiplier_for(
     meet the target.
 
     Args:
-        make_event: from a noise multiplier to what one step charges.
+        make_event: a function from a noise multiplier to the event of one step.
         target_epsilon: for everything together.
         target_delta: likewise.
         steps: how many steps are planned.
         neighboring: the accountant's relation, as :class:`PrivacyAccountant` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
-        method: the accountant's: ``"rdp"`` reports more, and wants a little more noise for it.
+        method: the accountant's: ``"rdp"`` reports a larger epsilon, and needs a little more noise.
 
     Returns:
         z, at most 0.05 percent above the smallest that meets the target.
 
     Raises:
-        ArgumentError: the history alone passes the target, or no noise up to 1e7 meets it.
+        ArgumentError: the history alone exceeds the target, or no noise up to 1e7 meets it.
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     upper = renyi.upper_epsilon if accounting_method(method) == "rdp" else bounds.upper_epsilon
@@ -136,8 +136,8 @@ def get_num_steps(
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> int:
-    """The largest number of Poisson-sampled steps that, after ``history``, meets the target; 0 if
-    not one does.
+    """The largest number of Poisson-sampled steps that meets the target after ``history``; 0 if no
+    step fits.
 
     Args: as in :func:`get_noise_multiplier`.
     """

@@ -186,11 +186,11 @@ def non_negative(value: Any, what: str) -> float:
 
 @attr.frozen
 class UnspecifiedBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch of which no more is known than a shuffled loader tells.
+    """A Gaussian sum over a batch of unknown sampling, such as that of a shuffled loader.
 
-    Refused under add-or-remove-one, where one record more may change the batch altogether (a seeded
-    shuffle does). Under replace-one sensitivity 2C, without amplification; what records hold must
-    not decide who is in a batch.
+    Refused under add-or-remove-one, because one more record may change the whole batch (a seeded
+    shuffle does). Under replace-one the sensitivity is 2C, without amplification; the contents of
+    records must not decide who is in a batch.
     """
 
     noise_multiplier: float
@@ -198,12 +198,12 @@ class UnspecifiedBatchGaussianDpEvent(DpEvent):
 
 @attr.frozen
 class RecordwiseBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch; the caller states that who is in it does not depend on other
-    records, which ``PrivacyAccountant.summary()`` repeats.
+    """A Gaussian sum over a batch. The caller states that no record decides whether another one is
+    in it; ``PrivacyAccountant.summary()`` repeats this.
 
-    Whether a record is in the batch is a function of this record, of public things, and of chance
-    that has nothing to do with other records: not of its position or of how many records there are.
-    A hash of the record's name will do; a shuffled or sorted loader will not. Sensitivity 2C.
+    Whether a record is in the batch depends on this record, on public values, and on chance that is
+    independent of other records; not on its position or the number of records. A hash of the
+    record's name is fine; a shuffled or sorted loader is not. The sensitivity is 2C.
     """
 
     noise_multiplier: float
@@ -213,9 +213,9 @@ class RecordwiseBatchGaussianDpEvent(DpEvent):
 class ShuffledEpochDpEvent(DpEvent):
     """One pass over an ordinary shuffled loader, in which every record is used at most once.
 
-    Refused under add-or-remove-one, where an added record displaces others from their batches.
-    Under replace-one one batch sum moves by at most 2C. A started epoch counts as a whole: charge
-    it when it begins, with the smallest noise multiplier in it.
+    Refused under add-or-remove-one, because an added record moves others to other batches. Under
+    replace-one, one batch sum moves by at most 2C. Charge a whole epoch when it begins, with its
+    smallest noise multiplier.
     """
 
     noise_multiplier: float
@@ -256,11 +256,12 @@ class FailureDpEvent(DpEvent):
 
 @attr.frozen
 class UserLevelDpEvent(DpEvent):
-    """A release of which ``event`` bounds what all records of one user do together.
+    """A release; ``event`` bounds the influence of all records of one user together.
 
-    Neighbouring data sets differ by a user with all their records. Where each of at most k records
-    moves a sum by at most C, noise of z clip bounds is ``GaussianDpEvent(z / k)`` to a user.
-    ``PrivacyAccountant(unit="user")`` takes nothing else; an accountant of records refuses it.
+    Neighbouring data sets differ by a user with all their records. If each of at most k records
+    moves a sum by at most C, noise of z clip bounds is ``GaussianDpEvent(z / k)`` for a user.
+    ``PrivacyAccountant(unit="user")`` accepts only such events; an accountant for records refuses
+    them.
     """
 
     event: DpEvent

@@ -56,7 +56,7 @@ _SLACK = {"pld": 1e-3, "rdp": 1e-9}
 
 
 class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
-    """A charge would have passed the budget. Nothing was recorded, and nothing may be released."""
+    """A charge would exceed the budget. Nothing was recorded, and nothing may be released."""
 
     code = "budget-exceeded"
 

@@ -251,22 +251,22 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
 class Risk:
     """Upper bounds on what an attacker learns about one user; ``print`` it.
 
-    "With" means that the user took part, "without" that not; under replace-one they are the
-    user's record and any other in its place. Every number holds for either accusation.
+    "With" means that the user took part, "without" that the user did not; under replace-one
+    "without" has another record instead. Every number holds for both accusations.
 
     Attributes:
         advantage: the largest difference of true- and false-positive rate: delta at epsilon = 0.
-        false_positive_rate: how often the attack accuses wrongly; as it was asked for.
+        false_positive_rate: how often the attack accuses wrongly, as requested.
         true_positive_rate: how often it then accuses rightly, at most.
-        prior: the attacker's probability before; as it was asked for.
-        posterior: the probability at most that an accusation by this attack is right.
+        prior: the attacker's probability before the release, as requested.
+        posterior: the largest probability that an accusation by this attack is right.
         posterior_odds: the same as odds.
-        best_guess: the probability at most that the best decision for this prior is right; without
-            what was released it is ``max(prior, 1 - prior)``.
+        best_guess: the largest probability that the best decision for this prior is right; without
+            any release it is ``max(prior, 1 - prior)``.
         epsilon: at ``delta``.
-        delta: what ``epsilon`` and ``gdp_mu`` are stated with.
-        gdp_mu: mu-Gaussian differential privacy, up to ``delta`` (at least 1e-9): no true-positive
-            rate is more than ``delta`` above that against a Gaussian of mean ``mu``.
+        delta: the delta of ``epsilon`` and ``gdp_mu``.
+        gdp_mu: mu-Gaussian differential privacy, up to ``delta`` (at least 1e-9): every
+            true-positive rate is at most ``delta`` above that for a Gaussian of mean ``mu``.
         neighboring: the relation.
         curves: the trade-off curves of both attacks, for all false-positive rates.
     """
@@ -290,7 +290,7 @@ class Risk:
         return highest(self.curves, np.asarray(false_positive_rates, dtype=np.float64))
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers, as JSON can hold them; infinite ones as ``None``."""
+        """The numbers in a form for JSON; infinite ones are ``None``."""
         return {
             name: None if isinstance(value, float) and math.isinf(value) else value
             for name, value in vars(self).items()

@@ -1,4 +1,4 @@
-"""Audits: what a release reveals at least, measured."""
+"""Audits: measured lower bounds on what a release reveals."""
 
 from .result import AuditResult
 from .training_run import one_run

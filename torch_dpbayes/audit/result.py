@@ -13,7 +13,7 @@ _STATED, _MEASURED, _REFUTED = "#c9ced3", "#2a6f97", "#b23a48"  # colours of the
 
 @dataclass(frozen=True)
 class AuditResult:
-    """A lower bound on ε beside the ε that the accountant states.
+    """A lower bound on ε, and the ε that the accountant states.
 
     Attributes:
         epsilon_lower_bound: the release reveals at least this ε at ``delta``.
@@ -22,11 +22,11 @@ class AuditResult:
         confidence: the probability, over the inclusions and the release, that the bound is right.
         threat: who was simulated, and what they see.
         bound: ``"gaussian"``: a lower bound on μ among Gaussian trade-off curves (Mahloujifar and
-            others 2025), as the ε of that Gaussian at ``delta``. ``"independent"``: the same,
-            closer to the truth, for releases that show each canary separately. ``"basic"``: a lower
-            bound on ε among all (ε, δ) (Steinke and others 2023).
+            others 2025), as the ε of that Gaussian at ``delta``. ``"independent"``: the same, but
+            tighter, for releases that show each canary separately. ``"basic"``: a lower bound on ε
+            among all (ε, δ) (Steinke and others 2023).
         guesses: number of canaries, of guesses, and of right guesses.
-        neighboring: the relation that the accountant's ε is for; None: the caller stated ε.
+        neighboring: the relation of the accountant's ε; None: the caller stated ε.
         refutes_curve: whether the accountant's whole trade-off curve, which need not be Gaussian,
             allows fewer right guesses; None: no accountant, or the bound is ``"basic"``.
     """
@@ -43,8 +43,8 @@ class AuditResult:
 
     @property
     def is_refuted(self) -> bool:
-        """Whether more is revealed than stated, with this confidence: by the accountant's
-        trade-off curve if it is known, else by ε.
+        """Whether the release reveals more than stated, with this confidence: judged by the
+        accountant's trade-off curve if it is known, else by ε.
         """
         if self.refutes_curve is None:
             return self.epsilon_lower_bound > self.epsilon

@@ -155,24 +155,24 @@ def one_run(
             returns the model. Several trainings are audited together.
         dataset: the records, a map-style data set.
         num_canaries: m; thousands.
-        canaries: None: white-box, a canary is a gradient of norm C, in a new direction in each
-            step. Or m records: black-box, they join the data set and are scored by the trained
-            model's ``loss``. Mislabelled records work best.
+        canaries: None (white-box): a canary is a gradient of norm C, in a new direction in each
+            step. Or m records (black-box), which join the data set; the trained model's ``loss``
+            scores them. Mislabelled records work best.
         loss: of black-box canaries, ``(output, target) -> scalar`` for a batch of one.
         delta: δ at which to compare; None: that of the accountant's budget.
         confidence, bound, num_guesses: as for :func:`from_scores`. ``bound="independent"`` is for
             white-box canaries.
         accountant: of the engine; None: a new one.
-        seed: of the auditor's own randomness, which the training never uses; None: the operating
+        seed: seeds the auditor's own randomness, which the training never uses; None: the operating
             system's entropy.
 
     Raises:
         AuditError: too few canaries for any bound, no δ, a run without noise or without
             ``engine``, or a bound that its canaries or batches do not allow.
 
-    **Privacy.** The bound is computed from releases and unprotected sums, and depends on canaries
-    alone: the other records' share is subtracted. The model has learned the canaries: do not use
-    it.
+    **Privacy.** The bound is computed from releases and unprotected sums. It depends only on
+    canaries: the share of other records is subtracted. The model has learned the canaries: do not
+    use it.
     """
     if delta is None and (accountant is None or (delta := accountant.delta) is None):
         raise AuditError("no accountant with a budget says at which δ to compare: pass delta=1e-5")

@@ -55,20 +55,22 @@ def from_scores(
     num_guesses: int | None = None,
     threat: str = "scores of the caller's",
 ) -> AuditResult:
-    """Bound the ε of a release from below, by scores of canaries that were made from it.
+    """Bound the ε of a release from below, by scores that were computed from it, one per canary.
 
     Several releases on the same canaries are audited together by the sum of their scores.
 
     Args:
-        scores: one for each canary, higher if it looks more as if it were in the data.
-        included: whether it was, drawn before the release as independent fair bits.
-        delta, epsilon: the stated ε at δ. ``is_refuted`` compares it with the bound, which for any
-            but ``"basic"`` is right if the release is Gaussian: others may show more at the same ε.
+        scores: one for each canary; a higher score means that it is more likely in the data.
+        included: whether each canary was in the data: independent fair bits, drawn before the
+            release.
+        delta, epsilon: the stated ε at δ, which ``is_refuted`` compares with the bound. Except for
+            ``"basic"`` this is only right for Gaussian releases: others may show more at the same
+            ε.
         accountant: states ε for the release instead, by its whole trade-off curve.
         confidence: the probability that the bound is right.
-        bound: see :class:`AuditResult`. ``"independent"`` is right only if what is seen of a canary
-            depends neither on another one's inclusion nor on noise that another one shares. It is
-            refused if the ``accountant`` was charged for batches neither full nor Poisson.
+        bound: see :class:`AuditResult`. ``"independent"`` is right only if the score of a canary
+            does not depend on the inclusion of others and shares no noise with them. It is refused
+            if the ``accountant`` was charged for batches that are neither full nor Poisson.
         num_guesses: chosen before the scores were seen; None: the best number at ``epsilon``, or
             all canaries for ``"independent"``.
         threat: who was simulated, for the report.
@@ -115,9 +117,10 @@ def repeated(
     threat: str = "repeated releases on worst-case data, each with its likelihood ratio",
     seed: int | None = None,
 ) -> AuditResult:
-    """Repeat a release, each time with or without one record at random, and guess which it was.
+    """Repeat a release, each time randomly with or without one record, and guess which case it was.
 
-    Guesses are independent, and likelihood ratios guess best: this shows more than one run can.
+    Guesses are independent, and likelihood ratios give the best guesses: the bound is tighter than
+    for one run.
 
     Args:
         release: ``release(is_in)`` makes it on data with or without the record and returns

@@ -1,1 +1,1 @@
-"""The front door: a model, an optimizer and a loader in, their private versions out."""
+"""``make_private``: makes a model, an optimizer and a loader private."""

@@ -29,19 +29,20 @@ def private_clipped_fraction(
     max_grad_norm: float | None = None,
     criterion: Criterion = nn.functional.cross_entropy,
 ) -> float:
-    """Share of the records whose gradient is longer than the clip norm, at the current parameters;
-    charged.
+    """Measure which share of the gradients is longer than the clip norm, at the current parameters.
+    This is charged.
 
-    One Poisson draw of the data is taken and ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B`` released, ξ
-    ~ N(0, 1), clamped to [0, 1]. The step is a ramp from .995·C to 1.005·C: at a step rounding,
-    which one record more changes, would count for many. The noise has the standard deviation
-    z/(2B), and the size of the draw adds at most as much as the sampling of the records themselves.
+    It takes one Poisson draw of the data and releases ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B``, ξ
+    ~ N(0, 1), clamped to [0, 1]. The indicator is a ramp from .995·C to 1.005·C: otherwise one more
+    record, which changes the rounding of all, could move many counts. The noise has the standard
+    deviation z/(2B), and the size of the draw adds at most as much as the sampling of the records
+    themselves.
 
     Args:
         module, optimizer, data_loader: as ``PrivacyEngine.make_private`` returned them. A batch is
             a tuple of the model's inputs and the target.
         noise_multiplier: z > 0.
-        max_grad_norm: C to ask about; None asks about the optimizer's.
+        max_grad_norm: C; None: the optimizer's.
         criterion: as for :func:`simulate_gradient_norms`.
 
     Returns:
@@ -92,14 +93,13 @@ def simulate_gradient_norms(
     *,
     criterion: Criterion = nn.functional.cross_entropy,
 ) -> Tensor:
-    """Every record's gradient norm on data that is nobody's secret: pick a clip norm that few
-    exceed.
+    """Compute every record's gradient norm on public data. Choose a clip norm that few exceed.
 
     Args:
-        module: the model, in training mode, private already or not; it is left as it was.
+        module: the model, in training mode, private or not; it is not changed.
         public_or_synthetic_loader: batches as tuples of the model's inputs and the target.
-        criterion: ``criterion(module(*inputs), target)``, the mean over the batch unless the model
-            was made private for sums.
+        criterion: ``criterion(module(*inputs), target)``, the mean over the batch, or the sum if
+            the model was made private for sums.
 
     Returns:
         ‖g_i‖₂ of all records, a float32 tensor.
@@ -108,8 +108,8 @@ def simulate_gradient_norms(
         ValueError: a private loader of this process, a loader over its data set or a
             ``torch.utils.data.Subset`` of it, or batches of one.
 
-    **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged.
-    Copies of private records are not recognised.
+    **Privacy.** Nothing is charged, so the records must be public or synthetic. Copies of private
+    records are not recognised.
     """
     if reads_private_data(public_or_synthetic_loader):
         raise ArgumentError(

@@ -49,7 +49,7 @@ class Plan:
 
     @cached_property
     def epsilon(self) -> float:
-        """ε of everything on the accountant at the end, worked out where it is asked for."""
+        """ε of everything on the accountant at the end; computed on demand."""
         return self.epsilon_at_end()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

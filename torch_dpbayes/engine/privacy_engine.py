@@ -29,25 +29,25 @@ _WRITER = "PrivacyEngine.save_checkpoint"
 
 
 class PrivacyEngine:
-    """Makes a model, an optimizer and a data loader private, and holds the accountant they share.
+    """Makes a model, an optimizer and a data loader private, and holds their accountant.
 
     Args:
-        accountant: where everything is charged. None: one is made by the first ``make_private``;
-            ``make_private_with_epsilon`` gives it the target as its budget. A built optimizer's own
-            accountant is taken as it is: give it a budget, or pass a factory.
-        process_group: the ranks that train one model together, as ``torch.distributed.group.WORLD``
-            (which is None, one process, where no process group was initialised). Every rank makes
-            the same calls with the same data set, all of whose records each of them may read; batch
-            sizes are those of all ranks together. Only rank 0 charges a ledger, which all of them
-            have open (``path=``); in memory each rank keeps the same history.
+        accountant: where everything is charged. None: the first ``make_private`` makes one;
+            ``make_private_with_epsilon`` gives it the target as budget. If you pass a built
+            optimizer, its accountant is used: give that one a budget.
+        process_group: the ranks that train one model together, such as
+            ``torch.distributed.group.WORLD`` (None, one process, if no process group was
+            initialised). Every rank makes the same calls with the same whole data set; batch sizes
+            are for all ranks together. A ledger (``path=``) is open on all ranks, and only rank 0
+            charges it; in memory each rank keeps the same history.
 
     Raises:
-        RuntimeError: another rank failed, was lost or differs from this one; the message says in
-            what. Errors of one rank are errors on all.
+        RuntimeError: another rank failed, was lost or has other settings; the message says which.
+            If one rank raises, all do.
 
-    **Privacy.** The ranks are one data holder's machines: clipped sums without noise travel between
-    them, over connections which ``torch.distributed`` does not encrypt. Who sees only what the
-    ranks hand out sees the releases of one process.
+    **Privacy.** All ranks belong to one data holder: they exchange clipped sums without noise, and
+    ``torch.distributed`` does not encrypt them. Outside the ranks only the releases of one process
+    are seen.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PrivacyEngine:
         return repr(self) if self._accountant is None else words.html(self, {}, self._accountant)
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """ε of everything that was charged, at ``delta``; None takes the budget's."""
+        """ε of all charges, at ``delta`` (None: that of the budget)."""
         return self.accountant.get_epsilon(delta)
 
     def save_checkpoint(
@@ -100,20 +100,20 @@ class PrivacyEngine:
     ) -> None:
         """Save a checkpoint; resume it with :meth:`load_checkpoint`.
 
-        The file holds the states of module and optimizer, and with the latter what was charged. No
-        record, gradient or batch is in it; generators that were passed as ``generator=`` are, and
-        with them the noise to come.
+        The file holds the states of module and optimizer, including the charges. It contains no
+        record, gradient or batch. It contains generators that you passed as ``generator=``, and so
+        the future noise.
 
         Args:
-            path: where to write; the file is written beside it and moved there.
+            path: where to write; a temporary file beside it is moved there.
             module, optimizer: as ``make_private`` returned them.
-            checkpoint_dict: more to keep: tensors, numbers, strings, in dicts and lists.
+            checkpoint_dict: more values to save: tensors, numbers, strings, in dicts and lists.
 
         Raises:
             ValueError: a buffer or a frozen parameter changed since the first private batch, or a
-                key of ``checkpoint_dict`` is used.
+                key of ``checkpoint_dict`` is reserved.
 
-        **Privacy.** Post-processing of what was released, unless a generator is in it.
+        **Privacy.** Post-processing of releases, unless the file contains a generator.
         """
         require_same_buffers(getattr(module, "_orig_mod", module), None)
         state = {**(checkpoint_dict or {})}
@@ -132,14 +132,14 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: PrivateOptimizer,
     ) -> dict[str, Any]:
-        """Go on from what :meth:`save_checkpoint` wrote, in a module and optimizer that were made
-        private as those were; returns ``checkpoint_dict``. No code in the file is run.
+        """Resume from a file of :meth:`save_checkpoint`, in a module and optimizer that were made
+        private in the same way. Returns ``checkpoint_dict``. No code in the file is run.
 
-        An empty accountant takes over what the saved run was charged, any other must hold it.
+        An empty accountant copies the charges of the saved run, any other must contain them.
 
         Raises:
-            ValueError: the file holds something else or another network, or the accountant does
-                not hold what the saved run was charged; nothing is changed then.
+            ValueError: the file is no checkpoint or is of another network, or the accountant does
+                not contain the charges of the saved run. Nothing is changed.
         """
         if not isinstance(optimizer, PrivateOptimizer):
             raise ArgumentTypeError(
@@ -178,71 +178,70 @@ class PrivacyEngine:
         """Attach per-record gradients to the model, Poisson sampling to the loader, and both to the
         optimizer.
 
-        While gradients are recorded the model runs for each record alone, and so does every
-        operation between its output and ``backward()``; no record's gradient can depend on another
-        record. The loader is replaced by one that draws every record independently at rate q =
-        batch size / number of records. Until ``backward()`` its batches, and the model's outputs,
-        show the expected batch size and no values. From the first batch on the model's buffers and
-        frozen parameters must stay as they are.
+        While gradients are recorded, the model and all operations between its output and
+        ``backward()`` run for each record alone: no record's gradient can depend on another record.
+        The loader is replaced by one that draws every record independently at rate q = batch size /
+        number of records. Until ``backward()`` its batches and the model's outputs show the
+        expected batch size but no values. After the first batch, the model's buffers and frozen
+        parameters must not change.
 
         Args:
             module: the model, in training mode. The same object is returned, with hooks attached.
-            optimizer: what makes the optimizer, as ``partial(dpb.optim.DPSGLD, lr=0.25)``; called
-                with the named trainable parameters and ``num_data=, expected_batch_size=,
+            optimizer: a factory such as ``partial(dpb.optim.DPSGLD, lr=0.25)``; it is called with
+                the named trainable parameters and ``num_data=, expected_batch_size=,
                 max_grad_norm=, noise_multiplier=, sampling="poisson", accountant=``. Or a built
-                optimizer, whose values hold.
-            data_loader: a loader over a map-style data set with a fixed batch size; its order of
-                records is not used. A ``collate_fn`` of your own is called for each record alone.
+                optimizer, which keeps its values.
+            data_loader: a loader of a map-style data set with a fixed batch size. Its order is not
+                used. A ``collate_fn`` of your own is called for each record alone.
             max_grad_norm: clip norm C of one record's gradient. None: the largest at which the
-                noise that is asked for is the sampler's own, at the optimizer's lr and temperature;
-                :meth:`plan` shows it. It follows from public numbers and changes no charge.
-            noise_multiplier: floor of the noise std on the clipped sum, in units of C. Where the
-                sampler's own noise is larger, that is what is added and charged, and a warning says
+                sampler itself needs this noise, at the optimizer's lr and temperature; :meth:`plan`
+                shows it. It is computed from public numbers and changes no charge.
+            noise_multiplier: the least noise std on the clipped sum, in units of C. If the
+                sampler's own noise is larger, that noise is added and charged, and a warning says
                 so.
             sampling: how batches are drawn. ``"poisson"``: every record joins each batch
                 independently. ``"random_allocation"``: in every pass over the loader every record
-                joins one of its batches, drawn for it alone; a pass has as many batches as
-                ``data_loader``, and the noise must not fall within one. ``"fixed_size"``: batches
-                of exactly the batch size, drawn anew for each step without replacement; charged at
-                sensitivity 2C.
-            max_batch_size: cut Poisson batches of more records than this to so many at random, for
+                joins one batch, drawn independently; a pass has as many batches as ``data_loader``,
+                and the noise must not decrease within a pass. ``"fixed_size"``: batches of exactly
+                the batch size, drawn anew for each step without replacement; charged at sensitivity
+                2C.
+            max_batch_size: larger Poisson batches are cut at random to this number of records, for
                 a fixed amount of memory; at least the batch size.
-            user_ids: the id of each record's user, a whole number or a string, in the order of the
-                data set: ε is then of a user with all of their records. Each user joins a batch
+            user_ids: the id of each record's user, an integer or a string, in the order of the data
+                set: ε then protects a user with all their records. Each user joins a batch
                 independently; the accountant has ``unit="user"``.
-            records_per_user: with ``user_ids``, the most records of a user that join a batch, drawn
-                anew each time. Noise hides so many clip norms: 1 costs least.
+            records_per_user: with ``user_ids``, at most this many records of a user join a batch,
+                drawn anew each time. The noise must hide this many clip norms: 1 costs least.
             grad_sample_mode: all give the same sum. ``"bookkeeping"``, the default, gets it from
                 one ordinary backward pass of the model mapped over records. ``"vmap"`` runs
-                everything for one record at a time by ``torch.func``, which takes more time, knows
-                no layers, and holds few per-sample gradients. ``"hooks"`` are Opacus' per-sample
+                everything for one record at a time by ``torch.func``: it is slower, uses no kernels
+                of layers, and holds few per-sample gradients. ``"hooks"`` are Opacus' per-sample
                 gradients of whole batches, only with ``assume_independent_records``.
-            loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the batch. A mean loss
-                must divide by the number of records in the batch, as torch's criteria do.
-            loss: ``(output, *targets) -> scalar`` of one record: train with
-                ``net.private_loss(x, y).backward()``. None: the loop computes the loss from the
-                model's outputs, ``F.cross_entropy(net(x), y).backward()``. Both run for each record
-                alone.
-            assume_independent_records: you vouch that no record's loss depends on other records,
-                in the model and in the loop; the accountant's summary says so. A model that cannot
-                be run for one record alone is then run on whole batches.
-            example_inputs: arguments of the model for two synthetic records, a tuple of positional
-                ones or a mapping of those given by name, where a batch does not show what the model
-                takes. Only their shapes and types are used.
+            loss_reduction: ``"mean"`` or ``"sum"``: the reduction of the loss over the batch. A
+                mean loss must divide by the number of records in the batch, as torch's criteria do.
+            loss: ``(output, *targets) -> scalar`` of one record: train with ``net.private_loss(x,
+                y).backward()``. None: your loop computes the loss from the model's outputs,
+                ``F.cross_entropy(net(x), y).backward()``. Both run for each record alone.
+            assume_independent_records: you vouch that no record's loss depends on other records, in
+                the model and in the loop; the accountant's summary says so. A model that cannot run
+                for one record alone then runs on whole batches.
+            example_inputs: arguments of the model for two synthetic records, a tuple (by position)
+                or a mapping (by name), if the batches do not show what the model takes. Only their
+                shapes and types are used.
 
         Raises:
-            ValueError, TypeError: what is wrong with the model, the loader or the arguments, and
-                what to write instead.
+            ValueError, TypeError: the model, the loader or an argument does not fit; the message
+                says what to write instead.
 
-        **Privacy.** Nothing is released. Of the data, the number of records is used, which is a
-        public constant, and shapes and types of the first record. Every later ``optimizer.step()``
-        charges ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, with ``max_batch_size``
+        **Privacy.** Nothing is released. It uses only the number of records, a public constant, and
+        the shapes and types of the first record. Every later ``optimizer.step()`` charges
+        ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, with ``max_batch_size``
         ``TruncatedSubsampledGaussianDpEvent(N, q, max_batch_size, z)``, of batches of fixed size
         ``SampledWithoutReplacementDpEvent(N, B, GaussianDpEvent(z))``. Random allocation charges
         ``RandomAllocationDpEvent(len(loader), GaussianDpEvent(z))`` at the first step of each pass.
-        With ``user_ids`` the number of users and that of records, those beyond
-        ``records_per_user`` = k of a user not counted, are the public constants, under replace-one
-        too, where another user may bring more records. A step charges
+        With ``user_ids`` the public constants are the number of users and the number of records,
+        with at most ``records_per_user`` = k of each user counted; under replace-one, too, where
+        another user may have more records. A step charges
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
@@ -264,12 +263,12 @@ class PrivacyEngine:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
         ``target_delta``) after ``epochs`` passes.
 
-        Earlier charges of the accountant count. The target fixes the noise; give two of lr,
-        temperature and clip norm, and the third follows. Without ``max_grad_norm`` the clip norm
-        follows, at the optimizer's temperature (default 1). With ``max_grad_norm`` alone the
-        temperature follows. With both, lr may be ``"free"``: the largest lr at which the sampler
-        itself needs this noise. If all three are given, the larger noise is used; a warning says
-        how much of the target stays unspent, and which values would spend it.
+        Earlier charges of the accountant count. The target decides the noise; you give two of lr,
+        temperature and clip norm. Without ``max_grad_norm`` the clip norm is derived, at the
+        optimizer's temperature (default 1). With ``max_grad_norm`` alone the temperature is
+        derived. With both, lr may be ``"free"``: the largest lr at which the sampler itself needs
+        this noise. If all three are given, the larger noise is used; a warning says how much of the
+        target stays unspent, and which values would spend it.
 
         Args:
             target_epsilon, target_delta: of everything on the accountant after the last epoch.
@@ -277,13 +276,13 @@ class PrivacyEngine:
             additional_epsilon: instead of ``target_epsilon``: this run's share, on top of the ε of
                 earlier charges at ``target_delta``.
             calibrate: a share of the target, such as 0.02, to keep for
-                :meth:`.PosteriorSamples.calibrate`, which charges it. If one Gaussian release with
-                noise z would spend the whole target, it is this share of 1/z².
+                :meth:`.PosteriorSamples.calibrate`, which charges it. It is a share of 1/z², where
+                z is the noise of one Gaussian release that would spend the whole target.
             options: all arguments of :meth:`make_private` but ``noise_multiplier``.
 
         Raises:
-            ValueError: nothing is left of the target, the target exceeds the accountant's budget,
-                or a built optimizer's floor is too low.
+            ValueError: nothing of the target is left, the target exceeds the accountant's budget,
+                or the ``noise_multiplier`` of a built optimizer is too small.
         """
         with self._ranks or self._alone():
             if target_epsilon is None and additional_epsilon is None:

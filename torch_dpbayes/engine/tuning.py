@@ -62,33 +62,33 @@ def best_of_runs(
     run.
 
     Args:
-        train: one whole private run: takes a fresh engine, which it has to use, and a candidate;
-            returns anything, and the score, of which the largest wins. It starts afresh each time
-            (new model, new optimizer), hands nothing to later runs, and neither prints nor saves.
-            The score is computed from what the run released, such as the trained model, and public
-            data; a score from private data is to be released by the engine's accountant too.
-        candidates: settings, each of which is drawn with the same probability for each run.
-        schedule: pairs (event, count): all that one run may release with any candidate. A run may
-            release less: fewer steps, more noise, a smaller rate.
+        train: one whole private run. It takes a new engine, which it must use, and a candidate; it
+            returns any result and a score (the largest wins). Each call makes a new model and
+            optimizer, gives nothing to later runs, and neither prints nor saves. Compute the score
+            from releases, such as the trained model, and public data; charge a score from private
+            data to the engine's accountant.
+        candidates: settings; each run draws one, all with the same probability.
+        schedule: pairs (event, count): the most that one run may release, with any candidate. A run
+            may release less: fewer steps, more noise, a smaller rate.
         accountant: what is charged, once and before the first run.
         delta: of the selection.
         mean_runs: how many runs to expect, above 1.
-        shape: of their number's law, above -1 and at most 1: 1 is geometric, 0 logarithmic. The
-            smaller, the cheaper, and the more often there are few runs, or very many.
+        shape: of the distribution of their number, above -1 and at most 1: 1 is geometric, 0
+            logarithmic. A smaller shape costs less, and more often gives few or very many runs.
 
     Raises:
         PrivacyBudgetExceeded: the selection does not fit the budget, or a run releases more than
-            ``schedule``. Nothing is returned; what was charged stays charged.
+            ``schedule``. Nothing is returned; the charge stays.
         ValueError: a setting is out of range.
-        RuntimeError: a run did not use its engine, or returned what another one returned.
+        RuntimeError: a run did not use its engine, or returned the result of another run.
 
     **Privacy.** The best run is released, and charged as (epsilon, delta)-private by
     :func:`torch_dpbayes.accounting.selection.selection_epsilon`, whatever the number of candidates.
-    How many runs there were must stay hidden: it is neither returned nor kept, but the time that
-    this call takes shows it to whoever watches. The global generators of torch, Python and NumPy
-    are afterwards what they were, and each run begins with a seed of the operating system's; log
-    lines of this library and warnings are left out. ``summary()`` states what the guarantee rests
-    on, and of the best run on what its records are kept apart.
+    The number of runs must stay hidden: it is neither returned nor kept, but the duration of this
+    call reveals something about it. Each run begins with a seed from the operating system;
+    afterwards the global generators of torch, Python and NumPy have their old states. This
+    library's log lines and warnings are suppressed. ``summary()`` states what the guarantee and the
+    best run assume.
     """
     choices = list(candidates)
     if not choices:

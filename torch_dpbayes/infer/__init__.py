@@ -1,4 +1,4 @@
-"""Private counterparts of what ``pyro.infer`` offers beside Markov chains."""
+"""Private counterparts of ``pyro.infer``, except Markov chains."""
 
 from .svi import DPSVI
 

@@ -43,7 +43,7 @@ _RECENT = 3  # iterate t counts about t³ times in the average
 
 
 class DPSVI:
-    r"""Differentially private variational inference, in the place of ``pyro.infer.SVI``.
+    r"""Differentially private variational inference; it replaces ``pyro.infer.SVI``.
 
     A step draws θ = T_φ(e), e ~ N(0, I), from the guide and a Poisson batch of the data plate's
     records, releases one vector as long as θ, and moves the guide's parameters φ:
@@ -57,7 +57,7 @@ class DPSVI:
     The noise has the d dimensions of θ; φ has at least 2d ("aligned" gradients). θ is in
     unconstrained space. The entropy H and the prior are exact. The guide holds an average of the
     iterates: the t-th counts about t³ times. It is narrower than the posterior given the releases,
-    because it ignores the privacy noise. For intervals that count the noise use
+        because it ignores the privacy noise. For intervals that include the noise use
     :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
@@ -68,12 +68,12 @@ class DPSVI:
             ``pyro.param`` to train (:class:`~torch_dpbayes.density.RecordDensity` says more).
         guide: an ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or
             ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from
-            synthetic records; an ``init_loc_fn`` of the caller's must not know the data.
+            synthetic records; your ``init_loc_fn`` must not use the data.
         optim: one of Pyro's optimizers, with a dict of arguments. It is tried on synthetic
             gradients before the first charge.
         loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
-        max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Fewer
-            than 1 % should be longer near the truth. No release says how many are.
+        max_grad_norm: C, the clip norm of one record's gradient in unconstrained space. Near the
+            true parameters fewer than 1 % should be longer. No release shows how many are.
         noise_multiplier: z, noise std / C. 0: not private.
         expected_batch_size: B, a public constant; the sampling rate is q = B/N.
         num_data: N, a public constant. None: counted, under replace-one, where it is public.
@@ -84,9 +84,9 @@ class DPSVI:
         TypeError, ValueError: an argument is out of range, or cannot be protected.
 
     **Privacy.** A step releases one noisy clipped sum, at a θ that depends only on earlier releases
-    and public randomness. Its event is ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, charged
-    before it is drawn. All else is post-processing and may be published. The loss is not computed:
-    it depends on the records, and no noise hides it.
+    and public random numbers. Its event is ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``,
+    charged before it is drawn. Everything else is post-processing and may be published. The loss is
+    not computed, because it would be a release without noise.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class DPSVI:
                 step: the batch is drawn here.
 
         Returns:
-            Not a number: the loss depends on the records, and no noise hides it.
+            NaN: the loss would be a release without noise.
 
         Raises:
             PrivacyBudgetExceeded: the step does not fit the budget; nothing has changed.
-            ValueError: model, data or optimizer do not suit; nothing was released.
-            FloatingPointError: the step took a parameter beyond its dtype; parameters are as
-                before, the charge is kept.
+            ValueError: model, data or optimizer do not fit; nothing was released.
+            FloatingPointError: a parameter would not be finite; parameters are unchanged, the
+                charge stays.
         """
         with self._lock:
             self._require_ready(args, kwargs)
@@ -176,7 +176,7 @@ class DPSVI:
 
     @property
     def accountant(self) -> PrivacyAccountant:
-        """Every step charges this one."""
+        """Where every step is charged."""
         return self._accountant
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ class DPSVI:
             return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with fresh draws and noise; before the first step, which raises
-        ValueError if the accountant does not hold what the saved run was charged.
+        """Resume from a saved state, with fresh draws and noise. Call it before the first step,
+        which raises ValueError if the accountant does not contain the charges of the saved run.
         """
         if self._density is not None:
             raise StateError("load_state_dict comes before the first step: build a new DPSVI.")

@@ -1,15 +1,15 @@
 """Kernels for ``pyro.infer.MCMC``: differentially private chains that sample the exact
 posterior.
 
-One algorithm is one file, with the same parts in the same order: the formula, source, arguments and
+Each algorithm has one file, with the same parts in the same order: formula, source, arguments and
 privacy of the class; its settings; what it forgets and never pickles; ``_prepare`` (the model and
-the data), ``_start``, ``_charges`` and ``_candidate``, where they differ from those of all kernels.
-Copy ``penalty.py`` for the next one.
+the data), ``_start``, ``_charges`` and ``_candidate``, if they differ from the base class. For a
+new kernel copy ``penalty.py``.
 
-* ``kernel``: what all kernels share; ``proposals``: where it goes;
+* ``kernel``: what all kernels share; ``proposals``: how a move is proposed;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
 * ``owners``, ``multi_owner``: records of one owner, or of several;
-* ``planning``: noise for a budget, and how far it carries.
+* ``planning``: noise for a budget, and how far a chain gets with it.
 """
 
 from .chains import MCMC

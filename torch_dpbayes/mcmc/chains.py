@@ -37,18 +37,18 @@ class MCMC(pyro.infer.MCMC):
 
     Each parallel chain gets its own copy of the kernel, with the chain's number and start. The
     kernel keeps every draw as it arrives: :meth:`PrivateKernel.get_samples` has them also when the
-    budget, an error or Ctrl-C ends the run. The chains that still run are then asked to stop and
-    return what they reserved of the budget. A chain that is killed ends the run too; it keeps what
-    it was charged, and what it had reserved. A warning says so if the chains have not mixed.
+    budget, an error or Ctrl-C ends the run. Then the other chains stop and return what they
+    reserved of the budget. If a chain is killed, the run ends, too, and the charges and
+    reservations of this chain stay. A warning says if the chains have not mixed.
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.
-        num_samples, warmup_steps, options: as for ``pyro.infer.MCMC``, but for ``transforms=``.
+        num_samples, warmup_steps, options: as for ``pyro.infer.MCMC``, except ``transforms=``.
 
     Raises:
         TypeError: ``kernel`` is not a private kernel.
 
-    **Privacy.** As the kernel's. Every chain is charged.
+    **Privacy.** As for the kernel. Every chain is charged.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class _ParallelChains:
 
 @dataclass
 class Chain:
-    """What a kernel knows of the parallel chain that it runs, in a process of its own."""
+    """What a kernel knows about the parallel chain that it runs in its own process."""
 
     pipe: Connection  # to who started the chain, and sends one message: that it has to end
     shows_progress: bool
@@ -224,7 +224,7 @@ class Chain:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """All of the chain."""
+        """Run the whole chain."""
         self._sending = threading.Lock()
         warmup_steps, num_samples, hook = settings
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the chain asks it to stop

@@ -29,13 +29,12 @@ class ExponentialFamilyPenalty(PrivateKernel):
         \sigma = z\,C\,\|\Delta\eta\|, \quad \Delta\eta = \eta(\theta') - \eta(\theta), \quad
         \Delta A = A(\theta') - A(\theta)
 
-    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This is what fresh
-    noise N(0, (zC)²I) on the sum of the sufficient statistics would give, of which only the
-    component along Δη matters and is drawn. It has exactly the posterior as its stationary
-    distribution while no s(x_i) is clipped. Once the sum is known an iteration costs the same for
-    ten records and for ten million.
+    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This equals fresh noise
+    N(0, (zC)²I) on the sum of the sufficient statistics; only its component along Δη matters and is
+    drawn. If no s(x_i) is clipped, the stationary distribution is exactly the posterior. Once the
+    sum is known an iteration costs the same for ten records and for ten million.
 
-    If n is private as well, it is noised with the rest: a record then moves Δη·Σs − nΔA by at most
+    If n is private, too, it gets noise with the rest: a record then moves Δη·Σs − nΔA by at most
     C‖Δη‖ + abs(ΔA), and σ = z·(C‖Δη‖ + abs(ΔA)).
 
     Source: Yıldırım and Ermiş (2019), Algorithm 3, where the sum itself is released; for a private
@@ -44,10 +43,11 @@ class ExponentialFamilyPenalty(PrivateKernel):
     Args:
         prior: Pyro model of θ alone, without arguments and observations. The data are the arguments
             of ``MCMC.run``: tensors of one length, one row a record.
-        sufficient_statistics: from one record, its row of every argument, to the vector s(x). It is
-            mapped over the records (``torch.func.vmap``), so that none can see another.
-        natural_parameters: from θ, a dict of the prior's values by site, to the vector η(θ).
-        log_normalizer: likewise to the number A(θ).
+        sufficient_statistics: a function from one record (its row of every argument) to the vector
+            s(x). It runs for each record alone (``torch.func.vmap``).
+        natural_parameters: a function from θ, a dict of the prior's values by site, to the vector
+            η(θ).
+        log_normalizer: a function from θ to the number A(θ).
         max_statistic_norm: C, the bound to which ‖s(x)‖ is clipped.
         noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not
             private.

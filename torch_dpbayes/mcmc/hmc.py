@@ -27,14 +27,14 @@ class DPHMC(PrivateKernel):
         p \leftarrow p - \tfrac\eta2 \tilde g, \quad
         \theta \leftarrow \theta + \eta M^{-1}p, \quad p \leftarrow p - \tfrac\eta2 \tilde g
 
-    L times from p ~ N(0, M), one noisy gradient a point; then the test of
+    L times from p ~ N(0, M), with one noisy gradient per point; then the test of
     :class:`~torch_dpbayes.mcmc.DPPenalty` on the noisy log-likelihood ratio R̃ between the ends:
     accept iff log u < R̃ + log prior ratio − kinetic energy difference − σ²/2, σ = z_l·c·‖θ'−θ‖.
     The prior's gradient and the kinetic energy are exact.
 
     The next iteration reuses the gradient at its start, so k iterations take kL + 1 gradients. This
     is exact: if the noises ζ_0..ζ_L of a trajectory are part of the state, the map (θ, p, ζ_0..ζ_L)
-    → (θ', −p', ζ_L..ζ_0) preserves volume and is its own inverse, and independent noises of one
+    → (θ', −p', ζ_L..ζ_0) preserves volume and is its own inverse, and independent noises with one
     distribution may be permuted.
 
     Source: Räisä, Koskela and Honkela (2021), Algorithm 1, which draws k(L+1) gradients
@@ -53,13 +53,13 @@ class DPHMC(PrivateKernel):
         grad_noise_multiplier: z_g, likewise of the gradients.
         accountant: where every iteration is charged.
         data_plate: name of the data plate.
-        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), θ's coordinates
-            being the sites sorted by name. None: identity. A public constant, or made from earlier
+        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), in the order of
+            the sites sorted by name. None: identity. A public constant, or made from earlier
             releases.
         jitter: j, at most 1. Iteration t takes steps of η·(1 + j(2u_t − 1)), u_t a randomly shifted
-            Halton sequence in (0, 1), so that no trajectory length is resonant. Where noise limits
-            the steps, 0.2 costs 2 % of :attr:`Plan.reach`, 1 a third of it.
-        reuse_gradients: keep the gradient at the point where the chain stays.
+            Halton sequence in (0, 1), so that trajectories are not periodic. If noise limits the
+            steps, 0.2 costs 2 % of :attr:`Plan.reach`, 1 a third of it.
+        reuse_gradients: keep the gradient at the chain's current point.
         target_accept_prob: acceptance rate that warm-up adapts η to. None: no adaptation.
 
     Raises:
@@ -68,7 +68,7 @@ class DPHMC(PrivateKernel):
     **Privacy.** An iteration releases L noisy gradients (the first one L + 1; without reuse every
     one) and R̃. Adding or removing a record moves their sums by b and c·‖θ'−θ‖, replacing one by
     twice that: ``GaussianDpEvent(z_g)`` and ``GaussianDpEvent(z_l)``. They are charged before the
-    trajectory starts, and count also where it diverges.
+    trajectory starts, and also count if it diverges.
     """
 
     _told = (

@@ -55,7 +55,8 @@ class Candidate(NamedTuple):
 
 
 class PrivateKernel(MCMCKernel):
-    """Base of the private kernels. A subclass says what an iteration releases, and where it goes.
+    """Base class of the private kernels. A subclass states what an iteration releases, and
+    proposes.
 
     Every iteration is charged to ``accountant``. Parallel chains need one with ``path=``, which
     processes share. Warm-up adapts the scale of the moves to ``target_accept_prob`` by the noisy
@@ -63,8 +64,8 @@ class PrivateKernel(MCMCKernel):
 
     **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
     they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
-    that are never pickled, until :meth:`cleanup`. Randomness comes from the operating system:
-    Pyro's and torch's seeds neither repeat a run nor, which matters more, reveal its noise.
+    that are never pickled, until :meth:`cleanup`. Random numbers come from the operating system:
+    Pyro's and torch's seeds do not repeat a run and do not reveal its noise.
     """
 
     _owners: ManyOwners | None = None  # None: all records are one owner's
@@ -202,8 +203,8 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def save_params(self) -> list[str]:
-        """Names of the sites whose draws are kept, sorted: Pyro would mislabel them in
-        another order. Unless set, there is no such attribute.
+        """Names of the sites whose draws are kept, sorted: in another order Pyro would mislabel
+        them. The attribute exists only if it was set.
         """
         if self._saved is None:
             raise AttributeError("save_params is not set: the draws of all sites are kept.")
@@ -221,8 +222,8 @@ class PrivateKernel(MCMCKernel):
         return self._transforms
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
-        """Called by Pyro at the start of every chain, and once more after parallel ones. Releases
-        and charges nothing.
+        """Pyro calls this at the start of every chain, and once more after parallel chains.
+        Releases and charges nothing.
 
         Raises:
             ValueError: the model or the data are not fit for record-wise clipping, see
@@ -292,7 +293,7 @@ class PrivateKernel(MCMCKernel):
 
         Raises:
             PrivacyBudgetExceeded: the iteration does not fit into the budget; nothing was released.
-                The draws so far: :meth:`get_samples`.
+                :meth:`get_samples` returns the draws so far.
         """
         owners = self._owners
         with owners.in_iteration() if owners else nullcontext(), torch.no_grad():
@@ -389,8 +390,8 @@ class PrivateKernel(MCMCKernel):
             self._chains[-1].append(draw)
 
     def cleanup(self) -> None:
-        """Called by Pyro at the end of a chain: lets go of the data and of the start, and
-        returns to the ledger what was reserved and not used.
+        """Pyro calls this at the end of a chain. It deletes the data and the start point, and
+        returns unused reservations to the ledger.
         """
         if self._owners:
             self._owners.end_chain()
@@ -424,11 +425,10 @@ class PrivateKernel(MCMCKernel):
         return self._shown[1]
 
     def diagnostics(self) -> dict[str, Any]:
-        """Of the chain that runs, or else of the last run of :class:`MCMC`, or the last chain of
-        Pyro's: rate of noisy acceptances after warm-up (of the last chain; NaN of parallel ones),
-        the numbers of the draws before which a move left where the model can be evaluated, the
-        noisy log-likelihood ratios of all iterations, as charged, split R-hat and effective sample
-        size.
+        """For the running chain, else for the last run of :class:`MCMC` or the last chain of
+        Pyro's: the rate of noisy acceptances after warm-up (of the last chain; NaN for parallel
+        ones), which draws followed a divergent move, the noisy log-likelihood ratios of all
+        iterations, as charged, split R-hat and effective sample size.
         """
         chains, after_warmup = self._draws_of_last_run(), self._log_ratios[self._warmup_steps :]
         return {
@@ -439,16 +439,16 @@ class PrivateKernel(MCMCKernel):
         }
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
-        """The draws after warm-up of all chains that this kernel ran, also of those that the budget
-        or Ctrl-C ended.
+        """The draws after warm-up of all chains of this kernel, also if the budget or Ctrl-C ended
+        them.
 
-        ``MCMC.run`` forgets its draws when it is left by an exception; they are paid for, and can
-        be had here, those of parallel chains if :class:`MCMC` ran them. It does not call
-        :meth:`cleanup` then: call it to let go of the data.
+        After an exception ``MCMC.run`` loses its draws, which were charged; they are available here
+        (draws of parallel chains only if :class:`MCMC` ran them). Then call :meth:`cleanup` to
+        delete the data.
 
         Args:
-            group_by_chain: a list of dicts, one a chain, instead of one dict with all draws. Chains
-                may differ in length.
+            group_by_chain: a list with a dict for each chain, instead of one dict with all draws.
+                Chains may differ in length.
 
         Returns:
             values by site, in the supports of the model's distributions, (number of draws, ...).

@@ -43,8 +43,8 @@ _NOT_COMPARED = {"model", "accountant", "proposal", *_NOISE}
 
 
 class MultiOwnerPenalty(DPPenalty):
-    r"""Differentially private random-walk Metropolis-Hastings over the data of J owners, who keep
-    them.
+    r"""Differentially private random-walk Metropolis-Hastings on the data of J owners, who keep
+    their data.
 
     .. math::
         \tilde R = \sum_{j=1}^J \Big[\sum_i \mathrm{clip}_{\pm c d}\big(
@@ -52,8 +52,8 @@ class MultiOwnerPenalty(DPPenalty):
         + \sigma_j\xi_j\Big],
         \qquad \sigma_j = z_j c d, \quad d = \|\theta' - \theta\|
 
-    Accepts θ' iff log u < R̃ + log prior ratio − (σ_1² + … + σ_J²)/2. Each bracket is computed,
-    hidden by noise and charged by its owner. The chain is that of
+    Accepts θ' iff log u < R̃ + log prior ratio − (σ_1² + … + σ_J²)/2. Each owner computes its
+    bracket, adds its own noise and is charged for it. The chain is that of
     :class:`~torch_dpbayes.mcmc.DPPenalty` with the noise multiplier √(Σ z_j²) on the pooled data.
 
     Source: Yıldırım and Ermiş (2019), Algorithm 2, there with equal noise for all owners.
@@ -62,10 +62,10 @@ class MultiOwnerPenalty(DPPenalty):
     all get the same draws.
 
     Args:
-        model: as for ``DPPenalty``; the same for all owners, as are all settings but
+        model: as for ``DPPenalty``. All owners need the same model and settings, except
             ``noise_multiplier`` and ``accountant``, which are this owner's.
-        process_group: the process group, one rank an owner. None: that of all processes. Its
-            timeout is how long an owner waits for the others.
+        process_group: the process group, with one rank for each owner. None: that of all processes.
+            An owner waits for the others until its timeout.
         options: as for ``DPPenalty``, without ``proposal``. The noise multiplier is positive, and
             known to the others.
 
@@ -73,12 +73,12 @@ class MultiOwnerPenalty(DPPenalty):
         ValueError: an argument is out of range; or, in ``MCMC.run``, the model is not fit for it.
         OwnerError: there is no process group; or, in ``MCMC.run``, owners differ, or one failed,
             ended or cannot be reached.
-        PrivacyBudgetExceeded: in ``MCMC.run`` of all owners, before the first iteration that one of
-            them cannot pay.
+        PrivacyBudgetExceeded: in ``MCMC.run`` of all owners, before the first iteration that
+            exceeds the budget of one.
 
-    **Privacy.** An iteration releases an owner's bracket to the other owners, whose sum a record of
-    that owner moves as in ``DPPenalty``: ``GaussianDpEvent(z_j)``, charged to that owner alone, by
-    its own noise and in its own relation, before anything is sent.
+    **Privacy.** An iteration releases an owner's bracket to the others. A record of this owner
+    moves its sum as in ``DPPenalty``: ``GaussianDpEvent(z_j)``, charged to this owner alone, for
+    its own noise and relation, before anything is sent.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MultiOwnerPenalty(DPPenalty):
 
 
 class MultiOwnerHMC(DPHMC):
-    r"""Differentially private Hamiltonian Monte Carlo over the data of J owners, who keep them.
+    r"""Differentially private Hamiltonian Monte Carlo on the data of J owners, who keep their data.
 
     .. math::
         \tilde g(\theta) = -\sum_{j=1}^J \Big[\sum_i
@@ -101,9 +101,9 @@ class MultiOwnerHMC(DPHMC):
         + z_{g,j} b\,\zeta_j\Big]
         - \nabla\log p(\theta)
 
-    in the trajectories of :class:`~torch_dpbayes.mcmc.DPHMC`, whose ends are tested as in
-    :class:`MultiOwnerPenalty`: it is ``DPHMC`` with the noise multipliers √(Σ z_{g,j}²) and √(Σ
-    z_{l,j}²) on the pooled data. The owners share momenta and jitter.
+    in the trajectories of :class:`~torch_dpbayes.mcmc.DPHMC`; the accept test is that of
+    :class:`MultiOwnerPenalty`. The chain is that of ``DPHMC`` with the noise multipliers √(Σ
+    z_{g,j}²) and √(Σ z_{l,j}²) on the pooled data. The owners share momenta and jitter.
 
     Source: Räisä, Koskela and Honkela (2021), Algorithm 1, on the sums of Yıldırım and Ermiş
     (2019), Algorithm 2.

@@ -22,9 +22,9 @@ class DPPenalty(PrivateKernel):
     Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. As σ is the
     same in both directions, this has exactly the posterior as its stationary distribution while no
     ratio is clipped (Ceperley and Dewing 1999). d is the distance in unconstrained space, where the
-    prior has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4, which
-    accepts 23 % of small steps of one length, but 28 % of Gaussian steps in 5 dimensions, 35 % in 2
-    and 44 % in one: short ones have less noise.
+    prior has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4. This accepts
+    23 % of small steps of equal length, and 28 % of Gaussian steps in 5 dimensions, 35 % in 2 and
+    44 % in one, because short steps have less noise.
 
     Source: Yıldırım and Ermiş (2019), Algorithm 1; the clipped form is DP-penalty in Räisä, Koskela
     and Honkela (2021).
@@ -37,8 +37,8 @@ class DPPenalty(PrivateKernel):
             (dimension, dimension) of its covariance. A public constant, or made from earlier
             releases.
         log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of
-            distance. Clip few records: a twentieth of them moved the posterior of a Poisson
-            regression by 1.7 of its standard deviations.
+            distance. Clip few records: clipping a twentieth of them moved the posterior of a
+            Poisson regression by 1.7 standard deviations.
         noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not
             private.
         accountant: where every iteration is charged.

@@ -40,16 +40,16 @@ _LONGEST, _SHORTEST = 2.5, 0.01  # scales that are tried, over the longest one t
 
 
 class Plan(NamedTuple):
-    """What a run will use and cost.
+    """The noise and the cost of a run.
 
     Attributes:
         noise_multipliers: arguments for the kernel, ``DPHMC(model, **plan.noise_multipliers,
             ...)``.
         num_iterations: (warm-up + samples) × chains, of all chains together.
-        epsilon: what they will have cost, together with the history, at ``delta``.
+        epsilon: their total cost at ``delta``, together with the history.
         delta: the target.
         num_steps: L of ``DPHMC``, 0 for a penalty kernel.
-        log_ratio_slope, max_grad_norm: c and b, as far as they were given.
+        log_ratio_slope, max_grad_norm: c and b, if given.
         jitter: of the step size of ``DPHMC``.
     """
 
@@ -65,9 +65,9 @@ class Plan(NamedTuple):
     @property
     def reach(self) -> float:
         """The squared distance in unconstrained space that all iterations of all chains together
-        can move: 1.33·k/v, with the default jitter of DP-HMC 1.30·k/v. Well above 10 times the sum
-        of the posterior's variances is needed to mix. Plans of J equal owners overstate it J times:
-        all of their noise is in the way.
+        can move: 1.33·k/v, with the default jitter of DP-HMC 1.30·k/v. To mix, it must be well
+        above 10 times the sum of the posterior's variances. With J equal owners it is J times too
+        large, because all their noise counts.
 
         Raises:
             ValueError: ``plan`` was not told the clip bounds.
@@ -77,20 +77,19 @@ class Plan(NamedTuple):
     def expected_sample_size(
         self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
     ) -> float:
-        """How many independent draws all iterations together are worth in the worst coordinate, at
-        the best step size, on a Gaussian posterior. Warm-up counts here as if it were kept. On a
-        posterior that is bent this is an upper bound.
+        """The effective sample size of all iterations together in the worst coordinate, with the
+        best step size and a Gaussian posterior. Warm-up counts as if it were kept. For other
+        posteriors this is an upper bound.
 
         Args:
-            posterior_stddev: standard deviations in unconstrained space, one a coordinate that
-                records read, as the other latents move for free: a tensor (these coordinates of
+            posterior_stddev: standard deviations in unconstrained space, one for each coordinate
+                that records read (other latents cost nothing): a tensor (these coordinates of the
                 ``unconstrained_stddev`` of a noise-aware posterior), tensors by site (of a pilot
                 run on public data), or a number for one coordinate.
             shaped: whether the mass matrix or the random walk will have the posterior's shape.
 
         Raises:
-            ValueError: a standard deviation is not positive, or ``plan`` was not told the clip
-                bounds.
+            ValueError: a standard deviation is not positive, or ``plan`` got no clip bounds.
 
         **Privacy.** A function of public numbers: nothing is released or charged.
         """
@@ -107,9 +106,9 @@ class Plan(NamedTuple):
     def step_size(
         self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
     ) -> float:
-        """The scale of the moves at which that many samples are expected: ``step_size`` of
-        ``DPHMC``; of a random walk, the factor of ``posterior_stddev`` if ``shaped``, else of 1.
-        With it no charged warm-up has to find one: ``target_accept_prob=None``.
+        """The scale of the moves that gives this sample size: ``step_size`` of ``DPHMC``; for a
+        random walk, the factor of ``posterior_stddev`` if ``shaped``, else the standard deviation.
+        With it you need no charged warm-up: ``target_accept_prob=None``.
 
         Args:
             posterior_stddev, shaped: as for :meth:`expected_sample_size`.
@@ -234,8 +233,8 @@ def plan(
         log_ratio_slope: c, for ``DPHMC`` and for :attr:`Plan.reach`. For
             ``ExponentialFamilyPenalty`` it is ``max_statistic_norm`` times the largest change of η
             per unit of distance.
-        max_grad_norm: b of ``DPHMC``, whose budget is split by c and b.
-        num_chains: with reuse each chain begins with one more gradient.
+        max_grad_norm: b of ``DPHMC``; c and b decide how its budget is split.
+        num_chains: with ``reuse_gradients`` each chain begins with one extra gradient.
         neighboring: the accountant's relation, as ``PrivacyAccountant`` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
 
@@ -243,7 +242,7 @@ def plan(
         ValueError: an argument is missing, superfluous or out of range, or the history alone passes
             the target.
 
-    **Privacy.** A number from public numbers: nothing is released or charged.
+    **Privacy.** Computed from public numbers: nothing is released or charged.
     """
     epsilon, delta = events.check_epsilon(target_epsilon), events.check_delta(target_delta)
     iterations = events.positive_count(num_iterations, "num_iterations")

@@ -17,19 +17,19 @@ from ..noise import check_positive
 
 
 class Proposal(Protocol):
-    """Where to go from here.
+    """Proposes the next point.
 
     Attributes:
-        event: what one call of :meth:`propose` releases about the data; ``NoOpDpEvent()`` for a
-            proposal that does not look at them. It is charged before the call.
+        event: what one call of :meth:`propose` releases about the data; ``NoOpDpEvent()`` if it
+            does not use the data. It is charged before the call.
     """
 
     @property
     def event(self) -> events.DpEvent: ...
 
     def propose(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """θ' by site, in unconstrained space, and log q(θ | θ') − log q(θ' | θ). Whatever they
-        reveal of the records is charged by ``event``.
+        """θ' by site, in unconstrained space, and log q(θ | θ') − log q(θ' | θ). ``event`` must
+        cover all that they reveal about the records.
         """
         ...
 

@@ -1,21 +1,20 @@
-"""Posteriors that know their noise, by simulating what would have been released.
+"""Noise-aware posteriors: the likelihood of noisy releases is simulated.
 
 Each file needs only those above it:
 
 * ``records``: a model's records, private and simulated; ``latents``: its prior;
-* ``hamiltonian``: chains, of parameters and of what a release says of a matrix (``noisy_gram``);
-* ``covariates``: public, or a law that is released once;
+* ``hamiltonian``: chains of parameters, and of a matrix given its noisy release (``noisy_gram``);
+* ``covariates``: public, or a distribution that is released once;
 * ``likelihood``: moments of simulated scores, and the likelihood of what was released;
 * ``budget``: how the budget is split; ``run``: the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
 * ``last_layer``: layers of thousands of parameters;
-* ``models``: by name; ``inference``: the front doors;
-* ``families``, ``sufficient_statistics``: closed forms in place of simulation;
+* ``models``: the kinds of models; ``inference``: the public functions;
+* ``families``, ``sufficient_statistics``: closed forms instead of simulation;
 * ``covariance``: one noisy matrix, for whitening features before another run.
 
-Private rows are read by ``run.Mechanism``, of conjugate families by ``sufficient_statistics``, by
-``last_layer``, by ``covariance``, and nowhere else; what they return gets noise in the same line or
-the next one.
+Only ``run.Mechanism``, ``sufficient_statistics`` (for conjugate families), ``last_layer`` and
+``covariance`` read private rows; what they return gets noise in the same line or the next.
 """
 
 from .covariance import NoisyCovariance, covariance

@@ -30,7 +30,7 @@ class NoisyCovariance(NamedTuple):
     noise_std: float
 
     def whitening(self, floor: float = 0.3) -> Tensor:
-        r"""The matrix that makes all features vary alike, as far as the release shows.
+        r"""The matrix that gives all features about equal variance, as far as the release shows.
 
         .. math::
             W \propto \big(S_+ + \max(\phi \, \mathrm{tr} S / d, \; \sigma \sqrt{2d}) \,
@@ -40,8 +40,8 @@ class NoisyCovariance(NamedTuple):
         eigenvalue is 1. Multiply rows of float32 by it: ``x @ W``.
 
         Args:
-            floor: φ, a share of the mean eigenvalue. It bounds how far features are scaled up that
-                hardly vary.
+            floor: φ, a share of the mean eigenvalue. It limits how far features with little
+                variance are scaled up.
 
         Returns:
             ``[d, d]`` in float32.
@@ -69,8 +69,9 @@ def covariance(
 ) -> NoisyCovariance:
     r"""The sum of the records' second moments, with noise.
 
-    Gradient descent learns directions last in which features vary little, and clipping and noise
-    are the same for all directions. Whitening by a private covariance makes them vary alike.
+    Gradient descent learns slowly in directions in which features vary little, and clipping and
+    noise are the same for all directions. Whitening by a private covariance makes the variances
+    about equal.
 
     .. math::
         S = \sum_i \tilde x_i^\top \tilde x_i + z R^2 E, \qquad
@@ -85,15 +86,15 @@ def covariance(
     Source: Dwork et al. (2014), "Analyze Gauss", algorithm 1.
 
     Args:
-        x: ``[n, d]``, or ``[n, positions, d]``, whose record is shortened as a whole. A record with
+        x: ``[n, d]``, or ``[n, positions, d]``, where a whole record is scaled down. A record with
             a number that is not finite counts as zero.
         accountant: charged before the release. The run that follows should use it, too.
         noise_multiplier: z. 10 costs a hundredth of a run at μ = 1.
-        max_feature_norm: R, a public number. Norms above it are shortened to it.
+        max_feature_norm: R, a public number. Records with a larger norm are scaled down to it.
 
     Raises:
         ArgumentError, ArgumentTypeError: a shape or a number is out of range. Nothing is charged.
-        PrivacyBudgetExceeded: the release would pass the budget. Nothing is released.
+        PrivacyBudgetExceeded: the release would exceed the budget. Nothing is released.
 
     **Privacy.** A record's part is positive semi-definite with a trace of at most R², so its
     Frobenius norm is at most R²: one Gaussian event of multiplier z. Two such parts differ by at

@@ -28,14 +28,15 @@ class ExponentialFamily:
 
     Args:
         prior: Pyro model of θ alone, without arguments and observations.
-        statistics: from one record, its row of every argument, to the vector s(x), mapped over the
-            records by ``torch.func.vmap``. Statistics that are centred at a public value need a
-            smaller bound, and so less noise.
-        natural_parameters: from θ, a dict of the prior's values by site, to the vector η.
+        statistics: a function from one record (its row of every argument) to the vector s(x); it
+            runs by ``torch.func.vmap``. If you centre statistics at a public value, they need a
+            smaller bound and less noise.
+        natural_parameters: a function from θ, a dict of the prior's values by site, to the vector
+            η.
         log_normalizer: A as a function of η, twice differentiable: its derivatives are the mean and
             the covariance of s(x).
-        max_statistic_norm: C, to which ‖s(x)‖ is clipped; public. Moments are those of statistics
-            that are not clipped: take a bound that few exceed.
+        max_statistic_norm: C, to which ‖s(x)‖ is clipped; public. The moments ignore clipping: take
+            a bound that few exceed.
     """
 
     prior: Callable[[], Any]
@@ -93,7 +94,7 @@ def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
 
 def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFamily:
     """Counts with mean ``"rate"`` ~ Gamma(shape, rate). Counts are clamped to [0, max_count], which
-    the posterior knows, and centred at its half, so that the bound is max_count/2.
+    the posterior includes, and centred at max_count/2, which is then the bound.
     """
     for name, value in (("shape", shape), ("rate", rate), ("max_count", max_count)):
         check_positive(name, value, "a public number")
@@ -112,7 +113,7 @@ def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFam
 
 def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> ExponentialFamily:
     """Labels 0 to K−1 with ``"probabilities"`` ~ Dirichlet(concentration). The indicators are
-    centred at 1/K; other labels count as nothing.
+    centred at 1/K; other labels count as zero.
     """
     parameters = torch.as_tensor(concentration, dtype=torch.float64).detach().clone()
     if parameters.dim() != 1 or len(parameters) < 2 or not bool((parameters > 0).all()):
@@ -137,7 +138,7 @@ class LinearRegression:
     Args:
         noise_std_prior: prior of σ: a Pyro distribution of one positive number, in float64.
         prior_std: of every weight.
-        max_feature_norm: R; longer rows are scaled down to it, and the weights are those of scaled
+        max_feature_norm: R; longer rows are scaled down to it, and the weights refer to scaled
             rows.
 
     Raises:

@@ -97,13 +97,13 @@ def posterior(
     num_simulated: int | None = None,
     data_plate: str = "data",
 ) -> NoiseAwarePosterior:
-    r"""The posterior of a model's parameters given noisy clipped scores, the noise included.
+    r"""The posterior of a model's parameters given noisy clipped scores; it includes the noise.
 
-    A run releases Σ clip(A u(x; θ)/C) with noise, seven times, each at the most probable θ so far;
-    u is the score: the gradient of a record's log density. The likelihood of these releases is
+    A run releases Σ clip(A u(x; θ)/C) with noise, seven times, each at the most probable θ so far.
+    u is the score, the gradient of a record's log density. The likelihood of these releases is
     simulated: records are drawn from the model, and their scores whitened, clipped and summed in
     the same way (:mod:`~torch_dpbayes.noise_aware.likelihood`). At a small ε the posterior is close
-    to the prior, at a large one close to the posterior of the records.
+    to the prior, at a large ε to the posterior given the records.
 
     Args:
         model: a Pyro model with one data plate that takes its data as arguments and whose records
@@ -112,9 +112,9 @@ def posterior(
         data: the model's arguments; features ``[n, d]`` and targets ``[n]`` of a GLM or Softmax.
             Arguments that the model observes are simulated; all others with a row for each record
             are covariates.
-        epsilon: of everything on the accountant after the run. None: the accountant's budget.
+        epsilon: ε of everything on the accountant after the run. None: the accountant's budget.
         delta: likewise.
-        accountant: where the run is charged. None: one of its own, for neighbours that replace one
+        accountant: where the run is charged. None: a new one, for neighbours that replace one
             record.
         num_data: the number of records, a public constant. None: taken from the data under
             replace-one, where it is public.
@@ -122,35 +122,36 @@ def posterior(
             posterior is then conditional on their rows, and neighbours differ only in what one
             record observes: this needs replace-one.
         covariates: a public sample of rows in place of the private ones, a tensor for each
-            covariate. None: private covariates are released once, with noise: mean and products of
-            rows of floats, their sums by category, counts of categories and combinations.
+            covariate. None: the distribution of private covariates is released once, with noise:
+            mean and products of rows of floats, their sums by category, counts of categories and
+            combinations.
         max_grad_norm: a clip bound of a record's score, which is then not whitened. None: chosen by
             simulation before each release.
-        max_feature_norm: R; private rows of floats, all of them together and without their
-            constant columns, are shortened to it everywhere. Ignored for a GLM, which has its own.
-        constant_columns: numbers of columns of ones, or a dict from the number of a column to its
-            value. They are set to it, so that a record cannot differ.
-        num_releases: of scores.
-        num_simulated: how many records are simulated for moments at the mode, 500 at least. None:
-            40,000, and more where their error would count.
+        max_feature_norm: R; private rows of floats (all columns together, except constant ones) are
+            scaled down to it everywhere. Ignored for a GLM, which has its own.
+        constant_columns: indices of columns of ones, or a dict from a column's index to its value.
+            The columns are set to this value for all records.
+        num_releases: the number of score releases.
+        num_simulated: how many records are simulated for moments at the mode, at least 500. None:
+            40,000, or more if their error matters.
         data_plate: the name of the model's plate of records.
 
     Raises:
         ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
-        PrivacyBudgetExceeded: the run would pass the accountant's budget. Nothing is released.
+        PrivacyBudgetExceeded: the run would exceed the accountant's budget. Nothing is released.
 
     **Privacy.** Everything is charged before the first release, one event for each:
 
-    * each of the clipped sums, of vectors no longer than 1 in units of C: ``GaussianDpEvent(z)``,
+    * each clipped sum of vectors with norm at most 1 in units of C: ``GaussianDpEvent(z)``,
       sensitivity 1 when a record is added or removed, 2 when one is replaced;
     * mean and products of rows of floats, in units of R: 1 and 1 (2 and √2);
-    * sums of (1, x) by category and counts of combinations, one vector: √(2m + 1) (√(4m + 2)) for
-      m arguments that are categories; less where there are no floats or no combinations;
+    * sums of (1, x) by category and counts of combinations, one vector: √(2m + 1) (√(4m + 2)) for m
+      arguments that are categories; less if there are no floats or no combinations;
     * the number of clipped records at the end: 1 (1).
 
     Points, whitening matrices and clip bounds are computed from earlier releases. A record whose
     density or score is not finite counts as 0. Nothing else depends on records: errors before the
-    charge follow from the model, shapes, types and public rows.
+    charge depend only on the model, shapes, types and public rows.
     """
     with using_pyro, torch.no_grad():
         return Setup(
@@ -179,20 +180,20 @@ def posterior_for_module(
     prior_std: float,
     **options: Any,
 ) -> NoiseAwarePosterior:
-    """The same for the last layer of a network, whose other parameters are frozen and public; draws
-    are by parameter name.
+    """:func:`posterior` for the last layer of a network; its other parameters are frozen and
+    public. Draws have the parameters' names.
 
     Args:
-        module: its trainable parameters are those of one ``torch.nn.Linear``, which comes last.
+        module: its only trainable parameters are those of a ``torch.nn.Linear``, the last layer.
         inputs: floats with the records along dimension 0.
         targets: ``[n]``; labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``; ``[n, K]`` of
             K > 2 means.
         likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
             ``"normal"`` (a mean or K > 2 of them, of variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
-        options: those of :func:`posterior`. Features, what the layer reads, are the covariates. A
-            layer of classes or means of more than 500 parameters, which Hamiltonian chains sample
-            (:mod:`~torch_dpbayes.noise_aware.last_layer`), takes those of the budget, ``num_data``,
+        options: those of :func:`posterior`. The inputs of the layer are the covariates. A layer of
+            classes or means with more than 500 parameters is sampled by Hamiltonian chains
+            (:mod:`~torch_dpbayes.noise_aware.last_layer`); it takes only the budget, ``num_data``,
             ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated`` (6,000 or more).
 
     Raises: as for :func:`posterior`.
@@ -216,15 +217,15 @@ def posterior_for_module(
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would give.
+    """What a run would yield.
 
     Attributes:
-        stddev: expected posterior standard deviations ``[d]`` in unconstrained space, for truths
-            drawn from the prior, of the latents that records read; sites sorted by name.
-        prior_stddev: of the prior, ``[d]``.
-        clip_bound: of whitened scores near the truth.
+        stddev: expected posterior standard deviations ``[d]`` in unconstrained space, for true
+            values drawn from the prior, of the latents that records read; sites sorted by name.
+        prior_stddev: standard deviations of the prior, ``[d]``.
+        clip_bound: for whitened scores near the true values.
         noise_multiplier: of all releases of scores together.
-        seconds: of a processor core, about, if chains are needed for hierarchical models alone.
+        seconds: about, on one core, if only hierarchical models need chains.
     """
 
     stddev: Tensor
@@ -243,10 +244,10 @@ def plan(
     **options: Any,
 ) -> Forecast:
     """Predict widths, clip bound and seconds of a run by simulation from the prior, before anything
-    is spent. Deviations have no names: they are in unconstrained space, sites sorted by name.
+    is spent. Standard deviations are in unconstrained space, sites sorted by name.
 
     Args: as for :func:`posterior`, without ``max_grad_norm``. Private covariates are not read: rows
-        of numbers are assumed spherical and of norm R, categories equally frequent.
+        of floats are assumed spherical with norm R, categories equally frequent.
 
     **Privacy.** Nothing is charged or released. Only shapes, types and public rows are read.
     """

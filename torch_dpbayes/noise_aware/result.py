@@ -25,14 +25,15 @@ from .likelihood import Likelihood
 
 
 class NoiseAwarePosterior:
-    """p(θ | releases), the noise of the releases included.
+    """p(θ | releases); it includes the noise of the releases.
 
     ``noise_aware.posterior`` and similar functions return it. It holds weighted draws. They depend
-    on the records only through what was released and charged.
+    on the records only through charged releases.
 
     Attributes:
-        pareto_k: k̂ of the draws' weights, 0 if all are equal; above .7 do not rely on the draws.
-        effective_sample_size: number of independent draws that they are worth.
+        pareto_k: k̂ of the draws' weights, 0 if all are equal. Do not rely on draws with k̂ above
+            .7.
+        effective_sample_size: number of independent draws with the same precision.
         r_hat: the largest R̂ of Hamiltonian chains; 1 for independent draws.
         transcript: everything that was released.
         checks: p values of each release given the others, and of the prior; None if not computed.
@@ -63,9 +64,9 @@ class NoiseAwarePosterior:
         return f"NoiseAwarePosterior({sites}; pareto_k={self.pareto_k:.2g})"
 
     def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
-        """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
-        ``pyro.infer.Predictive`` takes. They belong to rows that are shortened as in the run:
-        :meth:`predict` does so, ``Predictive`` and :meth:`.PosteriorSamples.from_draws` do not.
+        """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions, as
+        for ``pyro.infer.Predictive``. They refer to rows that are scaled down as in the run:
+        :meth:`predict` does this, ``Predictive`` and :meth:`.PosteriorSamples.from_draws` do not.
         """
         num_samples = positive_count(num_samples, "num_samples")
         chosen = torch.multinomial(self._weights, num_samples, replacement=True)
@@ -80,24 +81,23 @@ class NoiseAwarePosterior:
         likelihood: Literal["categorical", "bernoulli", "normal"] | None = None,
         num_samples: int = 100,
     ) -> Tensor:
-        """The average prediction over draws, as of :meth:`.PosteriorSamples.predict`. Rows of
-        floats that the run shortened (``x``, or what the last layer reads) are shortened here, too.
+        """The average prediction over draws, as in :meth:`.PosteriorSamples.predict`. Rows of
+        floats (``x``, or the inputs of the last layer) are scaled down as in the run.
 
         Args:
             model: a network whose trainable parameters are the posterior's sites, as after
                 ``posterior_for_module``; or the GLM or Softmax of the run.
-            x: rows ``[n, ...]``, or a ``DataLoader`` for a network; what the run's model read.
-            transform, likelihood: of a network's output, as of :class:`.PosteriorSamples`; the
-                likelihood is by default that of ``posterior_for_module``. A GLM or Softmax brings
-                its own.
+            x: rows ``[n, ...]`` as for the run, or a ``DataLoader`` for a network.
+            transform, likelihood: of a network's output, as for :class:`.PosteriorSamples`; the
+                default is that of ``posterior_for_module``. A GLM or Softmax has its own.
             num_samples: how many draws.
 
         Returns:
             ``[n, ...]``.
 
         Raises:
-            ArgumentError: the model has other parameters, or an output that does not fit; the rows
-                have other columns than the run's.
+            ArgumentError: the model has other parameters or an output that does not fit, or the
+                rows have other columns than in the run.
 
         **Privacy.** Post-processing; but a prediction reveals something about its own input.
         """
@@ -171,21 +171,21 @@ class NoiseAwarePosterior:
 
     @property
     def unconstrained_stddev(self) -> Tensor:
-        """Standard deviations in unconstrained space ``[D]``, sites sorted by name: what
-        ``mcmc.plan(...).expected_sample_size`` takes.
+        """Standard deviations in unconstrained space ``[D]``, sites sorted by name, for
+        ``mcmc.plan(...).expected_sample_size``.
         """
         mean = self._weights @ self._theta
         return (self._weights @ (self._theta - mean).square()).sqrt()
 
     def log_density(self, values: Mapping[str, Any]) -> float:
-        """log p(values | releases) up to a constant, as a density of the sites' own values.
+        """log p(values | releases) up to a constant, as a density of the constrained values.
 
         Args:
             values: one value of every site, in the shapes that ``mean`` has.
 
         Raises:
-            ValueError: a site is missing, or its value has another shape; or the posterior is of a
-                layer with more than 500 parameters.
+            ValueError: a site is missing, or its value has another shape; or this is a layer with
+                more than 500 parameters.
         """
         if self._density is None:
             raise ArgumentError(
@@ -205,7 +205,7 @@ class NoiseAwarePosterior:
         return float(likelihood(theta)[0] + latents.log_density(theta)[0]) + log_jacobian
 
     def guarantee(self) -> str:
-        """What was charged, and what the width of this posterior rests on, in words."""
+        """A text: what was charged, and what the width of this posterior assumes."""
         return "\n".join(self._statement)
 
     def to_arviz(self, num_samples: int = 1000) -> Any:

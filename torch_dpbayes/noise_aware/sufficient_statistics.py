@@ -56,9 +56,9 @@ def sufficient_statistics(
         \tilde s = \sum_i s(x_i) + N(0, z^2 C^2 I), \qquad \tilde s \mid \theta \sim
         N(n\,\mu(\theta),\ n\,\Sigma(\theta) + z^2 C^2 I)
 
-    with the mean μ and the covariance Σ of one record's statistics. That a sum of n of them is
-    Gaussian is the only approximation. A linear regression has products of its features among its
-    statistics, which it spends most of a budget on: it is run by
+    with the mean μ and the covariance Σ of one record's statistics. The only approximation is that
+    the sum is Gaussian. The statistics of a linear regression include products of features, which
+    would take most of the budget: it is run by
     :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Args:
@@ -66,20 +66,19 @@ def sufficient_statistics(
             :class:`ExponentialFamily` of your own, or :class:`LinearRegression`.
         data: tensors of one length, one row a record; features ``[n, d]`` and targets ``[n]`` for
             linear regression.
-        epsilon: of everything on the accountant after the release. None: the accountant's budget.
+        epsilon: ε of everything on the accountant after the release. None: the accountant's budget.
         delta: likewise.
-        accountant: where it is charged. None: one of its own, for neighbours that replace one
-            record.
+        accountant: where it is charged. None: a new one, for neighbours that replace one record.
         num_data: n, a public constant. None: taken from the data under replace-one, where it is
             public.
 
     Raises:
         ValueError, TypeError: the model or the data do not fit. Nothing is charged.
-        PrivacyBudgetExceeded: the release would pass the accountant's budget.
+        PrivacyBudgetExceeded: the release would exceed the accountant's budget.
 
     **Privacy.** One Gaussian release, ``GaussianDpEvent(z)``, of a sum that moves by at most C when
     a record is added or removed, and by 2C when one is replaced. A record whose statistics are not
-    finite counts as 0. Of a linear regression as for :func:`~torch_dpbayes.noise_aware.posterior`.
+    finite counts as 0. Linear regression: as for :func:`~torch_dpbayes.noise_aware.posterior`.
     """
     accountant = budget_of(accountant, epsilon, delta)
     if isinstance(model, LinearRegression):

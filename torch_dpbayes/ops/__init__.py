@@ -1,9 +1,9 @@
 """One posterior sample: a draw from a posterior is private by itself, if its certificate holds.
 
 * ``one_posterior_sample``: solve for the tempering (``tempering``), charge, draw, release;
-* ``certificates``: what bounds a record's influence; a new one is a copy of ``bounded.py``;
-* ``models``: what a certificate asks of a model; ``glm`` and ``softmax``, which share
-  ``linear_model``, and ``pyro_model`` answer it;
+* ``certificates``: bounds on a record's influence; for a new one copy ``bounded.py``;
+* ``models``: what a certificate needs from a model; ``glm`` and ``softmax``, which share
+  ``linear_model``, and ``pyro_model`` implement it;
 * ``langevin``, ``nuts``: the samplers;
 * ``hybrid_sampling``: one posterior sample as the start of a private chain.
 """

@@ -36,32 +36,31 @@ _LARGEST_EXPONENT = 600.0  # of a Poisson rate: finite, and beyond any clip
 
 
 class GLM(LinearModel):
-    r"""A generalised linear model with canonical link: one scalar linear predictor :math:`u_i =
-    x_i^\top w` a record.
+    r"""A generalised linear model with canonical link: each record has one linear predictor
+    :math:`u_i = x_i^\top w`.
 
     .. math::
         \ell_i(w) = b(u_i) - y_i u_i \ \text{(times } 1/s^2 \text{ for "gaussian")}, \qquad
         r(w) = \tfrac12 \sum_j w_j^2 / \text{prior\_std}_j^2
 
     with b(u) = log(1 + e^u) for ``"bernoulli"``, u²/2 for ``"gaussian"``, e^u for ``"poisson"``.
-    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together: an intercept is a
-    column of ones of the caller's and is clipped with the rest. Targets are clamped to [0, 1]
+    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together: an intercept is
+    your own column of ones, and is scaled with the rest. Targets are clamped to [0, 1]
     (``"bernoulli"``) or [0, ``max_count``] (``"poisson"``). A row with a value that is not finite
-    contributes exactly nothing. No record can make any of this raise: check labels before.
+    contributes exactly zero. No record can cause an error here: check labels before.
 
-    Clipping a record's gradient to norm C (Huber's loss in u) keeps the losses convex, as there is
-    one u a record, with gradient Lipschitz constant at most β R_x²: β = ¼ (Bernoulli), 1/s²
+    Clipping a record's gradient to norm C (Huber's loss in u) keeps the losses convex, because each
+    record has one u. The gradient's Lipschitz constant is at most β R_x²: β = ¼ (Bernoulli), 1/s²
     (Gaussian), ``max_count`` + C/R_x (Poisson: where it is not clipped, e^u ≤ y + C/‖x‖). With
-    several predictors a record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
+    several predictors per record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
 
     Args:
         family: ``"bernoulli"`` (targets 0 and 1), ``"gaussian"`` or ``"poisson"``.
         prior_std: standard deviation of the N(0, prior_std²) prior of each weight, a number or one
             for each column; ``math.inf`` for no prior.
         max_feature_norm: R_x, the largest Euclidean norm of a row of features.
-        noise_std: s, the known standard deviation of a Gaussian target. Needed there, refused
-            elsewhere.
-        max_count: the largest count of a Poisson target. Needed there, refused elsewhere.
+        noise_std: s, the known standard deviation of the target, only for ``"gaussian"``.
+        max_count: the largest count, only for ``"poisson"``.
 
     Raises:
         ValueError: an argument is out of range, or the family is not one of the three.

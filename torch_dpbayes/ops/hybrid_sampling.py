@@ -32,7 +32,7 @@ from .tempering import epsilon_with
 
 
 class Hybrid(NamedTuple):
-    """What a hybrid run released, and what it cost."""
+    """The releases of a hybrid run, and their cost."""
 
     module: nn.Module  # linear predictors of clipped features, in the chain's last state
     # states of the chain: samples.predict(module, x), of counts predict(module, x, torch.exp)
@@ -59,11 +59,11 @@ def hybrid(
     accountant: PrivacyAccountant | None = None,
     num_data: int | None = None,
 ) -> Hybrid:
-    r"""One posterior sample, then DP-SGLD, DP-SGHMC or DP-SGNHT from there: a start near the
-    posterior saves the chain its way (Wang, Fienberg and Smola 2015, Algorithm 3).
+    r"""One posterior sample, from which DP-SGLD, DP-SGHMC or DP-SGNHT continues: the start is
+    already near the posterior (Wang, Fienberg and Smola 2015, Algorithm 3).
 
     Args:
-        model: its loss and prior are those of start and chain.
+        model: gives loss and prior of start and chain.
         features: ``[n, d]``.
         targets: ``[n]``.
         certificate: of the start.
@@ -72,23 +72,23 @@ def hybrid(
         epochs: passes of the chain, at sampling rate batch_size / N.
         batch_size: expected size of a Poisson batch.
         max_grad_norm: clip norm of one record's gradient in the chain.
-        start_share: the start may use up to ``start_share · epsilon``, and the chain's noise is
-            calibrated to what is left.
-        samples: where the chain's states are collected, once a step. None: the second half of them,
-            thinned to at most 200.
+        start_share: the start may use up to ``start_share · epsilon``; the chain's noise is
+            calibrated to the rest.
+        samples: collects the chain's states, one per step. None: keeps the second half, thinned to
+            at most 200.
         accountant: None: one with the target as its budget, for neighbours that replace one record.
         num_data: N. None: n, which counts as public in the chain. Under add-or-remove-one an upper
-            bound, as for :class:`~torch_dpbayes.ops.OnePosteriorSample`; the data are filled up to
-            it with rows of zeros, which have no gradient.
+            bound, as for :class:`~torch_dpbayes.ops.OnePosteriorSample`; rows of zeros, which have
+            no gradient, fill the data up to it.
 
     Raises:
-        ValueError: the split leaves one of the two nothing. Nothing is charged.
-        PrivacyBudgetExceeded: start and chain do not fit the target or the accountant's budget:
-            before anything is charged, unless others charge the accountant during the run.
+        ValueError: start or chain would get no budget. Nothing is charged.
+        PrivacyBudgetExceeded: start and chain do not fit the target or the accountant's budget.
+            This is found before any charge, unless others charge the accountant during the run.
 
-    **Privacy.** Released are the start (event: the certificate's) and every state of the chain
-    (event: its Poisson-sampled Gaussian, once a step). Each is charged before it is drawn. The
-    split depends on public numbers alone.
+    **Privacy.** Releases: the start (event: the certificate's) and every state of the chain (event:
+    a Poisson-sampled Gaussian per step). Each is charged before it is drawn. The split depends on
+    public numbers alone.
     """
     if not isinstance(model, GLM):
         raise ArgumentError(f"model must be a dpb.ops.GLM, got {model!r}")

@@ -38,7 +38,7 @@ class Overdamped:
     On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
 
     Args:
-        steps: how many.
+        steps: their number.
         step_size: h, in units of θ².
 
     **Privacy.** The settings are public. How close the draw is to the target is the certificate's
@@ -83,7 +83,7 @@ class Underdamped:
         friction: γ, per time.
         inverse_mass: u. With u = 1/M, where M is the smoothness of U, γ = 2 is a good choice.
 
-    **Privacy.** The settings are public. Only the last position leaves; the velocity does not.
+    **Privacy.** The settings are public. Only the last position is released, not the velocity.
     """
 
     steps: int

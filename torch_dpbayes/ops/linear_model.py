@@ -21,8 +21,8 @@ _CHUNK = 2048  # rows: all sums are in float64 without a float64 copy of all fea
 
 
 class LinearModel(Model):
-    """Linear predictors of features that are clipped to ``max_feature_norm``, one a record or one
-    for each class, and a Gaussian prior of the weights.
+    """A Gaussian prior of weights, and linear predictors of features that are scaled down to
+    ``max_feature_norm``: one per record, or one per record and class.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LinearModel(Model):
 
     @abstractmethod
     def records(self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf) -> Any:
-        """The data with every record's part bounded; nothing about their values can raise."""
+        """The data with every record's influence bounded; no value can cause an error."""
 
     @abstractmethod
     def _shape(self, num_features: int) -> tuple[int, ...]: ...  # of the weights
@@ -64,7 +64,7 @@ class LinearModel(Model):
 
     def features(self, features: Tensor) -> Tensor:
         """The rows ``[n, d]`` as the model sees them: scaled down to norm ``max_feature_norm``;
-        zero where a value is not finite; in float64 if that is what came, else float32.
+        zero where a value is not finite; in float64 if the input is, else float32.
         """
         _require_matrix(features)
         dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
@@ -85,10 +85,10 @@ class LinearModel(Model):
 
     def module(self, num_features: int) -> LinearPredictor:
         """The linear predictors as a network of one parameter, ``weights`` ``[num_features]``, or
-        ``[K, num_features]`` of a Softmax. With it :meth:`.PosteriorSamples.from_draws` predicts as
-        "bernoulli", as "normal" with ``noise_std``, or as "categorical"; rates by ``predict(...,
-        torch.exp)``. It shortens whole rows; ``noise_aware.posterior`` leaves constant columns and
-        public rows as they are: of draws of such a run take its own ``predict``.
+        ``[K, num_features]`` of a Softmax. Use it with :meth:`.PosteriorSamples.from_draws` for
+        "bernoulli", "normal" with ``noise_std``, or "categorical"; for rates ``predict(...,
+        torch.exp)``. It scales down whole rows. ``noise_aware.posterior`` does not scale constant
+        columns and public rows: for draws of such a run use its own ``predict``.
         """
         return LinearPredictor(self._shape(num_features), self.features)
 

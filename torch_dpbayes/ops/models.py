@@ -45,9 +45,7 @@ class Constants(NamedTuple):
 
 
 class Model(ABC):
-    """A prior and a likelihood with one term a record, over flat vectors in an unconstrained
-    space.
-    """
+    """A prior and a likelihood (one term per record) on flat vectors in unconstrained space."""
 
     @abstractmethod
     def prepare(self, data: Data) -> Data:
@@ -68,11 +66,11 @@ class Model(ABC):
         """The draw as the user's named, constrained values."""
 
     def require_unconstrained(self, certificate: str) -> None:  # noqa: B027
-        """Raises, here or in :meth:`prepare`, unless every latent lives on all of ℝ."""
+        """Raises, here or in :meth:`prepare`, unless the support of every latent is ℝ."""
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants | None:
-        """The constants with gradients clipped to ``max_grad_norm``; None where a caller has to
-        assert them.
+        """The constants with gradients clipped to ``max_grad_norm``; None if the caller must assert
+        them.
         """
         return None
 

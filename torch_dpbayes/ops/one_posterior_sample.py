@@ -32,7 +32,7 @@ _charging = threading.Lock()
 
 
 class OnePosteriorSample:
-    r"""Releases one draw from a posterior with a tempered likelihood, and says why that is private.
+    r"""Releases one draw from a posterior with a tempered likelihood, and states why it is private.
 
     .. math:: \theta \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho
 
@@ -45,23 +45,23 @@ class OnePosteriorSample:
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
             model with one data plate named "data" that takes its data as arguments.
-        certificate: what bounds a record's influence, and how the draw is made. The default, 10,000
-            steps of Langevin dynamics, is for a GLM.
-        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering.
-        delta: of the target. None: the accountant's.
-        accountant: None: one of its own, with the target as its budget, for neighbours that replace
-            one record.
+        certificate: bounds a record's influence, and makes the draw. The default, 10,000 steps of
+            Langevin dynamics, is for a GLM.
+        epsilon: the target ε of everything on the accountant after one draw. None: no tempering.
+        delta: δ of the target. None: the accountant's.
+        accountant: None: a new one, with the target as budget, for neighbours that replace one
+            record.
         num_data: the number of records, a public constant; under add-or-remove-one an upper bound
             for both neighbouring data sets. None: under replace-one the number in the data, which
             is public there.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, or the certificate says nothing about
+        ValueError, TypeError: an argument is out of range, or the certificate does not hold for
             this model.
 
     **Privacy.** :meth:`sample` charges the certificate's event to the accountant, then releases one
-    draw; n draws cost n times that. Nothing else about the chain leaves: no path, no acceptance
-    rate, no diagnostic, no exception or log line that a record's value can trigger.
+    draw; n draws cost n times that. Nothing else about the chain is released: no path, no
+    acceptance rate, no diagnostic, no exception or log line that depends on a record's value.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class OnePosteriorSample:
         maximum likelihood estimate (Wang, Fienberg, Smola 2015, Proposition 9).
 
         A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with
-        the Fisher information I at the draw. It counts no bias: of the prior, of clipping, of a
-        chain that was stopped early. A Langevin chain's step size multiplies 1/ρ by up to 1/(1 −
-        hM/2): by 2 for the default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For
-        intervals take h ≤ 0.1/M.
+        the Fisher information I at the draw. It ignores bias by the prior, by clipping, and by a
+        chain that stopped early. A Langevin chain's step size multiplies 1/ρ by up to 1/(1 − hM/2):
+        by 2 for the default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For intervals
+        take h ≤ 0.1/M.
         """
         return 1 + 1 / self.tempering
 
@@ -151,8 +151,8 @@ class OnePosteriorSample:
         return self._certificate.event(self._model, self._setting())
 
     def guarantee(self) -> str:
-        """What one draw costs, what was proved and what was assumed, in words. Data-free; for
-        a GLM it needs ``num_data``, or a draw before.
+        """A text: what one draw costs, what was proved and what was assumed. It does not depend on
+        data; for a GLM it needs ``num_data`` or an earlier draw.
         """
         setting, event, held = self._setting(), self.event, self._accountant
         alone = PrivacyAccountant(method=held.method, neighboring=held.neighboring).compose(event)
@@ -192,11 +192,11 @@ class OnePosteriorSample:
             values of the latents for a Pyro model.
 
         Raises:
-            PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget.
-                Nothing is released, and nothing is charged unless others charged at that moment.
+            PrivacyBudgetExceeded: the draw would exceed the target or the accountant's budget.
+                Nothing is released, and nothing is charged unless others charged at the same time.
             ValueError, TypeError: shapes that do not fit. Nothing is charged.
 
-        **Privacy.** Released is the returned draw; its event is :attr:`event`.
+        **Privacy.** The returned draw is released; its event is :attr:`event`.
         """
         # no half precision in sums over records, and autograd for samplers
         with (

@@ -19,7 +19,7 @@ from .models import Constants, Data
 
 
 class Softmax(LinearModel):
-    r"""Multinomial logistic regression: K linear predictors :math:`u_i = W x_i` a record.
+    r"""Multinomial logistic regression: K linear predictors :math:`u_i = W x_i` per record.
 
     .. math::
         \ell_i(W) = \log \sum_k e^{u_{ik}} - u_{i y_i}, \qquad
@@ -27,15 +27,16 @@ class Softmax(LinearModel):
         \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top
 
     Features are clipped as a :class:`~torch_dpbayes.ops.GLM` clips them. A row with a value that is
-    not finite, or with a label that is no class, contributes exactly nothing to any gradient. No
-    record can make any of this raise: check labels before.
+    not finite, or with a label that is no class, contributes exactly zero to any gradient. No
+    record can cause an error here: check labels before.
 
-    The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, for ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's Lipschitz
-    constant is at most ½R_x². Gradients are never clipped: clipped ones would be no gradients of a
-    convex function.
+    The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, because ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's
+    Lipschitz constant is at most ½R_x². Gradients are never clipped: clipped ones are not gradients
+    of a convex function.
 
     Args:
-        num_classes: K, at least 2. Of two, :class:`~torch_dpbayes.ops.GLM` needs half the weights.
+        num_classes: K, at least 2. For two classes a :class:`~torch_dpbayes.ops.GLM` needs half the
+            weights.
         prior_std: standard deviation of the N(0, prior_std²) prior of each weight.
         max_feature_norm: R_x, the largest Euclidean norm of a row of features.
 
@@ -74,7 +75,7 @@ class Softmax(LinearModel):
         """The constants above: √2·R_x, and ½R_x², the largest eigenvalue of a record's Hessian.
 
         Raises:
-            ValueError: ``max_grad_norm`` is below √2·R_x, and nothing is clipped here.
+            ValueError: ``max_grad_norm`` is below √2·R_x.
         """
         lipschitz = math.sqrt(2) * self.max_feature_norm
         if max_grad_norm < lipschitz:

@@ -1,4 +1,4 @@
-"""Noisy gradient -> new parameters: ``torch.optim.Optimizer`` subclasses, one algorithm a file."""
+"""The samplers: subclasses of ``torch.optim.Optimizer``, one file for each algorithm."""
 
 from . import schedules
 from .sgfs import DPSGFS

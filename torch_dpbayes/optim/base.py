@@ -1,10 +1,10 @@
 """The private step that all optimizers share: collect, check, charge, add one Gaussian, update.
 
-A step releases S (:mod:`torch_dpbayes.release`), of which ĝ = S/B + ∇r(θ)/N is the noisy
-gradient of the mean potential, with N = ``num_data``, B = ``expected_batch_size`` and r = −log
-prior. The noise that the sampler wants *is* the privacy noise: the sampler asks for ``z_L``, the
-user for at least ``noise_multiplier``, and z is the larger of the two. Whatever the algorithm does
-with ĝ is post-processing.
+A step releases S (:mod:`torch_dpbayes.release`). ĝ = S/B + ∇r(θ)/N is the noisy gradient of the
+mean potential, with N = ``num_data``, B = ``expected_batch_size`` and r = −log prior. The privacy
+noise *is* the noise of the sampler: the sampler needs ``z_L``, the user at least
+``noise_multiplier``, and z is the larger of the two. All that the algorithm does with ĝ is
+post-processing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _log = logging.getLogger("torch_dpbayes")
 
 
 class PrivateOptimizer(DeclaredOptimizer):
-    """Base of the private samplers. A subclass says how much noise it wants and what it does with
-    the noisy gradient: ``_friction`` or ``_group_langevin_noise_multiplier``, and ``_update``.
+    """Base class of the private samplers. A subclass states how much noise it needs, and what it
+    does with the noisy gradient: ``_friction`` or ``_group_langevin_noise_multiplier``, and
+    ``_update``.
 
     Args:
         params: parameters, named parameters or parameter groups, as for every torch optimizer.
@@ -45,7 +46,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         lr: step size η. This and all others are as for :class:`~torch_dpbayes.optim.DPSGLD`.
 
     **Privacy.** A step releases S and nothing else. Its sensitivity and event are those of
-    :class:`~torch_dpbayes.optim.DPSGLD`; of groups with different z the smallest is charged.
+    :class:`~torch_dpbayes.optim.DPSGLD`; if groups have different z, the smallest is charged.
     """
 
     _layout: Layout | None = None
@@ -64,19 +65,18 @@ class PrivateOptimizer(DeclaredOptimizer):
 
         Args:
             closure: evaluates the model and calls ``backward()``, as in torch; its value is
-                returned as it is.
+                returned unchanged.
 
         Raises:
             PrivacyBudgetExceeded: the step does not fit into the budget; parameters, state and
                 history are as they were.
-            RuntimeError: a parameter has no per-record gradients, the batch is not a fresh draw of
-                the private loader, or is not complete; a buffer or a frozen parameter of the model
-                was written to since the loader's first batch; or the model is not the one that was
-                checked.
+            RuntimeError: a parameter has no per-record gradients; the batch is not a fresh,
+                complete draw of the private loader; a buffer or a frozen parameter changed since
+                the loader's first batch; or the model is not the one that was checked.
             DivergedError: a parameter is not finite.
-            ArgumentError: an option is not.
-            FloatingPointError: the step took a parameter beyond its dtype; parameters and state are
-                as before, the charge is kept.
+            ArgumentError: an option is not finite.
+            FloatingPointError: a parameter would not be finite; parameters and state are unchanged,
+                the charge stays.
         """
         release, loss = self.release, None
         # an error on one rank is one on all
@@ -182,7 +182,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         return kept
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the last backward pass, per-record ones included."""
+        """Delete the gradients of the last backward pass, also per-record ones."""
         parameters = self._parameters()
         self.release.source.zero_grad(parameters)
         if not set_to_none:
@@ -192,8 +192,8 @@ class PrivateOptimizer(DeclaredOptimizer):
             p.grad = None
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Called by Opacus' ``BatchMemoryManager`` before each part of a draw; ``do_skip``
-        says that more parts follow.
+        """Opacus' ``BatchMemoryManager`` calls this before each part of a draw; ``do_skip`` means
+        that more parts follow.
         """
         if self.release.draws is None:
             raise StateError(
@@ -205,8 +205,8 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch puts around :meth:`step`, only where it does something: its note to a profiler
-        takes a twentieth of a small step.
+        """Torch's wrapper of :meth:`step`, used only with a profiler or hooks: it takes a twentieth
+        of a small step.
         """
         watched = Optimizer.profile_hook_step(func)
 
@@ -279,17 +279,16 @@ class PrivateOptimizer(DeclaredOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume. What the saved run was charged must be on this accountant: an empty one takes it
-        over.
+        """Resume. The accountant must contain the charges of the saved run; an empty one copies
+        them.
 
-        Releases of other runs never stand for the saved run's, equal ones included. Several copies
-        of one state may be resumed: with one ledger (``PrivacyAccountant(path=...)``) all are
-        counted; in memory none knows of the others, which a line in the log and
-        ``accountant.summary()`` say.
+        Equal releases of other runs do not count for it. If several copies of one state are
+        resumed, a ledger (``PrivacyAccountant(path=...)``) counts all; accountants in memory do not
+        know of each other, as a log line and ``accountant.summary()`` say.
 
         Raises:
             ValueError: the state belongs to another optimizer or to other parameters, or the
-                accountant does not hold what the saved run was charged.
+                accountant does not contain the charges of the saved run.
         """
         private = state_dict.get("private_step")
         if private is None or private["algorithm"] != type(self).__name__:

@@ -1,4 +1,4 @@
-"""The prior's share of a step's gradient, which needs no data."""
+"""The prior's part of a step's gradient, which needs no data."""
 
 from __future__ import annotations
 

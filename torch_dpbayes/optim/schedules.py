@@ -1,12 +1,12 @@
-r"""Step-size schedules of samplers that ``torch.optim.lr_scheduler`` lacks. Every scheduler of
-torch works with the private optimizers, too.
+r"""Step-size schedules that ``torch.optim.lr_scheduler`` does not have. All schedulers of torch
+work with the private optimizers, too.
 
 ``OneCycleLR`` and ``CyclicLR`` also cycle the momentum of ``DPSGHMC``, whose friction and noise
-follow it step by step; the others have none, so write ``cycle_momentum=False``.
+change with it; other samplers have no momentum: write ``cycle_momentum=False``.
 
-A schedule sets ``lr``, and with it the sampler's own noise z_L ∝ lr^-½: every step is charged at z
-= max(z_L, ``noise_multiplier``) of its own lr, and the accountant composes the different z. The
-steps with the largest lr cost most. ::
+A schedule sets ``lr``, and so the sampler's own noise z_L ∝ lr^-½. Each step is charged for z =
+max(z_L, ``noise_multiplier``) at its lr, and the accountant composes the different z. Steps with
+the largest lr cost most. ::
 
     schedule = Cyclical(optimizer, total_steps=10_000, cycles=4)
     for x, y in batches:
@@ -17,10 +17,10 @@ steps with the largest lr cost most. ::
             samples.collect(net)
         schedule.step()
 
-**Privacy.** The accountant's guarantee holds for schedules that are fixed in advance. Those of this
-file depend on public constants and the number of steps only, never on data or on losses. At ``lr =
-0`` nothing of the batch is used: the step is charged at the floor ``noise_multiplier``, and is not
-charged at all where that is 0.
+**Privacy.** The accountant's guarantee holds for schedules that are fixed in advance. The schedules
+in this file depend only on public constants and the number of steps, never on data or losses. At
+``lr = 0`` the batch is not used: the step is charged for ``noise_multiplier``, and not at all if
+that is 0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PolynomialDecay(LRScheduler):
 
     with t the number of ``step()`` calls. For ½ < γ ≤ 1 the step sizes sum to infinity and their
     squares do not: SGLD then converges to the posterior, if its samples are averaged with the
-    weights η_t. Steps grow cheaper as they shrink, since z_L grows.
+    weights η_t. Smaller steps cost less, because z_L is larger.
 
     Source: Welling and Teh (2011), section 2.
 
@@ -56,7 +56,7 @@ class PolynomialDecay(LRScheduler):
     Raises:
         ValueError: an argument is out of range.
 
-    **Privacy.** Fixed in advance: each step at its own z.
+    **Privacy.** Fixed in advance: each step is charged for its own z.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class PolynomialDecay(LRScheduler):
 
 
 class Cyclical(LRScheduler):
-    r"""Cyclical stochastic gradient MCMC: large steps find a mode, the small ones that follow
-    sample it, over and over.
+    r"""Cyclical stochastic gradient MCMC: in each cycle large steps find a mode, and small steps
+    then sample it.
 
     .. math::
         \eta_k = \frac{\eta_0}{2} \Bigl[ \cos \Bigl( \pi \frac{(k-1) \bmod \lceil K/M \rceil}
         {\lceil K/M \rceil} \Bigr) + 1 \Bigr]
 
     for the steps k = 1, 2, …. The first share β of each cycle explores, the rest samples. Unlike in
-    the paper, the exploring steps have their noise, too: it is what protects the data. With the
-    paper's noise-free exploration in mind, choose a large η_0.
+    the paper, exploring steps have noise, too, because it protects the data. To explore as in the
+    paper, choose a large η_0.
 
     Source: Zhang, Li, Zhang, Chen and Wilson (2020), "Cyclical stochastic gradient MCMC for
     Bayesian deep learning", eq. (1) and Algorithm 1.
 
     Args:
         optimizer: its groups' ``lr`` are the η_0, the largest.
-        total_steps: K, the number of ``step()`` calls planned. Cycles go on beyond it.
+        total_steps: K, the number of ``step()`` calls planned. Cycles continue after it.
         cycles: M, from 1 to K.
         exploration: β in [0, 1).
         last_epoch: number of the last step when resuming, as in torch.
@@ -95,8 +95,8 @@ class Cyclical(LRScheduler):
     Raises:
         ValueError: an argument is out of range.
 
-    **Privacy.** Fixed in advance: each step at its own z, exploring or not; the large steps at the
-    start of a cycle cost most. The smallest η is above 0.
+    **Privacy.** Fixed in advance: each step is charged for its own z, exploring or not; the large
+    steps at the start of a cycle cost most. The smallest η is above 0.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Cyclical(LRScheduler):
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the step at the lr now in force is one to collect: the cycle's last share 1
-        − β, and at least its last step.
+        """Whether to collect the step at the current lr: it is in the last share 1 − β of the
+        cycle, or its last step.
         """
         is_last = self.last_epoch % self.cycle_length == self.cycle_length - 1
         return self.position >= self.exploration or is_last

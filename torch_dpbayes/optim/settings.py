@@ -1,4 +1,4 @@
-"""The settings of a private optimizer: arguments, their checks, and the noise that follows."""
+"""The settings of a private optimizer: arguments, their checks, and the resulting noise."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ReadOnly(property, Generic[Shown]):
 
 class DeclaredOptimizer(Optimizer):
     """The part of :class:`~torch_dpbayes.optim.base.PrivateOptimizer` that never sees data: its
-    arguments, their checks, and the numbers that follow from them.
+    arguments, their checks, and the numbers derived from them.
     """
 
     # a subclass's options that may differ between groups, set before __init__ is called
@@ -384,7 +384,7 @@ class DeclaredOptimizer(Optimizer):
         return {name: getattr(self, name) for name in _NAMES}
 
     def described(self) -> dict[str, Any]:
-        """Every constant that ranks must agree on."""
+        """All constants that must be equal on all ranks."""
         constants = (bool, int, float, str, type(None))
         own = {name: v for name, v in vars(self).items() if isinstance(v, constants)}
         return {**own, **self._settings()}
@@ -419,22 +419,22 @@ class DeclaredOptimizer(Optimizer):
 
     @property
     def langevin_noise_multiplier(self) -> float:
-        """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite
-        where every lr is 0.
+        """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite if
+        every lr is 0.
         """
         return min(self._langevin(group) for group in self._trained_groups())
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """z in force, which is what a step is charged for; the smallest over the groups."""
+        """The current z, for which a step is charged; the smallest over the groups."""
         return min(self._multiplier(group) for group in self._trained_groups())
 
     @property
     def effective_temperature(self) -> float:
-        """Temperature of the Gaussian noise in force; the largest over the groups.
+        """Temperature of the current Gaussian noise; the largest over the groups.
 
-        For q < 1 the minibatch noise comes on top, so this is a lower bound on the temperature of
-        the samples.
+        For q < 1 the minibatch noise is added, so this is a lower bound on the temperature of the
+        samples.
         """
         return max(
             float(self._group_temperature(g, self._multiplier(g))) if g["lr"] > 0 else 0.0
@@ -443,8 +443,8 @@ class DeclaredOptimizer(Optimizer):
 
     @property
     def free_lr(self) -> float:
-        """The largest lr at which privacy is free: the sampler's own noise reaches the floor, in
-        every group. Infinite without a floor.
+        """The largest lr at which the sampler's own noise is at least ``noise_multiplier`` in every
+        group: privacy needs no more. Infinite if that is 0.
         """
         if self.noise_multiplier == 0:
             return math.inf
@@ -452,7 +452,7 @@ class DeclaredOptimizer(Optimizer):
 
     @property
     def unused_noise(self) -> str:
-        """What would bring the sampler's own noise down to the floor; empty where it is not
+        """Settings that would lower the sampler's own noise to the floor; empty if it is not
         larger.
         """
         floor, own = self.noise_multiplier, self.langevin_noise_multiplier
@@ -467,7 +467,7 @@ class DeclaredOptimizer(Optimizer):
 
     @property
     def unused_floor(self) -> list[str]:
-        """A line where the sampler's own noise is larger than the one that was asked for."""
+        """A line if the sampler's own noise is larger than the requested one."""
         if not (instead := self.unused_noise):
             return []
         return [
@@ -492,7 +492,7 @@ class DeclaredOptimizer(Optimizer):
         }
 
     def __repr__(self) -> str:
-        """The numbers in force, and what is spent."""
+        """The current numbers, and what is spent."""
         try:
             numbers = self._numbers
         except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be

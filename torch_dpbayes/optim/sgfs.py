@@ -34,28 +34,26 @@ class DPSGFS(PrivateOptimizer):
     .. math:: \hat I \leftarrow (1 - \beta) \hat I + \beta M / B
 
     with gradients g_i clipped to C, W a symmetric Gaussian matrix whose diagonal has the standard
-    deviation σ_F = zC²/√ϕ and the rest σ_F/√2, q = B/N. K is the covariance of N·ĝ, privacy noise
-    and minibatch noise together, and the step is chosen such that on a Gaussian posterior the
-    stationary covariance is exactly T·A⁻¹ where Î is the true Fisher information per record, for
-    every z, q and prior. z = max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η
-    enters through the noise only, and η → 0 is SGLD. Î of a step is the one before M enters; it
-    starts at C², the largest that it can be, so that the first steps are small, and averages with β
-    = max(1 − ``fisher_decay``, 1/(t+2)). When it is used, eigenvalues below its noise level s√(2d)
-    are raised to it (entries below s√2 for ``"diagonal"``), where s is the standard deviation of
-    the noise that averaging has left in it, (σ_F/B)·√(β/(2−β)) in the long run. A floor at the
-    noise of a single M would lift eigenvalues that are known well, and sample too small a
-    covariance.
+    deviation σ_F = zC²/√ϕ and the rest σ_F/√2, q = B/N. K is the covariance of N·ĝ, with privacy
+    noise and minibatch noise. On a Gaussian posterior the stationary covariance is exactly T·A⁻¹ if
+    Î is the true Fisher information per record, for every z, q and prior. z =
+    max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η only decides the noise, and
+    η → 0 is SGLD. A step uses Î before its own M is added. Î starts at C², its largest value, so
+    that the first steps are small, and averages with β = max(1 − ``fisher_decay``, 1/(t+2)).
+    Eigenvalues of Î below its noise level s√(2d) are raised to it (entries below s√2 for
+    ``"diagonal"``); s is the standard deviation of the noise that remains after averaging,
+    (σ_F/B)·√(β/(2−β)) in the long run. (A floor at the noise of a single M would raise eigenvalues
+    that are known well, and give too small a covariance.)
 
-    ``fisher="diagonal"`` keeps Σ g∘g only: any number of parameters d. It is exact where the
-    posterior's precision is diagonal, and where privacy noise dominates, so that steps are small;
-    in between, correlations make the samples too wide or too narrow.
+    ``fisher="diagonal"`` keeps only Σ g∘g, for any number of parameters d. It is exact if the
+    posterior's precision is diagonal, or if privacy noise dominates, so that steps are small;
+    otherwise correlations make the samples too wide or too narrow.
 
     Source: Ahn, Korattikara and Welling (2012); Wang, Fienberg and Smola (2015), Algorithm 4.
-    Theirs has four defects, corrected here: the step goes uphill; the noise that is added beside
-    the privacy noise has variance 1/(N²η) where 4/(N²η) is needed; W is not symmetric, so that the
-    preconditioner is not either; its constants add up to about 3ε where 2ε is claimed. Their
-    preconditioner also leaves the prior's precision out, which samples another covariance than the
-    posterior's.
+    We correct four defects of theirs: the step goes uphill; the noise beside the privacy noise has
+    variance 1/(N²η) instead of 4/(N²η); W, and so the preconditioner, is not symmetric; its
+    constants add up to about 3ε instead of the claimed 2ε. Their preconditioner also omits the
+    prior's precision, so the covariance is not that of the posterior.
 
     Args:
         params: as for :class:`DPSGLD`.
@@ -64,19 +62,17 @@ class DPSGFS(PrivateOptimizer):
         fisher: ``"full"`` for up to a few thousand parameters (a d × d matrix is factorised every
             step), ``"diagonal"`` for any number.
         fisher_decay: 1 − β in [0, 1).
-        fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and, beyond ½, the
-            step dearer. On full batches under replace-one, values up to ½ cost nothing.
-        sensitivity_scale: F, a public positive vector of length d, over all trainable parameters
-            one after another, from public data or from what was released before. Gradients are
-            clipped by ‖g/F‖ ≤ C and the noise is zC·F∘ξ: less where gradients are known to be
-            small.
-        options: as for :class:`DPSGLD`; the temperature is positive (where it follows from the
-            noise, of several groups the highest), and there is no ``log_prior``,
-            whose curvature is needed.
+        fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise, and above ½ the
+            step more expensive. On full batches under replace-one, values up to ½ cost nothing.
+        sensitivity_scale: F, a public positive vector of length d, for all trainable parameters in
+            order, from public data or earlier releases. Gradients are clipped to ‖g/F‖ ≤ C and the
+            noise is zC·F∘ξ: less for parameters whose gradients are known to be small.
+        options: as for :class:`DPSGLD`; the temperature is positive (if derived from the noise: the
+            highest of all groups). ``log_prior`` is refused, because its curvature is needed.
 
     Raises:
         ValueError: an argument is out of range, or a full Fisher matrix does not fit into memory;
-            the message says what would do.
+            the message says what to write.
 
     **Privacy.** One step releases (S, M) jointly. Adding or removing a record moves S by at most C
     and M by at most C² in Frobenius norm: together √(1+ϕ)/z standard deviations. Replacing one on
@@ -163,13 +159,13 @@ class DPSGFS(PrivateOptimizer):
         return None if self._query.scale is None else self._query.scale.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every private optimizer, with F, in whose units the Fisher estimate is."""
+        """As for every private optimizer, with F, the unit of the Fisher estimate."""
         state = super().state_dict()
         state["private_step"]["sensitivity_scale"] = self._query.scale
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of every private optimizer; F is the saved one afterwards."""
+        """As for every private optimizer; sets F to the saved one."""
         super().load_state_dict(state_dict)
         scale = state_dict["private_step"]["sensitivity_scale"]
         self._query.set_scale(

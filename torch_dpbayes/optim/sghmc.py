@@ -27,29 +27,29 @@ class DPSGHMC(PrivateOptimizer):
     temperature ηN z²C²/(2(1−m)B²). On a quadratic U/N of curvature κ, full batch, nothing clipped,
     the variance is T/(κN)·1/(1 − ηκ/(2(1+m))).
 
-    With ``momentum="matched"`` the friction is chosen to fit the noise instead of the noise to fit
-    the friction: 1−m = b̂ = ηN z²C²/(2TB²) at z = ``noise_multiplier``. No noise is wasted: the
-    temperature is T however large the privacy noise is, as long as b̂ ≤ 1. There is no z_L then.
-    When η changes the velocity is scaled by √(η_new/η_old), its standard deviation at the new η.
+    With ``momentum="matched"`` the friction is derived from the noise: 1−m = b̂ = ηN z²C²/(2TB²) at
+    z = ``noise_multiplier``. Then the temperature is T for any privacy noise, as long as b̂ ≤ 1,
+    and there is no z_L. When η changes, the velocity is scaled by √(η_new/η_old) to its standard
+    deviation at the new η.
 
     Source: Chen, Fox and Guestrin (2014), eq. (15); Li, Chen, Wang, Ren, Bai and Carin (2019) for
-    its private form. The noise variance of one step is 2(1−m)·ηT/N. The (1−m²)·ηT/N that is found
-    in code, which would keep the law of v alone, leaves the position variance off by (1+m)/2 even
+    its private form. The noise variance of one step is 2(1−m)·ηT/N. Some code uses (1−m²)·ηT/N,
+    which preserves only the distribution of v; the position variance is then wrong by (1+m)/2, even
     as η → 0.
 
     Args:
-        params, lr: as for :class:`DPSGLD`; lr is the one that SGD with momentum would take.
+        params, lr: as for :class:`DPSGLD`; lr is that of SGD with momentum.
         momentum: m in [0, 1), or ``"matched"``, which needs ``noise_multiplier``, ``temperature``
             and ``max_grad_norm``, all above 0. m = 0 is :class:`DPSGLD`. A number may differ
             between parameter groups, and schedulers may change it (``OneCycleLR``): the friction
-            1−m, and with it z_L, is that of the step.
+            1−m and z_L change with it.
         options: as for :class:`DPSGLD`.
 
     Raises:
-        ValueError: an argument is out of range, or b̂ > 1; the message says what would do.
+        ValueError: an argument is out of range, or b̂ > 1; the message says what to write.
 
-    **Privacy.** One step releases S; the velocity is made of released vectors only. Its
-    sensitivity and event are those of :class:`DPSGLD`.
+    **Privacy.** One step releases S; the velocity is computed from releases only. Its sensitivity
+    and event are those of :class:`DPSGLD`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DPSGHMC(PrivateOptimizer):
 
     @property
     def momentum(self) -> float | str:
-        """m in force, of the first group, or ``"matched"``."""
+        """The current m of the first group, or ``"matched"``."""
         return self._momentum if self._is_matched else self._momentum_of(self.param_groups[0])
 
     def _friction(self, group: dict[str, Any]) -> float:

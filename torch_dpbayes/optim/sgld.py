@@ -21,54 +21,53 @@ class DPSGLD(PrivateOptimizer):
     −log prior − Σ_i log p(x_i | θ). A larger z samples the temperature ηN z²C²/(2B²). On a
     quadratic U/N of curvature κ, full batch, nothing clipped, the variance is T/(κN)·1/(1 − ηκ/2).
 
-    Source: Wang, Fienberg and Smola (2015), Algorithm 2. Their (4.1) pairs a drift of η with a
-    noise variance of η, which samples temperature ½; here it is 2Tη/N for a drift of η on the mean.
+    Source: Wang, Fienberg and Smola (2015), Algorithm 2. Their (4.1) has drift η and noise variance
+    η, which samples temperature ½; here the noise variance is 2Tη/N for a drift of η on the mean.
 
     Args:
         params: parameters, ``model.named_parameters()`` or parameter groups.
-        lr: step size η on the *mean* loss, the one that SGD would take; ``"free"`` is
-            :attr:`free_lr`.
+        lr: step size η on the *mean* loss, as for SGD; ``"free"`` is :attr:`free_lr`.
         num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
-            records that came.
+        expected_batch_size: B, a public constant; the sum is divided by B, not by the number of
+            records in the batch.
         max_grad_norm: clip norm C of one record's gradient of −log p, over all parameters together;
-            at least 1e-12. None: the C at which the sampler at T needs just ``noise_multiplier``:
-            C = C'·z_L(C')/z for any C', with the lr that the optimizer is built with; the smallest
-            of all groups. A larger ε then means less clipping, not less noise. Schedules do not
-            change C, so build with their largest lr: T then holds throughout, and less than the
-            target ε is spent. A larger lr samples a temperature above T.
-        noise_multiplier: floor z_min of the noise std on the sum, in units of C.
-        temperature: T of the target. 0: no noise of the sampler's own, which is plain DP-SGD.
-            None: 1 if C is derived or there is no floor, else the temperature that the floor gives,
+            at least 1e-12. None: the C at which the sampler needs exactly ``noise_multiplier`` at
+            T: C = C'·z_L(C')/z for any C', at the lr of construction; the smallest of all groups. A
+            larger ε then means less clipping, not less noise. Schedules do not change C, so
+            construct with their largest lr: then the temperature is always T, and less than the
+            target ε is spent. A later, larger lr gives a temperature above T.
+        noise_multiplier: z_min, the least noise std on the sum, in units of C.
+        temperature: T of the target. 0: the sampler adds no noise of its own (plain DP-SGD). None:
+            1 if C is derived or z_min is 0, else the temperature that z_min gives,
             :attr:`effective_temperature`. If T and C are given, the larger noise is used.
         prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one;
-            ``"fan_in"`` for √(2/fan-in) of weights (parameters of two dimensions or more, whose
+            ``"fan_in"`` for √(2/fan-in) of weights (parameters with two or more dimensions; the
             fan-in is the size of one row) and 1 of biases and norms; or a dictionary by names of
             parameters or modules, ``{"0": "fan_in", "norm": math.inf}``, which needs named
-            parameters: the longest matching name counts, and the value is 1 if none matches. SGD's
-            ``weight_decay`` λ is 1/√(Nλ).
+            parameters: the longest matching name counts; without a match the value is 1. For SGD's
+            ``weight_decay=λ`` write 1/√(Nλ).
         prior_mean: its mean.
         log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs
-            named parameters. It must not look at data.
+            named parameters. It must not use data.
         sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is
             an independent Poisson draw at rate B/N, stepped on once (``PrivacyEngine.make_private``
-            sets this and verifies it). ``"recordwise"`` asserts that whether a record is in a batch
-            depends on this record, public values and independent chance, never on other records: a
-            hash of the record's name does, a shuffled loader does not. None asserts only that the
-            contents of records do not decide who is in a batch. The last two are charged at
-            sensitivity 2C without amplification; None is refused under add-or-remove-one, where one
-            more record may change whole batches. Full batches, B = N, are charged as such, and
-            their length is checked. You always assert that a record is in a batch at most once: one
-            that is there k times (a sampler with replacement) moves the sum by kC.
-        accountant: where steps are charged. None: one of its own, ``optimizer.accountant``.
-        generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret.
+            sets this and verifies it). ``"recordwise"`` asserts that only this record, public
+            values and independent chance decide whether a record is in a batch: a hash of the
+            record's name is fine, a shuffled loader is not. None asserts only that the contents of
+            records do not decide who is in a batch. The last two are charged at sensitivity 2C
+            without amplification; None is refused under add-or-remove-one, because one more record
+            may change whole batches. Full batches, B = N, are charged as such, and their length is
+            checked. You always assert that a record is in a batch at most once: a record that is
+            there k times (a sampler with replacement) moves the sum by kC.
+        accountant: where steps are charged. None: a new one, ``optimizer.accountant``.
+        generator: source of the noise, for runs that repeat bit for bit; keep its seed secret.
             None: operating-system entropy.
         assume_independent_records: you vouch that each per-sample gradient in ``p.grad_sample``
-            depends on one record alone. Needed for gradients that ``make_private`` did not record;
-            the accountant's summary says so.
+            depends on one record alone. You need this for gradients that ``make_private`` did not
+            record; the accountant's summary says so.
 
     Raises:
-        ValueError: an argument is out of range; the message says what would do.
+        ValueError: an argument is out of range; the message says what to write.
 
     **Privacy.** One step releases S. Adding or removing a record moves the clipped sum by at most
     C, replacing one by at most 2C. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))``

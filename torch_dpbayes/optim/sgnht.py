@@ -1,6 +1,4 @@
-"""DP-SGNHT: the stochastic gradient Nosé-Hoover thermostat, which learns how much friction
-the noise needs.
-"""
+"""DP-SGNHT: the stochastic gradient Nosé-Hoover thermostat. Its friction adapts to the noise."""
 
 from __future__ import annotations
 
@@ -34,32 +32,32 @@ class DPSGNHT(PrivateOptimizer):
         \Bigl( \frac{N}{n \eta T} \Bigl\|\frac{v + v'}{2}\Bigr\|^2 - 1 \Bigr)
 
     for n parameters, with z = max(``noise_multiplier``, z_L) and z_L = (B/C)·√(2aT/(ηN)), a = 1 −
-    ``momentum``. The friction α settles where the kinetic energy says temperature T: at α* = ηN
-    z²C²/(2TB²) for the Gaussian noise, plus what an isotropic minibatch noise needs. So larger
-    privacy noise does not heat the samples, as long as α* ≤ 1. α starts at α* and is one for all
-    groups, whose kinetic terms add up. Stable on a quadratic of curvature κ while ηκ < 2(2−α*). α
-    is kept below 1.2, lest the drift of a far start lifts it to where the step is unstable.
+    ``momentum``. The friction α settles where the kinetic energy has temperature T: at α* = ηN
+    z²C²/(2TB²) for the Gaussian noise, plus what isotropic minibatch noise needs. So larger privacy
+    noise does not raise the temperature, as long as α* ≤ 1. α starts at α*. All groups have the
+    same α; their kinetic terms add up. The step is stable on a quadratic of curvature κ while ηκ <
+    2(2−α*). α stays below 1.2: otherwise the drift from a far start could make the step unstable.
 
     Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); Wang, Fienberg and Smola (2015),
     Algorithm 3. They measure the kinetic energy at the end of the step, ‖v'‖²: that samples
-    temperature T(1 − α/2) and diverges once α* is of order 1, which is where privacy noise puts it.
-    At the half step the discretisation errors of noise and friction cancel. Wang et al. also add
-    noise of variance 2aη beside the privacy noise; here the larger of the two is drawn once.
+    temperature T(1 − α/2), and diverges if α* is about 1, as with privacy noise. At the half step
+    the discretisation errors of noise and friction cancel. Wang et al. also add noise of variance
+    2aη to the privacy noise; here one Gaussian with the larger variance is drawn.
 
-    With ``max_grad_norm`` and no ``temperature`` the thermostat holds the T at which z_L is
-    ``noise_multiplier`` at the lr in force, of each group its own: α* = a.
+    With ``max_grad_norm`` and no ``temperature`` the thermostat keeps, for each group, the T at
+    which z_L equals ``noise_multiplier`` at the current lr: α* = a.
 
     Args:
-        params, lr: as for :class:`DPSGLD`; lr is the one that SGD with momentum would take.
-        momentum: 1 − a in [0, 1): the friction that z_L is made for.
+        params, lr: as for :class:`DPSGLD`; lr is that of SGD with momentum.
+        momentum: 1 − a in [0, 1); z_L is computed for friction a.
         thermostat_gain: how fast α follows the kinetic energy; positive. The number of steps it
             takes to settle is about 1/gain.
         options: as for :class:`DPSGLD`; the temperature is positive.
 
     Raises:
-        ValueError: an argument is out of range, or α* > 1; the message says what would do.
+        ValueError: an argument is out of range, or α* > 1; the message says what to write.
 
-    **Privacy.** One step releases S; velocity and α are made of released vectors only. Its
+    **Privacy.** One step releases S; velocity and α are computed from releases only. Its
     sensitivity and event are those of :class:`DPSGLD`.
     """
 
@@ -93,7 +91,7 @@ class DPSGNHT(PrivateOptimizer):
 
     @property
     def friction(self) -> float | None:
-        """α, the friction in force; None before the first step."""
+        """α, the current friction; None before the first step."""
         return next((group["friction"] for group in self.param_groups if "friction" in group), None)
 
     def _friction(self, group: dict[str, Any]) -> float:

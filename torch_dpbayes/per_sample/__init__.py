@@ -1,1 +1,1 @@
-"""batch -> Σ clipped per-record gradients."""
+"""From a batch to the sum of clipped per-record gradients."""

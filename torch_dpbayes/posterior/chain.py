@@ -14,7 +14,7 @@ from .outputs import Sample, require_same_buffers
 
 
 class Chain:
-    """The bounded set of samples, and how it is kept."""
+    """A bounded set of samples."""
 
     def __init__(self, burn_in: int | None = None, thin: int = 1, max_samples: int = 100) -> None:
         for name, value, smallest in (
@@ -43,25 +43,24 @@ class Chain:
 
     @property
     def num_collected(self) -> int:
-        """How often :meth:`collect` was called, discarded calls included."""
+        """How often :meth:`collect` was called, including discarded calls."""
         return self._num_collected
 
     @torch.no_grad()
     def collect(self, model: nn.Module) -> None:
-        """Counts a call and, if it is due, keeps a copy of the model's trainable parameters (same
-        device and dtype). It may be called after every step: a call that is not due costs nothing.
+        """Counts a call and, if a sample is due, keeps a copy of the model's trainable parameters
+        (same device and dtype). You may call it after every step: other calls cost nothing.
 
         Args:
-            model: the network, in the state that the optimizer's last step left.
+            model: the network, as it is after the optimizer's last step.
 
         Raises:
-            ValueError: the model has no trainable parameter, has other ones than at the first call,
-                or has a buffer that changed. The call is then not counted.
+            ValueError: the model has no trainable parameter, other parameters than at the first
+                call, or a buffer that changed. The call is then not counted.
             DivergedError: a parameter is not finite.
 
-        **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with
-        those of a private model when its loader delivered the first batch, or else with those of
-        the first call.
+        **Privacy**: post-processing of the released iterate, no charge. Buffers must be as at the
+        first batch of a private model's loader, or else as at the first call.
         """
         if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
             buffers = model.named_buffers(remove_duplicate=False)
@@ -100,13 +99,12 @@ class Chain:
         trace pictures: ``arviz.summary(first.to_arviz(second, third))``.
 
         Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw,
-        ...]``. :math:`\hat R` compares chains that were run independently, at least two.
-        Parameters that only permute hidden units count as different for it; the predictions,
-        :meth:`outputs`, do not.
+        ...]``. :math:`\hat R` compares chains that were run independently, at least two. It counts
+        permuted hidden units as different parameters; predictions (:meth:`outputs`) avoid this.
 
         Args:
-            other_chains: samples of the same parameters from other runs: as many of them, collected
-                with the same ``thin``.
+            other_chains: samples of the same parameters from other runs: equally many, with the
+                same ``thin``.
 
         Returns:
             ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
@@ -114,9 +112,9 @@ class Chain:
         Raises:
             ValueError: a chain has no sample, other parameters, another length or spacing.
 
-        **Privacy**: post-processing. Each chain is a training run, which pays for itself; whether
-        to run longer, decided by looking at these figures, is an adaptive choice in the sense of
-        :class:`~torch_dpbayes.PrivacyAccountant`.
+        **Privacy**: post-processing. Each chain is a training run with its own charges. If you
+        decide by these figures whether to run longer, this is an adaptive choice (see
+        :class:`~torch_dpbayes.PrivacyAccountant`).
         """
         chains, shapes = (self, *other_chains), self.shapes()
         if taken := shapes.keys() & {"chain", "draw"}:

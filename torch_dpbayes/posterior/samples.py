@@ -35,8 +35,8 @@ _FUNCTION = "function"  # in a file, for a noise_std that it cannot keep
 
 
 class PosteriorSamples(Chain):
-    r"""A bounded set of posterior samples :math:`\theta_1, \dots, \theta_S` of a network, and what
-    it predicts.
+    r"""A bounded set of posterior samples :math:`\theta_1, \dots, \theta_S` of a network, and their
+    predictions.
 
     The posterior predictive distribution of a record :math:`x` is the average over the samples,
 
@@ -64,22 +64,22 @@ class PosteriorSamples(Chain):
 
     Args:
         likelihood: "categorical", "bernoulli" or "normal". None: outputs of three columns or more
-            are categorical; others are not guessed, and predictions ask for it.
+            are categorical; for others, predictions ask for it.
         burn_in: number of ``collect`` calls discarded at the beginning; None: the first half.
-        thin: keep every ``thin``-th call after that. The attribute shows the value in force.
-        max_samples: the most samples kept in memory, at least 2.
+        thin: keep every ``thin``-th call after that. The attribute shows the current value.
+        max_samples: the largest number of samples in memory, at least 2.
         noise_std: the standard deviation of a normal target, if the model returns means:
             ``math.sqrt(0.5)`` if the loss was ``MSELoss()``, s if it was ``MSELoss() / (2 *
-            s**2)``; a function for a learned one, ``lambda net: net.log_std.exp()``. A file keeps
-            a number; set a function again, ``samples.noise_std = ...``.
+            s**2)``; a function for a learned one, ``lambda net: net.log_std.exp()``. Files contain
+            only numbers; set a function again, ``samples.noise_std = ...``.
 
     Raises:
         ValueError: an argument is out of range.
 
-    **Privacy**: training has charged all iterates; to copy, average, save or publish them is
+    **Privacy**: training has charged all iterates; copying, averaging, saving or publishing them is
     post-processing. Only :meth:`calibrate` charges. :meth:`collect` refuses a model whose buffers
     changed (BatchNorm's running statistics), because they would reveal records without noise.
-    Predictions at private test inputs reveal those inputs: the guarantee does not cover them.
+    Predictions for private test inputs reveal these inputs: the guarantee does not cover them.
     """
 
     def __init__(
@@ -107,14 +107,14 @@ class PosteriorSamples(Chain):
     ) -> Self:
         """Samples that another method drew, for predictions.
 
-        The names are those of a network's trainable parameters: a ``nn.Module`` that
-        ``noise_aware.posterior_for_module`` took, :meth:`.GLM.module` or :meth:`.Softmax.module`,
-        or the network that a Pyro model has, of whose guide ``[guide() for _ in range(100)]`` are
-        draws.
+        The draws have the names of a network's trainable parameters: the ``nn.Module`` of
+        ``noise_aware.posterior_for_module``, :meth:`.GLM.module` or :meth:`.Softmax.module`, or the
+        network in a Pyro model, whose guide gives the draws ``[guide() for _ in range(100)]``.
 
         Args:
-            draws: by parameter name, ``[draws, ...]``; or draw by draw, a list of them.
-            likelihood, noise_std: of the class.
+            draws: a dict by parameter name, ``[draws, ...]``; or a list with one dict for each
+                draw.
+            likelihood, noise_std: as for the class.
 
         Raises:
             ValueError: there is no draw, or the numbers of draws differ.
@@ -146,7 +146,7 @@ class PosteriorSamples(Chain):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the samples to a file of tensors and plain numbers, which
-        ``torch.load(weights_only=True)`` can read. If writing fails, an older file stays as it was.
+        ``torch.load(weights_only=True)`` can read. If writing fails, an older file is unchanged.
         Frozen parameters and buffers are not in it: save the model's own ``state_dict`` too.
 
         **Privacy**: post-processing; the file holds released iterates only.
@@ -163,7 +163,7 @@ class PosteriorSamples(Chain):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what :meth:`save` wrote to the CPU; collecting can go on from there. No code in the
+        """Reads a file of :meth:`save`, to the CPU; you can continue to collect. No code in the
         file is run.
 
         Raises:
@@ -188,7 +188,7 @@ class PosteriorSamples(Chain):
 
     @property
     def temperature(self) -> float:
-        """T of predictions, 1 before :meth:`calibrate`; above 1 they are less sure than the
+        """T of predictions, 1 before :meth:`calibrate`; above 1 they are less confident than the
         samples' average.
         """
         return self._temperature
@@ -203,26 +203,26 @@ class PosteriorSamples(Chain):
         accountant: PrivacyAccountant | None = None,
         forward: Forward | None = None,
     ) -> float:
-        r"""Fit one temperature to the private records, which predictions use from then on. Its cost
-        is charged first.
+        r"""Fit one temperature to the private records; later predictions use it. Its cost is
+        charged first.
 
         Class probabilities become :math:`p_T(y\mid x) \propto p(y\mid x)^{1/T}`, so the most
-        probable class stays. For normal targets T multiplies each sample's noise variance. T is the
-        posterior mean given five noisy sums of bounded scores
+        probable class stays the same. For normal targets T multiplies each sample's noise variance.
+        T is the posterior mean given five noisy sums of bounded scores
         (:mod:`~torch_dpbayes.posterior.calibration`), between 1/12 and 12, or for variances 1/148
         and 148. ``predict``, ``log_likelihood``, ``predictive_entropy`` and quantiles of normal
-        targets use it; other methods describe the samples as they are.
+        targets use it; other methods ignore it.
 
-        T is too small if the network has memorised the records of ``loader``; records that were
-        kept aside avoid that. A warning says if noise leaves T undetermined: if the standard
-        deviation of log T stays above half of its prior one.
+        T is too small if the network has memorised the records of ``loader``; other records avoid
+        this. A warning says if noise hides T: the standard deviation of log T is above half of its
+        prior one.
 
         Args:
-            model, forward: as for :meth:`predict`. It is run for each record alone; frozen
+            model, forward: as for :meth:`predict`. The model runs for each record alone; frozen
                 parameters and buffers count as public.
-            loader: that of ``make_private``, or a ``DataLoader`` over a map-style data set, whose
-                records are all read once.
-            epsilon, delta: of everything on the accountant afterwards. None: what
+            loader: that of ``make_private``, or a ``DataLoader`` of a map-style data set; all
+                records are read once.
+            epsilon, delta: ε at δ of everything on the accountant afterwards. None: what
                 ``make_private_with_epsilon(..., calibrate=0.02)`` reserved, else what the
                 accountant's budget has left.
             accountant: None: that of ``make_private``.
@@ -231,9 +231,9 @@ class PosteriorSamples(Chain):
             T, which :attr:`temperature` keeps and :meth:`save` writes.
 
         Raises:
-            PrivacyBudgetExceeded: it does not fit the budget; nothing has changed.
-            ValueError, TypeError: model, loader or targets do not suit; nothing was charged. An
-                error that a record's values cause comes after the charge, and does not show them.
+            PrivacyBudgetExceeded: the charge does not fit the budget; nothing has changed.
+            ValueError, TypeError: model, loader or targets do not fit; nothing was charged. An
+                error caused by a record's values comes after the charge, and does not show them.
 
         **Privacy.** A record's score lies in [-1, 1], and is zero where a value is not finite or
         a label is no class. Adding or removing a record moves each sum by at most 1, replacing one
@@ -292,29 +292,29 @@ class PosteriorSamples(Chain):
     ) -> Tensor:
         r"""The posterior average: probabilities of classes, the probability of 1, or the mean.
 
-        The model is evaluated in eval mode, then put back as it was.
+        The model is evaluated in eval mode; its own mode is restored.
 
         Args:
             model: a network with the parameters that were collected. Its frozen parameters and
                 buffers are used.
             x: ``[n, ...]``, one row a record, or a ``DataLoader``, or any other iterable of
-                batches: tensors, tuples whose last item is the target, or mappings, of which the
-                model gets by name what it takes. Predicted a batch at a time, which is all that is
-                moved to the model's device: the model must not mix rows.
-            transform: what of the output is averaged, :math:`\frac1S\sum_s
-                \mathrm{transform}(f(x; \theta_s))`: by default what the likelihood says;
-                ``torch.exp`` for log-probabilities; ``None`` for the output itself. It keeps the
-                first dimension, and needs no likelihood.
-            forward: ``(model, batch) -> output`` where the model returns no tensor or takes its
-                inputs in another way, as ``lambda model, batch: model(**batch).logits``.
+                batches: tensors, tuples whose last item is the target, or mappings, whose entries
+                the model gets by name. One batch at a time is moved to the model's device and
+                predicted: the model must not mix rows.
+            transform: is applied before averaging, :math:`\frac1S\sum_s \mathrm{transform}(f(x;
+                \theta_s))`. By default the likelihood decides; ``torch.exp`` is for
+                log-probabilities, ``None`` for the output itself. It must keep the first dimension,
+                and needs no likelihood.
+            forward: ``(model, batch) -> output`` if the model returns no tensor or takes its inputs
+                in another way, such as ``lambda model, batch: model(**batch).logits``.
 
         Returns:
             The average, ``[n, ...]``, on the model's device, in the transformed output's dtype.
 
         Raises:
-            StateError: no sample is kept yet.
+            StateError: there is no sample yet.
             ValueError, TypeError: the model has other parameters than the samples, or its output
-                not one row a record, or it fits several likelihoods and none was named.
+                has not one row per record, or fits several likelihoods and none was given.
 
         **Privacy**: post-processing; see the class about private test inputs.
         """
@@ -335,7 +335,7 @@ class PosteriorSamples(Chain):
         forward: Forward | None = None,
     ) -> Tensor:
         """The output under every sample, ``[samples, n, ...]`` in the order of collection: draws of
-        the function. Arguments and errors of :meth:`predict`, but not transformed by default.
+        the function. Arguments and errors as for :meth:`predict`; by default without a transform.
 
         **Privacy**: post-processing.
         """
@@ -350,14 +350,14 @@ class PosteriorSamples(Chain):
     ) -> Tensor:
         r"""Log density of the targets under the posterior predictive distribution, :math:`\log
         \frac1S\sum_s p(y \mid x, \theta_s)`, ``[n]``, in nats, over all targets of a record
-        together. ``-samples.log_likelihood(net, x, y).mean()`` is the NLL, of every likelihood.
+        together. ``-samples.log_likelihood(net, x, y).mean()`` is the NLL.
 
         Args:
             model, x, forward: as in :meth:`predict`, with its errors.
-            y: the targets of all of ``x``, in its order, in the shape that the class states.
+            y: the targets of all of ``x``, in the same order, with the shape that the class states.
 
-        **Privacy**: post-processing of the samples. Of private targets it is a release without
-        noise, which nothing charges.
+        **Privacy**: post-processing of the samples. For private targets it is a release without
+        noise, which is not charged.
         """
         done, y = 0, torch.as_tensor(y)
 
@@ -376,8 +376,9 @@ class PosteriorSamples(Chain):
         self, model: nn.Module, x: Inputs, *, forward: Forward | None = None
     ) -> Tensor:
         r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid
-        x,\theta_s)]`, in nats: noise in the label as well as doubt about the parameters. One number
-        for each target, ``[n, ...]``: for normal targets the differential entropy, by quadrature.
+        x,\theta_s)]`, in nats: it includes label noise and uncertainty about the parameters. One
+        number for each target, ``[n, ...]``: for normal targets the differential entropy, by
+        quadrature.
 
         Arguments and errors of :meth:`predict`.
 
@@ -388,7 +389,7 @@ class PosteriorSamples(Chain):
     def mutual_information(
         self, model: nn.Module, x: Inputs, *, forward: Forward | None = None
     ) -> Tensor:
-        r"""Mutual information of label and parameters, in nats: what the samples disagree about.
+        r"""Mutual information of label and parameters, in nats: how much the samples disagree.
 
         .. math:: I[y; \theta \mid x] = H\Big[\frac1S\sum_s p(y\mid x,\theta_s)\Big]
                   - \frac1S\sum_s H[p(y\mid x,\theta_s)] \ge 0
@@ -412,8 +413,8 @@ class PosteriorSamples(Chain):
         *,
         forward: Forward | None = None,
     ) -> Tensor:
-        r"""Quantiles of the posterior predictive distribution of a normal target, of the
-        probabilities under the posterior where the target is discrete.
+        r"""Quantiles of the posterior predictive distribution of a normal target; if the target is
+        discrete, quantiles of the probabilities.
 
         The predictive distribution is the mixture :math:`\frac1S\sum_s N(\mu_s, \sigma_s^2)`.
 
@@ -438,23 +439,24 @@ class PosteriorSamples(Chain):
 
     def r_hat(self, model: nn.Module, x: Inputs, *, forward: Forward | None = None) -> Tensor:
         r"""How much the two halves of the samples disagree about each prediction: near 1 for a
-        chain that has settled, above 1.1 collect later or longer.
+        chain that has settled; if it is above 1.1, collect later or longer.
 
         With the halves' means :math:`\bar p_1, \bar p_2`, their variances' average W and m samples
         in each, :math:`\hat R^2 = (m-1)/m + (\bar p_1 - \bar p_2)^2/(2W)` (Gelman et al., 2013,
         section 11.4, for the halves of one chain).
 
         Args:
-            model, x, forward: as in :meth:`predict`; public inputs, if the result decides anything.
+            model, x, forward: as in :meth:`predict`; use public inputs if you base decisions on the
+                result.
 
         Returns:
-            One number for each number that :meth:`predict` returns.
+            One number for each prediction.
 
         Raises:
             StateError: there are fewer than four samples.
 
-        **Privacy**: post-processing of the samples. Whether to train on, decided by it, is an
-        adaptive choice in the sense of :class:`~torch_dpbayes.PrivacyAccountant`.
+        **Privacy**: post-processing of the samples. If it decides whether you train longer, this is
+        an adaptive choice (see :class:`~torch_dpbayes.PrivacyAccountant`).
         """
         if len(self) < 4:
             raise StateError(f"r_hat compares two halves, of four samples or more, got {len(self)}")

@@ -1,4 +1,4 @@
-"""Certificates: how private one posterior draw is, with every constant, and how it is drawn."""
+"""Certificates: how private one posterior draw is, with all constants, and how it is drawn."""
 
 from .bounded import Bounded
 from .certificate import Certificate, Setting, Statement

@@ -13,8 +13,7 @@ from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
 @dataclass(frozen=True)
 class Bounded(ExactDraw):
-    r"""A draw from a posterior in which no record's log likelihood moves by more than a stated
-    range.
+    r"""A draw from a posterior in which each record's log likelihood stays in a stated range.
 
     .. math::
         p(\theta \mid x) \propto p(\theta) \prod_i \exp\big(\rho\, \mathrm{clip}(\log p(x_i
@@ -35,8 +34,8 @@ class Bounded(ExactDraw):
     Raises:
         ValueError: the range is not finite, or the prior is not proper.
 
-    **Privacy.** The event is ``BoundedRangeDpEvent(ε_B)``, for an *exact* draw: that the chain has
-    converged is assumed, and no diagnostic of it is computed, for its value would be a release.
+    **Privacy.** The event is ``BoundedRangeDpEvent(ε_B)``, for an *exact* draw: it assumes that the
+    chain has converged. No diagnostic is computed, because its value would be a release.
     """
 
     log_likelihood_range: float | tuple[float, float]

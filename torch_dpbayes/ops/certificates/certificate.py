@@ -46,11 +46,11 @@ class Statement(NamedTuple):
 
 
 class Certificate(ABC):
-    """What is known about one draw. A subclass is a frozen record of public constants."""
+    """What is known about one draw. A subclass is a frozen dataclass of public constants."""
 
     @abstractmethod
     def check(self, model: Model) -> None:
-        """Refuse a model for which the certificate says nothing."""
+        """Refuse a model for which the certificate does not hold."""
 
     def needs_num_data(self, model: Model) -> bool:
         """Whether the guarantee depends on the number of records."""
@@ -66,7 +66,7 @@ class Certificate(ABC):
 
     @abstractmethod
     def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
-        """One draw, flat and unconstrained: all that a certificate makes of the data."""
+        """One draw, flat and unconstrained; this is the only use of the data."""
 
 
 class ExactDraw(Certificate):
@@ -81,11 +81,11 @@ class ExactDraw(Certificate):
 
     @abstractmethod
     def conditions(self, model: Model, setting: Setting) -> Statement:
-        """What was proved and assumed, the sampler aside."""
+        """What was proved and assumed, without the sampler."""
 
     @abstractmethod
     def limits(self, setting: Setting) -> Limits:
-        """What bounds a record's part in the density to draw from."""
+        """What bounds a record's term in the target density."""
 
     def statement(self, model: Model, setting: Setting) -> Statement:
         proved, assumed = self.conditions(model, setting)

@@ -21,7 +21,7 @@ class StepTooLarge(CertificateError):
 
 @dataclass(frozen=True)
 class FiniteRunLangevin(Asserted):
-    r"""The last of t steps of full-batch Langevin dynamics, converged or not.
+    r"""The last state after t steps of full-batch Langevin dynamics, converged or not.
 
     .. math::
         \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \qquad
@@ -36,7 +36,7 @@ class FiniteRunLangevin(Asserted):
     Bok, Su, Altschuler (2024), "Shifted interpolation for differential privacy".
 
     Args:
-        steps: t. More steps sample better and cost more, up to μ ≈ Δ/√λ.
+        steps: t. More steps come closer to the posterior and cost more, up to μ ≈ Δ/√λ.
         step_size: h, at most 2/M, not chosen by the data. None: 1/M. The draw's variance exceeds
             the target's by a factor of up to 1/(1 − hM/2).
         max_grad_norm: clip norm of one record's gradient of a GLM, before tempering.
@@ -46,9 +46,9 @@ class FiniteRunLangevin(Asserted):
         smoothness: M, asserted: U without tempering is M-smooth for every possible data set.
 
     Raises:
-        ValueError: a constant is out of range, or a step exceeds 2/M, where distances grow.
+        ValueError: a constant is out of range, or ``step_size`` exceeds 2/M.
 
-    **Privacy.** Released is the last state; the event is ``MuGaussianDpEvent(μ)``.
+    **Privacy.** The last state is released; the event is ``MuGaussianDpEvent(μ)``.
     """
 
     steps: int

@@ -25,33 +25,33 @@ _SHARES = np.array(
 
 @dataclass(frozen=True)
 class RenyiClose(CloseDraw):
-    r"""A draw by a sampler without an accept step, whose law is close to an exact draw's in Rényi
-    divergence.
+    r"""A draw by a sampler without an accept step; its distribution is close to that of an exact
+    draw in Rényi divergence.
 
     .. math:: D_\beta(Q \| P) \le \eta \quad \text{and} \quad D_\beta(P \| Q) \le \eta
 
-    for the law Q of the draw and the target P, on every data set that could occur. Both directions
-    are needed: with the first alone Q may leave out sets that P reaches, and give the data away
-    there. The order is finite: no chain has a density within a factor of its target's on all of ℝ.
+    for the distribution Q of the draw and the target P, on every possible data set. Both directions
+    are needed: with only the first, Q may have no mass where P has some, and this would reveal the
+    data. The order is finite: no chain has a density within a factor of its target's on all of ℝ.
 
     Source: Ganesh and Talwar (2020), "Faster differentially private samplers via Rényi divergence
-    analysis of discretized Langevin MCMC". Their bounds for the two chains hide their constants and
-    certify nothing by themselves.
+    analysis of discretized Langevin MCMC". Their bounds for the two chains have unknown constants,
+    so they alone certify nothing.
 
     Args:
-        target: what is known about an exact draw, and which density that is: a :class:`Bounded` or
-            a :class:`StronglyLogConcave`.
+        target: the certificate of an exact draw: a :class:`Bounded` or a
+            :class:`StronglyLogConcave`.
         sampler: :class:`~torch_dpbayes.ops.Overdamped` or :class:`~torch_dpbayes.ops.Underdamped`.
         divergence: η, asserted.
         order: β > 1, finite, asserted.
-        delta: the δ of this release, public: its guarantee is one pair (ε, δ). n draws use up nδ of
-            the accountant's delta.
+        delta: the δ of this release, public: its guarantee is one pair (ε, δ). n draws use nδ of
+            the accountant's δ.
 
     Raises:
         ValueError: a constant is out of range.
 
     **Privacy.** The event is ``PureDpEvent(ε)`` and ``FailureDpEvent(δ)``. Closeness is assumed; no
-    diagnostic of it is computed, for its value would be a release.
+    diagnostic is computed, because its value would be a release.
     """
 
     target: ExactDraw

@@ -29,8 +29,8 @@ class StronglyLogConcave(Asserted, ExactDraw):
 
     Args:
         max_grad_norm: clip norm of one record's gradient of a :class:`~torch_dpbayes.ops.GLM`, for
-            which L and λ are derived. What is sampled has the clipped gradient (a Huber loss in the
-            linear predictor).
+            which L and λ are derived. The sampled density has the clipped gradient (a Huber loss in
+            the linear predictor).
         lipschitz: L, asserted for other models: the largest norm of the gradient of one record's
             log likelihood over the whole support. It is not enforced: in general no density has
             the clipped gradient.
@@ -42,7 +42,7 @@ class StronglyLogConcave(Asserted, ExactDraw):
         ValueError: a constant is out of range, or the prior is not strongly log-concave.
 
     **Privacy.** The event is ``MuGaussianDpEvent(G/√λ)``, for an *exact* draw: the certificate
-    assumes that the chain has converged. A diagnostic of that would be a release; none is computed.
+    assumes that the chain has converged. No diagnostic is computed, because it would be a release.
     :class:`~torch_dpbayes.ops.FiniteRunLangevin` costs the same and assumes nothing.
     """
 

@@ -18,8 +18,8 @@ _POINTS, _ROUNDS = 401, 5  # of a grid that is refined: 1e-13 of the first one
 
 @dataclass(frozen=True)
 class TotalVariationClose(CloseDraw):
-    r"""A draw whose law is within total variation distance ξ of an exact draw's, on every data set
-    that could occur.
+    r"""A draw whose distribution is within total variation distance ξ of that of an exact draw, on
+    every possible data set.
 
     .. math::
         \|Q - P\|_{TV} \le \xi \quad \Rightarrow \quad \delta_Q(\varepsilon) \le
@@ -29,15 +29,14 @@ class TotalVariationClose(CloseDraw):
 
     Args:
         target, delta: as for :class:`RenyiClose`.
-        xi: ξ, asserted. It has to be far below δ: a converged chain is hardly ever known to be that
-            close.
+        xi: ξ, asserted. It must be far below δ; one can rarely know that a chain is so close.
         sampler: as for :class:`RenyiClose`. None: the No-U-Turn chain of ``target``.
 
     Raises:
         ValueError: a constant is out of range, or ``xi`` too large for ``delta``.
 
     **Privacy.** The event is ``PureDpEvent(ε)`` and ``FailureDpEvent(δ)``. Closeness is assumed; no
-    diagnostic of it is computed, for its value would be a release.
+    diagnostic is computed, because its value would be a release.
     """
 
     target: ExactDraw
