@@ -49,10 +49,10 @@ def require_single_process() -> None:
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise StateError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and nothing was"
-            " said about the others. To train one model together:"
-            " PrivacyEngine(process_group=torch.distributed.group.WORLD); for a model of this"
-            " rank's own: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]).",
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and the other"
+            " ranks are not mentioned. To train one model together:"
+            " PrivacyEngine(process_group=torch.distributed.group.WORLD); for a separate model on"
+            " this rank: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]).",
             code="ranks-alone",
         )
 
@@ -66,8 +66,8 @@ def refuse_wrapped(module: nn.Module) -> None:
         ):
             where = "the module" if not name else f"module {name!r}"
             raise ArgumentTypeError(
-                f"{where} is wrapped in {type(part).__name__}, which would average gradients that"
-                " are neither clipped nor noisy. Pass the bare module to"
+                f"{where} is wrapped in {type(part).__name__}, which averages gradients without"
+                " clipping and noise. Pass the bare module to"
                 " PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private: its"
                 " optimizer adds up clipped sums over ranks.",
                 code="ranks-wrapped",
@@ -75,8 +75,8 @@ def refuse_wrapped(module: nn.Module) -> None:
     for name, p in module.named_parameters():
         if hasattr(p, "device_mesh"):
             raise ArgumentTypeError(
-                f"parameter {name!r} is sharded over ranks; a record's norm needs all of its"
-                " gradient on one: keep whole parameters",
+                f"parameter {name!r} is sharded over ranks, but a gradient's norm needs the whole"
+                " gradient on one rank: use unsharded parameters",
                 code="ranks-wrapped",
             )
 
@@ -100,7 +100,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ArgumentError(
-                "this process is not in process_group: build the engine on the group's ranks only"
+                "this process is not in process_group: build the engine only on the group's ranks"
             )
         self._group, self._shares_errors = group, shares_errors
         self.is_broken = False
@@ -173,9 +173,9 @@ class Ranks:
                         what += " ({}, on rank 0 {})".format(*values)
                 self._raise(
                     RankError(
-                        f"rank {rank} and rank 0 differ in {what}: give all ranks the same model,"
-                        " settings and accountant, or load one checkpoint everywhere. Nothing was"
-                        " charged."
+                        f"rank {rank} and rank 0 differ in {what}: use the same model, settings"
+                        " and accountant on all ranks, or load one checkpoint everywhere. Nothing"
+                        " was charged."
                     )
                 )
         return [row.beside for row in rows]
@@ -266,10 +266,10 @@ class Ranks:
             return f"{name}: {error}"[:_LONGEST_ERROR]
         if isinstance(error, PrivacyBudgetExceeded):
             return (
-                f"{name}: the budget of rank {self.rank} does not allow for another iteration. What"
-                " was charged stays charged; draws are in kernel.get_samples()."
+                f"{name}: the budget of rank {self.rank} does not allow another iteration. Charges"
+                " stay; kernel.get_samples() returns the draws."
             )
-        return "An error: see that process."
+        return "See the error in that process."
 
     @staticmethod
     def _raise(error: Exception) -> NoReturn:
@@ -290,6 +290,6 @@ class Ranks:
             self.is_broken = True
             raise RankError(
                 f"rank {self.rank} of {self.size}: another rank died, or did not answer in time."
-                " No step was taken; what was charged stays charged. Save state_dict(), and start"
-                " all ranks again from a checkpoint."
+                " No step was taken; charges stay. Save state_dict(), and start all ranks again"
+                " from a checkpoint."
             ) from error

@@ -262,7 +262,7 @@ class GaussianNoise:
             return
         if this_process() != self._process:
             raise StateError(
-                "this noise generator was made in another process, and a forked copy draws its"
+                "this noise generator was made in another process, and a forked copy repeats its"
                 " parent's noise: build the optimizer inside the worker, or leave out generator=.",
                 code="forked",
             )
@@ -393,8 +393,8 @@ def use_position(what: str, generator: torch.Generator) -> None:
 def _refuse_used(what: str, position: bytes) -> None:
     if (what, position) in _used_positions:
         raise ArgumentError(
-            f"{what} was already drawn from a generator in this very state, and would be the same"
-            " again: leave out generator=, or seed it differently.",
+            f"{what} was already drawn from a generator in this state, and would be the same"
+            " again: leave out generator=, or use another seed.",
             code="noise-repeats",
         )
 
@@ -419,7 +419,7 @@ def check_clip_bound(name: str, value: Any, what: str) -> float:
     """``value`` as a clip bound that noise can hide."""
     if not can_hide(bound := check_positive(name, value, what)):
         raise ArgumentError(
-            f"{name} = {value!r} is too extreme for sums in 64-bit floats: take a value between"
-            " 1e-30 and 1e150, in other units of the parameters or the data if need be."
+            f"{name} = {value!r} is too extreme for sums in 64-bit floats: use a value between"
+            " 1e-30 and 1e150, if necessary in other units of parameters or data."
         )
     return bound

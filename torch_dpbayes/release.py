@@ -338,9 +338,9 @@ class Release:
             is_all &= not is_last or self._pending_records == draws.size
             if is_strange or not is_all:
                 raise StepError(
-                    "the gradients of this step are not those of the batch that the private loader"
-                    " delivered, every record once: pass each batch whole through the model once,"
-                    " then step().",
+                    "the gradients of this step do not belong to the private loader's batch, with"
+                    " every record once: pass each whole batch through the model once, then call"
+                    " step().",
                     code="step-records",
                 )
         # neighbouring data sets may be one record longer or shorter, and must not be told apart by
@@ -348,7 +348,7 @@ class Release:
         elif self.sample_rate == 1 and abs(records - self.num_data) > 1:
             raise StateError(
                 f"expected_batch_size = num_data = {self.num_data} declares full batches, but this"
-                " batch is not all of the data: state the batch size, or use"
+                " batch is not the whole data set: pass the batch size, or use"
                 " PrivacyEngine.make_private.",
                 code="sampling-unknown",
             )
@@ -389,9 +389,10 @@ class Release:
             return events.RecordwiseBatchGaussianDpEvent(gaussian.noise_multiplier)
         if self.accountant.neighboring != "replace_one":
             raise ArgumentError(
-                "who is in these batches is not known, and one record more may change them all: use"
-                ' PrivacyEngine.make_private, PrivacyAccountant(neighboring="replace_one"), or'
-                ' sampling="recordwise" if no record\'s place depends on others.',
+                "how these batches are drawn is unknown, and one more record may change all of"
+                " them: use PrivacyEngine.make_private,"
+                ' PrivacyAccountant(neighboring="replace_one"), or sampling="recordwise" if no'
+                " record decides where another one is.",
                 code="sampling-unknown",
             )
         return events.UnspecifiedBatchGaussianDpEvent(gaussian.noise_multiplier)
@@ -416,8 +417,8 @@ class Release:
             if isinstance(event, events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    "steps are charged at sensitivity 2C, without amplification: nothing is known"
-                    " of how batches are drawn, except that no record is in one twice."
+                    "steps are charged at sensitivity 2C, without amplification: it is not known"
+                    " how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
                     stacklevel=5,
                 )
@@ -528,15 +529,14 @@ class Release:
             accountant.resume(saved["accountant"])
             if speaks and accountant.path is None and not releases and len(accountant):
                 _log.warning(
-                    "resumed with an accountant in memory: what was released after this state was"
-                    " saved, or from another copy of it, is not counted."
-                    " PrivacyAccountant(path=...) counts all of them."
+                    "resumed with an accountant in memory: releases after this state was saved,"
+                    " or from another copy of it, are not counted. PrivacyAccountant(path=...)"
+                    " counts all."
                 )
         if draws is not None and len(accountant) > charged:
             raise CheckpointError(
                 "the accountant was charged after this state was saved, and the DataLoader's"
-                " generator= would draw those batches again, for releases with other noise: leave"
-                " it out."
+                " generator= would draw those batches again, with other noise: leave it out."
             )
 
     def resume_streams(self, saved: Mapping[str, Any]) -> None:
@@ -569,10 +569,11 @@ def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
         if trainable:
             members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
     if not members:
-        raise StateError("every parameter is frozen: there is nothing to sample")
+        raise StateError("all parameters are frozen: there is nothing to sample")
     if len({p.device for _, _, parameters in members for p in parameters}) > 1:
         raise StateError(
-            "the parameters live on several devices; one norm per record needs them on one"
+            "the parameters are on several devices: move them to one, because each record has one"
+            " norm"
         )
     return members
 
@@ -586,7 +587,7 @@ def require_public(what: str, values: Iterable[Any]) -> None:
             require_public(what, value.values())
         elif isinstance(value, torch.Tensor) and holds_records(value):
             raise StepError(
-                f"{what} holds values that were computed from records: they would enter the step"
-                " without clipping and noise. Use public values, or what opt.step() released",
+                f"{what} has values computed from records, which would enter the step without"
+                " clipping and noise. Use public values or released ones",
                 code="model-written",
             )

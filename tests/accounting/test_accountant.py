@@ -344,7 +344,7 @@ def test_each_statement_is_kept_once_in_order(path, where, relation):
     assert accountant.notes == (FIRST, SECOND)
     accountant.compose(events.RecordwiseBatchGaussianDpEvent(20.0), 3)
     first, second, third = accountant.notes
-    assert (first, second) == (FIRST, SECOND) and "does not depend on other records" in third
+    assert (first, second) == (FIRST, SECOND) and "no record decides" in third
     said = accountant.summary().partition("rests on")[2]
     assert said.index(first) < said.index(second) < said.index(third)
     if where == "memory":

@@ -119,10 +119,7 @@ def ledger_text(found: dict[str, Any], summary: str) -> str:
         steps = "any number" if line["steps"] is None else line["steps"]
         lines.append(f"  {steps} x {line['event']}  ({line['label'] or 'no label'})")
     if found["open_blocks"]:
-        lines.append(
-            "open blocks: reserved by a running process, or left behind by one that died, and"
-            " charged in full"
-        )
+        lines.append("open blocks: reserved by a running or killed process, and charged in full")
     for line in found["open_blocks"]:
         whose = f"{line['label'] or 'no label'}, {line['writer']}"
         lines.append(f"  {line['time']}  {line['count']} x {line['event']}  ({whose})")
@@ -133,14 +130,14 @@ def ledger_main(arguments: list[str]) -> int:
     """What a ledger holds."""
     parser = argparse.ArgumentParser(
         "python -m torch_dpbayes.accounting",
-        description="Prints what a ledger holds, and what is left of its budget. Without a ledger:"
+        description="Prints the charges in a ledger, and the rest of its budget. Without a ledger:"
         f" {', '.join(_COMMANDS)} (see epsilon --help) print what a plan costs.",
     )
     parser.add_argument("file", help="the ledger, as in PrivacyAccountant(path=...)")
     parser.add_argument(
         "--delta",
         type=float,
-        help="report epsilon at this delta (default: that of the budget, else 1e-5)",
+        help="report epsilon at this delta (default: the budget's, else 1e-5)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)

@@ -47,8 +47,8 @@ __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceede
 
 POISSON_ASSERTED = "Poisson sampling asserted by the caller"
 _IN_THE_MIDDLE = (
-    "this accountant was called from within a charge, which only a signal handler can do: let the"
-    " handler raise SystemExit or KeyboardInterrupt instead; reserved steps are returned."
+    "a signal handler called this accountant during a charge: let the handler raise SystemExit or"
+    " KeyboardInterrupt instead; reserved steps are returned."
 )
 # Whether a charge is being made: beside the lock, which a handler in the same thread can take.
 _is_busy = False
@@ -446,7 +446,7 @@ class PrivacyAccountant:
         delta = self.delta if delta is None else check_delta(delta)
         if delta is None:
             raise ArgumentError(
-                "delta is needed, as this accountant has no budget: get_epsilon(delta=1e-5)."
+                "delta is needed, because this accountant has no budget: get_epsilon(delta=1e-5)."
             )
         return delta
 
@@ -480,8 +480,8 @@ class PrivacyAccountant:
             self._change(lambda session: self._charge(session, event, parts, label, bool(adaptive)))
         elif adaptive:
             raise ArgumentError(
-                "adaptive=True declares how releases are charged, and a charge of nothing declares"
-                " nothing: write it in the first charge of a release."
+                "adaptive=True has no effect in a charge of nothing: write it in the first charge"
+                " of a release."
             )
         return self
 
@@ -490,9 +490,9 @@ class PrivacyAccountant:
     ) -> None:
         if session.process != this_process():
             raise StateError(
-                "this accountant was forked into another process, where a charge would be lost to"
-                " its parent: make it with PrivacyAccountant(..., path='budget.db'), or give every"
-                " process an accountant with a share of the budget."
+                "this accountant was forked into another process, and its parent would not see"
+                " the charges: make it with PrivacyAccountant(..., path='budget.db'), or give"
+                " each process an accountant with a share of the budget."
             )
         session.charge(parts, label, adaptive)
         # Known events, whose numbers cannot change, are one object each time.
@@ -619,8 +619,8 @@ class PrivacyAccountant:
         if not isinstance(session, Session):
             raise ArgumentTypeError(
                 "a PrivacyAccountant in memory cannot be copied: both copies would spend the same"
-                " budget. Make it with PrivacyAccountant(..., path='budget.db'), pass the object"
-                " itself on, or load its state_dict() into a new one."
+                " budget. Make it with PrivacyAccountant(..., path='budget.db'), pass the same"
+                " object, or load its state_dict() into a new one."
             )
         job = session.job, session.later, _this_program()
         return _open_again, (str(session.path), session.ledger.id, *job)
@@ -641,8 +641,8 @@ class PrivacyAccountant:
         def hook(optimizer: Any) -> None:
             if hasattr(optimizer, "unclipped_num_std"):
                 raise StateError(
-                    "Opacus' adaptive clipping also releases how many records it clips, and charges"
-                    " too little for that: use another clipping."
+                    "Opacus' adaptive clipping also releases how many records it clips, and"
+                    " charges too little for this: use another clipping."
                 )
             if optimizer.accumulated_iterations != 1:
                 raise StateError(

@@ -69,7 +69,7 @@ def noise_multiplier_for(
     if before and upper(before, delta) > epsilon:
         why = without_delta(before, delta)
         raise ArgumentError(
-            f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g}"
+            f"earlier charges cost more than epsilon = {epsilon:g} at delta = {delta:g}"
             f" alone{': no noise is large enough for another step.' if not why else '. ' + why}"
         )
 
@@ -163,8 +163,8 @@ def total_multiplier(
     delta = accountant.delta if delta is None else delta
     if epsilon is None or delta is None:
         raise ArgumentError(
-            "a budget is needed, both numbers of it: epsilon=1.0, delta=1e-5, or an accountant that"
-            " has them."
+            "a budget needs both numbers: pass epsilon=1.0, delta=1e-5, or an accountant with a"
+            " budget."
         )
     epsilon, delta = check_epsilon(epsilon), check_delta(delta)
     try:
@@ -182,7 +182,7 @@ def total_multiplier(
             raise
         raise ArgumentError(
             f"nothing is left for this run: the accountant holds epsilon = {held:.5g} of"
-            f" {epsilon:g}. State epsilon= in each run, or pass a new accountant."
+            f" {epsilon:g}. Pass epsilon= in each run, or a new accountant."
         ) from error
     return found * (1 + _ROUNDING)
 
@@ -218,8 +218,8 @@ def counts_of(
     for event, count, *rest in history:
         if len(rest) > 1 and rest[1]:
             raise ArgumentError(
-                "the history holds adaptive charges, whose guarantee is their accountant's budget"
-                " as a whole: no target below it can be calibrated for. Choose the noise multiplier"
+                "the history has adaptive charges, so the guarantee is always the accountant's"
+                " whole budget, and a smaller target is impossible. Choose the noise multiplier"
                 " yourself and charge with adaptive=True."
             )
         for part, times in events.elementary(event, events.positive_count(count)):

@@ -223,7 +223,7 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelati
         if (found := WHERE_ZEROED.get(type(release))) is None:
             raise ArgumentError(
                 f"{type(release).__name__} is not accounted for under zero_out: use"
-                " add_or_remove_one or replace_one, or charge what its guarantee is (PureDpEvent,"
+                " add_or_remove_one or replace_one, or charge its guarantee (PureDpEvent,"
                 " MuGaussianDpEvent)."
             )
         return found(release)
@@ -291,14 +291,15 @@ def _(event: UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent, replace: bo
         return Gaussian(2.0 / event.noise_multiplier)
     if isinstance(event, ShuffledEpochDpEvent):
         raise ArgumentError(
-            "a shuffled loader gives no guarantee under add_or_remove_one, where an added record"
-            " may change every batch: use PrivacyAccountant(neighboring='replace_one'), or Poisson"
-            " sampling (PrivacyEngine.make_private)."
+            "a shuffled loader gives no guarantee under add_or_remove_one, because an added"
+            " record may change every batch: use PrivacyAccountant(neighboring='replace_one'), or"
+            " Poisson sampling (PrivacyEngine.make_private)."
         )
     raise ArgumentError(
         "one more record may change all of an unspecified batch: use"
-        ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private. If who is in'
-        " a batch does not depend on other records, charge RecordwiseBatchGaussianDpEvent."
+        ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private. If no'
+        " record decides whether another one is in a batch, charge"
+        " RecordwiseBatchGaussianDpEvent."
     )
 
 
@@ -343,8 +344,8 @@ def _sampled_where_zeroed(event: PoissonSampledDpEvent) -> Pair:
     """Whoever is zeroed out stays in its batch, whose size other releases may tell."""
     if event.sampling_probability < 1 and type(event.event) not in ADDITIVE:
         raise ArgumentError(
-            f"Poisson batches do not amplify {type(event.event).__name__} under zero_out, where a"
-            " record stays in its batch: use add_or_remove_one, or charge the release itself,"
+            f"Poisson batches do not amplify {type(event.event).__name__} under zero_out, because"
+            " a record stays in its batch: use add_or_remove_one, or charge the release itself,"
             " without amplification."
         )
     return as_removed(event)
@@ -427,9 +428,9 @@ def _(pair: Mixed) -> float:
 @dominating_mu.register
 def _(pair: Concentrated) -> float:
     raise ArgumentError(
-        "a release known by its Renyi curve only implies no Gaussian differential privacy, on which"
-        " this accountant's adaptive guarantee rests since its first charge: charge it to an"
-        " accountant of its own."
+        "this accountant's adaptive guarantee needs Gaussian differential privacy since its first"
+        " charge, and a release with only a Renyi curve has none: charge it to a separate"
+        " accountant."
     )
 
 

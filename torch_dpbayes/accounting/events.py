@@ -84,7 +84,8 @@ def check_epsilon(epsilon: Any) -> float:
     value = real(epsilon, "epsilon")
     if not 0 < value < math.inf:
         raise ArgumentError(
-            f"epsilon must be positive and finite, got {epsilon!r}. No limit is epsilon=None."
+            f"epsilon must be positive and finite, got {epsilon!r}. For no limit write"
+            " epsilon=None."
         )
     return value
 
@@ -99,8 +100,8 @@ def check_delta(delta: Any) -> float:
         )
     if value < SMALLEST_DELTA:
         raise ArgumentError(
-            f"delta = {value:g} is below {SMALLEST_DELTA:g}, down to which bounds were compared"
-            " with the truth. Use delta >= 1e-30."
+            f"delta = {value:g} is below {SMALLEST_DELTA:g}, the smallest value at which bounds"
+            " were tested. Use delta >= 1e-30."
         )
     return value
 
@@ -156,7 +157,8 @@ def positive_count(value: Any, what: str = "count") -> int:
         raise ArgumentError(f"{what} must be a positive whole number, got {value!r}.")
     if int(value) > 2**53:
         raise ArgumentError(
-            f"{what} must be at most 2**53, up to which it can be saved exactly, got {value!r}."
+            f"{what} must be at most 2**53, because larger numbers cannot be saved exactly, got"
+            f" {value!r}."
         )
     return int(value)
 
@@ -175,7 +177,7 @@ def non_negative(value: Any, what: str) -> float:
     number = real(value, what)
     if not 0 <= number <= LARGEST:
         raise ArgumentError(
-            f"{what} must be at least 0 and at most {LARGEST:g}, beyond which nothing is private:"
+            f"{what} must be at least 0 and at most {LARGEST:g}, above which nothing is private:"
             f" got {value!r}."
         )
     return max(number, _LEAST) if number else 0.0
@@ -302,7 +304,7 @@ def parts_of(event: Any, count: int) -> Parts:
             f"an event from torch_dpbayes.accounting.events is needed, got {event!r}."
         )
     raise ArgumentTypeError(
-        f"{type(event).__name__} is not accounted for here: charge what its guarantee is under the"
+        f"{type(event).__name__} is not accounted for here: charge its guarantee under the"
         " accountant's relation, PureDpEvent(epsilon), MuGaussianDpEvent(mu) or"
         " EpsilonDeltaDpEvent(epsilon, delta); for a selection selection_event(...)."
     )
@@ -365,7 +367,7 @@ def _(event: SampledWithoutReplacementDpEvent, count: int) -> Parts:
     batch = positive_count(event.sample_size, "sample_size")
     if batch > size:
         raise ArgumentError(
-            f"sample_size {batch} is larger than source_dataset_size {size}: a batch holds at most"
+            f"sample_size {batch} is larger than source_dataset_size {size}: a batch has at most"
             " all records."
         )
     if isinstance(gaussian, GaussianDpEvent):
@@ -383,8 +385,8 @@ def sampled_gaussian(event: Any, sampler: str) -> DpEvent:
         return NonPrivateDpEvent()
     if not parts or any(type(part) is not GaussianDpEvent for part, _ in parts):
         raise ArgumentTypeError(
-            f"{sampler} must hold GaussianDpEvents, for which amplification is proved, got"
-            f" {event.event!r}: charge what else there is as releases of their own."
+            f"{sampler} must contain GaussianDpEvents, because amplification is proved for them,"
+            f" got {event.event!r}: charge the others as separate releases."
         )
     if isinstance(event.event, GaussianDpEvent):
         return parts[0][0]
@@ -422,8 +424,8 @@ def _(event: FailureDpEvent, count: int) -> Parts:
     delta = real(event.delta, "delta")
     if not 0 < delta < 1:
         raise ArgumentError(
-            f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. What never fails"
-            " needs no such event, and what always fails is NonPrivateDpEvent()."
+            f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. Without failures"
+            " leave it out; for certain failure use NonPrivateDpEvent()."
         )
     yield FailureDpEvent(delta), count
 
@@ -440,7 +442,7 @@ def _(event: UserLevelDpEvent, count: int) -> Parts:
     for part, times in parts_of(event.event, count):
         if isinstance(part, UserLevelDpEvent):
             raise ArgumentTypeError(
-                f"a UserLevelDpEvent holds no other one, got {event!r}: write only one."
+                f"a UserLevelDpEvent cannot contain another one, got {event!r}: write only one."
             )
         yield UserLevelDpEvent(part), times
 
@@ -451,13 +453,13 @@ def require_unit(event: DpEvent, unit: Unit) -> None:
         return
     if unit == "user":
         raise ArgumentError(
-            f"this accountant protects users, and {type(event).__name__} is about one record:"
-            " use make_private(..., user_ids=ids), or UserLevelDpEvent(event) where it bounds all"
-            " of a user's records."
+            f"this accountant protects users, and {type(event).__name__} is about one record: use"
+            " make_private(..., user_ids=ids), or UserLevelDpEvent(event) if the event covers all"
+            " records of a user."
         )
     raise ArgumentError(
-        "this accountant protects records, and a UserLevelDpEvent is about users, whose epsilon is"
-        ' another number: charge it to PrivacyAccountant(unit="user").'
+        "this accountant protects records, and a UserLevelDpEvent has the epsilon of a user:"
+        ' charge it to PrivacyAccountant(unit="user").'
     )
 
 

@@ -43,10 +43,10 @@ Guarantee = Literal["fixed", "filter", "none"]
 Flag = Literal["fixed", "adaptive"]
 
 RESUMED = (
-    "resumed from a saved state: nothing was released after it was saved, nor from another copy"
-    " of it, and parameters were fixed before the first release"
+    "resumed from a saved state: assumes no release after it was saved or from another copy of"
+    " it, and parameters fixed before the first release"
 )
-_RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend on other records"
+_RECORDWISE = "RecordwiseBatchGaussianDpEvent: no record decides whether another one is in a batch"
 _NOTHING = "Nothing was recorded; release nothing."
 _KNOWN_EVENTS = 4096  # whose parts are kept
 _NAMED = 2  # different events of one charge, in an error
@@ -294,8 +294,8 @@ class History:
             )
         if rule is not None and any(isinstance(pair, Failure) for pair in need):
             raise PrivacyBudgetExceeded(
-                "a release that may fail outright fits no filter, and what is adaptive or of a"
-                f" later job needs one: charge it to an accountant of its own. {_NOTHING}"
+                "a release that may fail fits no filter, and adaptive charges and later jobs need"
+                f" one: charge it to a separate accountant. {_NOTHING}"
             )
         if why := without_delta(added(self.counts, need), delta):
             raise PrivacyBudgetExceeded(f"{why} {_NOTHING}")
@@ -340,15 +340,15 @@ class History:
             return budget
         if self.settings.budget is None:
             raise ArgumentError(
-                "adaptive=True needs a budget: parameters chosen from earlier outputs are private"
-                " only against a limit that was fixed before. Write"
-                " PrivacyAccountant(epsilon=..., delta=...)."
+                "adaptive=True needs a budget: if earlier outputs decide parameters, only a limit"
+                " fixed in advance gives a guarantee. Write PrivacyAccountant(epsilon=...,"
+                " delta=...)."
             )
         if self.counts:
             raise ArgumentError(
-                "this accountant already holds charges that were not adaptive, and becoming"
-                " adaptive would be a choice made after seeing outputs: charge with adaptive=True"
-                " from the first charge on, in a new accountant."
+                "this accountant already has charges that were not adaptive, so it is too late"
+                " for adaptive=True: use a new accountant and charge with adaptive=True from the"
+                " first charge on."
             )
         # not that of these parts if a charge was here before and was taken back
         return self.filtered(self.first or parts[0].pair, self.first is None or self.declared)
@@ -412,20 +412,20 @@ class History:
         """Loads a saved state into an empty history; see ``PrivacyAccountant.load_state_dict``."""
         if state["ledger"]:
             raise ArgumentError(
-                "the saved history belongs to a ledger file, which goes on counting: open that"
-                " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
+                "the saved history belongs to a ledger file, which may have later charges: open"
+                " that file, PrivacyAccountant(path=...), and resume with it."
             )
         if self.counts:
             raise ArgumentError(
-                "this accountant is not empty: loading would forget or double what it holds."
-                " Load into a new PrivacyAccountant."
+                "this accountant is not empty: loading would lose or double its charges. Load"
+                " into a new PrivacyAccountant."
             )
         settings, budget = self.settings, self.settings.budget
         is_same = (state["epsilon"], state["delta"]) == (settings.epsilon, settings.delta)
         is_adaptive = any(key.flag == "adaptive" for key in charges)
         if is_adaptive and not is_same:
             raise ArgumentError(
-                "the saved history is adaptive: it only holds with its budget"
+                "the saved history is adaptive: it is only valid with its budget"
                 f" {[state['epsilon'], state['delta']]}; this accountant's is"
                 f" {[settings.epsilon, settings.delta]}. Load it into one with the saved budget."
             )
@@ -446,7 +446,7 @@ class History:
                 raise PrivacyBudgetExceeded(
                     "the saved history costs more than this accountant's budget, epsilon ="
                     f" {budget[0]:g} at delta = {budget[1]:g}. Nothing was loaded. Load it into an"
-                    " accountant with the budget that it was made with."
+                    " accountant with the original budget."
                 )
         self._write(state, parts)
         self.is_taken_over = True
@@ -462,9 +462,9 @@ class History:
         held, wanted = (_by_job(found) for found in (self.charges, charges))
         if wanted - held:
             raise ArgumentError(
-                "this accountant does not know the releases of the saved run, and resuming would"
-                " forget them: resume with that run's own accountant, or an empty one, which takes"
-                " them over."
+                "this accountant does not know the releases of the saved run, so they would be"
+                " lost: resume with that run's accountant, or with an empty one, which copies"
+                " them."
             )
 
 
@@ -480,7 +480,7 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
         if state[name] != getattr(settings, name):
             raise ArgumentError(
                 f"the saved accountant has {name}={state[name]!r}, this one"
-                f" {getattr(settings, name)!r}: their numbers mean different things. Make this"
+                f" {getattr(settings, name)!r}: their numbers cannot be compared. Make this"
                 " accountant with the saved setting."
             )
     found: dict[Key, int] = {}

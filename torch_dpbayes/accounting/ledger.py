@@ -92,31 +92,31 @@ class LedgerError(DPBayesError, RuntimeError):
 def replaced(path: Path) -> LedgerError:
     """Another file has taken the place of the one that was opened."""
     return LedgerError(
-        f"{path} is another ledger than the one that was opened: it was replaced. Nothing is"
-        " released. Put the right one back."
+        f"{path} was replaced by another ledger after it was opened. Nothing is released. Put the"
+        " right file back."
     )
 
 
 def damaged(path: Path, what: str) -> LedgerError:
     """The file is not what was written."""
     return LedgerError(
-        f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is"
-        " released. Restore the newest backup only if nothing was charged after it; otherwise take"
-        " the budget as spent."
+        f"the ledger {path} is damaged ({what}). Its charges are unknown, so nothing is released."
+        " Restore the newest backup only if nothing was charged after it; otherwise consider the"
+        " budget spent."
     )
 
 
 def of_another_version(path: Path, error: Exception) -> LedgerError:
     """The file is as it was written, but not by this version."""
     return LedgerError(
-        f"the ledger {path} has what this torch_dpbayes does not know ({error!r:.80}): another"
-        " version wrote it. Use that one; nothing was changed."
+        f"the ledger {path} has content that this torch_dpbayes does not know ({error!r:.80}):"
+        " another version wrote it. Use that one; nothing was changed."
     )
 
 
 _NONE = "Nothing may be released"
 _EXPLAINED = {
-    sqlite3.SQLITE_FULL: f"cannot grow: the disk is full. {_NONE}; make room, then go on",
+    sqlite3.SQLITE_FULL: f"cannot grow: the disk is full. {_NONE}; free some space, then continue",
     sqlite3.SQLITE_IOERR: (
         f"cannot be read or written ({{error}}): is the disk full, or a size limit reached? {_NONE}"
     ),
@@ -127,7 +127,7 @@ _EXPLAINED = {
     sqlite3.SQLITE_CANTOPEN: f"cannot be opened: {{why}}. {_NONE}",
     sqlite3.SQLITE_CONSTRAINT: f"refused a row ({{error}}). {_NONE}",
     sqlite3.SQLITE_BUSY: (
-        "was kept busy by other processes for {seconds:g} s. Nothing was recorded; release nothing,"
+        "was locked by other processes for {seconds:g} s. Nothing was recorded; release nothing,"
         " and try again"
     ),
 }
@@ -140,7 +140,7 @@ def explained(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> LedgerEr
     what = _EXPLAINED.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
     if what is None:
         return damaged(path, str(error))
-    why = "check the permissions of the file and of its folder, which both must be writable"
+    why = "check the permissions: the file and its folder must be writable"
     why = why if path.is_file() else "it is no file" if path.exists() else "it is gone"
     return LedgerError(
         f"the ledger {path} {what.format(error=error, why=why, seconds=BUSY_SECONDS)}."
@@ -243,9 +243,8 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     connection.execute("BEGIN")  # settings, seal and first row of one moment
     if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise LedgerError(
-            f"{path} is empty. If it was a ledger, what was charged is lost (a full disk?), and"
-            " beginning anew would spend the budget twice: restore it. If it never was one, remove"
-            " it."
+            f"{path} is empty. If it was a ledger, its charges are lost (a full disk?), and a new"
+            " one would spend the budget twice: restore it. If it never was one, remove it."
         )
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise LedgerError(
@@ -262,19 +261,19 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
         raise damaged(path, verdict)
     made = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master")}
     if not made.issuperset(TABLES):
-        raise damaged(path, "its tables are not those that were made")
+        raise damaged(path, "its tables are not the original ones")
     try:
         saved = dict(connection.execute("SELECT name, value FROM settings").fetchall())
         expected = saved.pop(SEAL)
         found = {name: json.loads(value) for name, value in saved.items()}
         digest = first_digest(found)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise damaged(path, f"its settings are not what was written: {error!r}") from error
+        raise damaged(path, f"its settings were changed: {error!r}") from error
     first = connection.execute(f"SELECT {COLUMNS}, digest FROM rows WHERE seq = 1").fetchone()
     if first is not None:
         digest, expected = next_digest(digest, list(first[:-1])), first[-1]
     if digest != expected:
-        raise damaged(path, "its settings or its first row are not what was written")
+        raise damaged(path, "its settings or its first row were changed")
     return found
 
 
@@ -330,9 +329,9 @@ class Ledger:
         for name, value in settings.items():
             if value is not None and found[name] != value:
                 raise ArgumentError(
-                    f"the ledger {self.path} was made with {name} = {found[name]!r},"
-                    f" not {value!r}. These are fixed at its creation, for what is in it was"
-                    " charged under them: open it with its own, or make another file."
+                    f"the ledger {self.path} was made with {name} = {found[name]!r}, not"
+                    f" {value!r}. These settings cannot change: open the file with its own, or"
+                    " make another file."
                 )
 
     # --- connections ------------------------------------------------------------------------------
@@ -382,15 +381,14 @@ class Ledger:
                         other.unlink(missing_ok=True)
         if self.path.stat().st_nlink > 1:
             raise LedgerError(
-                f"{self.path} has a second name (a hard link). SQLite keeps a journal for each"
-                " name, so that charges under one would be invisible under the other. Remove one"
-                " of the names."
+                f"{self.path} has a second name (a hard link). SQLite has a journal for each name,"
+                " so charges under one are invisible under the other. Remove one of the names."
             )
         if not self._is_checked and _is_mounted(self.path):
             raise LedgerError(
-                f"{self.path} is itself a mount point, as one file bound into a container is."
-                " SQLite keeps a journal for each name, so charges under another would be"
-                " invisible here. Release nothing; mount the folder."
+                f"{self.path} is itself a mount point, such as one file bound into a container."
+                " SQLite has a journal for each name, so charges under another are invisible"
+                " here. Release nothing; mount the folder."
             )
         self._is_checked = True
 
@@ -408,14 +406,14 @@ class Ledger:
         rows, seal = self._connected("read", select)
         if self._version and (not rows or rows.pop(0)[-1] != self._digest):
             raise LedgerError(
-                f"the ledger {self.path} does not hold any more what this process read in it: a"
-                " copy or a backup took its place. Nothing is released: put the newer file back."
+                f"the ledger {self.path} no longer contains what this process read: a copy or a"
+                " backup replaced it. Nothing is released: put the newer file back."
             )
         found, last = [], self._digest
         for number, (*values, digest) in enumerate(rows, self._version + 1):
             last = next_digest(last, values)
             if values[0] != number or digest != last:
-                raise damaged(self.path, f"row {values[0]} is not what was written")
+                raise damaged(self.path, f"row {values[0]} was changed")
             try:
                 found.append(Row.decoded(values))
             except (DPBayesError, TypeError, ValueError) as error:
@@ -438,7 +436,7 @@ class Ledger:
             last = "SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1"
             seq, digest = connection.execute(last).fetchone() or (0, self._before)
             if not (isinstance(seq, int) and isinstance(digest, str)) or digest != seal:
-                raise damaged(self.path, f"its seal is not that of row {seq}")
+                raise damaged(self.path, f"its seal does not match row {seq}")
             unchanged = (seq, digest) == (self._version, self._digest)
             if if_unchanged and not unchanged:
                 connection.execute("ROLLBACK")

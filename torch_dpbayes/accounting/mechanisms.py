@@ -234,8 +234,8 @@ def _(event: DiscreteGaussianDpEvent, replace: bool) -> Pair:
 def _(event: RandomizedResponseDpEvent, replace: bool) -> Pair:
     if not replace:
         raise ArgumentError(
-            "randomized response gives no guarantee under add_or_remove_one, where it shows that a"
-            ' record is there: use PrivacyAccountant(neighboring="replace_one").'
+            "randomized response gives no guarantee under add_or_remove_one, because it shows"
+            ' that a record is there: use PrivacyAccountant(neighboring="replace_one").'
         )
     other = event.noise_parameter / event.num_buckets
     kept = 1 - event.noise_parameter + other

@@ -448,7 +448,7 @@ def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
     ):
         return ""
     return (
-        f"Releases that may fail outright (FailureDpEvent) use a delta of {failed:.4g} in all,"
-        f" which leaves nothing of delta = {delta:g}: epsilon is infinite. Ask for a larger delta,"
-        " or charge smaller failures."
+        f"Releases that may fail (FailureDpEvent) use a delta of {failed:.4g} in all, so nothing"
+        f" is left of delta = {delta:g}: epsilon is infinite. Ask for a larger delta, or charge"
+        " smaller failures."
     )

@@ -46,8 +46,9 @@ def summary(
         lines.append(f"              {why}")
     lines.append(f"  guarantee   {guarantee_in_words(history, delta)}")
     lines.append(
-        f"  risk        an attack that accuses {risk.false_positive_rate:.1%} wrongly finds at most"
-        f" {risk.true_positive_rate:.4g} of those there; advantage <= {risk.advantage:.4g}"
+        f"  risk        an attack with {risk.false_positive_rate:.1%} false accusations finds at"
+        f" most {risk.true_positive_rate:.4g} of the {settings.unit}s in the data; advantage <="
+        f" {risk.advantage:.4g}"
     )
     if history.path is not None:
         lines.append(f"  ledger      {history.path}")
@@ -66,9 +67,9 @@ def guarantee_in_words(history: History, delta: float) -> str:
     """What epsilon is a bound for."""
     if history.guarantee == "none":
         return (
-            "none for jobs that began after others had charged: there is no budget that a"
-            " filter could keep. Had all parameters been fixed before the first release,"
-            f" epsilon <= {history.fixed_epsilon(delta):.5g} at delta = {delta:g}"
+            "none for jobs that began after others had charged: a filter needs a budget. If all"
+            " parameters were fixed before the first release, epsilon <="
+            f" {history.fixed_epsilon(delta):.5g} at delta = {delta:g}"
         )
     if history.filter is None:
         kind = "privacy loss distributions"
@@ -161,8 +162,8 @@ def draw(risk: Risk, axes: Any = None) -> Any:
     axes.plot(rates, rates, color="black", linestyle=":", linewidth=1, label="guessing")
     axes.plot([at], [found], "o", label=f"finds {found:.3g} at {at:g}")
     axes.set(xscale="log", yscale="log", xlim=(lowest, 1.0), ylim=(lowest, 1.2))
-    axes.set_xlabel("false-positive rate: accused, though not there")
-    axes.set_ylabel("true-positive rate: there, and accused")
+    axes.set_xlabel("false-positive rate: accused, but not in the data")
+    axes.set_ylabel("true-positive rate: accused, and in the data")
     axes.set_title(f"advantage ≤ {risk.advantage:.3g}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

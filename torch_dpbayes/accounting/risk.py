@@ -302,10 +302,10 @@ class Risk:
         which = f"Which of two {self.unit}s" if is_swap else f"Whether a {self.unit}"
         return "\n".join(
             [
-                f"{which} is in the data: what an attacker who knows all else can tell, at most",
+                f"{which} is in the data: upper bounds for an attacker who knows everything else",
                 f"  advantage   {self.advantage:.4g} (0 is guessing, 1 is certainty)",
-                f"  detection   {self.true_positive_rate:.4g} of those that are, at a"
-                f" false-positive rate of {self.false_positive_rate:g}",
+                f"  detection   {self.true_positive_rate:.4g} of the {self.unit}s in the data, at"
+                f" a false-positive rate of {self.false_positive_rate:g}",
                 f"  posterior   {self.posterior:.4g} for an accused {self.unit}, from a prior of"
                 f" {self.prior:g} (odds {self.posterior_odds:.4g})",
                 f"  best guess  right with probability {self.best_guess:.4g}; without any release"

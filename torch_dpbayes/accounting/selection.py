@@ -181,7 +181,7 @@ def selection_event(
     if math.isinf(epsilon):
         raise ArgumentError(
             "a run of this schedule is not private at this delta, so its selection is not either:"
-            " give a larger delta, or a schedule without what fails or has no noise."
+            " pass a larger delta, or a schedule without failures and releases without noise."
         )
     selection = ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
     return UserLevelDpEvent(selection) if True in units else selection

@@ -212,7 +212,7 @@ class Session(History):
         budget = self.settings.budget
         if budget is None:
             _log.warning(
-                "%s held charges before this job and has no budget: epsilon is infinite.", self.path
+                "%s had charges before this job and has no budget: epsilon is infinite.", self.path
             )
             return
         left, in_one, advice = self.remaining(need), "", ""
@@ -220,7 +220,7 @@ class Session(History):
             whole = Budget(*budget, self.settings.method)
             whole.restart(self.counts)
             in_one = f" ({whole.max_count(self.counts, need) - 1} in the first job)"
-            advice = " Avoid it by one job, or adaptive=True from the start."
+            advice = " To avoid this use one job, or adaptive=True from the start."
         _log.warning(
             "%s held charges before this job, so a filter guarantees its budget, epsilon = %g"
             " at delta = %g. About %s more such releases fit%s.%s",
@@ -275,8 +275,8 @@ class Session(History):
                 self.note(RESUMED)
         elif not self.ledger.holds(state["place"]):
             raise ArgumentError(
-                f"the ledger {self.path} holds less than the saved run was charged for: it was"
-                " restored from an older copy. Put the newer file back."
+                f"the ledger {self.path} has fewer charges than the saved run: it was restored"
+                " from an older copy. Put the newer file back."
             )
 
     def _write(self, state: Mapping[str, Any], parts: list[tuple[Part, Key]]) -> None:
@@ -286,8 +286,8 @@ class Session(History):
         ]
         if self._append(rows) is None:
             raise ArgumentError(
-                "another process charged this ledger in the meantime: it is not empty any more, so"
-                " nothing was loaded. Take a new ledger."
+                "another process has charged this ledger meanwhile, so it is not empty and"
+                " nothing was loaded. Use a new ledger."
             )
 
 

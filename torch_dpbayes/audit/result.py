@@ -52,7 +52,9 @@ class AuditResult:
 
     def __str__(self) -> str:
         canaries, made, correct = self.guesses
-        verdict = "REFUTED: more is revealed than stated" if self.is_refuted else "not refuted"
+        verdict = (
+            "REFUTED: the release reveals more than stated" if self.is_refuted else "not refuted"
+        )
         if self.is_refuted != (self.epsilon_lower_bound > self.epsilon):
             verdict += ", by the accountant's trade-off curve, which is not Gaussian"
         return (

@@ -25,7 +25,7 @@ from .transcripts import Inclusion, draw_inclusion, from_scores, generator_of
 _WHITE_BOX = (
     "white-box: canaries are gradients of norm C, all else is known; clipping is not tested"
 )
-_BLACK_BOX = "black-box: canaries are records, and the trained model's loss is all that is seen"
+_BLACK_BOX = "black-box: canaries are records; only the trained model's loss is seen"
 
 
 class Slot(int):
@@ -175,13 +175,13 @@ def one_run(
     use it.
     """
     if delta is None and (accountant is None or (delta := accountant.delta) is None):
-        raise AuditError("no accountant with a budget says at which δ to compare: pass delta=1e-5")
+        raise AuditError("δ is missing, and the accountant has no budget: pass delta=1e-5")
     epsilon = None if accountant is None else accountant.epsilon
     LowerBound(bound, delta, confidence).require_enough(num_canaries, epsilon)
     if canaries is not None and (bound == "independent" or len(canaries) != num_canaries):
         raise AuditError(
-            f"num_canaries = {num_canaries} records are needed, got {len(canaries)}; and the losses"
-            ' of one model depend on each other\'s canaries: pass bound="gaussian"'
+            f"num_canaries = {num_canaries} records are needed, got {len(canaries)}; and their"
+            ' losses depend on each other: pass bound="gaussian"'
         )
     generator, engine, found = generator_of(seed), AuditedEngine(accountant), list[Array]()
     included = draw_inclusion(num_canaries, generator)

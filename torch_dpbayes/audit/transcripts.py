@@ -91,7 +91,7 @@ def from_scores(
     for charge in accountant.history if accountant is not None and bound == "independent" else ():
         if isinstance(charge.event, _DRAWN_JOINTLY):
             raise AuditError(
-                'bound="independent" is for full and Poisson batches, and the accountant was'
+                'bound="independent" is for full and Poisson batches, but the accountant was'
                 f' charged a {type(charge.event).__name__}: pass bound="gaussian"'
             )
     epsilon = _stated(epsilon, accountant, delta)
@@ -152,7 +152,7 @@ def _stated(epsilon: float | None, accountant: PrivacyAccountant | None, delta: 
     if accountant is None and epsilon is not None and 0 <= real(epsilon, "epsilon") < np.inf:
         return float(epsilon)
     if accountant is None or epsilon is not None:
-        raise AuditError("state what was charged, once: pass accountant=, or epsilon= from 0 on")
+        raise AuditError("pass either accountant= or epsilon= (at least 0)")
     if np.isinf(found := accountant.get_epsilon(delta)):
         raise AuditError("the accountant states no ε for this run, so none can be refuted")
     return found

@@ -123,9 +123,9 @@ def require_no_repeats(dataset: Any) -> None:
         together = np.sort(np.concatenate([np.asarray(part) for part in parts]))
         if (together[1:] == together[:-1]).any():
             raise ArgumentError(
-                "the data set holds some records several times, by a Subset, a ConcatDataset or a"
-                " list: epsilon would be that of one copy. Keep each once, or pass user_ids=, the"
-                " id of each record's user.",
+                "the data set has some records several times (Subset, ConcatDataset or list), but"
+                " epsilon would be for one copy. Keep each record once, or pass user_ids=, the id"
+                " of each record's user.",
                 code="loader-repeats",
             )
 
@@ -246,8 +246,8 @@ def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[s
     lasting = [first for first, second in looks if first == second]
     if len(lasting) < len(looks) and all(len(set(part)) == 1 for part in lasting):
         raise ArgumentError(
-            "the records differ at every look: let the data set draw from torch's, NumPy's or"
-            " Python's global random numbers, or hand out a label with every record, so that ranks"
-            " can compare them."
+            "records change each time they are read, so ranks cannot compare them: draw random"
+            " numbers from torch's, NumPy's or Python's global generator, or return a label with"
+            " every record."
         )
     return [digest(first).hex() if first == second else "" for first, second in looks]

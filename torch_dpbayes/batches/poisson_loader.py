@@ -43,15 +43,15 @@ _TAKEN_OVER = (
 _RECORDS = 5  # synthetic ones, which are compared
 _TOLERANCE = 1e-4  # of sums in another order
 _PLAIN = ("builtins", "collections")  # where containers are defined that mix nothing
-_VOUCHED = "collate_fn is given whole batches: you vouch that it keeps records apart, too"
+_VOUCHED = "collate_fn gets whole batches: you vouch that it does not mix records"
 _RANDOM = (
-    "collate_fn draws random numbers, and is called for each record alone: what it draws for a"
-    " batch, as mixup does, it draws for every record"
+    "collate_fn draws random numbers, and runs for each record alone: numbers for a batch, as in"
+    " mixup, are drawn for every record"
 )
-_FIELDS = "some records have other fields than others: put a number in place of what is missing"
+_FIELDS = "records have different fields: put a number in place of missing values"
 _DIFFERS = (
-    "collate_fn is given each record alone, which makes something else of synthetic records than"
-    " the batch: use neither the number of records nor the others, as mixup does, or vouch by"
+    "collate_fn gets each record alone, and so makes a different batch of synthetic records: do"
+    " not use other records or their number, as mixup does, or vouch by"
     " assume_independent_records=True"
 )
 
@@ -101,8 +101,8 @@ class _WorkerInit:
 
 def _refuse(_: PoissonLoader, value: Any) -> None:
     raise StateError(
-        "what a private loader draws and how it collates is fixed: pass another DataLoader(...,"
-        " collate_fn=f) to make_private"
+        "a private loader cannot be changed: pass another DataLoader(..., collate_fn=f) to"
+        " make_private"
     )
 
 
@@ -139,8 +139,8 @@ class PoissonLoader(DPDataLoader):
             before = data_loader.sampler_of_draws
             if ranks is None and before.ranks is not None:
                 raise ArgumentError(
-                    "this loader's draws are shared by several ranks, but here nothing is said"
-                    " about the others: do this on one process",
+                    "several ranks share this loader's draws, but here only one is known: do this"
+                    " on one process",
                     code="ranks-alone",
                 )
             if before.generator is not None:
@@ -235,8 +235,8 @@ class PoissonLoader(DPDataLoader):
         for batch in self._read():
             if self.num_workers > 0 and this_process() != process:
                 raise StateError(
-                    "this pass over the private loader began in another process, whose workers'"
-                    " batches come from draws of that process: begin a new pass",
+                    "this pass over the private loader began in another process, which draws its"
+                    " batches: begin a new pass",
                     code="forked",
                 )
             this = this or sampler.passes
@@ -334,8 +334,8 @@ class RecordwiseCollate:
         batch = self._batch_of(records)
         if any(t.requires_grad for t in tensors_in(batch)):
             raise ArgumentError(
-                "the data set or collate_fn makes tensors that require grad, which would be trained"
-                " without clipping and noise: leave it to the model, or detach() them",
+                "the data set or collate_fn makes tensors that require grad, and would train"
+                " without clipping and noise: move this into the model, or detach() them",
                 code="loader-collate",
             )
         return batch
@@ -362,8 +362,8 @@ class RecordwiseCollate:
                 if found == [(id(t), 0) for t in whole]:  # by code of a container's own
                     return batch
         raise ArgumentError(
-            "collate_fn is given each record alone, and has to make tensors with one row of it, of"
-            " one shape for all records: pad to a fixed length, or vouch by"
+            "collate_fn gets each record alone, and must return tensors with one row and the same"
+            " shape for all records: pad to a fixed length, or vouch by"
             " assume_independent_records=True",
             code="loader-collate",
         )
@@ -432,7 +432,7 @@ def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any
     first, again, after = looks
     if _are_close(first, again, 0.0) and not _are_close(again, after, 0.0):
         raise ArgumentError(
-            "a record changes when another one is read, as in one buffer: hand out buffer.clone()",
+            "a record changes when another one is read (a shared buffer?): return buffer.clone()",
             code="loader-collate",
         )
 
@@ -442,7 +442,7 @@ def _no_empty_batch(record: Any, what: str) -> ArgumentError:
     texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
     what = f"{', '.join(texts)} is text" if texts else what
     return ArgumentError(
-        "no empty batch can be made of these records, which Poisson sampling delivers now and then:"
+        "Poisson sampling needs an empty batch at times, and none can be made of these records:"
         f" {what}. Records are tensors and numbers, in tuples, lists or dicts; leave names and"
         " paths out.",
         code="loader-collate",

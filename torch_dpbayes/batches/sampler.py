@@ -80,8 +80,8 @@ class PoissonSampler(UniformWithReplacementSampler):
             )
         if num_data > MAX_RECORDS:
             raise ArgumentError(
-                f"{num_data} records are more than 2**53, from where on positions are no longer"
-                " exact in double precision: train on a part, torch.utils.data.Subset"
+                f"{num_data} records are more than 2**53, so positions are not exact in double"
+                " precision: train on a part, torch.utils.data.Subset"
             )
         if generator is not None and generator.device.type != "cpu":
             raise ArgumentError(
@@ -122,8 +122,8 @@ class PoissonSampler(UniformWithReplacementSampler):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.generator is not None or self.ranks is not None:
             raise ArgumentTypeError(
-                "a private loader with a generator of the caller's, or of several ranks, cannot be"
-                " copied: both would draw the same batches. Use PrivacyEngine.make_private on a"
+                "a private loader with your own generator, or on several ranks, cannot be copied:"
+                " both would draw the same batches. Use PrivacyEngine.make_private on a"
                 " DataLoader for the copy.",
                 code="copied",
             )
@@ -188,16 +188,16 @@ class PoissonSampler(UniformWithReplacementSampler):
             return
         if (count := len(self._dataset)) != self.num_samples:
             raise StateError(
-                f"the data set has {count} records now, and had {self.num_samples} when it was made"
-                " private: put them back, or call make_private for the records of today.",
+                f"the data set has {count} records now, and had {self.num_samples} when it was"
+                " made private: put them back, or call make_private again.",
                 code="data-changed",
             )
         if (now := Arrangement(self._dataset)) == self._arrangement:
             return
         if self._arrangement is not None and (why := self._why_in_order()):
             raise StateError(
-                f"records of the data set were replaced or put in another order, {why}. Leave the"
-                " order as it was, as draws are random themselves, or call make_private again.",
+                f"records of the data set were replaced or put in another order, {why}. Keep the"
+                " order (draws are random anyway), or call make_private again.",
                 code="data-changed",
             )
         if self.drawn[1] == "records":
@@ -233,8 +233,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         if number != self.passes:
             self._is_missed = True
             raise StateError(
-                "two passes over one private loader at a time: end this pass and begin a new one,"
-                " or look at records by DataLoader(loader.dataset, batch_size=...).",
+                "two passes over one private loader are open: finish one before the next, or look"
+                " at records with DataLoader(loader.dataset, batch_size=...).",
                 code="loader-two-passes",
             )
 
@@ -285,8 +285,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         """The loader hands out the next draw, or Opacus' BatchMemoryManager a part of it."""
         if is_part and self.num_workers > 0:
             raise StateError(
-                "BatchMemoryManager with num_workers > 0 announces batches before it delivers them,"
-                " and two draws could mix in one step. Build the DataLoader with num_workers=0.",
+                "BatchMemoryManager with num_workers > 0 prefetches batches, so two draws could"
+                " mix in one step. Build the DataLoader with num_workers=0.",
                 code="loader-memory-manager",
             )
         self._enter_process()
@@ -361,13 +361,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         own = self.position()
         if position.keys() != own.keys():
             raise CheckpointError(
-                "the saved run drew its batches in another way than this loader does: pass the"
-                " sampling= that it had to make_private."
+                "the saved run drew its batches in another way: pass its sampling= to make_private."
             )
         if len(position["states"]) > 1 and position["of"] != own["of"]:
             raise CheckpointError(
-                "the saved run left draws that got no step, or a pass that goes on, of other data"
-                " or batches: keep data and batch size, or leave out generator=."
+                "the saved run has an unfinished draw or pass, for other data or batches: keep"
+                " data and batch size, or leave out generator=."
             )
 
     def resume(self, position: dict[str, Any]) -> None:

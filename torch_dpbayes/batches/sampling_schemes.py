@@ -126,7 +126,7 @@ class RandomAllocationSampler(PoissonSampler):
         if noise_multiplier < self._charged_noise:
             raise ArgumentError(
                 f"the noise multiplier fell from {self._charged_noise:g} to {noise_multiplier:g}"
-                " within a pass, which was charged as a whole when it began: change lr between"
+                " within a pass, but the whole pass was charged at its start: change lr between"
                 " passes.",
                 code="pass-charged",
             )

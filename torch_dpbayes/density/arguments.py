@@ -19,8 +19,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword argument
 _VECTOR = 64  # rows: four of float32, of the longest vectors that there are
 _STAND_INS = 19  # rows in place of those whose number is private
 ROWS_ONLY = (
-    "under add-or-remove-one every tensor of the call is data, a record a row along its first"
-    " dimension. Bind others with functools.partial."
+    "under add-or-remove-one every tensor of the call is data, with one row per record. Bind"
+    " others with functools.partial."
 )
 
 
@@ -92,9 +92,9 @@ class Arguments:
             raise UnfitModel(f"the data plate is not as long as the arguments: {ROWS_ONLY}")
         if size > 1 and any(shape.count(size) > 1 for shape in self.shapes.values()):
             raise UnfitModel(
-                "an argument has two dimensions as long as the data plate: of pairs, a record is in"
-                " every row. Pass features of single records (columns x.unbind(1) if as many); bind"
-                " public matrices with functools.partial."
+                "an argument has two dimensions as long as the data plate: for pairs, every row"
+                " contains each record. Pass features of single records (columns x.unbind(1) if"
+                " as many); bind public matrices with functools.partial."
             )
         self.size = size
         self.row_dims = {k: s.index(size) for k, s in self.shapes.items() if size in s}

@@ -85,13 +85,12 @@ class MadeUpRecords:
         if error is not None:
             raise UnfitModel(
                 f"the model does not run on {self._count} made-up rows: {first_line(error)}. Its"
-                " plate has to take its size from the data, pyro.plate"
-                f"({structure.plate!r}, len(y)). Bind arguments that are no data with"
-                " functools.partial."
+                f" plate has to take its size from the data, pyro.plate({structure.plate!r},"
+                " len(y)). Bind other arguments with functools.partial."
             ) from error
         raise UnfitModel(
-            "the log likelihood of made-up rows, normal, uniform, 0/1 or counts, is not finite: let"
-            " the model take arguments in such a range and convert them itself."
+            "the log likelihood of synthetic rows (normal, uniform, 0/1 or counts) is not finite:"
+            " let the model take arguments in one of these ranges and convert them."
         )
 
     def _has_digits(self, terms: Tensor) -> bool:
@@ -151,7 +150,7 @@ class MadeUpRecords:
         if not nearly_equal(self.terms(self.theta, everything), expected):
             raise UnfitModel(
                 "two evaluations of the model at the same values differ: it draws random numbers"
-                " that are no sample sites (dropout?). Switch them off, model.eval()."
+                " outside of sample sites (dropout?). Switch them off with model.eval()."
             )
 
         try:
@@ -229,12 +228,12 @@ def _require_equal(
 ) -> None:
     if not nearly_equal(terms, expected):
         raise UnfitModel(
-            f"the log likelihood of a record changes when {what} (seen on made-up rows): centre,"
-            " scale, count and fill in with public constants, not with the data's own mean, largest"
-            " value or number."
+            f"the log likelihood of a record changes when {what} (seen on synthetic rows): centre,"
+            " scale, count and impute with public constants, not with the data's mean, maximum or"
+            " number."
         )
     if not nearly_equal(other_prior, prior):
         raise UnfitModel(
-            f"the prior changes when {what} (seen on made-up rows), which would release the data"
+            f"the prior changes when {what} (seen on synthetic rows), so it would release the data"
             " without a charge: use a prior with public constants."
         )

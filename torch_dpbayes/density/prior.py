@@ -96,8 +96,8 @@ class Prior:
                 self.transforms[name].inv(torch.ones_like(value)), other(torch.ones_like(value))
             ):
                 raise UnfitModel(
-                    f"the support of latent {name!r} changes from one run of the model to the next:"
-                    " sample it in a fixed support and scale the value."
+                    f"the support of latent {name!r} changes between runs of the model: sample it"
+                    " in a fixed support and scale the value."
                 )
             self._shapes[name] = value.shape
             samples.append(value)
@@ -232,7 +232,7 @@ class Prior:
             read = [getattr(graph, str(n.target)) for n in graph.graph.nodes if n.op == "get_attr"]
             if any(t.numel() > 1 and all(t is not given for given in arguments) for t in read):
                 raise UnfitModel(
-                    f"site {name!r} outside the data plate reads a tensor that is no argument:"
+                    f"site {name!r} outside the data plate reads a tensor that is not an argument:"
                     " records in it would be neither clipped nor charged. Move it into the plate,"
                     " or write public constants as numbers."
                 )
@@ -291,12 +291,14 @@ def _require_proper(name: str, site: Any) -> None:
     while distribution is not None:
         if isinstance(distribution, _ANGLES):
             raise UnfitModel(
-                f"latent {name!r} is an angle whose prior repeats itself for ever: sample it from"
+                f"latent {name!r} is an angle with a periodic prior: sample it from"
                 " Uniform(-math.pi, math.pi), and add its log_prob as a pyro.factor outside the"
                 " data plate."
             )
         if isinstance(distribution, Delta):
-            raise UnfitModel(f"latent {name!r} is a Delta, which no move leaves: write its value.")
+            raise UnfitModel(
+                f"latent {name!r} is a Delta, so a chain cannot move it: write its value."
+            )
         if isinstance(distribution, MaskedDistribution):
             masks.append(getattr(distribution, _MASK))
         distribution = getattr(distribution, "base_dist", None)

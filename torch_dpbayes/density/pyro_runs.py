@@ -180,7 +180,7 @@ class _RefusesParameters(Messenger):
 
 def _parameter(name: str) -> UnfitModel:
     return UnfitModel(
-        f"the model has a parameter {name!r}, which may have been fitted to the records but would"
-        " count as public: make it a pyro.sample site, write a public number, or freeze its module"
+        f"the model has a parameter {name!r}, which may be fitted to the records but would count"
+        " as public: make it a pyro.sample site, write a public number, or freeze its module"
         " (requires_grad_(False))."
     )

@@ -96,7 +96,7 @@ class RecordStatistics:
             except Exception as caught:
                 error = error or caught
         raise UnfitModel(
-            "the statistics or features of a record cannot be computed from made-up ones:"
+            "the statistics or features of a record cannot be computed for synthetic ones:"
             f" {type(error).__name__}: {error}. Take one record, without the dimension of the"
             " records, and return a vector, by tensor operations alone."
         ) from error
@@ -107,5 +107,5 @@ class RecordStatistics:
                 lambda row: [self._statistics(*row)], list(rows)
             )
         if found.dim() > 2:
-            raise ValueError("the statistics of a record are a vector, or one number")
+            raise ValueError("the statistics of a record must be a vector or one number")
         return found.reshape(len(rows[0]), -1)

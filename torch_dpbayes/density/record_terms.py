@@ -65,8 +65,8 @@ class RecordTerms:
         plate_dim = self._structure.plate_dim
         if terms.dim() < -plate_dim or terms.shape[plate_dim] != count:
             raise UnfitModel(
-                f"site {name!r} has factors of shape {tuple(terms.shape)} for {count} made-up rows:"
-                f" the data plate has to {self._take_size}."
+                f"site {name!r} has factors of shape {tuple(terms.shape)} for {count} synthetic"
+                f" rows: the data plate has to {self._take_size}."
             )
         if other := [d for d in range(-terms.dim(), 0) if d != plate_dim]:
             terms = terms.sum(other)

@@ -54,14 +54,14 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     for name in factors:
         if type(trace.nodes[name]["fn"]).__name__ != "Unit":
             raise UnfitModel(
-                f"site {name!r} is observed outside the plate {plate!r}, so nothing bounds what one"
-                " record can do: move it into the plate."
+                f"site {name!r} is observed outside the plate {plate!r}, so the influence of one"
+                " record has no bound: move it into the plate."
             )
     if factors:
         # a number that they close over cannot be told from a public constant
         _log.warning(
-            "sites %s outside the plate %r count as part of the prior, at no charge: what they"
-            " close over must be free of the records",
+            "sites %s outside the plate %r count as part of the prior and are not charged:"
+            " numbers in them must not come from the records",
             factors,
             plate,
         )
@@ -96,9 +96,9 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
     if any(not shape[0] for shape in arguments.shapes.values()):
         raise UnfitModel("there are no records: a plate of Pyro's cannot be empty.")
     raise UnfitModel(
-        "the model does not run on made-up data of the shapes that were passed:"
-        f" {first_line(errors[0]).rstrip('.')}. Let it take such values: it never sees the data"
-        " themselves."
+        "the model does not run on synthetic data of the given shapes:"
+        f" {first_line(errors[0]).rstrip('.')}. It must accept such values: it never sees the"
+        " data."
     ) from errors[0]
 
 
@@ -172,14 +172,14 @@ def _sites(trace: Trace, plate: str) -> tuple[list[str], list[str], list[str]]:
             )
         elif name in latents and inside:
             raise UnfitModel(
-                f"latent {name!r} lies in the data plate, where every record has its own: integrate"
+                f"latent {name!r} lies in the data plate, so every record has its own: integrate"
                 " it out, or move it out of the plate."
             )
         elif name not in latents:
             if not inside:
                 raise UnfitModel(
-                    f"discrete latent {name!r} lies outside the data plate, where summing it out"
-                    " ties records together: move it into the plate, or make it continuous."
+                    f"discrete latent {name!r} lies outside the data plate, and summing it out"
+                    " would mix records: move it into the plate, or make it continuous."
                 )
             if site["infer"].get("enumerate", "parallel") != "parallel":
                 raise UnfitModel(

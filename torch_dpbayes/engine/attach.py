@@ -48,8 +48,8 @@ from .settings import SCHEMES, Settings
 # where a model's steps were charged last
 _accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDictionary()
 _CHARGED_ELSEWHERE = (
-    "the model was made private on another accountant before: epsilon of records that both"
-    " trainings read is that of both together"
+    "the model was made private with another accountant before: for records in both trainings,"
+    " epsilon is that of both together"
 )
 _log = logging.getLogger("torch_dpbayes")
 
@@ -115,8 +115,7 @@ def made_private(
     if _was_charged_elsewhere(module, accountant):
         accountant.note(_CHARGED_ELSEWHERE)
         warnings.append(
-            f"{_CHARGED_ELSEWHERE}. Go on with that accountant, PrivacyEngine(accountant), or"
-            " begin with a new model."
+            f"{_CHARGED_ELSEWHERE}. Use that accountant, PrivacyEngine(accountant), or a new model."
         )
     _accountants[module] = ref(accountant)
     if not isinstance(settings.data_loader, PoissonLoader):
@@ -161,8 +160,8 @@ def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSourc
         )
     if mode == "hooks" and not is_vouched:
         raise ModelError(
-            'grad_sample_mode="hooks" runs model and loss on whole batches, where nothing keeps'
-            " records apart: leave it out, or vouch for both by assume_independent_records=True",
+            'grad_sample_mode="hooks" runs model and loss on whole batches, so they could mix'
+            " records: leave it out, or vouch for both by assume_independent_records=True",
             code="model-vouch",
         )
     if examples is not None:
@@ -235,13 +234,12 @@ def _check_consistent(
                 accountant.method,
                 accountant.neighboring,
             ),
-            "the accountant's history (one that is kept in a file has to be opened on every"
-            " rank, and is on one machine)": (kept),
+            "the accountant's history (open a ledger file on every rank, on one machine)": (kept),
         }
     )
     digests = records_digests(loader.dataset, users_collate(loader))
     secrets = {  # no error shows them
-        "the records or their order (pass all of the data set on every rank)": digests,
+        "the records or their order (pass the whole data set on every rank)": digests,
         "the generators of noise and sampling (seeds must be equal)": repr(generators),
     }
     ranks.check_consistent(MAKE_PRIVATE, secrets)
@@ -261,9 +259,8 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
         )
     if isinstance(data_loader.dataset, IterableDataset):
         raise ArgumentError(
-            "an iterable data set hands out records in its own order, so no record can be left out"
-            " at random, and amplification by sampling does not hold. Use a map-style data set"
-            " (__len__ and __getitem__).",
+            "an iterable data set decides the order of its records, so records cannot be drawn at"
+            " random. Use a map-style data set (__len__ and __getitem__).",
             code="loader-iterable",
         )
     if settings.user_ids is None:
@@ -279,9 +276,9 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
         return _drawing(settings, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
         raise ArgumentError(
-            "a batch sampler decides itself which records share a batch; amplification holds only"
-            " for records drawn independently. Pass DataLoader(dataset, batch_size=...): it is"
-            " redrawn by Poisson sampling at that expected size.",
+            "a batch sampler decides which records share a batch, but records must be drawn"
+            " independently. Pass DataLoader(dataset, batch_size=...): Poisson sampling draws"
+            " batches of this expected size.",
             code="loader-sampler",
         )
     dataset: Any = data_loader.dataset
@@ -293,8 +290,9 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
         or len(sampler) != num_data
     ):
         raise ArgumentError(
-            f"{type(sampler).__name__} does not visit every record once a pass: leave out sampler=,"
-            " also on several ranks, and take torch.utils.data.Subset for a part of the data.",
+            f"{type(sampler).__name__} does not visit every record once per pass: leave out"
+            " sampler=, also on several ranks, and use torch.utils.data.Subset for a part of the"
+            " data.",
             code="loader-sampler",
         )
     if data_loader.batch_size > num_data:
@@ -316,14 +314,14 @@ def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) ->
         if batch_size > counted:
             raise ArgumentError(
                 f"batch_size = {batch_size:g} is more than the {counted} records that all users"
-                " bring together: pass a smaller one, or a larger records_per_user="
+                " have together: pass a smaller one, or a larger records_per_user="
             )
         draws_of_users = partial(UserSampler, users=users)
         return PoissonLoader(data_loader, batch_size / counted, ranks, draws_of_users)
     if most is not None and most < batch_size:
         raise ArgumentError(
-            f"max_batch_size = {most} is below the batch size {batch_size:g}, so that most"
-            " draws would be cut: pass a smaller batch_size, or a larger max_batch_size"
+            f"max_batch_size = {most} is below the batch size {batch_size:g}, so most draws would"
+            " be cut: pass a smaller batch_size, or a larger max_batch_size"
         )
     scheme = settings.sampling if batch_size < size else "poisson"  # all records: one for all
     if scheme == "fixed_size":
@@ -342,8 +340,8 @@ def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> N
         return
     if optimizer.accountant.path is not None:
         raise ArgumentError(
-            "the data loader's generator= draws the same batches in every job that seeds it alike,"
-            " which a ledger does not charge for: leave it out, or the accountant's path=.",
+            "the data loader's generator= draws the same batches in every job with the same seed,"
+            " and a ledger cannot charge this: leave it out, or the accountant's path=.",
             code="loader-generator",
         )
     if noise is not None and (
@@ -351,7 +349,7 @@ def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> N
         or (noise.device == draws.device and stream_position(noise) == stream_position(draws))
     ):
         raise ArgumentError(
-            "noise and sampling would use the same random numbers, so the noise could be read off"
-            " the batches: give the DataLoader and the optimizer generators with different seeds",
+            "noise and sampling would use the same random numbers, so batches would reveal the"
+            " noise: give DataLoader and optimizer generators with different seeds",
             code="loader-generator",
         )

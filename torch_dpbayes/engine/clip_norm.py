@@ -78,8 +78,8 @@ def private_clipped_fraction(
     norms = _norms(module, source, next(iter(loader)), criterion, shown)
     if len(norms) != draws.size:
         raise ArgumentError(
-            "a record of the draw appears not exactly once in the gradients: pass each batch"
-            " whole through the model once",
+            "a record of the draw is not exactly once in the gradients: pass each whole batch"
+            " through the model once",
             code="step-records",
         )
     share = optimizer.release.share_of(noise_multiplier, bound, norms)
@@ -114,7 +114,7 @@ def simulate_gradient_norms(
     if reads_private_data(public_or_synthetic_loader):
         raise ArgumentError(
             "this loader reads a data set that make_private or plan was given: use"
-            " private_clipped_fraction, or a new data set of public or made-up records.",
+            " private_clipped_fraction, or a new data set of public or synthetic records.",
             code="data-private",
         )
     attached = GradientSource.attached_to(module)

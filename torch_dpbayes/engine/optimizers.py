@@ -62,7 +62,7 @@ def build(
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not parameters:
             raise ArgumentError(
-                "every parameter of the model is frozen: there is nothing to sample"
+                "all parameters of the model are frozen: there is nothing to sample"
             )
         scheme = loader.sampler_of_draws.scheme
         # of other schemes nothing may be assumed before the release knows the draws
@@ -74,8 +74,8 @@ def build(
             raise _not_private(f"{type(built).__name__}, which the factory made,")
         if built.accountant is not accountant:
             raise ArgumentError(
-                "the factory must pass on the accountant= that it is called with:"
-                " PrivacyEngine(accountant=...) chooses it",
+                "the factory must use the accountant= that it gets: choose it by"
+                " PrivacyEngine(accountant=...)",
                 code="optimizer-settings",
             )
     for name, value in {**stated, **declared}.items():
@@ -89,9 +89,9 @@ def build(
     theirs = {id(p) for p in module.parameters() if p.requires_grad}
     if mine != theirs:
         raise ArgumentError(
-            "the optimizer must have exactly the model's trainable parameters, for a record's"
-            " gradient is clipped over all of them: use parameter groups for different settings,"
-            " and requires_grad_(False) to freeze",
+            "the optimizer must have exactly the model's trainable parameters, because a gradient"
+            " is clipped over all of them: use parameter groups for different settings, and"
+            " requires_grad_(False) to freeze",
             code="optimizer-parameters",
         )
     return built
@@ -126,7 +126,7 @@ def build_calibrated(
             )
     if is_held(accountant) and (epsilon, delta) != (accountant.epsilon, accountant.delta):
         raise ArgumentError(
-            f"this accountant's guarantee is its budget as a whole, ({accountant.epsilon},"
+            f"this accountant's guarantee is always its whole budget, ({accountant.epsilon},"
             f" {accountant.delta}): pass that as the target, or use make_private."
             " accountant.summary() says why.",
             code="budget-whole",
@@ -136,8 +136,8 @@ def build_calibrated(
     if settings.calibrate is not None:
         if ranks is not None:
             raise ArgumentError(
-                "calibrate= reads all records in one process, and several ranks share them: leave"
-                " it out, and call samples.calibrate in a process of its own"
+                "calibrate= reads all records in one process, but several ranks share them: leave"
+                " it out, and call samples.calibrate in a separate process"
             )
         whole = total_multiplier(accountant, epsilon, delta)
         draws.reserved = whole / math.sqrt(settings.calibrate)

@@ -57,7 +57,7 @@ class Plan:
 
     def __str__(self) -> str:
         if self.derives_clip_norm:
-            origin = "derived: the noise is the sampler's own at this lr and temperature"
+            origin = "derived: the sampler needs this noise at this lr and temperature"
         else:
             origin = "as given"
         asked = "it follows" if self.temperature is None else f"asked for: {self.temperature:.4g}"
@@ -91,7 +91,7 @@ class Plan:
         if self.delta * self.num_data >= 1:
             lines.append(
                 f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a"
-                " program that publishes one of them would keep that. Set it well below"
+                " program that publishes one of them would satisfy this. Set it well below"
             )
         return [line for line in lines if line]
 
@@ -116,9 +116,9 @@ class Plan:
         walk = self.effective_noise_multiplier * math.sqrt(self.num_parameters)
         if math.inf > walk > self.sample_rate * self.num_data * math.sqrt(self.steps):
             return (
-                "the noise of all steps is larger than all clipped gradients together: this budget"
-                " cannot train the model. More records, larger batches, fewer trained parameters or"
-                " a larger epsilon can"
+                "the noise of all steps is larger than all clipped gradients together: this"
+                " budget cannot train the model. Use more records, larger batches, fewer trained"
+                " parameters or a larger epsilon"
             )
         if self.temperature is None and hot > 1:
             return (
@@ -188,6 +188,6 @@ def little_left(accountant: PrivacyAccountant, plan: Plan) -> list[str]:
         return []
     return [
         f"of epsilon = {plan.target_epsilon:.4g}, the target of everything on this accountant,"
-        f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}. For a"
-        " share of its own pass additional_epsilon= instead."
+        f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}. To"
+        " give this run its own share pass additional_epsilon= instead."
     ]

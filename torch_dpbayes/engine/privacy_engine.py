@@ -72,8 +72,8 @@ class PrivacyEngine:
         """The accountant that all optimizers of this engine charge."""
         if self._accountant is None:
             raise StateError(
-                "the accountant is made by make_private; pass PrivacyEngine(accountant=...) to have"
-                " it earlier"
+                "the accountant is made by make_private; pass PrivacyEngine(accountant=...) if"
+                " you need it earlier"
             )
         return self._accountant
 
@@ -120,7 +120,7 @@ class PrivacyEngine:
         for name, of in ((_MODULE, module), (_OPTIMIZER, optimizer)):
             if name in state:
                 raise ArgumentError(
-                    f"checkpoint_dict has the key {name!r}, which is used: rename it"
+                    f"checkpoint_dict has the key {name!r}, which is reserved: rename it"
                 )
             state[name] = of.state_dict()
         files.save(state, path)
@@ -286,7 +286,7 @@ class PrivacyEngine:
         """
         with self._ranks or self._alone():
             if target_epsilon is None and additional_epsilon is None:
-                message = "target_epsilon is needed, or additional_epsilon on top of before"
+                message = "target_epsilon is needed, or additional_epsilon"
                 raise ArgumentTypeError(message)
             settings = settings_of(
                 options,

@@ -103,8 +103,8 @@ class Settings(Generic[ModuleT]):
         target = self.additional_epsilon if self.target_epsilon is None else self.target_epsilon
         if self.target_epsilon is not None and self.additional_epsilon is not None:
             raise ArgumentError(
-                "target_epsilon is of everything on the accountant, additional_epsilon of this run:"
-                " pass one of them"
+                "target_epsilon is for everything on the accountant, additional_epsilon for this"
+                " run: pass one of them"
             )
         if target is not None and self.noise_multiplier is not None:
             raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
@@ -121,7 +121,7 @@ class Settings(Generic[ModuleT]):
             )
         if self.user_ids is not None:
             raise ArgumentError(
-                "calibrate= bounds what a record does, and user_ids= protects users: leave one out"
+                "calibrate= protects records, but user_ids= protects users: leave one out"
             )
 
     def _check_batches(self) -> None:
@@ -166,8 +166,8 @@ class Settings(Generic[ModuleT]):
             return found
         if unit == "user":
             raise ArgumentError(
-                "user_ids= makes epsilon that of users, and this accountant's is that of records:"
-                ' pass PrivacyEngine(PrivacyAccountant(..., unit="user"))'
+                "user_ids= protects users, but this accountant protects records: pass"
+                ' PrivacyEngine(PrivacyAccountant(..., unit="user"))'
             )
         raise ArgumentError(
             "this accountant protects users: pass user_ids=, the id of each record's user in the"
@@ -178,7 +178,7 @@ class Settings(Generic[ModuleT]):
     def passes(self) -> int:
         """The passes over the data that a plan or a target is for."""
         if self.epochs is None:
-            raise ArgumentError("epochs= is missing: for how many passes over the data")
+            raise ArgumentError("epochs= is missing: state the number of passes over the data")
         return self.epochs
 
     def delta(self, accountant: PrivacyAccountant) -> float:
@@ -197,8 +197,8 @@ class Settings(Generic[ModuleT]):
         delta = self.delta(accountant)
         if is_held(accountant):
             raise ArgumentError(
-                "additional_epsilon needs an accountant that adds up its charges; this one's"
-                " guarantee is its budget as a whole: pass that as target_epsilon",
+                "additional_epsilon does not work here: this accountant's guarantee is always its"
+                " whole budget. Pass the budget as target_epsilon",
                 code="budget-whole",
             )
         return accountant.get_epsilon(delta) + check_epsilon(self.additional_epsilon)
@@ -207,9 +207,9 @@ class Settings(Generic[ModuleT]):
 def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
     """Settings of arguments that were handed on by name."""
     if unknown := options.keys() - Options.__annotations__.keys():
-        hint = "this call takes those of make_private"
+        hint = "this call takes the arguments of make_private"
         if (name := min(unknown)) in {"lr", *OfOptimizers.__annotations__}:
-            hint = f"the optimizer takes it, as partial(dpb.optim.DPSGLD, ..., {name}=...)"
+            hint = f"pass it to the optimizer, partial(dpb.optim.DPSGLD, ..., {name}=...)"
         raise ArgumentTypeError(f"{name}= is not an argument: {hint}")
     if missing := [name for name in _REQUIRED if options.get(name) is None]:
         raise ArgumentTypeError(f"{missing[0]}= is missing")

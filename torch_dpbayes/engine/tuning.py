@@ -35,8 +35,8 @@ Result = TypeVar("Result")
 Schedule = list[tuple[DpEvent, int]]
 
 _STATEMENT = (
-    "selection: runs start afresh and use nothing of each other, scores come from what the run"
-    " released or from public data, and only the best run was seen"
+    "selection: runs start anew and share nothing, scores use only releases of the run or public"
+    " data, and only the best run was seen"
 )
 
 
@@ -113,8 +113,8 @@ def best_of_runs(
                 result, score = train(PrivacyEngine(own), candidate)
             if not len(own):
                 raise StateError(
-                    "a run has to release something, by the engine that train() is given: nothing"
-                    " is returned."
+                    "a run must release something with the engine that train() gets: nothing is"
+                    " returned."
                 )
             _require_fresh(result, seen)
             number = float(score)
@@ -172,8 +172,8 @@ class _PlannedAccountant(PrivacyAccountant):
         left = dict(self._left)
         if uncovered(left, self._pairs(event, count)):
             raise PrivacyBudgetExceeded(
-                f"a run of best_of_runs may release no more than schedule=, which does not"
-                f" cover {count} x {in_words(event)}. Nothing was recorded; release nothing."
+                "a run of best_of_runs may release at most schedule=, which does not include"
+                f" {count} x {in_words(event)}. Nothing was recorded; release nothing."
             )
         super().compose(event, count, label)
         self._left = left
@@ -188,7 +188,9 @@ class _PlannedAccountant(PrivacyAccountant):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refused: a run starts afresh."""
-        raise ArgumentError("a run of best_of_runs starts afresh: it loads no saved accountant.")
+        raise ArgumentError(
+            "a run of best_of_runs must start anew: do not load a saved accountant."
+        )
 
 
 def _require_fresh(result: Any, seen: list[Any]) -> None:
@@ -199,7 +201,7 @@ def _require_fresh(result: Any, seen: list[Any]) -> None:
         own = {id(parameter) for parameter in module.parameters()}
         if any(own & {id(p) for p in other.parameters()} for other in seen):
             raise StateError(
-                "two runs returned the same model, so that neither started afresh: build the model"
+                "two runs returned the same model, so they did not start anew: build the model"
                 " inside train(). Nothing is returned."
             )
     seen += modules

@@ -39,8 +39,8 @@ class PrivacyCallback(StaysPrivate, Callback):
         """Raise unless loader and optimizer are the private ones."""
         if GradientSource.attached_to(pl_module) is not None:
             raise StateError(
-                "the LightningModule itself was made private, on which Lightning writes while it"
-                " trains: pass the network inside it, as make_private(module=self.net, ...)",
+                "the LightningModule itself was made private, but Lightning writes to it during"
+                " training: pass the network inside it, make_private(module=self.net, ...)",
                 code="framework-module",
             )
         self.require_private(trainer.train_dataloader, list(trainer.optimizers))

@@ -57,24 +57,24 @@ class StaysPrivate:
         if strangers or not optimizers:
             what = type(strangers[0]).__name__ if strangers else "no optimizer"
             raise self._replaced(
-                f"trains with {what} in the place of the private optimizer, without noise:"
+                f"trains with {what} instead of the private optimizer, without noise:"
                 f" {self.pass_optimizer}"
             )
         if not isinstance(loader, PoissonLoader):
             raise self._replaced(
-                f"replaced the private loader by a {type(loader).__name__}, whose batches are no"
+                f"replaced the private loader by a {type(loader).__name__}, whose batches are not"
                 f" Poisson draws: {self.pass_loader}"
             )
         for optimizer in optimizers:
             if optimizer.accountant is not accountant:
                 raise self._replaced(
-                    "steps with an optimizer that charges another accountant than this callback's"
+                    "uses an optimizer that charges another accountant than this callback's"
                     " engine: pass the engine whose make_private returned the optimizer"
                 )
             if optimizer.release.draws is not loader.sampler_of_draws:
                 raise self._replaced(
-                    "trains on the loader of another make_private call than its optimizer's: pass"
-                    " the loader and the optimizer that one call returned"
+                    "uses a loader and an optimizer of different make_private calls: pass those"
+                    " that one call returned"
                 )
 
     def _replaced(self, what: str) -> StateError:

@@ -42,8 +42,9 @@ class PrivacyCallback(StaysPrivate, TrainerCallback):
         """Raise unless loader and optimizer are the private ones."""
         if args.gradient_accumulation_steps > 1:
             raise StateError(
-                f"gradient_accumulation_steps = {args.gradient_accumulation_steps} adds batches up,"
-                " of which each must get its step: leave it out, and take a larger batch",
+                f"gradient_accumulation_steps = {args.gradient_accumulation_steps} adds up"
+                " batches, but each batch needs its own step: leave it out, and use a larger"
+                " batch",
                 code="framework-replaced",
             )
         optimizer = kwargs.get("optimizer")

@@ -53,8 +53,8 @@ class GaussianGuide:
         stem = f"{getattr(guide, _NAME)}."
         if taken := sorted(name for name in store.keys() if name.startswith(stem)):
             raise ArgumentError(
-                f"Pyro's parameter store holds {taken[0]!r} from another run, which the guide would"
-                " take over: call pyro.clear_param_store() before.",
+                f"Pyro's parameter store holds {taken[0]!r} from another run, and the guide would"
+                " use it: call pyro.clear_param_store() before.",
                 code="pyro-guide",
             )
         args, kwargs = call
@@ -69,7 +69,7 @@ class GaussianGuide:
         ):
             raise ArgumentError(
                 f"the guide is for the latents {sorted(sites)}, the model's continuous ones are"
-                f" {sorted(ones)}, or have other supports: build the guide from this model.",
+                f" {sorted(ones)}, or supports differ: build the guide from this model.",
                 code="pyro-guide",
             )
         # θ's coordinates are the sites in sorted order, the guide's those of the trace
@@ -95,8 +95,8 @@ class GaussianGuide:
         """Raise if the guide has other parameters than those that the run made."""
         if any(p is not self.parameters.get(n) for n, p in self._guide.named_parameters()):
             raise StateError(
-                "the guide's parameters were exchanged since the last step, by Pyro's parameter"
-                " store or otherwise: build a new guide and DPSVI after pyro.clear_param_store().",
+                "the guide's parameters were replaced since the last step (by Pyro's parameter"
+                " store?): build a new guide and DPSVI after pyro.clear_param_store().",
                 code="pyro-guide",
             )
 
@@ -110,7 +110,7 @@ class GaussianGuide:
 def _require_unused(guide: Any) -> None:
     if guide.prototype_trace is not None:
         raise ArgumentError(
-            "the guide was run before, so its parameters may come from the data: pass a new one;"
-            " start values go into init_loc_fn=.",
+            "the guide was used before, so its parameters may come from the data: pass a new one,"
+            " and start values as init_loc_fn=.",
             code="pyro-guide",
         )

@@ -57,7 +57,7 @@ class DPSVI:
     The noise has the d dimensions of θ; φ has at least 2d ("aligned" gradients). θ is in
     unconstrained space. The entropy H and the prior are exact. The guide holds an average of the
     iterates: the t-th counts about t³ times. It is narrower than the posterior given the releases,
-        because it ignores the privacy noise. For intervals that include the noise use
+    because it ignores the privacy noise. For intervals that include the noise use
     :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
@@ -116,7 +116,7 @@ class DPSVI:
         if z and not can_hide(z * self._max_grad_norm):
             raise ArgumentError(
                 f"noise_multiplier = {noise_multiplier!r} times max_grad_norm = {max_grad_norm!r}"
-                " is too extreme for sums in 64-bit floats: take values nearer to 1."
+                " is too extreme for sums in 64-bit floats: use values nearer to 1."
             )
         self._batch_size = check_positive("expected_batch_size", expected_batch_size)
         self.model, self.guide, self.optim = model, guide, optim
@@ -168,8 +168,8 @@ class DPSVI:
             self._require_ready(args, kwargs)
             if (left := self._accountant.remaining(self._event)) < num_steps:
                 raise PrivacyBudgetExceeded(
-                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
-                    " larger noise_multiplier or a smaller expected_batch_size."
+                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer"
+                    " steps, a larger noise_multiplier or a smaller expected_batch_size."
                 )
             for _ in range(num_steps):
                 self.step(*args, **kwargs)
@@ -207,13 +207,13 @@ class DPSVI:
         which raises ValueError if the accountant does not contain the charges of the saved run.
         """
         if self._density is not None:
-            raise StateError("load_state_dict comes before the first step: build a new DPSVI.")
+            raise StateError("call load_state_dict before the first step: build a new DPSVI.")
         self._saved = state
 
     def __reduce__(self) -> NoReturn:
         raise ArgumentTypeError(
-            "a DPSVI holds the records, and a copy would repeat its draws: save state_dict(), and"
-            " load it into a new DPSVI.",
+            "a DPSVI contains the records, and a copy would repeat its draws: save state_dict(),"
+            " and load it into a new DPSVI.",
             code="copied",
         )
 
@@ -272,9 +272,9 @@ class DPSVI:
         accountant.resume(saved["accountant"])
         if accountant.path is None and is_empty and len(accountant):
             _log.warning(
-                "resumed with an accountant in memory: what was released after this state was"
-                " saved, or from another copy of it, is not counted. PrivacyAccountant(path=...)"
-                " counts all of them."
+                "resumed with an accountant in memory: releases after this state was saved, or"
+                " from another copy of it, are not counted. PrivacyAccountant(path=...) counts"
+                " all."
             )
         self._iterate, self._average = copy.deepcopy((saved["iterate"], saved["average"]))
         self._num_steps = saved["num_steps"]
@@ -293,8 +293,8 @@ class DPSVI:
         leaves, _ = tree_flatten((args, kwargs))
         if [*map(_identity, leaves)] != self._identities:
             raise ArgumentError(
-                "pass all of the data at every step, batches are drawn here: in the same tensors,"
-                " with nothing written to them. For other data make a new DPSVI.",
+                "pass all data at every step, in the same unchanged tensors: batches are drawn"
+                " here. For other data make a new DPSVI.",
                 code="data-changed",
             )
 
@@ -320,8 +320,8 @@ class DPSVI:
                 p.grad = None
         if not all(bool(p.isfinite().all()) for p in values):
             raise DivergedError(
-                "the step took the guide's parameters beyond their dtype; they are as before: use a"
-                " smaller learning rate."
+                "after this step the guide's parameters would not be finite; they are unchanged:"
+                " use a smaller learning rate."
             )
         weight = (_RECENT + 1) / (self._num_steps + _RECENT)
         for name, p in parameters.items():
@@ -398,7 +398,7 @@ def _check_loss(loss: Any) -> None:
         raise ArgumentTypeError(f"loss must be an ELBO, one of {names}; got {type(loss).__name__}.")
     if loss.num_particles != 1:
         raise ArgumentError(
-            f"num_particles = {loss.num_particles} would be as many releases a step: use 1."
+            f"num_particles = {loss.num_particles} would need as many releases per step: use 1."
         )
 
 

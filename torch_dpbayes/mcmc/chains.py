@@ -65,7 +65,7 @@ class MCMC(pyro.infer.MCMC):
             )
         if "transforms" in options:
             raise ArgumentTypeError(
-                "transforms= is not taken: the kernel's own are those of the sites' supports."
+                "transforms= is not supported: the kernel uses those of the sites' supports."
             )
         super().__init__(kernel, num_samples, warmup_steps, **options)
         if isinstance(self.sampler, _MultiSampler):
@@ -187,9 +187,9 @@ class _ParallelChains:
         process.kill()
         process.join()
         return StateError(
-            f"chain {number} ended without a word (exit code {process.exitcode}), so the run ends."
-            " Draws of all chains are in kernel.get_samples(); what was charged or reserved stays"
-            " charged. A killed chain may have lacked memory."
+            f"chain {number} ended without an error message (exit code {process.exitcode}), so the"
+            " run ends. kernel.get_samples() returns the draws of all chains; charges and"
+            " reservations stay. Perhaps memory was too small."
         )
 
     def terminate(self, *_ignored: Any) -> None:

@@ -108,8 +108,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
         are_rows = all(isinstance(arg, Tensor) and arg.dim() for arg in args)
         if kwargs or not are_rows or len({len(arg) for arg in args}) != 1:
             raise UnfitModel(
-                "the data are the arguments of MCMC.run: tensors of one length, one row a record,"
-                " and no keyword arguments."
+                "pass the data as positional arguments of MCMC.run: tensors of equal length with"
+                " one row per record."
             )
         is_public = self._accountant.neighboring == "replace_one"
         if is_public and self._num_data not in (None, len(args[0])):
@@ -123,7 +123,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
         if len(natural) != statistics.size:
             raise UnfitModel(
                 f"natural_parameters has {len(natural)} entries, sufficient_statistics"
-                f" {statistics.size}: each statistic needs its parameter."
+                f" {statistics.size}: each statistic needs one parameter."
             )
         self._sum = statistics.clipped_sum(self._max_norm).to(natural.device)
         self._count = self._num_data or len(args[0])

@@ -190,8 +190,8 @@ def _require_gradients() -> None:
             torch.autograd.grad(one * one, one)
         except RuntimeError as error:
             raise StateError(
-                "this chain was forked from a process that had computed gradients, and cannot"
-                ' compute any: pass mp_context="spawn" to MCMC. Nothing was released.',
+                "this chain was forked from a process that had computed gradients, so it cannot"
+                ' compute gradients: pass mp_context="spawn" to MCMC. Nothing was released.',
                 code="forked",
             ) from error
 
@@ -199,8 +199,5 @@ def _require_gradients() -> None:
 def checked_jitter(jitter: float) -> float:
     """A share of the step size."""
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
-        raise ArgumentError(
-            "jitter is how far step sizes scatter, as a share of step_size between 0 and 1; got"
-            f" {jitter!r}."
-        )
+        raise ArgumentError(f"jitter is a share of step_size, between 0 and 1; got {jitter!r}.")
     return float(jitter)

@@ -82,7 +82,7 @@ class PrivateKernel(MCMCKernel):
         if not isinstance(accountant, PrivacyAccountant):
             raise ArgumentTypeError(
                 f"accountant must be a PrivacyAccountant, got {accountant!r}: every iteration is"
-                " charged somewhere."
+                " charged to it."
             )
         if target_accept_prob is not None and not 0 < target_accept_prob < 1:
             raise ArgumentError(
@@ -207,7 +207,7 @@ class PrivateKernel(MCMCKernel):
         them. The attribute exists only if it was set.
         """
         if self._saved is None:
-            raise AttributeError("save_params is not set: the draws of all sites are kept.")
+            raise AttributeError("save_params is not set: draws of all sites are kept.")
         return self._saved
 
     @save_params.setter
@@ -231,8 +231,8 @@ class PrivateKernel(MCMCKernel):
         """
         if self._starts_given > 1:
             raise StateError(
-                "initial_params was set more than once before a chain began: Pyro gives all"
-                " parallel chains the last start. Run them with torch_dpbayes.mcmc.MCMC."
+                "initial_params was set more than once before a chain began: Pyro would start all"
+                " parallel chains at the last one. Use torch_dpbayes.mcmc.MCMC."
             )
         self._starts_given = 0
         self._begin()
@@ -362,9 +362,8 @@ class PrivateKernel(MCMCKernel):
         """
         if not self._can_start(theta):
             raise ArgumentError(
-                "the chain would start where the prior has no density or the model cannot be"
-                " evaluated: pass other initial_params=, in unconstrained space, where zeros are"
-                " safe.",
+                "at the start the prior has no density or the model cannot be evaluated: pass"
+                " other initial_params=, in unconstrained space, for example zeros.",
                 code="pyro-start",
             )
         return self._log_prior_at(theta)

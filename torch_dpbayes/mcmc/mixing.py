@@ -49,8 +49,8 @@ def complaint_of(mixing: Mapping[str, float]) -> str | None:
     if math.isnan(r_hat) or (r_hat <= LARGEST_R_HAT and effective >= LEAST_EFFECTIVE):
         return None
     return (
-        f"the chains have not mixed: R-hat {r_hat:.3g}, {effective:.2g} effective samples. Their"
-        " intervals cannot be trusted: ask mcmc.plan(...).expected_sample_size, or use"
+        f"the chains have not mixed: R-hat {r_hat:.3g}, {effective:.2g} effective samples. Do not"
+        " trust their intervals: see mcmc.plan(...).expected_sample_size, or use"
         " noise_aware.posterior."
     )
 

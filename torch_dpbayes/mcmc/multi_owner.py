@@ -86,7 +86,7 @@ class MultiOwnerPenalty(DPPenalty):
     ) -> None:
         if options.get("proposal") is not None:
             raise ArgumentError(
-                "proposal= of one owner would be unknown to the others: give proposal_scale=."
+                "the other owners would not know this proposal=: pass proposal_scale=."
             )
         super().__init__(model, **options)
         self._owners = _owners(DPPenalty, model, options, process_group)

@@ -32,7 +32,7 @@ from ..noise import GaussianNoise
 from ..processes import this_process
 
 _COMPARED_ROWS = 5
-_CHARGED = "What was charged stays charged; draws are in kernel.get_samples()."
+_CHARGED = "Charges stay; kernel.get_samples() returns the draws."
 
 
 class ManyOwners:
@@ -47,8 +47,8 @@ class ManyOwners:
         for argument, value in noise.items():
             if not value:
                 raise ArgumentError(
-                    f"{argument} must be positive: without noise of its own an owner sends the"
-                    " exact sum over its records to the others."
+                    f"{argument} must be positive: without noise an owner would send the exact sum"
+                    " over its records to the others."
                 )
         if not dist.is_available() or not dist.is_initialized():
             raise OwnerError(
@@ -124,8 +124,8 @@ class ManyOwners:
         flags = self._ranks_here().check_consistent(SET_UP, beside=different)
         if any(flags):
             raise OwnerError(
-                f"the model of rank {flags.index(True)} has another density than that of rank 0 on"
-                " made-up records: give all ranks the same model. Nothing was released."
+                f"the model of rank {flags.index(True)} has another density than rank 0 on"
+                " synthetic records: use the same model on all ranks. Nothing was released."
             )
 
     # -- one iteration -----------------------------------------------------------------------------
@@ -136,8 +136,8 @@ class ManyOwners:
         ranks = self._ranks_here()
         if not self._together:
             raise OwnerError(
-                "the owners are not in a run together: call pyro.infer.MCMC(kernel, ...).run(own"
-                " data) on all ranks."
+                "the owners do not run together: call pyro.infer.MCMC(kernel, ...).run(own data)"
+                " on all ranks."
             )
         with self._stopping_together(ranks):
             yield
@@ -154,9 +154,9 @@ class ManyOwners:
         """
         if accountant.remaining(event) < 1:
             raise PrivacyBudgetExceeded(
-                "the budget of this owner does not allow for another iteration: start a run with a"
-                " larger one. Nothing of it was charged or released; earlier draws are in"
-                " kernel.get_samples()."
+                "this owner's budget does not allow another iteration: start a run with a larger"
+                " budget. Nothing was charged or released; kernel.get_samples() returns earlier"
+                " draws."
             )
         numbers = {"the number of messages": self._messages, "accept decisions": accepted}
         norm = float(torch.linalg.vector_norm(theta.double()))
@@ -217,9 +217,9 @@ class ManyOwners:
     def _ranks_here(self) -> Ranks:
         if self._ranks is None or self._process != this_process():
             raise OwnerError(
-                "this kernel was copied into another process than its owner's, where parallel"
-                " chains cannot run: leave out num_chains=, and call run() more than once. Nothing"
-                " was released."
+                "this kernel was copied into another process, but parallel chains are not"
+                " supported: leave out num_chains=, and call run() more than once. Nothing was"
+                " released."
             )
         return self._ranks
 

@@ -96,8 +96,8 @@ class Plan(NamedTuple):
         found = self.num_iterations * self._tuned(posterior_stddev, shaped)[1]
         if found < FEW:
             warnings.warn(
-                f"this budget is worth {found:.2g} effective samples: the kernel cannot mix on such"
-                " a posterior, whatever its settings. Use noise_aware.posterior, more records or a"
+                f"this budget gives {found:.2g} effective samples: the kernel cannot mix on such a"
+                " posterior, whatever its settings. Use noise_aware.posterior, more records or a"
                 " larger epsilon.",
                 stacklevel=2,
             )
@@ -125,7 +125,7 @@ class Plan(NamedTuple):
         ratio, *gradient = self.noise_multipliers.values()
         if self.log_ratio_slope is None or (gradient and self.max_grad_norm is None):
             raise ArgumentError(
-                "how far a chain gets depends on the clip bounds: give plan log_ratio_slope="
+                "how far a chain gets depends on the clip bounds: pass log_ratio_slope= to plan"
                 + (" and max_grad_norm=." if gradient else ".")
             )
         gradient_std = gradient[0] * (self.max_grad_norm or 0.0) if gradient else 0.0
@@ -256,8 +256,8 @@ def plan(
     if kernel in (DPHMC, MultiOwnerHMC):
         if slope is None or norm is None:
             raise ArgumentError(
-                "log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split"
-                " between ratio and gradients by them."
+                "log_ratio_slope and max_grad_norm are needed for DPHMC: they decide how the"
+                " noise is split between ratio and gradients."
             )
         names = ["ratio_noise_multiplier", "grad_noise_multiplier"]
         steps = events.positive_count(num_steps, "num_steps")
@@ -271,14 +271,14 @@ def plan(
         )
     elif num_steps is not None or norm is not None:
         raise ArgumentError(
-            f"num_steps and max_grad_norm say nothing about a {kernel.__name__}: leave them out."
+            f"num_steps and max_grad_norm have no effect on {kernel.__name__}: leave them out."
         )
     accountant = PrivacyAccountant(None, delta, neighboring=neighboring)
     for event, count, *rest in (history := tuple(history)):
         if len(rest) > 1 and rest[1]:
             raise ArgumentError(
-                "the history holds adaptive charges, which only their accountant's budget as a"
-                " whole covers: plan for a new accountant, without history=.",
+                "the history has adaptive charges, whose guarantee is always the whole budget:"
+                " plan for a new accountant, without history=.",
                 code="budget-whole",
             )
         accountant.compose(event, count)

@@ -80,8 +80,8 @@ class RandomWalk(Moves):
         event = getattr(proposal, "event", None)
         if proposal is not None and not isinstance(event, events.DpEvent):
             raise ArgumentTypeError(
-                "proposal needs an attribute event, a DpEvent that says what a call releases:"
-                " NoOpDpEvent() if it does not use the data."
+                "proposal needs an attribute event, the DpEvent of a call: NoOpDpEvent() if it"
+                " does not use the data."
             )
         self.proposal = proposal
         scale, factor = math.nan, None
@@ -141,8 +141,8 @@ def _checked(argument: str, given: Tensor) -> Tensor:
         )
     if not (given if given.dim() == 1 else given.diagonal()).gt(0).all():
         raise ArgumentError(
-            f"{argument} needs positive entries (on its diagonal): else the chain cannot reach the"
-            " whole space."
+            f"{argument} needs positive entries (on its diagonal): otherwise the chain cannot"
+            " reach the whole space."
         )
     return given.detach().clone()
 

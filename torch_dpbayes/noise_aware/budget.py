@@ -117,8 +117,8 @@ def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountan
         return max(found, 1)
     if stated is None:
         raise ArgumentError(
-            "this accountant's neighbours add or remove a record, so their number is private: state"
-            " num_data=, a public number near it, or use"
+            "this accountant's neighbours add or remove a record, so the number of records is"
+            " private: pass a public number near it as num_data=, or use"
             " PrivacyAccountant(neighboring='replace_one')."
         )
     return stated

@@ -127,7 +127,7 @@ def note_releases(p_values: Sequence[float]) -> list[str]:
         lines.append("  NOT A FIT   the releases contradict each other under this model")
         warn(
             f"the releases contradict each other under this model (p = {least:.1g}; false alarms:"
-            " up to 2 %): records are not as the model says, and intervals may miss."
+            " up to 2 %): records do not follow the model, and intervals may be wrong."
         )
     return lines
 
@@ -138,8 +138,8 @@ def note_prior(p_value: float) -> list[str]:
     if not p_value >= FALSE_ALARMS:
         lines.append("  NOT LIKELY  the releases contradict the prior")
         warn(
-            f"the releases contradict the prior (p = {p_value:.1g}; false alarms: 1 %): it draws"
-            " the mean to itself. Widen it; features divided by k need a prior k times as wide."
+            f"the releases contradict the prior (p = {p_value:.1g}; false alarms: 1 %): the prior"
+            " pulls the mean. Widen it; features divided by k need a prior k times as wide."
         )
     return lines
 
@@ -211,7 +211,7 @@ def note_simulation(likelihood: Likelihood) -> list[str]:
     error = likelihood.simulation_error
     lines = [
         f"  simulated   {likelihood.num_simulated} records; their error is {error:.1%} of a"
-        " posterior standard deviation at most, and counted"
+        " posterior standard deviation at most, which the width includes"
         + ("" if error <= LARGEST_ERROR else ": num_simulated= is too small")
     ]
     if likelihood.far:

@@ -71,8 +71,8 @@ def constants_of(given: Any) -> dict[int, float]:
         found = {-1: 0.0}
     if any(k < 0 or not math.isfinite(v) for k, v in found.items()):
         raise ArgumentError(
-            "constant_columns are the numbers of columns of ones, from 0, or a dict from the number"
-            f" of a column to its public value; got {given!r}."
+            "constant_columns are indices of columns of ones, from 0, or a dict from a column's"
+            f" index to its public value; got {given!r}."
         )
     return found
 
@@ -112,8 +112,8 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
     if given is None:
         if public and private:
             raise ArgumentError(
-                "public= names some covariates and not others: name all of them, or give"
-                " covariates= a public sample of all."
+                "public= names only some covariates: name all, or pass covariates=, a public"
+                " sample of all."
             )
         rows = records.density.rows()
         own = {k: rows[k] for k in public}
@@ -143,7 +143,7 @@ def public_rows(records: ModelRecords, given: Any, seed: int) -> PublicRows | No
         if not bool(row.isfinite().all()):
             raise ArgumentError(
                 f"the public rows of {records.names[number]!r} have numbers that are not finite:"
-                " put public constants in their place."
+                " replace them by public constants."
             )
     return PublicRows(own, is_paired=given is None, seed=seed) if own else None
 

@@ -317,9 +317,8 @@ class Setup:
         )
         if self.records.of_role("public") and not is_swap:
             raise ArgumentError(
-                "public= says which records there are, and this accountant's neighbours add or"
-                " remove one: use PrivacyAccountant(neighboring='replace_one'), where they differ"
-                " in what is observed."
+                "public= reveals which records there are, but this accountant's neighbours add or"
+                " remove one: use PrivacyAccountant(neighboring='replace_one')."
             )
         self.latents = Latents(self.records.density.prior, self.records.read)
         self.few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
@@ -390,8 +389,8 @@ class Setup:
         # before the charge: a prior that fails costs nothing
         if not self.records.density.has_gradients(start.to(self.latents.prior.dtype)):
             raise ArgumentError(
-                "the model cannot be evaluated at the median of its prior, where the run starts:"
-                " use a prior that suits the likelihood."
+                "the run starts at the median of the prior, but the model cannot be evaluated"
+                " there: use a prior that fits the likelihood."
             )
         self.accountant.compose(plan.event, label=_LABEL)
         mechanism = Mechanism(self.records, self.shape, self.categories)

@@ -111,30 +111,30 @@ def posterior_of_large_layer(
     """
     if others:
         raise ArgumentError(
-            f"a large last layer takes no {', '.join(sorted(others))}=: its features are private,"
-            " and clip bounds are chosen by simulation."
+            f"a large last layer takes no {', '.join(sorted(others))}=: features are private here,"
+            " and simulation chooses the clip bounds."
         )
     (classes, width), prior_std = layer.linear.weight.shape, layer.prior_std
     if classes * width > _LARGEST:
         raise UnfitModel(
-            f"the layer has {classes * width} weights, and at most {_LARGEST} are sampled well:"
-            " take fewer features, or a sampler of dpb.optim."
+            f"the layer has {classes * width} weights, and at most {_LARGEST} can be sampled well:"
+            " use fewer features, or a sampler of dpb.optim."
         )
     if layer.likelihood == "normal" and classes == 2:
         raise UnfitModel(
-            "a mean and a log variance are taken of layers of at most 500 parameters: give this one"
-            " a mean as its only output, and divide the targets by their noise's deviation."
+            "a layer of more than 500 parameters cannot have a mean and a log variance: return"
+            " only the mean, and divide the targets by the standard deviation of their noise."
         )
     if width > _WIDEST:
         raise UnfitModel(
-            f"the layer reads {width} features, and at most {_WIDEST} are taken: their second"
-            " moments would take too long. Take fewer, such as a public projection of them."
+            f"the layer reads {width} features, and at most {_WIDEST} are supported: their second"
+            " moments would take too long. Use fewer, such as a public projection."
         )
     has_labels = layer.likelihood == "categorical"
     kind = LabelScores if has_labels else NumberScores
     own_targets = kind.checked(targets, classes)
     if len(targets) != len(features):
-        raise ArgumentError("inputs and targets must have as many records.")
+        raise ArgumentError("inputs and targets must have equally many records.")
     bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of features")
     count = max(positive_count(num_simulated, "num_simulated"), _PER_FEATURE * width)
     held = budget_of(accountant, epsilon, delta)
@@ -192,14 +192,14 @@ def posterior_of_large_layer(
         f"Noise-aware posterior of a last layer from {num_releases} releases of clipped scores",
         *statement_of_charge(held, released),
         *note_releases([p_value]),
-        f"  told        weights vary by {float(weights.std(0).mean()) / prior_std:.3f} of their"
+        f"  width       weights vary by {float(weights.std(0).mean()) / prior_std:.3f} of their"
         " prior deviation, on average",
         *note_clipped(count_of_clipped, n),
         *note_draws(
             draws,
-            "chains of a large layer are short. Take fewer features where single weights matter.",
+            "chains of a large layer are short. Use fewer features if single weights matter.",
         ),
-        f"  simulated   {count} rows of features; their error is counted",
+        f"  simulated   {count} rows of features; the width includes their error",
     ]
     transcript = Transcript(moments, None, tuple(law.releases), count_of_clipped)
     return NoiseAwarePosterior(draws, named, statement, transcript, shape=shape)

@@ -41,8 +41,8 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
     precision = model.prior_precision.expand(num_columns)
     if not bool((precision > 0).all()):
         raise ArgumentError(
-            "the prior is improper (prior_std is infinite): where noise hides the data the"
-            " posterior is the prior. State prior_std."
+            "the prior is improper (prior_std is infinite), but the posterior is the prior if"
+            " noise hides the data. Pass prior_std=."
         )
     # of a Gaussian target: a second derivative is 1/s² times the squared length of the features
     noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
@@ -143,8 +143,8 @@ class LastLayer:
         self.names: dict[str, str] = {part: f"{name}.{part}".lstrip(".") for part in own}
         if layer is None or len(layers) > 1 or set(trainable) != set(self.names.values()):
             raise UnfitModel(
-                "the trainable parameters must be those of one torch.nn.Linear, the last layer, its"
-                " bias too if it has one: freeze all others (requires_grad_(False))."
+                "the trainable parameters must be those of one torch.nn.Linear, the last layer,"
+                " with its bias: freeze all others (requires_grad_(False))."
             )
         self.linear = copy.deepcopy(layer).requires_grad_(False).eval()
         self.likelihood = likelihood
@@ -172,21 +172,20 @@ class LastLayer:
         """
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.dim() < 2:
             raise UnfitModel(
-                "inputs must be a tensor of floats with the records along dimension 0: of others"
-                " compute the features, and take a torch.nn.Linear as the module."
+                "inputs must be a float tensor with records along dimension 0: otherwise compute"
+                " the features, and pass a torch.nn.Linear as module."
             )
         with torch.no_grad():
             synthetic = torch.randn(_SYNTHETIC_ROWS, *inputs.shape[1:]).to(inputs)
             found = self._features(synthetic)
             if found.shape[1] != self.linear.in_features:
-                raise UnfitModel(
-                    "the features of a record must be a vector, which the layer reads."
-                )
+                raise UnfitModel("the layer's input must be one vector per record.")
             expected = self._module(synthetic)
             if not torch.allclose(self.linear(found), expected, rtol=1e-3, atol=1e-4):
                 raise UnfitModel(
-                    "the module's output is not that of its trainable layer, or mixes records: let"
-                    " the layer come last, without a softmax, and each record count alone."
+                    "the output is not that of the trainable layer, or the module mixes records:"
+                    " the layer must come last, without a softmax, and each record must be"
+                    " independent."
                 )
             found = self._features(inputs)
             return torch.where(found.isfinite().all(1, keepdim=True), found, 0.0)

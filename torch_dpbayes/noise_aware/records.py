@@ -88,7 +88,7 @@ class ModelRecords:
         self.read = torch.arange(density.prior.dimension)[density.read]
         if not len(self.read):
             raise UnfitModel(
-                "no record depends on a latent of the model: read one in the data plate."
+                "no record depends on a latent of the model: use one in the data plate."
             )
         if len(self.read) > LARGEST_DIMENSION:
             raise ArgumentError(
@@ -107,8 +107,8 @@ class ModelRecords:
         wanted = {names.get(p, str(p)) if isinstance(p, int) else p for p in public}
         if unknown := sorted(wanted - given):
             raise ArgumentError(
-                f"public= names {unknown[0]!r}, which is no argument with a row for each record:"
-                f" these are {sorted(given)}."
+                f"public= names {unknown[0]!r}, which is not an argument with a row for each"
+                f" record; these are {sorted(given)}."
             )
         self.roles: list[Role] = []
         self.names: list[str] = []
@@ -130,9 +130,8 @@ class ModelRecords:
             self._draw(self.theta, self.density.made_up.few(), 0)
         except Exception as error:
             raise UnfitModel(
-                "records cannot be simulated from the model"
-                f" ({type(error).__name__}): observe distributions that can be sampled, not"
-                " factors."
+                f"records cannot be simulated from the model ({type(error).__name__}): observe"
+                " distributions that can be sampled, not factors."
             ) from error
 
     @property
@@ -164,8 +163,8 @@ class ModelRecords:
         except Exception as error:
             names = ", ".join(self.names[number] for number in found)
             raise UnfitModel(
-                f"which values one of the arguments {names} may have depends on the others: pass"
-                " the number of their combination as one argument."
+                f"the possible values of one of the arguments {names} depend on the others: pass"
+                " the index of their combination as one argument."
             ) from error
         return found
 
@@ -177,8 +176,8 @@ class ModelRecords:
         row = self.density.made_up.few()[number]
         if row.dim() > 1:
             raise UnfitModel(
-                f"argument {self.names[number]!r} is no category, one whole number a record: pass"
-                " each column by itself, or floats, or give covariates= a public sample."
+                f"argument {self.names[number]!r} is not one integer (a category) per record: pass"
+                " each column separately, or floats, or covariates=, a public sample."
             )
         if row.dtype == torch.bool:
             return 2
@@ -190,8 +189,8 @@ class ModelRecords:
             except Exception:
                 return value
         raise UnfitModel(
-            f"the values of argument {self.names[number]!r} cannot be read from the model: state"
-            " public=, give covariates= a public sample, or pass it as a float."
+            f"the values of argument {self.names[number]!r} cannot be read from the model: pass"
+            " public=, or covariates=, a public sample, or pass it as a float."
         )
 
     # -- simulation --------------------------------------------------------------------------------
@@ -256,8 +255,9 @@ class ModelRecords:
             ]
             if not numbers:
                 raise UnfitModel(
-                    f"what site {name!r} observes, or the factor has, is no argument of the model:"
-                    " pass it as one of its own to pyro.sample(name, distribution, obs=...)."
+                    f"what site {name!r} observes, or the factor has, is not an argument of the"
+                    " model: pass it as a separate argument to pyro.sample(name, distribution,"
+                    " obs=...)."
                 )
             exact = [k for k in numbers if value is own[k]]
             found[(exact or numbers)[0]] = name
@@ -284,13 +284,13 @@ class ModelRecords:
                 if not bool(((weight == 0) | (weight == 1)).all()):
                     raise UnfitModel(
                         f"poutine.scale weights the records' site {name!r}, and a weighted record"
-                        " cannot be simulated: repeat a record as often as it counts, or use"
-                        " poutine.mask, by an argument of its own."
+                        " cannot be simulated: repeat the record, or use poutine.mask with a"
+                        " separate argument."
                     )
                 if number in observed and not torch.equal(weight, usual[name]):
                     raise UnfitModel(
-                        f"the mask of site {name!r} is computed from what the model observes, so"
-                        " that records cannot be simulated: pass it as an argument of its own."
+                        f"the mask of site {name!r} is computed from observed values, so records"
+                        " cannot be simulated: pass it as a separate argument."
                     )
 
     def _weights(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:

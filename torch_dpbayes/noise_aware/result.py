@@ -104,12 +104,12 @@ class NoiseAwarePosterior:
         draws = self.sample(num_samples)
         if isinstance(model, GLM | Softmax):
             if not isinstance(x, Tensor) or x.dim() != 2:
-                raise ArgumentError("x must be a tensor of features [n, d], as the run had them.")
+                raise ArgumentError("x must be a tensor of features [n, d], as in the run.")
             rows = self._shortened(x.to(torch.promote_types(x.dtype, torch.float32)))
             return torch.stack([expected_targets(model, w, rows) for w in draws["weights"]]).mean(0)
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(
-                "model must be a torch.nn.Module, ops.GLM or ops.Softmax; of a Pyro model give"
+                "model must be a torch.nn.Module, ops.GLM or ops.Softmax; for a Pyro model pass"
                 " sample() to pyro.infer.Predictive."
             )
         if isinstance(model, LinearPredictor):  # it would shorten rows by a rule of its own
@@ -146,9 +146,9 @@ class NoiseAwarePosterior:
         rows = x.reshape(len(x), math.prod(x.shape[1:]))
         if rows.shape[1] != sum(self._shape.widths):
             raise ArgumentError(
-                f"rows have {rows.shape[1]} numbers, and {sum(self._shape.widths)} were shortened"
-                " together in the run: pass what its model read; where these are several arguments,"
-                " give sample() to pyro.infer.Predictive."
+                f"rows have {rows.shape[1]} numbers, and {sum(self._shape.widths)} were scaled"
+                " down together in the run: pass the input of its model; for several arguments"
+                " pass sample() to pyro.infer.Predictive."
             )
         return self._shape.shortened(rows).reshape(x.shape)
 

@@ -93,7 +93,7 @@ def sufficient_statistics(
         )
     if not isinstance(model, ExponentialFamily):
         raise ArgumentTypeError(
-            "model must be an ExponentialFamily or a LinearRegression, as"
+            "model must be an ExponentialFamily or a LinearRegression, such as"
             f" noise_aware.beta_bernoulli(); got {model!r}."
         )
     if (
@@ -101,7 +101,7 @@ def sufficient_statistics(
         or not all(isinstance(arg, Tensor) and arg.dim() for arg in data)
         or len({len(arg) for arg in data}) > 1
     ):
-        raise UnfitModel("the data are tensors of one length, one row a record.")
+        raise UnfitModel("the data must be tensors of equal length with one row per record.")
     count = public_num_data(num_data, len(data[0]), accountant)
     multiplier = total_multiplier(accountant, epsilon, delta)
     with using_pyro, torch.no_grad():

@@ -101,9 +101,7 @@ def hybrid(
         x, y = nn.functional.pad(x, (0, 0, 0, missing)), nn.functional.pad(y, (0, missing))
     size = len(x)
     if num_data not in (None, size):
-        raise ArgumentError(
-            f"num_data = {num_data} was stated, and there are other or more records than that."
-        )
+        raise ArgumentError(f"num_data = {num_data} does not fit the number of records.")
     if type(batch_size) is not int or not 0 < batch_size <= size:
         raise ArgumentError(f"batch_size must be a whole number from 1 to num_data: {batch_size!r}")
     if not isinstance(start_share, int | float) or not 0 < start_share < 1:

@@ -94,9 +94,7 @@ class LinearModel(Model):
 
     def prepare(self, data: Data) -> Data:
         if len(data) != 2:
-            raise ArgumentTypeError(
-                f"the data are features and targets, two arguments; got {len(data)}."
-            )
+            raise ArgumentTypeError(f"pass two arguments, features and targets; got {len(data)}.")
         features, targets = data
         _require_matrix(features)
         if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
@@ -105,10 +103,10 @@ class LinearModel(Model):
                 f" {features.shape[1]} columns"
             )
         if features.shape[1] == 0:
-            raise ArgumentError("the features have no column: there is no weight to sample")
+            raise ArgumentError("the features have no columns, so there is no weight to sample")
         if not _is_dense(targets) or targets.dim() != 1:
             raise ArgumentError(
-                "targets must be a real dense tensor [n], one number a record, got"
+                "targets must be a real dense tensor [n], one number per record, got"
                 f" {_describe(targets)}. One-hot or multi-output targets belong to other models."
             )
         if len(targets) != len(features):
@@ -186,7 +184,7 @@ def require_representable(name: str, value: Any) -> None:
     if not 1 / _LARGEST <= float(value) <= _LARGEST:
         raise ArgumentError(
             f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, as sums over"
-            " records in float32 need: choose units in which the numbers are closer to 1."
+            " records in float32 need: choose units in which numbers are closer to 1."
         )
 
 
@@ -197,8 +195,8 @@ def _is_dense(value: Any) -> bool:
 def _require_matrix(features: Any) -> None:
     if not _is_dense(features) or features.dim() != 2:
         raise ArgumentError(
-            "features must be a real dense tensor [records, columns], as torch.as_tensor makes it;"
-            f" got {_describe(features)}"
+            "features must be a real dense tensor [records, columns], such as from"
+            f" torch.as_tensor; got {_describe(features)}"
         )
 
 

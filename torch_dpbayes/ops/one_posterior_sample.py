@@ -101,7 +101,7 @@ class OnePosteriorSample:
             and certificate.needs_num_data(self._model)
         ):
             raise ArgumentError(
-                "the guarantee depends on the number of records, which is private here: state"
+                "the guarantee depends on the number of records, which is private here: pass"
                 " num_data=, an upper bound for every data set, or use"
                 " PrivacyAccountant(neighboring='replace_one').",
                 code="num-data",
@@ -173,8 +173,8 @@ class OnePosteriorSample:
         ]
         if not assumed:
             lines.append(
-                "  assumed     nothing about data, model or convergence; floating point is taken"
-                " for real numbers"
+                "  assumed     nothing about data, model or convergence; floating-point numbers"
+                " count as real numbers"
             )
         return "\n".join(lines)
 
@@ -218,15 +218,15 @@ class OnePosteriorSample:
         with _charging:  # two draws at a time would each refuse the other
             if self._passes_target(event):
                 raise PrivacyBudgetExceeded(
-                    "n draws cost n releases, and one more would pass the target epsilon ="
+                    "n draws cost n releases, and one more would exceed the target epsilon ="
                     f" {self._epsilon:g} at delta = {self._delta:g}: {_ANOTHER}"
                 )
             self._accountant.compose(event, label=label)
             # other threads and processes may charge the same accountant in between
             if self._passes_target():
                 raise PrivacyBudgetExceeded(
-                    "Nothing was drawn, but the charge stays: with what others charged it passes"
-                    f" the target epsilon = {self._epsilon:g} at delta = {self._delta:g}:"
+                    "Nothing was drawn, but the charge stays: together with other charges it"
+                    f" exceeds the target epsilon = {self._epsilon:g} at delta = {self._delta:g}:"
                     f" {_ANOTHER}"
                 )
 
@@ -243,7 +243,7 @@ class OnePosteriorSample:
         if stated is not None and (found > stated or (self._is_count_public and found != stated)):
             shown = f"there are {found}" if self._is_count_public else "there are more records"
             raise ArgumentError(
-                f"num_data = {stated} was stated, but {shown}: state the number, or under"
+                f"num_data = {stated} was stated, but {shown}: pass the number, or under"
                 " add-or-remove-one an upper bound for every data set, without looking at the"
                 " data.",
                 code="num-data",
@@ -258,7 +258,7 @@ class OnePosteriorSample:
             num_data = next((number for number in known if number is not None), None)
             if num_data is None:
                 raise ArgumentError(
-                    "the guarantee depends on the number of records: state OnePosteriorSample(...,"
+                    "the guarantee depends on the number of records: pass OnePosteriorSample(...,"
                     " num_data=N), or draw first.",
                     code="num-data",
                 )
@@ -287,9 +287,9 @@ class OnePosteriorSample:
         if found is None:
             event(LEAST_TEMPERING)  # raises if the certificate is what stopped it
             raise ArgumentError(
-                f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after what"
-                " is held: use a larger epsilon, an empty accountant, or a"
-                " certificate with a smaller delta.",
+                f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after"
+                " earlier charges: use a larger epsilon, an empty accountant, or a certificate"
+                " with a smaller delta.",
                 code="budget-spent",
             )
         with suppress(TooFar):  # raises if a step is what stopped it

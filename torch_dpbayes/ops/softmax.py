@@ -80,7 +80,7 @@ class Softmax(LinearModel):
         lipschitz = math.sqrt(2) * self.max_feature_norm
         if max_grad_norm < lipschitz:
             raise CertificateError(
-                f"gradients of {self!r} reach {lipschitz:g} and are never clipped: pass"
+                f"gradients of {self!r} reach {lipschitz:g} but are never clipped: pass"
                 f" max_grad_norm={math.ceil(lipschitz * 100) / 100:g} to the certificate."
             )
         precision = float(self.prior_precision)

@@ -26,8 +26,8 @@ def epsilon_with(accountant: PrivacyAccountant, delta: float) -> Callable[..., f
     """
     if accountant.is_later_job or accountant.guarantee != "fixed":
         raise ArgumentError(
-            "adaptive charges, or those of a later job, are guaranteed by the accountant's budget"
-            " as a whole: leave out epsilon= and choose a certificate that fits the budget.",
+            "after adaptive charges, or for a later job, the guarantee is always the accountant's"
+            " whole budget: leave out epsilon= and choose a certificate that fits the budget.",
             code="budget-whole",
         )
     relation = accountant.neighboring

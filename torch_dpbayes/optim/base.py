@@ -129,8 +129,8 @@ class PrivateOptimizer(DeclaredOptimizer):
         for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
             self.__dict__.pop(name, None)
         raise StateError(
-            "GradScaler scales gradients before they are clipped, and skips steps that one record's"
-            " overflow decides: use torch.autocast with bfloat16 and no scaler.",
+            "GradScaler scales gradients before clipping, and skips a step if one record"
+            " overflows: use torch.autocast with bfloat16 and no GradScaler.",
             code="grad-scaler",
         )
 
@@ -198,7 +198,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         if self.release.draws is None:
             raise StateError(
                 "BatchMemoryManager needs the loader that PrivacyEngine.make_private returns:"
-                " without it the parts of two batches cannot be told apart.",
+                " only this loader knows which parts belong to one batch.",
                 code="loader-memory-manager",
             )
         self.release.draws.delivered(is_part=True, is_last=not do_skip)
@@ -296,8 +296,8 @@ class PrivateOptimizer(DeclaredOptimizer):
             raise CheckpointError(f"this is the state of {other}, not of {type(self).__name__}")
         if private["shapes"] != self._shapes():
             raise CheckpointError(
-                "the state belongs to parameters of another number or other shapes than this"
-                " optimizer's"
+                "the state belongs to an optimizer with another number or other shapes of"
+                " parameters"
             )
         for name in self._group_options:
             if any(name not in group for group in state_dict["param_groups"]):
@@ -333,8 +333,8 @@ def _largest_norm(layout: Layout) -> float:
     largest = sum(map(float, norms)) if len(norms) <= 4 else float(torch.stack(norms).sum())
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
         raise DivergedError(
-            f"parameter {broken!r} is not finite, so every record's gradient would count as zero:"
-            " go back to a saved state and use a smaller lr. Nothing was charged."
+            f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"
+            " saved state and use a smaller lr. Nothing was charged."
         )
     return largest
 
@@ -378,7 +378,7 @@ class _Saved:
         for part in layout.groups:
             part.kept.clear()  # built anew from the state
         raise DivergedError(
-            f"{broken!r} is not finite after this step: use a smaller lr"
-            f" (now {', '.join(str(g['lr']) for g in groups)}). Parameters and state are as before;"
-            " the charge is kept."
+            f"{broken!r} is not finite after this step: use a smaller lr (now"
+            f" {', '.join(str(g['lr']) for g in groups)}). Parameters and state are unchanged; the"
+            " charge stays."
         )

@@ -64,7 +64,7 @@ class FisherSum(ClippedSum):
         if self.scale is not None:
             if len(self.scale) != len(layout.gradient):
                 raise StateError(
-                    "other parameters are trainable than when sensitivity_scale was given: build"
+                    "the trainable parameters changed since sensitivity_scale was given: build"
                     " the optimizer again"
                 )
             self.scale = self.scale.to(layout.gradient)

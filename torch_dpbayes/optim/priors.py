@@ -38,7 +38,7 @@ def require_prior_std(group: Mapping[str, Any]) -> None:
     stated = group["prior_std"]
     if isinstance(stated, Mapping) and "param_names" not in group:
         raise ArgumentError(
-            "a dictionary for prior_std takes parameters by name: construct the optimizer with"
+            "a dictionary for prior_std needs parameter names: construct the optimizer with"
             " model.named_parameters()"
         )
     for std in stated.values() if isinstance(stated, Mapping) else [stated]:
@@ -62,8 +62,8 @@ def require_used(prior_std: PriorStd, groups: Sequence[Mapping[str, Any]]) -> No
     for key in prior_std:
         if not any(_fits(key, name) for name in names):
             raise ArgumentError(
-                f"prior_std names {key!r}, which is no parameter and no module: the parameters are"
-                f" {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+                f"prior_std names {key!r}, which is neither a parameter nor a module: the"
+                f" parameters are {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
             )
 
 

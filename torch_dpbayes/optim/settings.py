@@ -90,8 +90,8 @@ class Settings:
         _require_positive("noise_multiplier", z, or_zero=True)
         if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
             raise ArgumentError(
-                f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps would"
-                f" overflow: take one below {_LARGEST_NOISE_MULTIPLIER:g}"
+                f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps"
+                f" would overflow: use a value below {_LARGEST_NOISE_MULTIPLIER:g}"
             )
         if self.temperature is not None:
             _require_positive("temperature", self.temperature, or_zero=True)
@@ -169,12 +169,12 @@ class DeclaredOptimizer(Optimizer):
         )
         if self._derives_bound and settings.temperature == 0:
             raise ArgumentError(
-                "temperature=0 is plain DP-SGD: no noise is the sampler's own, so no clip norm"
-                " follows from it. Pass max_grad_norm=1.0"
+                "temperature=0 is plain DP-SGD: the sampler adds no noise, so no clip norm can be"
+                " derived. Pass max_grad_norm=1.0"
             )
         if self._derives_bound and settings.noise_multiplier == 0:
             raise ArgumentError(
-                "max_grad_norm is left out, and without noise none follows: pass target_epsilon to"
+                "without noise no max_grad_norm can be derived: pass target_epsilon to"
                 " make_private_with_epsilon, noise_multiplier=, or max_grad_norm="
             )
         is_free = self._derives_bound or settings.noise_multiplier == 0 or isinstance(lr, str)
@@ -207,7 +207,7 @@ class DeclaredOptimizer(Optimizer):
             self._set_bound(self.langevin_noise_multiplier / settings.noise_multiplier)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
             raise ArgumentError(
-                "log_prior takes parameters by name: construct the optimizer with"
+                "log_prior needs parameter names: construct the optimizer with"
                 " model.named_parameters()"
             )
 
@@ -276,8 +276,8 @@ class DeclaredOptimizer(Optimizer):
         if not noise_multiplier < _LARGEST_NOISE_MULTIPLIER:
             raise ArgumentError(
                 f"lr = {group['lr']} is so small that the sampler's own noise overflows (noise"
-                f" multiplier {noise_multiplier:.3g}): use a larger lr, 0 to leave the group as it"
-                " is, or temperature=0."
+                f" multiplier {noise_multiplier:.3g}): use a larger lr, lr=0 to keep the group"
+                " unchanged, or temperature=0."
             )
         return noise_multiplier
 
@@ -335,8 +335,8 @@ class DeclaredOptimizer(Optimizer):
         if foreign := [n for n in group if n in _OPTIONS_OF_NO_GROUP and n not in self.defaults]:
             raise ArgumentError(
                 f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its"
-                f" groups take {', '.join(self.defaults)}. Set it for all groups when the optimizer"
-                " is made."
+                f" groups have {', '.join(self.defaults)}. Set it for all groups when the"
+                " optimizer is made."
             )
         if missing := {"lr", "prior_std", "prior_mean", *self._group_options} - group.keys():
             raise ArgumentError(f"a parameter group lost its {min(missing)}: put a number there")
@@ -363,13 +363,13 @@ class DeclaredOptimizer(Optimizer):
             raise ArgumentError(f'lr must be a number or "free", got {lr!r}')
         if self._derives_bound:
             raise ArgumentError(
-                'lr="free" follows from a clip norm, and a clip norm that is left out from lr: pass'
-                " max_grad_norm= or a number for lr"
+                'lr="free" is derived from a clip norm, and without max_grad_norm the clip norm'
+                " is derived from lr: pass max_grad_norm= or a number for lr"
             )
         if not (self.noise_multiplier > 0 and self.temperature != 0):
             raise ArgumentError(
-                'lr="free" is where the sampler\'s own noise reaches the floor: it needs'
-                " noise_multiplier > 0 (or a target epsilon) and temperature > 0"
+                'lr="free" is the lr at which the sampler\'s own noise equals noise_multiplier: it'
+                " needs noise_multiplier > 0 (or a target epsilon) and temperature > 0"
             )
         return self._free_lr(group)
 
@@ -471,9 +471,9 @@ class DeclaredOptimizer(Optimizer):
         if not (instead := self.unused_noise):
             return []
         return [
-            f"noise_multiplier = {self.noise_multiplier:.4g} is only a floor: at temperature"
+            f"noise_multiplier = {self.noise_multiplier:.4g} is only a minimum: at temperature"
             f" {self.temperature:.4g} the sampler's own noise is"
-            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. The floor would"
+            f" {self.langevin_noise_multiplier:.4g}, which is added and charged. The minimum would"
             f" be used with {instead}."
         ]
 

@@ -110,7 +110,7 @@ class DPSGFS(PrivateOptimizer):
             )
         if options.get("log_prior") is not None:
             raise ArgumentError(
-                "DPSGFS has no log_prior=, whose curvature it needs: use prior_std="
+                "DPSGFS does not support log_prior=, because it needs the curvature: use prior_std="
             )
         self._fisher, self._fisher_decay = fisher, float(fisher_decay)
         super().__init__(params, lr, **options)

@@ -69,8 +69,8 @@ class DPSGHMC(PrivateOptimizer):
             needed = ("noise_multiplier", "temperature", "max_grad_norm")
             if not all(options.get(name) for name in needed):
                 raise ArgumentError(
-                    'momentum="matched" fits the friction to the noise: it needs noise_multiplier,'
-                    " temperature and max_grad_norm, all above 0"
+                    'momentum="matched" derives the friction from the noise: it needs'
+                    " noise_multiplier, temperature and max_grad_norm, all above 0"
                 )
         else:  # under this name torch's schedulers cycle it
             require_number("momentum", momentum)

@@ -77,8 +77,8 @@ class DPSGNHT(PrivateOptimizer):
             raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
         if (temperature := options.get("temperature")) == 0:
             raise ArgumentError(
-                f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes"
-                " temperature 0"
+                f"a thermostat needs a positive temperature, got {temperature}; for temperature 0"
+                " use DPSGHMC"
             )
         self._momentum = float(momentum)
         self._thermostat_gain = check_positive("thermostat_gain", thermostat_gain)

@@ -122,7 +122,7 @@ class BookkeepingGradientSource(GradientSource):
             if p.grad is not None:
                 raise StepError(
                     f"parameter {name!r} has an ordinary gradient, which is not clipped: call the"
-                    " whole model, take prior_std= instead of a penalty, and call"
+                    " whole model, use prior_std= instead of a penalty, and call"
                     " optimizer.zero_grad() after other backward passes.",
                     code="step-unclipped",
                 )
@@ -132,8 +132,8 @@ class BookkeepingGradientSource(GradientSource):
         for p, version in self._versions:
             if p._version != version:
                 raise StepError(
-                    "a parameter was changed between forward() and step(), as max_norm of an"
-                    " embedding does: change it before the forward pass or after the step",
+                    "a parameter was changed between forward() and step() (max_norm of an"
+                    " embedding?): change it before the forward pass or after the step",
                     code="step-changed",
                 )
         found: list[Contribution] = []
@@ -179,7 +179,7 @@ class BookkeepingGradientSource(GradientSource):
             parameter.grad = None
             raise StepError(
                 "a parameter of the private model got an ordinary gradient, which is not clipped:"
-                " train on the private loader's batches in training mode, and take"
+                " train on the private loader's batches in training mode, and use"
                 " torch.autograd.grad for gradients of inputs.",
                 code="step-unclipped",
             )
@@ -298,7 +298,7 @@ class _Layer(ReplacedForward):
             return self.original(*args, **kwargs)
         given = (*args, *kwargs.values())
         if len(given) != 1 or not isinstance(given[0], Tensor):
-            raise UsedElsewhere("with arguments beside its input", (p for _, p in self.known))
+            raise UsedElsewhere("with arguments besides its input", (p for _, p in self.known))
         own = vars(self.module)
         is_changed = any([own.get(name) is not value for name, value in self.settings.items()])
         if is_changed or type(self.module).forward is not self.kind.forward:
@@ -386,6 +386,6 @@ _WRITTEN = (
     " x = x + y instead of x += y, F.relu(x) instead of F.relu_(x)"
 )
 _CHANGED = (
-    "the class of layer {!r}, its forward() or a setting (eps, stride) is not what it was when the"
-    " model was made private: undo that, or call make_private again"
+    "the class of layer {!r}, its forward() or a setting (eps, stride) changed after the model"
+    " was made private: undo this, or call make_private again"
 )

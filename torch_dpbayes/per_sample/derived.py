@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import LossError, StepError
 
 WRITTEN = (
-    "a parameter or buffer of the private model is written to with values of a batch, which are"
-    " neither clipped nor noisy: write public values only, and let the optimizer change parameters"
+    "values of a batch, neither clipped nor noisy, are written to a parameter or buffer of the"
+    " private model: write only public values; only the optimizer may change parameters"
 )
 # marks of a storage
 _MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
@@ -54,8 +54,9 @@ LOOKS = frozenset(
     )
 )
 _READ = (
-    "torch reads a value of a batch as a number (torch.tensor([t]), torch.full(size, t), alpha=t),"
-    " which hides where it comes from. Write torch.stack([t, t]), or t.item() for your eyes only"
+    "torch reads a value of a batch as a number (torch.tensor([t]), torch.full(size, t),"
+    " alpha=t), so its origin is lost. Write torch.stack([t, t]); use t.item() only to look at"
+    " the value"
 )
 
 
@@ -173,8 +174,9 @@ def _derived(found: Any) -> Any:
 def _require_dense(found: Any) -> None:
     if isinstance(found, Tensor) and found.layout not in _DENSE:
         raise LossError(
-            f"values of a batch become a tensor of layout {found.layout}, whose parts lose the mark"
-            " of records: take dense tensors, or NumPy arrays, which you keep out of later steps",
+            f"values of a batch become a tensor of layout {found.layout}, whose parts are no"
+            " longer marked as computed from records: use dense tensors, or NumPy arrays that no"
+            " later step uses",
             code="loss-mixes",
         )
 
@@ -227,9 +229,9 @@ def _storage_of(t: Tensor) -> Any:
 # -- buffers and frozen parameters ----------------------------------------------------------------
 
 _CHANGED = (
-    "{!r} changed while training: buffers and frozen parameters would carry data without noise."
+    "{!r} changed while training: buffers and frozen parameters would contain data without noise."
     " Keep statistics (GroupNorm, not BatchNorm) and counters out of the module, as plain Python"
-    " numbers, and load a state of before."
+    " numbers, and load an earlier state."
 )
 _LONGEST_WAIT = 64  # steps
 

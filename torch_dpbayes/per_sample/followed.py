@@ -35,30 +35,31 @@ INSTEAD = (
 REMEDIES = {
     "loss-mixes": INSTEAD,
     "loss-number": "Read it after backward()",
-    "loss-backward": "Call loss.backward() without arguments, of one loss",
+    "loss-backward": "Call loss.backward() without arguments, on one loss",
     "loss-in-place": (
-        "Write y = f(x) in its place; for label_smoothing_factor of Trainer, compute_loss_func=,"
+        "Write y = f(x) instead; for label_smoothing_factor of Trainer use compute_loss_func="
         " with F.cross_entropy(..., label_smoothing=)"
     ),
     "loss-reduced": (
-        "Multiply a loss by fixed Python numbers, and add losses up, before or after the mean. What"
-        " else a record's loss needs, compute before the mean, for each record"
+        "After the mean you may multiply a loss by fixed Python numbers and add losses. Compute"
+        " everything else before the mean, for each record"
     ),
     "loss-rows": (
         "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss= that draws"
         " its numbers for one record"
     ),
     "loss-outside": (
-        "Other networks run under torch.no_grad(); a learned number is a parameter of the module,"
-        " returned beside the output: self.scale.expand(len(x)); for penalties take prior_std="
+        "Run other networks under torch.no_grad(); make a learned number a parameter of the"
+        " module and return it beside the output: self.scale.expand(len(x)); for penalties use"
+        " prior_std="
     ),
     "loss-option": 'Write reduction="mean" or "sum"',
     "loss-vector": "Call loss.mean().backward()",
     "loss-constant": "Compute it from net(x) in training mode, without torch.no_grad()",
-    "model-input": "Pass the batch of the loader, or what is made of it record by record",
+    "model-input": "Pass the loader's batch, or tensors computed from it record by record",
 }
-_NO_VALUES = "the batch has no values before backward(), and t.data = x makes t a part of it"
-_HIDDEN_WEIGHT = "torch hides weight= of l1_loss from tensors of other classes"
+_NO_VALUES = "the batch has no values before backward(), and t.data = x makes t part of the batch"
+_HIDDEN_WEIGHT = "the library cannot see weight= of l1_loss"
 _WEIGHT_INSTEAD = "Write (F.l1_loss(out, y, reduction='none') * w).mean()"
 # The number of records on meta tensors: a dimension that it divides is the one of the records.
 PRIME = 10007
@@ -164,7 +165,7 @@ class Followed(Tensor):
                     return v._batch.run(func, name, args, kwargs, leaves, spec, v._batch)
             if name in ("backward", "grad_fn"):
                 raise LossError(
-                    "this batch had its backward() already, or a later one was delivered: call"
+                    "backward() already ran for this batch, or a later batch was delivered: call"
                     " backward() once for each batch",
                     code="loss-twice",
                 )
@@ -182,7 +183,7 @@ class Followed(Tensor):
         for value in flatten((args, kwargs))[0]:
             if isinstance(value, Followed) and value._batch.is_open:
                 raise value._batch.refuse(message)
-        raise LossError(f"{message}. After backward() give it x.detach().", code="loss-mixes")
+        raise LossError(f"{message}. After backward() pass x.detach().", code="loss-mixes")
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:  # without torch's way to the same
         return self.__torch_function__(Tensor.backward, (Followed,), (self, *args), kwargs)
@@ -204,7 +205,7 @@ class Followed(Tensor):
         rows are what norms and sums of this step are made of.
         """
         if self._batch.is_open:
-            raise self._batch.refuse("an open batch is copied", "loss-number")
+            raise self._batch.refuse("a batch is copied before backward()", "loss-number")
         if self._freed is None:
             # inside a transform of torch.func the copy would be its own, and lose the mark
             with temporarily_clear_interpreter_stack():

@@ -27,8 +27,9 @@ BY_CONSTRUCTION = "by construction, in the model and in the loss"
 _ATTRIBUTE = "_dpbayes_gradient_source"
 
 COPIED = (
-    "no per-sample gradients can be recorded: the model is a copy of a private one, or a parameter"
-    " was added, exchanged or unfrozen since. Call make_private again; predict under model.eval()."
+    "no per-sample gradients can be recorded: the model is a copy of a private one, or a"
+    " parameter was added, replaced or unfrozen. Call make_private again; predict under"
+    " model.eval()."
 )
 AVERAGED = (
     "the model is called through torch's DistributedDataParallel, which averages unclipped"
@@ -36,8 +37,8 @@ AVERAGED = (
     " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
 )
 TRAINED = (
-    "an input of the model requires gradients, which are neither clipped nor noisy: whatever they"
-    " train would release the records. Put that into the model, or pass x.detach()."
+    "an input of the model requires gradients, which are neither clipped nor noisy, so they would"
+    " release the records. Put the trained part into the model, or pass x.detach()."
 )
 
 
@@ -180,15 +181,14 @@ class GradientSource(ABC):
         """What was recorded, with each parameter; or an error that says why it was not."""
         if self._is_removed:
             raise StepError(
-                "the model was made private again since: step with the optimizer of the last"
-                " make_private call",
+                "the model was made private again: use the optimizer of the last make_private call",
                 code="step-removed",
             )
         if self.passes > 1:  # rows of different records would add up
             raise StepError(
                 f"the model was run forward {self.passes} times in training mode for one step:"
-                " evaluate under torch.no_grad() or model.eval(), and compute all that a loss"
-                " needs in one forward pass.",
+                " evaluate under torch.no_grad() or model.eval(), and use one forward pass for"
+                " the whole loss.",
                 code="step-passes",
             )
         parts = self.recorded(named_parameters)
@@ -222,14 +222,14 @@ def require_first_backward(is_again: bool) -> None:
     """Raise in a backward pass that would be recorded twice, or by none."""
     if is_again:
         raise StepError(
-            "backward() ran twice through one forward pass, or through one of an earlier batch: add"
-            " the losses up and call backward() once for each batch.",
+            "backward() ran twice through one forward pass, or through that of an earlier batch:"
+            " add the losses and call backward() once for each batch.",
             code="loss-twice",
         )
     if torch.is_grad_enabled():
         raise StepError(
-            "backward(create_graph=True): gradients of gradients are not recorded by record, so a"
-            " penalty on them would not be clipped. Leave out create_graph.",
+            "backward(create_graph=True): gradients of gradients are not recorded for each"
+            " record, so a penalty on them would not be clipped. Leave out create_graph.",
             code="loss-backward",
         )
 

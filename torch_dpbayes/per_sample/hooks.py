@@ -62,7 +62,7 @@ class HooksGradientSource(GradientSource):
             )
         if len({len(g) for g in records.values()}) > 1:
             raise StepError(
-                "the parameters disagree on the number of records in the batch: keep records in"
+                "parameters have gradients of different numbers of records: keep records in"
                 " dimension 0, and do not fold time or patches into it.",
                 code="step-disagree",
             )
@@ -151,8 +151,8 @@ class _Hooks(GradSampleHooks):
             rows = len(forward_input[0])
             if rows != getattr(module, "max_batch_len", rows):
                 raise StepError(
-                    "a recurrent layer was given a packed sequence, which sorts records by length:"
-                    " pad the sequences and pass a tensor.",
+                    "a recurrent layer got a packed sequence, which sorts records by length: pad"
+                    " the sequences and pass a tensor.",
                     code="model-packed",
                 )
         super().capture_activations_hook(module, forward_input, _forward_output)
@@ -172,7 +172,7 @@ def _records_of(name: str, parameter: Tensor) -> Tensor | None:
     """The parameter's per-record gradients, or an error that says what is wrong with them."""
     if not hasattr(parameter, "grad_sample"):
         raise StepError(
-            f"parameter {name!r} has no per-record gradients: its module is not hooked, and p.grad"
+            f"parameter {name!r} has no per-record gradients: its module has no hooks, and p.grad"
             " is not clipped. Build model, optimizer and loader by"
             " torch_dpbayes.PrivacyEngine().make_private(...).",
             code="step-grad-sample",
@@ -182,7 +182,7 @@ def _records_of(name: str, parameter: Tensor) -> Tensor | None:
         if len(records) > 1:
             raise StepError(
                 f"{len(records)} backward passes were made since the last step: call step() after"
-                " each, and take Opacus' BatchMemoryManager for large batches.",
+                " each, and use Opacus' BatchMemoryManager for large batches.",
                 code="step-grad-sample",
             )
         records = records[0] if records else None

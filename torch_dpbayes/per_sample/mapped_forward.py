@@ -38,17 +38,17 @@ OfOne = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
 EVALUATED = (
-    "the model is in eval mode, in which no per-sample gradients are recorded: call model.train()"
-    " before the training loop, and again after every validation; evaluate under torch.no_grad()."
+    "the model is in eval mode, so no per-sample gradients are recorded: call model.train()"
+    " before training, and after every validation; evaluate under torch.no_grad()."
 )
 STRANGE_INPUT = (
-    "the model is given a tensor, of rows of shape {}, that the private loader did not deliver, or"
-    " that was made of several records: pass the loader's batch; constants are buffers of the model"
+    "the model gets a tensor (rows of shape {}) that is not from the private loader, or that"
+    " mixes records: pass the loader's batch; make constants buffers of the model"
 )
 
 _OTHER_INPUT = (
-    "the model is given a tensor of another batch, of several records, or whose records are not in"
-    " dimension 0",
+    "the model gets a tensor of another batch, one that mixes records, or one whose records are"
+    " not in dimension 0",
     "model-input",
     "Standardise by public constants; transpose inside the model; for Trainer of transformers set"
     " net.accepts_loss_kwargs = False",
@@ -208,8 +208,8 @@ class MappedForward(ReplacedForward):
             kind = "several numbers or texts"
         if kind is not None:
             raise CannotBeMapped(
-                f"an argument holds {kind}, which every record would see: pass a tensor with a row"
-                " for each"
+                f"an argument contains {kind}, which is the same for all records: pass a tensor"
+                " with one row per record"
             )
         batch, rows, n = self._rows(given.tensors)
         direct = self._trainable() if self._direct else []
@@ -280,12 +280,12 @@ class MappedForward(ReplacedForward):
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ModelError(
                     f"{type(module).__name__} has a backward hook (register_full_backward_hook),"
-                    " which would not run where records are kept apart: remove it",
+                    " which does not run here: remove it",
                     code="model-backward-hook",
                 )
             if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
                 raise ModelError(
-                    "a BatchNorm is in training mode, in which its statistics follow the records:"
+                    "a BatchNorm is in training mode, so its statistics depend on the records:"
                     f" after model.train() write {BATCH_NORM_TO_EVAL}",
                     code="model-layer",
                 )
@@ -296,8 +296,8 @@ class MappedForward(ReplacedForward):
                 if isinstance(hook, (BasePruningMethod, WeightNorm)):
                     if module is self.module:
                         raise CannotBeMapped(
-                            "its weight is made by a hook that runs before it, of pruning or weight"
-                            " norm: make private nn.Sequential(model)"
+                            "a hook makes its weight (pruning or weight norm): make"
+                            " nn.Sequential(model) private"
                         )
                     made = hook.name if isinstance(hook, WeightNorm) else hook._tensor_name
                     changing.append((module, made))
@@ -318,8 +318,8 @@ class MappedForward(ReplacedForward):
                     batch, n = t._batch, t._rows.shape[0]
         if batch is None:
             raise LossError(
-                "the model is given a batch whose backward() is over, or after which another one"
-                " was delivered: take a new batch from the loader"
+                "the model gets a batch after its backward(), or after a later batch was"
+                " delivered: take a new batch from the loader"
                 if is_any_followed
                 else STRANGE_INPUT.format(list(tensors[0].shape[1:]) if tensors else []),
                 code="model-input",
@@ -372,8 +372,8 @@ class MappedForward(ReplacedForward):
         )
         place = next(places, "in a container, a closure or a global variable")
         return (
-            f"the forward pass keeps a tensor made of the records ({place}), which the next batch"
-            " would see: return it instead"
+            f"the forward pass stores a tensor computed from records ({place}), which the next"
+            " batch could read: return it instead"
         )
 
 
@@ -413,8 +413,8 @@ def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: boo
     """Raise unless the result for one record is of tensors with one row each."""
     if not tensors:
         raise CannotBeMapped(
-            f"its output is of type {type(output).__name__}, in which no tensor is found: return"
-            " tensors (for a distribution its parameters), and make of them what you need outside"
+            f"its output is of type {type(output).__name__}, which contains no tensor: return"
+            " tensors (for a distribution its parameters), and build other objects outside"
         )
     if not may_be_several and any(t.dim() > 0 and t.shape[0] != 1 for t in tensors):
         raise CannotBeMapped(
@@ -432,8 +432,8 @@ def _scalar(loss: Any) -> Tensor:
             return loss.reshape(())
     what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise LossError(
-        f"the loss of one record must be a scalar tensor of floating-point numbers, got {what}:"
-        " add its entries up",
+        f"the loss of one record must be a scalar floating-point tensor, got {what}: sum its"
+        " entries",
         code="loss-vector",
     )
 

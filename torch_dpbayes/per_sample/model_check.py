@@ -27,8 +27,8 @@ from .operations import Delivery
 from .record_map import CannotBeMapped, OutsideTensor, as_traced, in_plain_words
 
 _INSTEAD = (
-    "To vouch that it keeps records apart, write make_private(..., assume_independent_records=True,"
-    ' grad_sample_mode="hooks")'
+    "To vouch that it does not mix records, write make_private(...,"
+    ' assume_independent_records=True, grad_sample_mode="hooks")'
 )
 _RECORDS = 2
 _TRIES = 3  # of fresh synthetic records: a ReLU may be set otherwise by rounding
@@ -40,7 +40,7 @@ def check_layers(module: nn.Module) -> None:
     """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients."""
     if not module.training:
         raise ModelError(
-            "the model is in eval mode, in which no per-sample gradients are recorded: call"
+            "the model is in eval mode, so no per-sample gradients are recorded: call"
             f" model.train() first. To keep frozen BatchNorm in eval mode: {BATCH_NORM_TO_EVAL}",
             code="model-eval",
         )
@@ -53,13 +53,16 @@ def check_layers(module: nn.Module) -> None:
             )
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
-            reason = "is compiled by TorchScript, in which nothing is seen: take the module itself"
+            reason = (
+                "is compiled by TorchScript, so the library cannot inspect it: use the module"
+                " itself"
+            )
         # torch's own classes only: what a subclass does shows in the map
         elif isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn."):
             if not layer.training and layer.track_running_stats:
                 continue
             reason = (
-                "mixes records: take torch.nn.LayerNorm, or GroupNorm by model ="
+                "mixes records: use torch.nn.LayerNorm, or GroupNorm by model ="
                 " opacus.validators.ModuleValidator.fix(model). To keep pretrained statistics:"
                 f" {BATCH_NORM_TO_EVAL}"
             )
@@ -194,8 +197,8 @@ class _Comparison:
             for name, b in self.module.named_buffers():
                 if not torch.equal(before[name], b) and not bool((b != b).any()):
                     raise ModelError(
-                        f"the forward pass changes its buffer {name!r}, which would carry records"
-                        " without noise: keep statistics out of the model (GroupNorm, not"
+                        f"the forward pass changes its buffer {name!r}, which would contain"
+                        " records without noise: keep statistics out of the model (GroupNorm, not"
                         " BatchNorm)",
                         code="model-buffer",
                     )
@@ -278,8 +281,8 @@ class _Comparison:
             wrong = (norms - true).abs() > _ROOM * true + 1e-6
             if bool((wrong & norms.isfinite()).any()):  # others are cut out
                 raise ModelError(
-                    "the norms of per-sample gradients are wrong, an error of this library: take"
-                    ' grad_sample_mode="vmap", and please report the model',
+                    "the norms of per-sample gradients are wrong. This is a bug of the library:"
+                    ' use grad_sample_mode="vmap", and please report the model',
                     code="model-norms",
                 )
             return _Run([t.detach() for t in rows], gradients), weights
@@ -351,7 +354,7 @@ def _blamed(module: nn.Module) -> Iterator[None]:
         name = (running[-1] if running else "") or type(module).__name__
         reason = in_plain_words(error).rstrip(".")
         raise ModelError(
-            f"module {name!r} cannot be run for one record at a time: {reason}. {_INSTEAD}.",
+            f"module {name!r} cannot run for one record at a time: {reason}. {_INSTEAD}.",
             code="model-map",
         ) from error
     finally:

@@ -66,9 +66,9 @@ class Delivery:
                 return derived(t)  # made of several records by collate_fn
             if holds_records(t):
                 raise LossError(
-                    "the loader delivers values of an earlier batch, which the data set or"
-                    " collate_fn kept: other records would count in this step. Deliver each record"
-                    " as it is stored",
+                    "the loader delivers values of an earlier batch (kept by the data set or"
+                    " collate_fn), so this step would use other records. Return each record as it"
+                    " is stored",
                     code="loss-mixes",
                 )
             rows = t if records else synthetic_row(t)
@@ -138,7 +138,7 @@ class _Operation:
             raise batch.refuse(batch.refusal)
         is_metric = bool(self.has_earlier or self.others) and self._is_running_metric()
         if self.has_earlier and not is_metric:
-            raise batch.refuse("tensors of two batches meet: one of an earlier step comes back")
+            raise batch.refuse("tensors of two batches are combined: one is of an earlier step")
         for f in self.followed:
             if f.grad_fn is not None:
                 raise batch.refuse("a torch.autograd.Function was applied to the outputs")
@@ -146,7 +146,7 @@ class _Operation:
         if name in _SPECIAL:
             return self._special()
         if name == "requires_grad_":
-            raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
+            raise batch.refuse("a gradient of the inputs is requested", "loss-backward", _OF_INPUTS)
         if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if is_metric:  # values of earlier batches as they are: a running mean would keep all
@@ -167,7 +167,7 @@ class _Operation:
         if self.has_reduced:
             return self._on_reduced()
         if self.kwargs.get("max_norm") is not None:
-            raise batch.refuse("max_norm changes the weight that it is given in place")
+            raise batch.refuse("max_norm changes its weight in place")
         if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
             return self._loss()
         is_alone = len(self.args) == 1 and not self.kwargs
@@ -202,8 +202,8 @@ class _Operation:
             return f"Followed(shape={tuple(first.shape)}, values after backward())"
         if name in kinds.NUMBERS:
             raise batch.refuse(
-                f"{name} reads values of the batch before backward(), on which the loss could then"
-                " depend",
+                f"{name} reads values of the batch before backward(), so the loss could depend on"
+                " them",
                 "loss-number",
             )
         raise batch.refuse(f"torch.autograd.{name} of the batch", "loss-backward", _OF_INPUTS)
@@ -234,12 +234,12 @@ class _Operation:
     def _check_constant(self, value: Tensor) -> None:
         if holds_records(value):
             raise self.batch.refuse(
-                f"{self.name} meets a tensor that was computed from other records, or from several"
+                f"{self.name} gets a tensor that was computed from other records, or from several"
                 " of this batch"
             )
         if value.requires_grad and torch.is_grad_enabled():
             raise self.batch.refuse(
-                f"{self.name} meets a tensor outside the model that requires grad", "loss-outside"
+                f"{self.name} gets a tensor outside the model that requires grad", "loss-outside"
             )
 
     def private_numbers(self) -> AbstractContextManager[None]:
@@ -251,7 +251,7 @@ class _Operation:
         """For outputs ``[B, 1]`` beside targets ``[B]``, which torch would pair each with each."""
         shapes = sorted((tuple(f.shape) for f in self.followed), key=len)
         if len(shapes) == 2 and shapes[1] == (*shapes[0], 1):
-            return "Give both one shape: write .squeeze(-1) after the longer one"
+            return "Give both the same shape: write .squeeze(-1) after the one with more dimensions"
         return None
 
     def _is_detached(self) -> bool:
@@ -396,7 +396,7 @@ class _Operation:
                 return self._sealed()
             raise
         if len(found) != len(shapes):
-            raise self.batch.refuse(f"{self.name} gives another number of tensors for one record")
+            raise self.batch.refuse(f"{self.name} returns another number of tensors for one record")
         results = [self._followed(t, m) for t, m in zip(found, shapes, strict=True)]
         if any(t is None for t in results):
             return self._sealed()
@@ -406,7 +406,7 @@ class _Operation:
         """The error of a function that no shapes suit."""
         if any(self.batch.shown in v.shape for v in self.others):
             return self.batch.refuse(
-                f"{self.name} meets a tensor with a row for each record that is not made of the"
+                f"{self.name} gets a tensor with one row per record that is not computed from the"
                 " batch",
                 "loss-rows",
             )
@@ -510,14 +510,14 @@ class _Operation:
             if self._is_detached():
                 return self._sealed()
             if any(f._how is None for f in self.followed):
-                raise batch.refuse(f"{name}: a mean or sum over the records meets records")
+                raise batch.refuse(f"{name}: a mean or sum over records meets single records")
             what = f"{name} of a reduced loss"
             if name in ("isnan", "isfinite"):
                 what = f"{name}(loss) before backward() (what is not finite counts as zero)"
             elif name in kinds.LINEAR and is_one:
                 what = (
-                    "a reduced loss meets a tensor in a product or a sum (GradScaler does that; for"
-                    " a constant write a Python number)"
+                    "a reduced loss is multiplied by or added to a tensor (GradScaler does this;"
+                    " for a constant write a Python number)"
                 )
             raise batch.refuse(what, "loss-reduced")
         if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *self.others)):
@@ -553,7 +553,7 @@ class _Operation:
             raise batch.refuse("backward() is called inside a torch.func transform")
         if torch.is_anomaly_enabled():
             raise batch.refuse(
-                "anomaly detection is on, where one record's gradient ends the step",
+                "anomaly detection is on, so one record's gradient could end the step",
                 "loss-backward",
                 "Leave out torch.autograd.set_detect_anomaly",
             )

@@ -43,37 +43,37 @@ from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, l
 
 _TORCHS_WORDS = {
     "register_meta function for torch.nonzero": (
-        "a mask selects records, whose number depends on them: write (losses * mask).mean()"
+        "a mask selects records, so their number depends on the data: write (losses * mask).mean()"
     ),
     "dynamic shape": (
-        "it selects entries whose number depends on the record: multiply by the mask; for DeBERTa"
-        " set config.problem_type; for BART and T5 see docs/how_to/usual_networks.md"
+        "it selects entries, and their number depends on the record: multiply by the mask; for"
+        " DeBERTa set config.problem_type; for BART and T5 see docs/how_to/usual_networks.md"
     ),
     "calling .item() on a Tensor": (
-        "it reads a number of the records (item(), one_hot without num_classes): compute with"
+        "it reads a number from the records (item(), one_hot without num_classes): compute with"
         " tensors, pass num_classes"
     ),
     "must override the setup_context staticmethod": (
-        "it calls an autograd.Function of the old style, which cannot run for one record: pass"
-        " use_reentrant=False to checkpoint(), and write other functions by operations of torch"
+        "it calls an old-style autograd.Function, which cannot run for one record: pass"
+        " use_reentrant=False to checkpoint(), and write others with torch operations"
     ),
     "Batch norm got a batched tensor": (
-        "its statistics follow the records: leave out track_running_stats, or take GroupNorm"
+        "its statistics depend on the records: leave out track_running_stats, or use GroupNorm"
     ),
     "would mutate a captured Tensor": (
         "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
         " x *= 2"
     ),
     "different inplace randomness": (
-        "it draws random numbers into a tensor of its own (bernoulli_, normal_), which is one for"
-        " all records: write torch.rand(...) < p, or similar"
+        "it draws random numbers into a tensor that all records share (bernoulli_, normal_):"
+        " write torch.rand(...) < p, or similar"
     ),
     "fallback path doesn't work on out=": (
         "it computes into a tensor given as out=, as spectral_norm does in training mode: leave it"
         " out"
     ),
     "requires_grad_() outside": (
-        "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
+        "it calls requires_grad_(), or autograd.functional: use torch.func.grad or vjp"
     ),
 }
 
@@ -102,7 +102,7 @@ class OutsideTensor(CannotBeMapped):
 
     def __init__(self, function: str, tensor: Tensor) -> None:
         super().__init__(
-            f"{function} uses a tensor outside the model that requires grad, which would be trained"
+            f"{function} uses a tensor outside the model that requires grad, and would train it"
             " without noise. Make it a parameter of the module, self.scale ="
             " nn.Parameter(torch.zeros(())), and return it beside the output",
             code="loss-outside",
@@ -224,8 +224,8 @@ class RecordMap(TorchFunctionMode):
                 functorch._vmap_decrement_nesting()
         if self._error is not None:
             raise CannotBeMapped(
-                "it catches an error of a torch function, which one record may cause for all: leave"
-                " out the try"
+                "it catches an error of a torch function, which one record may cause for all:"
+                " remove the try block"
             )
         return found
 
@@ -463,7 +463,7 @@ class as_traced:
             if not _flags:  # the last map of all threads; the others found the flag set
                 _compiler._is_compiling_flag = before
         if kind is None and not is_traced:  # by torch.compiler.reset()
-            raise CannotBeMapped("it resets torch's compiler: leave that out of forward")
+            raise CannotBeMapped("it resets torch's compiler: remove this from forward")
 
 
 def is_of_records(t: Any) -> bool:
@@ -561,13 +561,13 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
     """Refuse what would run below the map, where tensors hold all records, or out of sight."""
     if kwargs.get("generator") is not None:
         raise CannotBeMapped(
-            "it draws from a generator of its own, which would give each record other numbers:"
-            " draw fixed numbers in __init__, into a buffer"
+            "it draws from its own generator, which gives each record different numbers: draw"
+            " fixed numbers in __init__, into a buffer"
         )
     if func in _RESIZES:
         raise CannotBeMapped(
-            f"it changes the size of a tensor in memory ({func.__name__}), where other records"
-            " lie beside it: make a new tensor, as F.pad does"
+            f"it resizes a tensor in memory ({func.__name__}), next to other records: make a new"
+            " tensor, for example with F.pad"
         )
     if func in _INDEX_FILLS and any(map(is_of_records, (*args[2:], *kwargs.values()))):
         raise CannotBeMapped(
@@ -576,35 +576,35 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
         )
     if not (is_torchs(func) or isinstance(func, _ANY_OPERATORS)):
         raise CannotBeMapped(
-            f"{name_of(func)} is not a function of torch, though torch.overrides hands it on: what"
-            " it does to whole batches is not seen"
+            f"{name_of(func)} is not a function of torch: the library cannot see what it does to"
+            " whole batches"
         )
     if isinstance(func, _OPERATORS):
         name = str(func)
         source, bare, *_ = name.split(".")
         if source not in _TORCHS_OPERATORS:
             raise CannotBeMapped(
-                f"operator {name} is not torch's own: what it does to whole batches, or keeps of"
-                " one record for the next, is not seen"
+                f"operator {name} is not part of torch: the library cannot see whether it mixes or"
+                " stores records"
             )
         if bare in _UNCHECKED or bare.startswith("_") or "_backward" in bare:
             raise CannotBeMapped(
-                f"operator {name} may look beyond a record: write the function of"
-                " torch.nn.functional for which it stands"
+                f"operator {name} may read other records: write the corresponding function of"
+                " torch.nn.functional"
             )
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
     if func in _OF_ALL_RECORDS or (func in _DIMENSIONS and table.dim() < _DIMENSIONS[func]):
         raise CannotBeMapped(
-            f"{func.__name__} looks at several records at once: write t.any(), F.ctc_loss,"
+            f"{func.__name__} reads several records at once: write t.any(), F.ctc_loss,"
             " torch.linalg.solve or a < b instead"
         )
     if func is F.embedding and kwargs.get("max_norm") is not None:
         raise CannotBeMapped("max_norm changes its table in place, in every pass: leave it out")
     if func is torch.segment_reduce and kwargs.get("unsafe"):
-        raise CannotBeMapped("segment_reduce(unsafe=True) may look beyond a record: leave it out")
+        raise CannotBeMapped("segment_reduce(unsafe=True) may read other records: leave it out")
     if func in LOOKS and is_of_records(args[0]):
         raise CannotBeMapped(
-            f"it reads a number of the records ({func.__name__}): compute with tensors"
+            f"it reads a number from the records ({func.__name__}): compute with tensors"
             " (torch.where)"
         )
     if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
@@ -612,8 +612,8 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
         is_function = issubclass(own, torch.autograd.Function)
         if is_function and not own.__module__.startswith("torch."):
             raise CannotBeMapped(
-                f"{own.__name__} is an autograd.Function of its own, whose rules for whole"
-                " batches are not seen"
+                f"{own.__name__} is a custom autograd.Function: the library cannot see its rules"
+                " for whole batches"
             )
 
 
@@ -630,7 +630,7 @@ def require_no_modes() -> None:
     if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(
             "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records at"
-            " once: leave that mode before the model is called"
+            " once: leave this mode before you call the model"
         )
 
 
@@ -639,8 +639,8 @@ def _require_public(outside: Iterable[Tensor]) -> None:
     for tensor in outside:
         if holds_records(tensor):
             raise CannotBeMapped(
-                "it computes with a tensor that was made of other records, or of several: leave"
-                " it out, or make it of each record alone"
+                "it uses a tensor that was computed from other or several records: leave it out,"
+                " or compute it from each record alone"
             )
 
 
@@ -665,13 +665,13 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(value, Tensor):
             _require_public((value,))
             raise CannotBeMapped(
-                f"it computes with a {kind.__name__}, a class of tensors with code of its own:"
-                " take plain tensors"
+                f"it computes with a {kind.__name__}, a tensor class with its own code: use plain"
+                " tensors"
             )
         elif not (isinstance(value, (type, int, float, str)) or _is_without_code(value, kind)):
             raise CannotBeMapped(
-                f"it gives {getattr(func, '__name__', func)} a {kind.__name__} to call, in which"
-                " nothing is seen of what it does: call it yourself, and pass numbers"
+                f"it gives {getattr(func, '__name__', func)} a {kind.__name__} to call, and the"
+                " library cannot see what it does: call it yourself, and pass numbers"
             )
     return found
 

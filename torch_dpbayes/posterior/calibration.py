@@ -72,8 +72,8 @@ def charged_to(
         draws = loader.sampler_of_draws
         if accountant is not None and draws.accountant not in (None, accountant):
             raise ArgumentError(
-                "the loader's run is charged to another accountant, which would miss this: leave"
-                " accountant= out"
+                "the loader's run is charged to another accountant, which would not count this:"
+                " leave out accountant="
             )
         accountant = draws.accountant if accountant is None else accountant
         reserved = draws.reserved
@@ -139,7 +139,7 @@ def score_of(likelihood: Likelihood, compact: Tensor, y: Tensor) -> Callable[[fl
     dimensions = 3 if isinstance(likelihood, Normal) else 2  # of samples' moments; of classes
     if compact.dim() != dimensions or y.numel() != len(compact):
         raise SamplesError(
-            "calibrate is for one target a record; model or batches give several for each"
+            "calibrate needs one target per record, but model or batches have several"
         )
     targets = y.reshape(-1).to(compact)
 

@@ -127,9 +127,9 @@ class Chain:
             is_empty = not isinstance(chain, Chain) or not len(chain)
             if is_empty or (chain.shapes(), len(chain), chain.thin) != first:
                 raise SamplesError(
-                    f"chain {number}, {chain!r}, is not like the first one, {self!r}: pass one by"
-                    " one runs of one model with the same burn_in, thin and max_samples, collected"
-                    " as often."
+                    f"chain {number}, {chain!r}, differs from the first one, {self!r}: pass runs of"
+                    " one model with the same burn_in, thin, max_samples and number of collect()"
+                    " calls."
                 )
         return files.arviz_of({n: np.stack([c.draws_of(n) for c in chains]) for n in shapes})
 
@@ -144,14 +144,14 @@ def _checked_parameters(model: nn.Module, before: dict[str, torch.Size]) -> dict
         )
     if before and shapes != before:
         raise SamplesError(
-            "This model's trainable parameters are not those of the model collected before:"
+            "This model has other trainable parameters than the model collected before:"
             f" {outputs.difference_of(before, shapes)}. Use one PosteriorSamples for one model."
         )
     for name, p in parameters.items():
         if not torch.isfinite(p).all():
             raise DivergedError(
-                f"Parameter {name!r} has non-finite values: the chain diverged, most often because"
-                " lr is too large for the noise and the prior. This sample was not collected;"
-                " restart from finite parameters with a smaller lr."
+                f"Parameter {name!r} has non-finite values: the chain diverged, usually because lr"
+                " is too large. This sample was not collected; restart from finite parameters"
+                " with a smaller lr."
             )
     return parameters

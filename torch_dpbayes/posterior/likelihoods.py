@@ -111,7 +111,7 @@ class Categorical(Likelihood):
     def form(self, output: Tensor) -> Tensor:
         if output.dim() < 2 or output.shape[-1] < 2:
             raise SamplesError(
-                "categorical outputs have a score for each of two or more classes, got shape"
+                "categorical outputs need a score for each of two or more classes, got shape"
                 f' {list(output.shape)}: for one logit write PosteriorSamples("bernoulli"), for'
                 ' regression PosteriorSamples("normal")'
             )
@@ -189,7 +189,7 @@ class Normal(Likelihood):
             return torch.stack([mean, torch.zeros_like(mean)], -1)
         if output.shape[-1] != 2:
             raise SamplesError(
-                "normal outputs are a mean, or a mean and a log variance, got shape"
+                "normal outputs must be a mean, or a mean and a log variance, got shape"
                 f" {list(output.shape)}: for means of several targets pass noise_std= to"
                 " PosteriorSamples"
             )
@@ -255,7 +255,7 @@ class Normal(Likelihood):
     def _require_noise(self) -> None:
         if not self._has_noise:
             raise SamplesError(
-                "the model's output is a mean, and this needs the noise too: write"
+                "the model's output is a mean, and this method also needs the noise: write"
                 ' PosteriorSamples("normal", noise_std=...), math.sqrt(0.5) after MSELoss, or let'
                 " the model return mean and log variance"
             )
@@ -279,7 +279,7 @@ def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
     if noise_std is None:
         return
     if name != "normal":
-        raise ArgumentError('noise_std= is that of likelihood="normal": write both, or none')
+        raise ArgumentError('noise_std= belongs to likelihood="normal": write both, or neither')
     if not callable(noise_std):
         is_scalar = isinstance(noise_std, Tensor) and noise_std.numel() == 1
         what = "that of the likelihood: math.sqrt(0.5) for a model trained with MSELoss"
@@ -291,8 +291,8 @@ def forgotten_noise_std(model: nn.Module) -> Tensor:
     mean and a log variance without it.
     """
     raise SamplesError(
-        "noise_std was a function when these samples were saved, which a file does not keep: set"
-        " samples.noise_std to it again"
+        "noise_std was a function when these samples were saved, and files cannot store it: set"
+        " samples.noise_std again"
     )
 
 

@@ -27,7 +27,7 @@ Sample = dict[str, Tensor]
 
 _NO_BATCHES = (
     "x must be a tensor whose first dimension is the record (torch.as_tensor of an array), or a"
-    " DataLoader; for one batch of another kind write [batch]."
+    " DataLoader; for another kind of batch write [batch]."
 )
 
 # of a tensor, predicted at a time: many short rows, which make up for the fixed cost of a pass
@@ -75,8 +75,8 @@ def evaluate(
         output = functional_call(called, {f"model.{n}": p for n, p in sample.items()}, (batch,))
         if not isinstance(output, Tensor):
             raise ArgumentTypeError(
-                f"The model returned a {type(output).__name__}; predictions need one tensor"
-                " with a row a record: pass forward=lambda model, x: model(x).logits, or alike."
+                f"The model returned a {type(output).__name__}; predictions need one tensor with"
+                " one row per record: pass for example forward=lambda model, x: model(x).logits."
             )
         return _require_rows(output, _records_in(batch))
 
@@ -96,7 +96,7 @@ def evaluate(
         shown = batches if is_alone else words.shown(batches, "predicting")
         reduced = [*map(reduced_of, shown)]
     if not reduced:
-        raise SamplesError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
+        raise SamplesError("x has no batch: pass a tensor, or a DataLoader that is not empty.")
     return torch.cat(reduced, dim)
 
 
@@ -119,8 +119,8 @@ def require_same_buffers(
         if name not in before or name not in now or not same_values(before[name], now[name]):
             raise ArgumentError(
                 f"{name!r} changed since {since} and may hold private records. Use GroupNorm for"
-                " BatchNorm (opacus.validators.ModuleValidator.fix). A buffer that is public goes"
-                " into a network of its own, by load_state_dict.",
+                " BatchNorm (opacus.validators.ModuleValidator.fix). Load public buffers into a"
+                " separate network, by load_state_dict.",
                 code="model-buffer",
             )
 
@@ -164,8 +164,8 @@ def _require_rows(result: Any, rows: int) -> Tensor:
     if not isinstance(result, Tensor) or result.dim() == 0 or result.shape[0] != rows:
         shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise SamplesError(
-            f"{rows} records went in and {shape} came out: model and transform must return a tensor"
-            " with one row a record in its first dimension."
+            f"{rows} records went in and {shape} came out: model and transform must return a"
+            " tensor with one row per record in its first dimension."
         )
     return result
 
@@ -212,7 +212,7 @@ def output_of(model: nn.Module, batch: Any) -> Any:
         taken = named_inputs(model, {k: v for k, v in batch.items() if k not in TARGETS})
         if not taken:
             raise ArgumentTypeError(
-                f"the model takes none of {', '.join(map(str, batch))} by name: pass"
+                f"the model accepts none of {', '.join(map(str, batch))} by name: pass"
                 ' forward=lambda model, batch: model(batch["..."]).'
             )
         return model(**taken)
@@ -241,8 +241,8 @@ def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
     columns = given.tensors
     if given.strangers or holds_plain_sequence(batch) or not all(t.dim() for t in columns):
         raise SamplesError(
-            "a batch holds what every record would see, such as texts or a number of all: deliver"
-            " tensors with a row for each record."
+            "a batch has an entry for all records together, such as texts or one number: return"
+            " tensors with one row per record."
         )
     records, rows = RecordMap(len(columns[0])), [t.unsqueeze(1) for t in columns]
     try:
@@ -251,7 +251,7 @@ def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:
         raise
     except Exception as error:
         raise SamplesError(
-            f"the model cannot be run for one record at a time: {without_values(error)}."
+            f"the model cannot run for one record at a time: {without_values(error)}."
         ) from None
     if records.kept():
         raise SamplesError("the forward pass stores a tensor of a record: return it instead.")

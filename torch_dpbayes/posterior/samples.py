@@ -174,8 +174,8 @@ class PosteriorSamples(Chain):
         content = files.load(path, "PosteriorSamples.save")
         if content.get("format") != files.FORMAT:
             raise CheckpointError(
-                f"{os.fspath(path)} holds something else than samples of this version: it was not"
-                " written by PosteriorSamples.save"
+                f"{os.fspath(path)} has no samples of this version: it was not written by"
+                " PosteriorSamples.save"
             )
         stated = {name: content[name] for name in _ARGUMENTS}
         if stated["noise_std"] == _FUNCTION:
@@ -263,11 +263,12 @@ class PosteriorSamples(Chain):
         try:
             accountant.compose(calibration.event_of(total), label="calibration of predictions")
         except PrivacyBudgetExceeded as refused:
-            instead = "its share, calibrate=, is used up: calibrate once, after the planned steps"
+            instead = "the share of calibrate= is used up: calibrate once, after the planned steps"
             if epsilon is not None:
-                instead = f"epsilon={epsilon:g} is of everything on it: ask for less"
+                instead = f"epsilon={epsilon:g} is for everything on it: pass a smaller value"
             raise PrivacyBudgetExceeded(
-                f"calibrating would pass the accountant's budget; nothing was released: {instead}."
+                "calibrating would exceed the accountant's budget; nothing was released:"
+                f" {instead}."
             ) from refused
         is_normal = self.likelihood == "normal"
         t, std = calibration.estimate(score_of(records), total, is_normal)
@@ -276,8 +277,8 @@ class PosteriorSamples(Chain):
         if std > calibration.UNDETERMINED:
             warnings.warn(
                 "the noise of this calibration leaves the temperature undetermined: log T ="
-                f" {unit * t:.2f} ± {unit * std:.2f}, before the records"
-                f" ± {unit * calibration.PRIOR_STD:g}. A larger share of the budget tells more.",
+                f" {unit * t:.2f} ± {unit * std:.2f}, before the records ±"
+                f" {unit * calibration.PRIOR_STD:g}. Use a larger share of the budget.",
                 stacklevel=2,
             )
         return self._temperature
@@ -369,7 +370,9 @@ class PosteriorSamples(Chain):
 
         result = self._by_likelihood(model, x, forward, densities)
         if done != len(y):
-            raise SamplesError(f"x has {done} records and y has {len(y)} targets: pass as many")
+            raise SamplesError(
+                f"x has {done} records and y has {len(y)} targets: pass equally many"
+            )
         return result
 
     def predictive_entropy(
@@ -459,7 +462,7 @@ class PosteriorSamples(Chain):
         an adaptive choice (see :class:`~torch_dpbayes.PrivacyAccountant`).
         """
         if len(self) < 4:
-            raise StateError(f"r_hat compares two halves, of four samples or more, got {len(self)}")
+            raise StateError(f"r_hat needs at least four samples, got {len(self)}")
 
         def compared(of: Likelihood, forms: Tensor) -> Tensor:
             points = of.point(forms.double())

@@ -61,8 +61,8 @@ class Bounded(ExactDraw):
         constants = model.derived_constants()
         if constants is not None and constants.strength == 0:
             raise CertificateError(
-                "prior_std is infinite, and a bounded likelihood with a flat prior has no"
-                " posterior: state a finite prior_std."
+                "prior_std is infinite, but a bounded likelihood with a flat prior has no"
+                " posterior: pass a finite prior_std."
             )
 
     def event(self, model: Model, setting: Setting) -> BoundedRangeDpEvent:

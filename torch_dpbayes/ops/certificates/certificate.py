@@ -118,8 +118,8 @@ class Asserted(Certificate):
     def check(self, model: Model) -> None:
         if (model.derived_constants(self.max_grad_norm) is None) == (self.lipschitz is None):
             raise CertificateError(
-                f"{type(self).__name__}: assert its constants for a model that is not a GLM; for a"
-                " GLM or Softmax they are derived, so leave them out."
+                f"{type(self).__name__}: pass its constants for a model that is not a GLM; leave"
+                " them out for a GLM or Softmax, where they are derived."
             )
         if self.lipschitz is not None:
             model.require_unconstrained(type(self).__name__)
@@ -130,8 +130,8 @@ class Asserted(Certificate):
         missing = [name for name, v in {"lipschitz": self.lipschitz, **others}.items() if v is None]
         if 0 < len(missing) <= len(others):
             raise CertificateError(
-                f"asserted constants come together: {', '.join(missing)} missing. Leave all out for"
-                " a GLM, whose constants are derived."
+                f"pass all asserted constants: {', '.join(missing)} missing. Leave all out for a"
+                " GLM, whose constants are derived."
             )
         if not missing:
             check_positive("lipschitz", self.lipschitz)

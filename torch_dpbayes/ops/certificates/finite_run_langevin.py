@@ -65,7 +65,7 @@ class FiniteRunLangevin(Asserted):
             check_positive("step_size", self.step_size)
         if not 0 <= (self.strength or 0.0) <= (self.smoothness or math.inf):
             raise CertificateError(
-                "strength must lie between 0 and smoothness: where U is not convex use DPSGLD."
+                "strength must lie between 0 and smoothness: if U is not convex use DPSGLD."
             )
 
     def needs_num_data(self, model: Model) -> bool:
@@ -90,7 +90,7 @@ class FiniteRunLangevin(Asserted):
             f" {strength:.4g}-strongly convex and {smoothness:.6g}-smooth for every data set"
         )
         run = (
-            f"{self.steps} steps of {size:.4g} from a start that no record chose:"
+            f"{self.steps} steps of {size:.4g} from a start that does not depend on records:"
             " shifted interpolation bounds the last state (Bok, Su, Altschuler 2024)"
         )
         if self.lipschitz is None:

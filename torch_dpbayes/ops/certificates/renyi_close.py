@@ -87,7 +87,7 @@ class RenyiClose(CloseDraw):
         b = np.maximum(0.0, divergence + (constant + a + middle - np.log(last)) / (order - 1))
         if math.isinf(best := float((a + middle + b).min())):
             raise TooFar(
-                f"divergence = {divergence:g} of order {order:g} gives no finite epsilon at delta ="
-                f" {self.delta:g}: state a larger delta, or a sampler that is closer."
+                f"divergence = {divergence:g} of order {order:g} gives no finite epsilon at delta"
+                f" = {self.delta:g}: pass a larger delta, or a sampler that is closer."
             )
         return best * ROUND_UP

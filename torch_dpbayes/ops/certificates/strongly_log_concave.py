@@ -61,7 +61,7 @@ class StronglyLogConcave(Asserted, ExactDraw):
         super().check(model)
         if not self._constants(model).strength:
             raise CertificateError(
-                "prior_std is infinite, so the prior is not strongly log-concave: state a finite"
+                "prior_std is infinite, so the prior is not strongly log-concave: pass a finite"
                 " prior_std."
             )
 

@@ -49,7 +49,7 @@ class TotalVariationClose(CloseDraw):
         check_positive("xi", self.xi)
         if 2 * self.xi >= self.delta:
             raise CertificateError(
-                f"xi = {self.xi:g} must be below delta / 2 = {self.delta / 2:g}: state a larger"
+                f"xi = {self.xi:g} must be below delta / 2 = {self.delta / 2:g}: pass a larger"
                 " delta, or a sampler that is closer."
             )
 
@@ -67,7 +67,7 @@ class TotalVariationClose(CloseDraw):
             if not meets.any():
                 raise TooFar(
                     f"xi = {self.xi:g} is too large for delta = {self.delta:g} at every epsilon:"
-                    " state a larger delta, an exact draw that costs less, or a sampler that is"
+                    " pass a larger delta, an exact draw that costs less, or a sampler that is"
                     " closer."
                 )
             first = int(meets.argmax())
