@@ -62,14 +62,6 @@ def calibrated(samples, model, records, epsilon=HUGE, **options):
     return samples.calibrate(model, DataLoader(records, batch_size=100), epsilon, 1e-5, **options)
 
 
-def average(samples, model, x, likelihood):
-    """log p of each class, averaged over the samples by numpy."""
-    outputs = samples.outputs(model, x).numpy()
-    if likelihood == "bernoulli":
-        outputs = np.stack([np.zeros_like(outputs), outputs], -1)
-    return logsumexp(log_softmax(outputs, -1), 0) - math.log(len(samples))
-
-
 # -- the estimate ----------------------------------------------------------------------------------
 
 
@@ -78,9 +70,12 @@ def test_without_noise_it_is_the_root_of_the_bounded_scores(likelihood):
     """By scipy, from the equation: of classes the clipped slope of log p less what the prediction
     expects; normal deviates have a mean square of 1, and a little less where it is cut.
     """
-    samples, model, records = problem(likelihood, 20_000)  # which outweigh the prior
+    samples, model, records = problem(likelihood, 6000)  # which outweigh the prior
     x, y = records.tensors
-    outputs, log_p = samples.outputs(model, x).numpy(), average(samples, model, x, likelihood)
+    outputs = samples.outputs(model, x).numpy()
+    if likelihood == "bernoulli":
+        outputs = np.stack([np.zeros_like(outputs), outputs], -1)
+    log_p = logsumexp(log_softmax(outputs, -1), 0) - math.log(len(samples))
     of_normal = norm.expect(lambda z: min(z * z, 6.25))
 
     def of_classes(t):
@@ -105,8 +100,8 @@ def test_without_noise_it_is_the_root_of_the_bounded_scores(likelihood):
 def test_of_means_with_a_noise_it_is_the_factor_of_its_variance():
     n = 5000
     samples, model, x = sampled(np.zeros((2, n)), "normal", noise_std=2.0)
-    y = torch.as_tensor(norm.ppf((np.arange(n) + 0.5) / n, scale=2 * 1.5))
-    assert calibrated(samples, model, TensorDataset(x, y)) == pytest.approx(1.5**2, rel=0.02)
+    y = torch.as_tensor(norm.ppf((np.arange(n) + 0.5) / n, scale=2 * 0.4))
+    assert calibrated(samples, model, TensorDataset(x, y)) == pytest.approx(0.4**2, rel=0.02)
 
 
 @examples(24)
@@ -371,38 +366,12 @@ def test_a_share_of_the_budget():
     assert samples.temperature == temperature
 
 
-# -- what uses it ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_predictions_use_it(likelihood, tmp_path):
+def test_it_is_kept_in_a_file_and_found_again(likelihood, tmp_path):
     samples, model, records = problem(likelihood, 200)
-    x, y = records.tensors
-    raw = samples.predict(model, x), samples.mutual_information(model, x)
-    calibrated(samples, model, records)
-    temperature = samples.temperature
+    temperature = calibrated(samples, model, records)
     assert temperature > 1.5
     samples.save(tmp_path / "samples.pt")
-    for again in (samples, PosteriorSamples.load(tmp_path / "samples.pt")):
-        assert again.temperature == temperature
-        assert calibrated(again, model, records) == pytest.approx(temperature, rel=0.02)
-        again._temperature = temperature
-        log_likelihood = again.log_likelihood(model, x, y).numpy()
-        if likelihood == "normal":
-            outputs = samples.outputs(model, x).numpy()
-            std = np.sqrt(temperature) * np.exp(outputs[..., 1] / 2)
-            each = norm.logpdf(y.numpy(), outputs[..., 0], std)
-            assert log_likelihood == pytest.approx(logsumexp(each, 0) - math.log(3))
-            low, high = again.predictive_quantiles(model, x, (0.05, 0.95))
-            covered = dpb.metrics.interval_coverage(low, high, y)
-            assert covered == pytest.approx(0.9, abs=0.08)
-            assert torch.equal(again.predict(model, x), raw[0])
-            continue
-        log_p = log_softmax(average(samples, model, x, likelihood) / temperature, -1)
-        chosen = np.take_along_axis(log_p, y.long().numpy()[:, None], -1)[:, 0]
-        assert log_likelihood == pytest.approx(chosen)
-        p, wanted = again.predict(model, x).numpy(), np.exp(log_p)
-        assert p == pytest.approx(wanted if likelihood == "categorical" else wanted[:, 1])
-        entropies = again.predictive_entropy(model, x).numpy()
-        assert entropies == pytest.approx(-(wanted * log_p).sum(-1))
-        assert torch.equal(again.mutual_information(model, x), raw[1])
+    again = PosteriorSamples.load(tmp_path / "samples.pt")
+    assert again.temperature == temperature
+    assert calibrated(again, model, records) == pytest.approx(temperature, rel=0.02)
