@@ -70,7 +70,7 @@ def test_without_noise_it_is_the_root_of_the_bounded_scores(likelihood):
     """By scipy, from the equation: of classes the clipped slope of log p less what the prediction
     expects; normal deviates have a mean square of 1, and a little less where it is cut.
     """
-    samples, model, records = problem(likelihood, 6000)  # which outweigh the prior
+    samples, model, records = problem(likelihood, 12_000)  # which outweigh the prior
     x, y = records.tensors
     outputs = samples.outputs(model, x).numpy()
     if likelihood == "bernoulli":
