@@ -101,26 +101,39 @@ def fix_noise(seed, first=0):
 # -- the same numbers as on one process ------------------------------------------------------------
 
 
-def trained_each(rank, seed):
-    return [trained(rank, seed + 10 * i, **case) for i, case in enumerate(CASES)]
-
-
-def trained(rank, seed, mode=None, size=RECORDS, part=None, **options):
-    fix_noise(seed)
+def trained(rank, seed, path, first, number, mode=None, size=RECORDS, part=None, **options):
+    """A run's next steps after ``first``, with the noise and the draws of a seed: parameters, sizes
+    of this rank's batches, and charges. Rank 0 saves it, with a draw that waits.
+    """
+    fix_noise(seed, first)
     options |= {"data": records(seed, size), "draws": seed + 1, **recorded(mode)}
     engine, net, optimizer, loader = make(seed, **options)
+    if first > 0:
+        engine.load_checkpoint(path, module=net, optimizer=optimizer)
     reduction, sizes = options.get("loss_reduction", "mean"), []
     if part is not None:  # ranks have different numbers of them
         loader = BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=part + rank, optimizer=optimizer
         ).__enter__()
-    for batch in loader:
-        one(net, optimizer, batch, partial(nn.functional.cross_entropy, reduction=reduction))
-        sizes.append(len(batch[0]))
+    passes = itertools.chain.from_iterable(itertools.repeat(loader))
+    while len(engine.accountant) < first + number:
+        x, y = next(passes)
+        one(net, optimizer, (x, y), partial(nn.functional.cross_entropy, reduction=reduction))
+        sizes.append(len(x))
+    if rank == 0:
+        engine.save_checkpoint(path, module=net, optimizer=optimizer)
     return flat(net), sizes, [(repr(c.event), c.count) for c in engine.accountant.history]
 
 
+def trained_each(rank, seed, folder, first, number):
+    return [
+        trained(rank, seed + 10 * i, f"{folder}/{i}.pt", first, number, **case)
+        for i, case in enumerate(CASES)
+    ]
+
+
 CASES = [
+    {},
     {"optimizer": partial(dpb.optim.DPSGNHT, lr=0.01), "loss_reduction": "sum"},
     {"optimizer": FULL},
     {"optimizer": DIAGONAL, "mode": "hooks"},
@@ -130,16 +143,18 @@ CASES = [
 ]
 
 
-def test_several_ranks_give_the_numbers_of_one(run, seed):
-    (alone,) = run(trained_each, 1, seed=seed)
-    for case, whole, *together in zip(CASES, alone, *run(trained_each, 3, seed=seed)):
-        theta, sizes, history = whole
+def test_several_ranks_give_the_numbers_of_one_and_go_on_on_another_number(run, seed, tmp_path):
+    given = {"seed": seed, "folder": str(tmp_path)}
+    (alone,) = run(trained_each, 1, **given, first=0, number=5)
+    run(trained_each, 2, **given, first=0, number=2)
+    ranks = run(trained_each, 3, **given, first=2, number=3)
+    for case, (theta, sizes, history), *together in zip(CASES, alone, *ranks):
         for own in together:
             assert own[0] == together[0][0]  # bit for bit
             assert own[0] == pytest.approx(theta, rel=1e-6, abs=1e-6), case
             assert own[2] == history  # one charge a step, on every rank's accountant
         if "part" not in case:
-            assert [sum(of) for of in zip(*(own[1] for own in together))] == sizes, case
+            assert [sum(of) for of in zip(*(own[1] for own in together))] == sizes[2:], case
 
 
 # -- budgets, checkpoints and streams --------------------------------------------------------------
@@ -193,29 +208,6 @@ def going_back(rank, seed):
 def test_ranks_go_back_to_a_checkpoint_of_their_own_run_only(run, seed):
     # without rank 0 no noise is added and nothing released
     assert run(going_back, 2, seed=seed) == [(6, "ArgumentError"), (6, "nothing")]
-
-
-def goes_on(rank, seed, path, first, number):
-    """A run's next steps after ``first``, with the noise and the draws of a seed, and the releases
-    that are counted then; rank 0 saves it, with a draw that waits.
-    """
-    fix_noise(seed, first)
-    engine, net, optimizer, loader = make(seed, draws=seed + 1)
-    if first > 0:
-        engine.load_checkpoint(path, module=net, optimizer=optimizer)
-    steps.train(net, optimizer, loader, number)
-    if rank == 0:
-        engine.save_checkpoint(path, module=net, optimizer=optimizer)
-    return flat(net), len(engine.accountant)
-
-
-def test_a_run_goes_on_on_another_number_of_ranks(run, seed, tmp_path):
-    given = {"seed": seed, "path": str(tmp_path / "run.pt")}
-    ((whole, charged),) = run(goes_on, 1, **given, first=0, number=5)
-    for before, after in ((2, 1), (1, 3)):
-        run(goes_on, before, **given, first=0, number=2)
-        for own, counted in run(goes_on, after, **given, first=2, number=3):
-            assert own == pytest.approx(whole, rel=1e-6, abs=1e-6) and counted == charged == 5
 
 
 def seeded(rank, seed):
