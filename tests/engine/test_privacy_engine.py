@@ -103,16 +103,22 @@ def test_a_model_that_goes_on_under_a_new_accountant_says_so(is_kept):
 
 
 @pytest.mark.parametrize(
-    ("method", "sampler"),
+    ("method", "sampler", "clip"),
     [
-        ("pld", partial(dpb.optim.DPSGFS, lr=20.0)),
-        ("rdp", partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0)),
+        ("pld", partial(dpb.optim.DPSGFS, lr=20.0), 1.0),
+        ("pld", partial(dpb.optim.DPSGHMC, lr=0.2, momentum=0.7), None),
+        ("rdp", partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0), 1.0),
     ],
 )
-def test_the_target_is_met_history_included_and_cannot_be_overrun(method, sampler):
+def test_the_target_is_met_history_included_and_cannot_be_overrun(method, sampler, clip):
+    """Where the clip norm is derived, at temperature 1."""
     accountant = dpb.PrivacyAccountant(3.0, DELTA, method=method).compose(SPENT)
-    given = {"optimizer": sampler, "target_epsilon": 3.0, "epochs": 2}
+    given = {"optimizer": sampler, "target_epsilon": 3.0, "epochs": 2, "max_grad_norm": clip}
     _, *made = with_epsilon(accountant, **given)
+    if clip is None:
+        plan = dpb.PrivacyEngine(accountant).plan(**arguments(**given), target_delta=DELTA)
+        assert plan.max_grad_norm == pytest.approx(made[1].max_grad_norm)
+        assert plan.effective_temperature == pytest.approx(1.0)
     train(*made, epochs=2)
     assert 2.8 < accountant.get_epsilon() <= 3.0
     with pytest.raises(dpb.PrivacyBudgetExceeded):

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.steps import bare, fill, train, zeros
+from support.training import private
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import torch_dpbayes as dpb
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
 
@@ -80,27 +80,6 @@ def test_a_free_lr_belongs_to_a_group_and_its_momentum():
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.625, 0.125])
 
 
-# -- by the engine ---------------------------------------------------------------------------------
-
-
-def arguments(make=DPSGLD, **options):
-    data = TensorDataset(torch.randn(200, 4), torch.randint(3, (200,)))
-    options |= {"module": nn.Linear(4, 3), "optimizer": partial(make, lr=LR)}
-    return {"data_loader": DataLoader(data, batch_size=20), **options}
-
-
-def test_a_plan_for_a_target_uses_all_of_it_at_temperature_one():
-    given = arguments(HMC, target_epsilon=2.0, target_delta=1e-5, epochs=2)
-    plan = dpb.PrivacyEngine().plan(**given)
-    assert plan.effective_temperature == pytest.approx(1.0) and plan.warnings == []
-    assert 1.98 < plan.epsilon <= 2.0
-    _, optimizer, _ = dpb.PrivacyEngine().make_private_with_epsilon(**given)
-    derived = 20 / optimizer.noise_multiplier * math.sqrt(2 * 0.3 / (LR * 200))
-    assert optimizer.max_grad_norm == pytest.approx(derived)
-    assert plan.max_grad_norm == pytest.approx(derived)
-    assert plan.noise_multiplier == optimizer.noise_multiplier
-
-
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize(("clip", "is_said"), [(0.01, True), (50.0, False), (None, False)])
 def test_noise_beyond_what_was_asked_for_is_said_once(clip, is_said, is_alone, caplog):
@@ -113,9 +92,10 @@ def test_noise_beyond_what_was_asked_for_is_said_once(clip, is_said, is_alone, c
             fill([p, q])
             optimizer.step()
     else:
-        given = arguments(partial(DPSGLD, temperature=1.0), **given)
-        train(*(made := dpb.PrivacyEngine().make_private(**given)), steps=1)
-        optimizer = made[1]
+        data = TensorDataset(torch.randn(200, 4), torch.randint(3, (200,)))
+        make = partial(DPSGLD, lr=LR, temperature=1.0)
+        net, optimizer, loader = private(nn.Linear(4, 3), data, 20, optimizer=make, **given)
+        train(net, optimizer, loader, steps=1)
     own = optimizer.langevin_noise_multiplier
     assert (own > 0.51) == is_said
     assert optimizer.effective_noise_multiplier == pytest.approx(max(own, 0.5))
