@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 
 import torch_dpbayes as dpb
 from torch_dpbayes import distributed, noise
+from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.noise import GaussianNoise
 
 RECORDS, FEATURES, CLASSES = 41, 5, 3
@@ -220,10 +222,9 @@ def seeded(rank, seed):
         data = records(seed)
         if change is not None:
             data.tensors[0][change] += 1.0
-        factory = partial(SGLD, generator=torch.Generator().manual_seed(seed + 2))
-        _, net, optimizer, loader = make(
-            seed, optimizer=factory, draws=seed + 1, data=data, batch_size=41
-        )
+        given = {"draws": seed + 1, "data": data, "batch_size": 41}
+        given["optimizer"] = partial(SGLD, generator=torch.Generator().manual_seed(seed + 2))
+        _, net, optimizer, loader = make(seed, **given)
         streams, next_stream = [], optimizer.release.noise.next_stream
 
         def watch(device, hides, next_stream=next_stream, streams=streams):
@@ -317,40 +318,23 @@ def test_ranks_that_differ_are_told_so_before_anything_is_charged(run, seed):
         assert alike == "ArgumentError"
 
 
-# what rank 1 does before a step, and what the step says there
+# what the step says on rank 1, and what that does before
 DEPARTURES = {
-    "lr": "RankError",
-    "parameters": "RankError",
-    "frozen": "RankError",
-    "draw": "RankError",
-    "charge": "RankError",
-    "not finite": "DivergedError",
-    "skipped": "StateError",
-    "closure": "MemoryError",
+    "lr": ("RankError", lambda run: run.optimizer.param_groups[0].update(lr=0.7)),
+    "parameters": ("RankError", lambda run: run.net[0].weight.data.mul_(1.5)),
+    "frozen": ("RankError", lambda run: run.net[2].bias.requires_grad_(False)),
+    "draw": ("RankError", lambda run: torch.rand(1, generator=run.draws)),
+    "charge": ("RankError", lambda run: run.accountant.compose(GaussianDpEvent(9.0))),
+    "not finite": ("DivergedError", lambda run: run.net[0].bias.data.fill_(math.nan)),
+    "skipped": ("StateError", lambda run: next(run.batches)),
+    "closure": ("MemoryError", lambda run: None),
 }
-
-
-def departs(kind, engine, net, optimizer, loader, batches):
-    if kind == "lr":
-        optimizer.param_groups[0]["lr"] = 0.7
-    elif kind == "parameters":
-        net[0].weight.data.mul_(1.5)
-    elif kind == "not finite":
-        net[0].bias.data.fill_(math.nan)
-    elif kind == "frozen":
-        net[2].bias.requires_grad_(False)
-    elif kind == "skipped":
-        next(batches)
-    elif kind == "draw":
-        torch.rand(1, generator=loader.sampler_of_draws.generator)
-    elif kind == "charge":
-        engine.accountant.step(noise_multiplier=9.0, sample_rate=0.1)
 
 
 def departures(rank, seed):
     """What each step says, and that all ranks go on when they are in line again."""
     told = {}
-    for kind in DEPARTURES:
+    for kind, (_, departs) in DEPARTURES.items():
         # half of all records: two draws are the same with probability 2**-41
         own = {"draws": seed, "batch_size": 20} if kind == "draw" else {}
         engine, net, optimizer, loader = make(seed, **own)
@@ -362,7 +346,9 @@ def departures(rank, seed):
         if kind == "charge":  # compared where a pass begins
             batches = iter(loader)
         if rank == 1:
-            departs(kind, engine, net, optimizer, loader, batches)
+            parts = {"net": net, "optimizer": optimizer, "batches": batches}
+            draws = loader.sampler_of_draws.generator
+            departs(SimpleNamespace(**parts, accountant=engine.accountant, draws=draws))
         x, y = next(batches)
 
         def closure(net=net, x=x, y=y, fails=(kind, rank) == ("closure", 1)):
@@ -391,7 +377,7 @@ def departures(rank, seed):
 def test_what_one_rank_does_otherwise_is_an_error_on_all_and_can_be_mended(run, seed):
     first, second = run(departures, 2, seed=seed)
     assert set(first.values()) == {"RankError"}, first
-    assert second == DEPARTURES
+    assert second == {kind: says for kind, (says, _) in DEPARTURES.items()}
 
 
 def loses_a_rank(rank, seed, folder):
@@ -430,36 +416,31 @@ def undeclared(rank, seed):
     """What is said of steps that ignore the other ranks, and the charges of a chain of this rank's
     own.
     """
-    net, data = network(seed), records(seed)
+    net, data, told = network(seed), records(seed), []
     bare = steps.bare(net.parameters(), num_data=RECORDS)
     steps.fill(net.parameters())
-    wrapped = nn.parallel.DistributedDataParallel(network(seed))
-    sampled = DataLoader(data, batch_size=6, sampler=DistributedSampler(data))
-    calls = [
-        bare.step,
-        lambda: make(seed, engine=dpb.PrivacyEngine()),
-        lambda: make(seed, module=wrapped),
-        lambda: make(seed, data_loader=sampled),
-    ]
+    wrapped = nn.parallel.DistributedDataParallel
+
+    def refused(call, *arguments, **options):
+        with pytest.raises(dpb.DPBayesError) as caught:
+            call(*arguments, **options)
+        told.append(caught.value.code)
+
+    refused(bare.step)
+    refused(make, seed, engine=dpb.PrivacyEngine())
+    refused(make, seed, module=wrapped(network(seed)))
+    refused(make, seed, data_loader=DataLoader(data, 6, sampler=DistributedSampler(data)))
     for mode in (None, "hooks"):
         engine, net, optimizer, loader = make(seed, **recorded(mode))
-        wrapped = nn.parallel.DistributedDataParallel(net)
-        calls.append(partial(steps.train, wrapped, optimizer, loader, 1))
-    calls.append(
-        partial(dpb.private_clipped_fraction, net, optimizer, loader, noise_multiplier=3.0)
-    )
+        refused(steps.train, wrapped(net), optimizer, loader, 1)
+    refused(dpb.private_clipped_fraction, net, optimizer, loader, noise_multiplier=3.0)
     ranks = distributed.Ranks(dist.new_group(backend="cpu:gloo"))
-    calls += [partial(ranks.require_backend_for, torch.device(p)) for p in ("cuda", "meta")]
-    told = []
-    for call in calls:
-        with pytest.raises(dpb.DPBayesError) as caught:
-            call()
-        told.append(caught.value.code)
+    for place in ("cuda", "meta"):
+        refused(ranks.require_backend_for, torch.device(place))
     assert len(bare.accountant) == len(engine.accountant) == 0
     # a chain of this rank's own, on purpose
-    engine, net, optimizer, loader = make(
-        seed, engine=dpb.PrivacyEngine(process_group=dist.new_subgroups(1)[0])
-    )
+    own = dpb.PrivacyEngine(process_group=dist.new_subgroups(1)[0])
+    engine, net, optimizer, loader = make(seed, engine=own)
     steps.train(net, optimizer, loader, 2 * (rank + 1))
     return told, len(engine.accountant)
 
