@@ -20,7 +20,6 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 from torch_dpbayes.batches.sampler import PoissonSampler
-from torch_dpbayes.posterior.calibration import event_of
 
 DELTA = 1e-5
 SPENT = events.GaussianDpEvent(5.0)
@@ -123,18 +122,6 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun(method, sample
     assert 2.8 < accountant.get_epsilon() <= 3.0
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         train(*made)
-
-
-def test_the_target_is_the_budget_and_a_share_is_kept_for_a_calibration():
-    target = {"target_epsilon": 3.0, "epochs": 1, "calibrate": 0.2}
-    plan = dpb.PrivacyEngine().plan(**arguments(), target_delta=DELTA, **target)
-    engine, net, optimizer, loader = with_epsilon(**target)
-    assert (engine.accountant.epsilon, engine.accountant.delta) == (3.0, DELTA)
-    train(net, optimizer, loader)
-    assert engine.get_epsilon() < 2.8
-    engine.accountant.compose(event_of(loader.sampler_of_draws.reserved))
-    assert 2.9 < engine.get_epsilon() <= 3.0
-    assert plan.epsilon == pytest.approx(engine.get_epsilon(), rel=1e-3)
 
 
 def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp_path):
