@@ -124,9 +124,19 @@ def test_the_posterior_of_a_curve_of_the_assumed_shape(t, log10_count):
         assert -2.5 <= calibration.estimate(lambda t, s=extreme: s, 1.0, False)[0] <= 2.5
 
 
+def draw_only(patch, value):
+    """Of every standard normal number, so that no warning comes or stays away by chance."""
+
+    def constant(self, size, *, dtype, device, hides=()):
+        return value * torch.ones(size, dtype=dtype)
+
+    patch.setattr(GaussianNoise, "standard_normal", constant)
+
+
 def test_a_warning_says_so_and_no_bar_tells_the_number_of_records(monkeypatch):
     samples, model, records = problem("categorical")
     bars = []
+    draw_only(monkeypatch, 0.0)
     monkeypatch.setattr("torch_dpbayes.words.tqdm", lambda steps, *_, **__: bars.append(1) or steps)
     with pytest.warns(UserWarning):
         calibrated(samples, model, records, 0.01)
@@ -159,16 +169,13 @@ def test_the_noise_that_is_added_is_charged(relation, monkeypatch):
     """Every standard normal number is 1: a release less its sum is its noise's std."""
     samples, model, records = problem("categorical")
     held, stds, released = accountant(2.0, relation), [], calibration._released
-
-    def ones(self, size, *, dtype, device, hides=()):
-        return torch.ones(size, dtype=dtype)
+    draw_only(monkeypatch, 1.0)
 
     def spy(total, multiplier, noise):
         value = released(total, multiplier, noise)
         stds.append(value - total)
         return value
 
-    monkeypatch.setattr(GaussianNoise, "standard_normal", ones)
     monkeypatch.setattr(calibration, "_released", spy)
     total = total_multiplier(held, 1.0, 1e-5)
     calibrated(samples, model, records, 1.0, accountant=held)
