@@ -130,6 +130,11 @@ def test_the_model_may_be_frozen_or_cast_after_training():
 # -- batches ---------------------------------------------------------------------------------------
 
 
+class ByName(nn.Linear):
+    def forward(self, *, features):
+        return super().forward(features)
+
+
 @pytest.mark.parametrize(
     "quantity",
     [
@@ -139,25 +144,20 @@ def test_the_model_may_be_frozen_or_cast_after_training():
         partial(PosteriorSamples.predictive_quantiles, quantiles=(0.1, 0.9)),
     ],
 )
-def test_a_loader_gives_what_one_tensor_gives(quantity):
-    net, x = nn.Linear(4, 3), torch.randn(37, 4)
+def test_batches_give_what_one_tensor_gives(quantity):
+    """By name the model gets what it takes."""
+    net, named, x = nn.Linear(4, 3), ByName(4, 3), torch.randn(37, 4)
+    named.load_state_dict(net.state_dict())
     samples, _ = walked(net)
-    for batches in (DataLoader(TensorDataset(x, torch.zeros(37)), 8), [x[:20], x[20:]]):
-        torch.testing.assert_close(quantity(samples, net, batches), quantity(samples, net, x))
-
-
-class ByName(nn.Linear):
-    def forward(self, *, features):
-        return super().forward(features)
-
-
-@pytest.mark.parametrize("wrap", [dict, UserDict])
-def test_batches_by_name_give_the_model_what_it_takes(wrap):
-    net, x = ByName(4, 3), torch.randn(10, 4)
-    samples, _ = walked(net)
-    expected = samples.predict(net, x, forward=lambda model, rows: model(features=rows))
-    batches = [wrap({"features": x[i : i + 5], "label": torch.zeros(5)}) for i in (0, 5)]
-    torch.testing.assert_close(samples.predict(net, batches), expected)
+    whole = quantity(samples, net, x)
+    parts = [{"features": part, "label": torch.zeros(len(part))} for part in (x[:20], x[20:])]
+    for model, batches in (
+        (net, DataLoader(TensorDataset(x, torch.zeros(37)), 8)),
+        (net, [x[:20], x[20:]]),
+        (named, parts),
+        (named, map(UserDict, parts)),
+    ):
+        torch.testing.assert_close(quantity(samples, model, batches), whole)
 
 
 def test_only_a_batch_and_one_samples_output_are_held():
