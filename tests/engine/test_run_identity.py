@@ -74,7 +74,7 @@ def test_a_run_that_goes_back_within_itself_rests_on_nothing(is_kept, times, tmp
 
 def test_what_an_open_block_reserves_is_not_given_away(tmp_path):
     """Releases of another kind, until none fits, leave room for those that a block holds."""
-    reserved, other = GaussianDpEvent(12.0), PoissonSampledDpEvent(0.3, GaussianDpEvent(1.0))
+    reserved, other = GaussianDpEvent(12.0), PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
     total, alone = PrivacyAccountant(4.0, 1e-5, path=tmp_path / "budget.db"), PrivacyAccountant()
     for _ in range(2):
         total.compose(reserved)
