@@ -48,31 +48,17 @@ def test_the_share_is_right_up_to_the_noise_that_is_charged():
     assert 0.68 < float(shares.std()) / std < 1.4
     ((event, count, label, _),) = optimizer.accountant.history
     assert (event.noise_multiplier, count, label) == (z, draws, "private_clipped_fraction")
-
-
-def test_the_rounding_of_norms_does_not_count():
-    """One record more changed the rounding of 64 of 256 others."""
-    _, optimizer, _ = private(batch_size=400)
-    bound, norms = 1.0, torch.ones(400, dtype=torch.float64)
-    shares = [optimizer.release.share_of(1e-6, bound, norms * (1 + r)) for r in (-1e-7, 1e-7)]
+    # one record more changed the rounding of 64 of 256 others
+    norms = torch.ones(400, dtype=torch.float64)
+    shares = [optimizer.release.share_of(1e-6, 1.0, norms * (1 + r)) for r in (-1e-7, 1e-7)]
     assert abs(shares[1] - shares[0]) < 1e-4
 
 
-def test_the_count_leaves_training_alone():
-    net, optimizer, loader = private()
-    for i, batch in enumerate(loader):
-        one(net, optimizer, batch, F.mse_loss)
-        if i == 1:
-            share_of(net, optimizer, loader, noise_multiplier=5.0)
-    assert len(optimizer.accountant) == len(loader) + 1
-    charges = [charge for charge in optimizer.accountant.history if charge.label != "DPSGLD"]
-    assert [c.event for c in charges] == [PoissonSampledDpEvent(0.25, GaussianDpEvent(5.0))]
-
-
-def test_a_count_that_failed_is_taken_on_the_same_draw():
+def test_a_count_leaves_training_alone_and_is_taken_again_on_the_draw_where_it_failed():
     """The criterion sees the expected number of records, whatever that draw holds."""
     net, optimizer, loader = private(rows=50, batch_size=25)
-    drawn = []
+    batches, drawn = iter(loader), []
+    one(net, optimizer, next(batches), F.mse_loss)
 
     def counting(output, target, fails=False):
         assert len(output) == len(target) == 25
@@ -81,7 +67,7 @@ def test_a_count_that_failed_is_taken_on_the_same_draw():
             raise OSError("not this one")
         return F.mse_loss(output, target)
 
-    count = partial(share_of, net, optimizer, loader, noise_multiplier=1.0)
+    count = partial(share_of, net, optimizer, loader, noise_multiplier=5.0)
     for _ in range(5):
         with pytest.raises(OSError, match="not this one"):
             count(criterion=partial(counting, fails=True))
@@ -90,37 +76,10 @@ def test_a_count_that_failed_is_taken_on_the_same_draw():
     for _ in range(8):
         count(criterion=counting)
     assert len(set(drawn)) > 1
-
-
-def scaled_together(output, target):
-    return F.mse_loss(output / output.detach().std(), target)
-
-
-def mapped(output, target):
-    return torch.vmap(F.mse_loss)(output, target).mean()
-
-
-def twice(output, target):
-    return F.mse_loss(torch.cat([output, output]), torch.cat([target, target]))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"noise_multiplier": 0.0},
-        {"noise_multiplier": math.nan},
-        {"max_grad_norm": -1.0},
-        {"max_grad_norm": math.inf},
-        {"criterion": scaled_together},
-        {"criterion": mapped},
-        {"criterion": twice},
-    ],
-)
-def test_what_is_no_count_of_records_is_refused(options):
-    net, optimizer, loader = private()
-    with pytest.raises(dpb.DPBayesError):
-        share_of(net, optimizer, loader, **{"noise_multiplier": 1.0, **options})
-    assert len(optimizer.accountant) == 0
+    one(net, optimizer, next(batches), F.mse_loss)
+    steps, counts = optimizer.accountant.history
+    assert (steps.count, counts.count) == (2, 9)
+    assert counts.event == PoissonSampledDpEvent(0.5, GaussianDpEvent(5.0))
 
 
 class Folding(nn.Sequential):
@@ -130,27 +89,24 @@ class Folding(nn.Sequential):
         return super().forward(x.reshape(-1, 1)).reshape(len(x), 5).sum(1, keepdim=True)
 
 
-def test_several_records_made_of_one_and_an_empty_budget_are_refused_before_a_release():
-    folding = private(module=Folding(nn.Linear(1, 1)), **recorded("hooks"))
-    with refused("step-records"):
-        share_of(*folding, noise_multiplier=1.0)
-    poor = private(accountant=dpb.PrivacyAccountant(0.5, 1e-5))
-    with pytest.raises(dpb.PrivacyBudgetExceeded):
-        share_of(*poor, noise_multiplier=0.1)
-    assert len(folding[1].accountant) == len(poor[1].accountant) == 0
-
-
-def test_the_three_must_belong_together():
-    net, optimizer, loader = private()
-    other_net, _, other_loader = private()
-    for arguments in (
-        (net, optimizer, other_loader),
-        (other_net, optimizer, loader),
-        (nn.Linear(5, 1), optimizer, loader),
-        (net, optimizer, DataLoader(loader.dataset)),
+def test_what_is_no_count_of_records_is_refused_before_a_release():
+    own, folding = private(), private(module=Folding(nn.Linear(1, 1)), **recorded("hooks"))
+    other, poor = private(), private(accountant=dpb.PrivacyAccountant(0.5, 1e-5))
+    mixing = {"criterion": lambda output, y: F.mse_loss(output / output.detach().std(), y)}
+    for code, parts, options in (
+        *(("argument", own, {"noise_multiplier": bad}) for bad in (0.0, math.nan)),
+        *(("argument", own, {"max_grad_norm": bad}) for bad in (-1.0, math.inf)),
+        ("loss-mixes", own, mixing),
+        ("step-records", folding, {}),
+        ("budget-exceeded", poor, {"noise_multiplier": 0.1}),
+        # what does not belong together
+        ("argument", (*own[:2], other[2]), {}),
+        ("argument", (other[0], *own[1:]), {}),
+        ("argument", (*own[:2], DataLoader(own[2].dataset)), {}),
     ):
-        with refused("argument"):
-            share_of(*arguments, noise_multiplier=1.0)
+        with refused(code):
+            share_of(*parts, **{"noise_multiplier": 1.0, **options})
+    assert not any(len(optimizer.accountant) for _, optimizer, _ in (own, folding, other, poor))
 
 
 def rows(number):

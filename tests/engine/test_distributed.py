@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,21 +17,19 @@ import torch.distributed as dist
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import steps
 from support.ranks import TIMEOUT, Server
+from support.steps import one
 from support.training import recorded
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import distributed, noise
+from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.noise import GaussianNoise
 
 RECORDS, FEATURES, CLASSES = 41, 5, 3
-ALGORITHMS = {
-    "DPSGLD": partial(dpb.optim.DPSGLD, lr=0.3),
-    "DPSGNHT": partial(dpb.optim.DPSGNHT, lr=0.01),
-    "DPSGFS full": partial(dpb.optim.DPSGFS, lr=0.1),
-    "DPSGFS diagonal": partial(dpb.optim.DPSGFS, lr=0.1, fisher="diagonal"),
-}
+SGLD, FULL = partial(dpb.optim.DPSGLD, lr=0.3), partial(dpb.optim.DPSGFS, lr=0.1)
+DIAGONAL = partial(FULL, fisher="diagonal")
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +63,13 @@ def engine_of(accountant=None):
     return dpb.PrivacyEngine(accountant, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def make(seed, *, name="DPSGLD", batch_size=6, engine=None, data=None, draws=None, **options):
+def make(seed, *, batch_size=6, engine=None, data=None, draws=None, **options):
     engine = engine_of() if engine is None else engine
     generator = None if draws is None else torch.Generator().manual_seed(draws)
     data = records(seed) if data is None else data
     given = {
-        "module": network(seed) if "module" not in options else None,
-        "optimizer": ALGORITHMS[name],
+        "module": options.pop("module", None) or network(seed),
+        "optimizer": SGLD,
         "data_loader": DataLoader(data, batch_size, generator=generator),
         "max_grad_norm": 0.7,
         "noise_multiplier": 0.8,
@@ -78,16 +77,8 @@ def make(seed, *, name="DPSGLD", batch_size=6, engine=None, data=None, draws=Non
     return engine, *engine.make_private(**{**given, **options})
 
 
-one = steps.one
-
-
 def flat(net):
-    return torch.cat([p.detach().reshape(-1).double() for p in net.parameters()])
-
-
-def close(a, b):
-    a, b = (torch.tensor(numbers, dtype=torch.float64) for numbers in (a, b))
-    return torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+    return nn.utils.parameters_to_vector(net.parameters()).tolist()
 
 
 def answer(call):
@@ -112,54 +103,60 @@ def fix_noise(seed, first=0):
 # -- the same numbers as on one process ------------------------------------------------------------
 
 
-def trained_each(rank, seed, cases):
-    return [trained(rank, seed + 10 * i, **case) for i, case in enumerate(cases)]
-
-
-def trained(rank, seed, name, mode=None, reduction="mean", size=RECORDS, part=None, **more):
-    fix_noise(seed)
-    engine, net, optimizer, loader = make(
-        seed,
-        name=name,
-        module=network(seed),
-        data=records(seed, size),
-        draws=seed + 1,
-        loss_reduction=reduction,
-        **recorded(mode),
-        **more,
-    )
-    loss, sizes = partial(nn.functional.cross_entropy, reduction=reduction), []
+def trained(rank, seed, path, first, number, mode=None, size=RECORDS, part=None, **options):
+    """A run's next steps after ``first``, with the noise and the draws of a seed: parameters, sizes
+    of this rank's batches, and charges. Rank 0 saves it, with a draw that waits.
+    """
+    fix_noise(seed, first)
+    options |= {"data": records(seed, size), "draws": seed + 1, **recorded(mode)}
+    engine, net, optimizer, loader = make(seed, **options)
+    if first > 0:
+        engine.load_checkpoint(path, module=net, optimizer=optimizer)
+    reduction, sizes = options.get("loss_reduction", "mean"), []
     if part is not None:  # ranks have different numbers of them
         loader = BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=part + rank, optimizer=optimizer
         ).__enter__()
-    for batch in loader:
-        one(net, optimizer, batch, loss)
-        sizes.append(len(batch[0]))
-    return flat(net).tolist(), sizes, [(repr(c.event), c.count) for c in engine.accountant.history]
+    passes = itertools.chain.from_iterable(itertools.repeat(loader))
+    while len(engine.accountant) < first + number:
+        x, y = next(passes)
+        one(net, optimizer, (x, y), partial(nn.functional.cross_entropy, reduction=reduction))
+        sizes.append(len(x))
+    if rank == 0:
+        engine.save_checkpoint(path, module=net, optimizer=optimizer)
+    return flat(net), sizes, [(repr(c.event), c.count) for c in engine.accountant.history]
+
+
+def trained_each(rank, seed, folder, first, number):
+    return [
+        trained(rank, seed + 10 * i, f"{folder}/{i}.pt", first, number, **case)
+        for i, case in enumerate(CASES)
+    ]
 
 
 CASES = [
-    {"name": "DPSGNHT", "reduction": "sum"},
-    {"name": "DPSGFS full"},
-    {"name": "DPSGFS diagonal", "mode": "hooks"},
-    {"name": "DPSGLD", "batch_size": 20, "part": 3},
+    {},
+    {"optimizer": partial(dpb.optim.DPSGNHT, lr=0.01), "loss_reduction": "sum"},
+    {"optimizer": FULL},
+    {"optimizer": DIAGONAL, "mode": "hooks"},
+    {"batch_size": 20, "part": 3},
     # one rank never has a record, most batches are empty
-    {"name": "DPSGFS diagonal", "size": 2, "batch_size": 1},
+    {"optimizer": DIAGONAL, "size": 2, "batch_size": 1},
 ]
 
 
-def test_several_ranks_give_the_numbers_of_one(run, seed):
-    (alone,) = run(trained_each, 1, seed=seed, cases=CASES)
-    ranks = run(trained_each, 3, seed=seed, cases=CASES)
-    for case, whole, *together in zip(CASES, alone, *ranks):
-        theta, sizes, history = whole
+def test_several_ranks_give_the_numbers_of_one_and_go_on_on_another_number(run, seed, tmp_path):
+    given = {"seed": seed, "folder": str(tmp_path)}
+    (alone,) = run(trained_each, 1, **given, first=0, number=5)
+    run(trained_each, 2, **given, first=0, number=2)
+    ranks = run(trained_each, 3, **given, first=2, number=3)
+    for case, (theta, sizes, history), *together in zip(CASES, alone, *ranks):
         for own in together:
             assert own[0] == together[0][0]  # bit for bit
-            assert close(own[0], theta), case
+            assert own[0] == pytest.approx(theta, rel=1e-6, abs=1e-6), case
             assert own[2] == history  # one charge a step, on every rank's accountant
         if "part" not in case:
-            assert [sum(of) for of in zip(*(own[1] for own in together))] == sizes, case
+            assert [sum(of) for of in zip(*(own[1] for own in together))] == sizes[2:], case
 
 
 # -- budgets, checkpoints and streams --------------------------------------------------------------
@@ -169,7 +166,7 @@ def until_the_budget_ends(rank, seed, path):
     accountant = dpb.PrivacyAccountant(3.0, 1e-5, path=path)
     net, optimizer, loader = engine_of(accountant).make_private_with_epsilon(
         module=network(seed),
-        optimizer=partial(ALGORITHMS["DPSGFS full"], temperature=1e-4),
+        optimizer=partial(FULL, temperature=1e-4),
         data_loader=DataLoader(records(seed), batch_size=6),
         max_grad_norm=0.7,
         target_epsilon=3.0,
@@ -180,7 +177,7 @@ def until_the_budget_ends(rank, seed, path):
     before = flat(net)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         one(net, optimizer, next(iter(loader)))
-    assert torch.equal(before, flat(net))
+    assert before == flat(net)
     found = len(loader), len(accountant), accountant.get_epsilon(1e-5), optimizer.noise_multiplier
     if rank == 0:
         accountant.close()
@@ -215,29 +212,6 @@ def test_ranks_go_back_to_a_checkpoint_of_their_own_run_only(run, seed):
     assert run(going_back, 2, seed=seed) == [(6, "ArgumentError"), (6, "nothing")]
 
 
-def goes_on(rank, seed, path, first, number):
-    """A run's next steps after ``first``, with the noise and the draws of a seed, and the releases
-    that are counted then; rank 0 saves it, with a draw that waits.
-    """
-    fix_noise(seed, first)
-    engine, net, optimizer, loader = make(seed, draws=seed + 1)
-    if first > 0:
-        engine.load_checkpoint(path, module=net, optimizer=optimizer)
-    steps.train(net, optimizer, loader, number)
-    if rank == 0:
-        engine.save_checkpoint(path, module=net, optimizer=optimizer)
-    return flat(net).tolist(), len(engine.accountant)
-
-
-def test_a_run_goes_on_on_another_number_of_ranks(run, seed, tmp_path):
-    given = {"seed": seed, "path": str(tmp_path / "run.pt")}
-    ((whole, charged),) = run(goes_on, 1, **given, first=0, number=5)
-    for before, after in ((2, 1), (1, 3)):
-        run(goes_on, before, **given, first=0, number=2)
-        for own, counted in run(goes_on, after, **given, first=2, number=3):
-            assert close(own, whole) and counted == charged == 5
-
-
 def seeded(rank, seed):
     """Of four runs that seed their noise, of which two change a record, of rank 0 and of rank 1:
     the parameters after a step, the first number of the noise, and where the generator stands.
@@ -248,10 +222,9 @@ def seeded(rank, seed):
         data = records(seed)
         if change is not None:
             data.tensors[0][change] += 1.0
-        factory = partial(ALGORITHMS["DPSGLD"], generator=torch.Generator().manual_seed(seed + 2))
-        _, net, optimizer, loader = make(
-            seed, optimizer=factory, draws=seed + 1, data=data, batch_size=41
-        )
+        given = {"draws": seed + 1, "data": data, "batch_size": 41}
+        given["optimizer"] = partial(SGLD, generator=torch.Generator().manual_seed(seed + 2))
+        _, net, optimizer, loader = make(seed, **given)
         streams, next_stream = [], optimizer.release.noise.next_stream
 
         def watch(device, hides, next_stream=next_stream, streams=streams):
@@ -262,7 +235,7 @@ def seeded(rank, seed):
         optimizer.release.noise.next_stream = watch
         steps.train(net, optimizer, loader, 1)
         state = optimizer.state_dict()["private_step"]["noise"].tolist()
-        found.append((flat(net).tolist(), state, streams[0]))
+        found.append((flat(net), state, streams[0]))
     return found
 
 
@@ -295,7 +268,7 @@ class Changing(Dataset):
 
 def set_ups(rank, seed):
     """What make_private says on this rank where rank 1 does something else."""
-    data, sgld, own = records(seed), dpb.optim.DPSGLD, Changing.own
+    data, sgld, nht, own = records(seed), dpb.optim.DPSGLD, dpb.optim.DPSGNHT, Changing.own
 
     def other(first, second):
         return second if rank == 1 else first
@@ -322,10 +295,8 @@ def set_ups(rank, seed):
         "sampling rate": {"batch_size": other(6, 7)},
         "parameter groups": {"optimizer": partial(sgld, lr=other(0.1, 0.2))},
         "clip norm": {"max_grad_norm": other(1.0, 2.0)},
-        "a setting": {
-            "optimizer": partial(dpb.optim.DPSGNHT, lr=0.01, thermostat_gain=other(0.1, 0.2))
-        },
-        "algorithm": {"optimizer": partial(other(sgld, dpb.optim.DPSGNHT), lr=0.1)},
+        "a setting": {"optimizer": partial(nht, lr=0.01, thermostat_gain=other(0.1, 0.2))},
+        "algorithm": {"optimizer": partial(other(sgld, nht), lr=0.1)},
         "reduction": {"loss_reduction": other("mean", "sum")},
         "accountant": {"engine": engine_of(dpb.PrivacyAccountant(other(1.0, 2.0), 1e-5))},
         "history": {"engine": engine_of(used)},
@@ -347,40 +318,23 @@ def test_ranks_that_differ_are_told_so_before_anything_is_charged(run, seed):
         assert alike == "ArgumentError"
 
 
-# what rank 1 does before a step, and what the step says there
+# what the step says on rank 1, and what that does before
 DEPARTURES = {
-    "lr": "RankError",
-    "parameters": "RankError",
-    "frozen": "RankError",
-    "draw": "RankError",
-    "charge": "RankError",
-    "not finite": "DivergedError",
-    "skipped": "StateError",
-    "closure": "MemoryError",
+    "lr": ("RankError", lambda run: run.optimizer.param_groups[0].update(lr=0.7)),
+    "parameters": ("RankError", lambda run: run.net[0].weight.data.mul_(1.5)),
+    "frozen": ("RankError", lambda run: run.net[2].bias.requires_grad_(False)),
+    "draw": ("RankError", lambda run: torch.rand(1, generator=run.draws)),
+    "charge": ("RankError", lambda run: run.accountant.compose(GaussianDpEvent(9.0))),
+    "not finite": ("DivergedError", lambda run: run.net[0].bias.data.fill_(math.nan)),
+    "skipped": ("StateError", lambda run: next(run.batches)),
+    "closure": ("MemoryError", lambda run: None),
 }
-
-
-def departs(kind, engine, net, optimizer, loader, batches):
-    if kind == "lr":
-        optimizer.param_groups[0]["lr"] = 0.7
-    elif kind == "parameters":
-        net[0].weight.data.mul_(1.5)
-    elif kind == "not finite":
-        net[0].bias.data.fill_(math.nan)
-    elif kind == "frozen":
-        net[2].bias.requires_grad_(False)
-    elif kind == "skipped":
-        next(batches)
-    elif kind == "draw":
-        torch.rand(1, generator=loader.sampler_of_draws.generator)
-    elif kind == "charge":
-        engine.accountant.step(noise_multiplier=9.0, sample_rate=0.1)
 
 
 def departures(rank, seed):
     """What each step says, and that all ranks go on when they are in line again."""
     told = {}
-    for kind in DEPARTURES:
+    for kind, (_, departs) in DEPARTURES.items():
         # half of all records: two draws are the same with probability 2**-41
         own = {"draws": seed, "batch_size": 20} if kind == "draw" else {}
         engine, net, optimizer, loader = make(seed, **own)
@@ -392,7 +346,9 @@ def departures(rank, seed):
         if kind == "charge":  # compared where a pass begins
             batches = iter(loader)
         if rank == 1:
-            departs(kind, engine, net, optimizer, loader, batches)
+            parts = {"net": net, "optimizer": optimizer, "batches": batches}
+            draws = loader.sampler_of_draws.generator
+            departs(SimpleNamespace(**parts, accountant=engine.accountant, draws=draws))
         x, y = next(batches)
 
         def closure(net=net, x=x, y=y, fails=(kind, rank) == ("closure", 1)):
@@ -421,7 +377,7 @@ def departures(rank, seed):
 def test_what_one_rank_does_otherwise_is_an_error_on_all_and_can_be_mended(run, seed):
     first, second = run(departures, 2, seed=seed)
     assert set(first.values()) == {"RankError"}, first
-    assert second == DEPARTURES
+    assert second == {kind: says for kind, (says, _) in DEPARTURES.items()}
 
 
 def loses_a_rank(rank, seed, folder):
@@ -437,7 +393,7 @@ def loses_a_rank(rank, seed, folder):
     told = answer(lambda: one(net, optimizer, next(batches)))
     took = time.monotonic() - began
     again = answer(lambda: one(net, optimizer, next(iter(loader))))
-    return [told, again], took, torch.equal(before, flat(net)), len(accountant)
+    return [told, again], took, before == flat(net), len(accountant)
 
 
 def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, seed, tmp_path):
@@ -460,36 +416,31 @@ def undeclared(rank, seed):
     """What is said of steps that ignore the other ranks, and the charges of a chain of this rank's
     own.
     """
-    net, data = network(seed), records(seed)
+    net, data, told = network(seed), records(seed), []
     bare = steps.bare(net.parameters(), num_data=RECORDS)
     steps.fill(net.parameters())
-    wrapped = nn.parallel.DistributedDataParallel(network(seed))
-    sampled = DataLoader(data, batch_size=6, sampler=DistributedSampler(data))
-    calls = [
-        bare.step,
-        lambda: make(seed, engine=dpb.PrivacyEngine()),
-        lambda: make(seed, module=wrapped),
-        lambda: make(seed, data_loader=sampled),
-    ]
+    wrapped = nn.parallel.DistributedDataParallel
+
+    def refused(call, *arguments, **options):
+        with pytest.raises(dpb.DPBayesError) as caught:
+            call(*arguments, **options)
+        told.append(caught.value.code)
+
+    refused(bare.step)
+    refused(make, seed, engine=dpb.PrivacyEngine())
+    refused(make, seed, module=wrapped(network(seed)))
+    refused(make, seed, data_loader=DataLoader(data, 6, sampler=DistributedSampler(data)))
     for mode in (None, "hooks"):
         engine, net, optimizer, loader = make(seed, **recorded(mode))
-        wrapped = nn.parallel.DistributedDataParallel(net)
-        calls.append(partial(steps.train, wrapped, optimizer, loader, 1))
-    calls.append(
-        partial(dpb.private_clipped_fraction, net, optimizer, loader, noise_multiplier=3.0)
-    )
+        refused(steps.train, wrapped(net), optimizer, loader, 1)
+    refused(dpb.private_clipped_fraction, net, optimizer, loader, noise_multiplier=3.0)
     ranks = distributed.Ranks(dist.new_group(backend="cpu:gloo"))
-    calls += [partial(ranks.require_backend_for, torch.device(p)) for p in ("cuda", "meta")]
-    told = []
-    for call in calls:
-        with pytest.raises(dpb.DPBayesError) as caught:
-            call()
-        told.append(caught.value.code)
+    for place in ("cuda", "meta"):
+        refused(ranks.require_backend_for, torch.device(place))
     assert len(bare.accountant) == len(engine.accountant) == 0
     # a chain of this rank's own, on purpose
-    engine, net, optimizer, loader = make(
-        seed, engine=dpb.PrivacyEngine(process_group=dist.new_subgroups(1)[0])
-    )
+    own = dpb.PrivacyEngine(process_group=dist.new_subgroups(1)[0])
+    engine, net, optimizer, loader = make(seed, engine=own)
     steps.train(net, optimizer, loader, 2 * (rank + 1))
     return told, len(engine.accountant)
 

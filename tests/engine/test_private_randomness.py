@@ -1,5 +1,6 @@
 """Masks of dropout are as unknown as noise, though torch's seed is known."""
 
+import contextlib
 import copy
 import threading
 from functools import partial
@@ -19,46 +20,36 @@ RECORDS = 40
 CPU = torch.device("cpu")
 
 
-def made(mode=None, generator=None):
-    net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
+def draws(mode, generator):
+    """Which outputs each of two steps dropped, and numbers that the loop's own loss drew."""
+    net, data = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)), torch.ones(RECORDS, 8)
     options = {"optimizer": partial(dpb.optim.DPSGLD, lr=0.1, generator=generator)}
     options |= {"noise_multiplier": 1.0, "grad_sample_mode": mode}
-    return private(net, TensorDataset(torch.ones(RECORDS, 8)), RECORDS, **options)
-
-
-def draws(run, steps=2):
-    """Which outputs each step dropped, and numbers that the loop's own loss drew."""
-    net, opt, loader = run
-    for _ in range(steps):
+    net, opt, loader = private(net, TensorDataset(data), RECORDS, **options)
+    for _ in range(2):
         torch.manual_seed(42)
         for (x,) in loader:
             before = torch.get_rng_state()
             out = net(x)
             drawn = torch.randn_like(x)
             assert torch.equal(torch.get_rng_state(), before)
+            # of values that several records make a seeded run computes metrics, too
+            largest = (out.detach() - out.detach().mean(0)).abs().max()
             (out.square().sum(1) + drawn.sum(1) * 0).mean().backward()
             opt.step()
+            assert largest.item() > 0
             yield torch.cat([(out == 0).double(), drawn], 1)
 
 
+@pytest.mark.parametrize("is_seeded", [True, False])
 @pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
-def test_masks_do_not_follow_the_programs_seed(mode):
-    first, second = (torch.stack([*draws(made(mode))]) for _ in range(2))
-    assert 0.4 < first[..., :64].mean() < 0.6
-    # 2⁻⁶⁴ for a row of masks
-    assert not any(torch.equal(a, b) for a in first for b in (second[0], second[1]))
-    rows = torch.cat([*first, *second])
-    assert len(rows.unique(dim=0)) == len(rows)
-
-
-def test_a_seeded_run_computes_metrics_of_values_that_several_records_make():
-    net, opt, loader = made(generator=torch.Generator().manual_seed(torch.seed() % 2**62))
-    for (x,) in loader:
-        out = net(x)
-        largest = (out.detach() - out.detach().mean(0)).abs().max()
-        out.square().mean().backward()
-        opt.step()
-        assert largest.item() > 0
+def test_masks_do_not_follow_the_programs_seed(mode, is_seeded):
+    runs = [torch.Generator() if is_seeded else None for _ in range(2)]
+    for generator in filter(None, runs):
+        generator.seed()
+    rows = torch.cat([drawn for generator in runs for drawn in draws(mode, generator)])
+    assert 0.4 < rows[:, :64].mean() < 0.6
+    assert len(rows.unique(dim=0)) == len(rows) == 4 * RECORDS  # 2⁻⁶⁴ for two rows of masks
 
 
 def test_numbers_repeat_with_the_callers_generator_and_differ_otherwise():
@@ -81,27 +72,16 @@ def test_numbers_repeat_with_the_callers_generator_and_differ_otherwise():
     assert len(all_of_them.unique(dim=0)) == 24
 
 
-def broken(randomness):
-    with pytest.raises(KeyError), randomness([CPU]):
-        drawn = torch.rand(8)
-        torch.manual_seed(0)
-        raise KeyError
-    return drawn
-
-
-def seeding(randomness):
-    with randomness([CPU]):
-        drawn = torch.rand(8)
-        torch.manual_seed(0)
-    return drawn
-
-
-@pytest.mark.parametrize("work", [broken, seeding])
-def test_a_seed_inside_is_forgotten_and_the_programs_stream_goes_on(work):
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_seed_inside_is_forgotten_and_the_programs_stream_goes_on(is_broken):
     found = []
     for _ in range(2):
         before, randomness = torch.get_rng_state(), PrivateRandomness()
-        found.append(work(randomness))
+        with contextlib.suppress(KeyError), randomness([CPU]):
+            found.append(torch.rand(8))
+            torch.manual_seed(0)
+            if is_broken:
+                raise KeyError
         assert torch.equal(torch.get_rng_state(), before)
         with randomness([CPU]):
             found.append(torch.rand(8))

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from support.examples import examples
@@ -23,9 +22,12 @@ from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEve
 STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
 
 
-def run_on(accountant):
-    """An optimizer of a new run."""
-    return bare([zeros(3)], noise_multiplier=2.0, temperature=0.0, accountant=accountant)
+def run_on(accountant, state=None):
+    """An optimizer of a new run, or of one that goes on."""
+    optimizer = bare([zeros(3)], noise_multiplier=2.0, temperature=0.0, accountant=accountant)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    return optimizer
 
 
 def step(optimizer, times=1):
@@ -39,39 +41,26 @@ def saved(optimizer):
     return copy.deepcopy(optimizer.state_dict())
 
 
-def resumed(state, accountant):
-    optimizer = run_on(accountant)
-    optimizer.load_state_dict(state)
-    return optimizer
-
-
 def is_one_of_several(optimizer):
     """Whether its accountant says that other copies may have released more."""
     return any("another copy" in note for note in optimizer.accountant.notes)
 
 
-# -- copies that cannot know of each other ---------------------------------------------------------
-
-
 def test_copies_in_memory_say_so_and_copies_with_a_ledger_are_counted(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="torch_dpbayes")
-    path, state = tmp_path / "ledger.db", saved(step(run_on(PrivacyAccountant()), 5))
-    alone = step(resumed(state, PrivacyAccountant()))
+    path, first = tmp_path / "ledger.db", run_on(PrivacyAccountant())
+    before = saved(first)
+    state = saved(step(first, 5))
+    alone = step(run_on(PrivacyAccountant(), state))
     assert len(alone.accountant) == 6 and is_one_of_several(alone) and "path=" in caplog.text
+    # also of what was saved before the first release, once something is released
+    copied = run_on(PrivacyAccountant(), before)
+    assert not is_one_of_several(copied) and is_one_of_several(step(copied))
     PrivacyAccountant(path=path).close()
     caplog.clear()
     for _ in range(2):
-        step(resumed(state, PrivacyAccountant(path=path))).accountant.close()
+        step(run_on(PrivacyAccountant(path=path), state)).accountant.close()
     assert len(PrivacyAccountant(path=path)) == 7 and not caplog.text
-
-
-def test_copies_of_what_was_saved_before_the_first_release_say_so_too():
-    first = run_on(PrivacyAccountant())
-    state = saved(first)
-    step(first, 5)
-    copied = resumed(state, PrivacyAccountant())
-    assert not is_one_of_several(copied)  # nothing was released here
-    assert is_one_of_several(step(copied))
 
 
 @pytest.mark.parametrize("times", [0, 3])
@@ -98,9 +87,6 @@ def test_what_an_open_block_reserves_is_not_given_away(tmp_path):
     assert alone.get_epsilon(1e-5) <= 4.0
 
 
-# -- any sequence ----------------------------------------------------------------------------------
-
-
 class Resuming(RuleBasedStateMachine):
     """Accountants beside a model of them that knows every single release by a name of its own."""
 
@@ -109,9 +95,10 @@ class Resuming(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
+        self.path = self.folder / "budget.db"
         self.released = 0
         self.in_memory = {}  # accountant -> names of the releases that it ought to count
-        self.in_file = set()  # the same, of the ledger
+        self.in_file, self.of_file = set(), []  # the same, of the ledger and of accountants on it
         self.replaced = set()  # accountants of a file that was put back
 
     def held(self, accountant):
@@ -119,8 +106,10 @@ class Resuming(RuleBasedStateMachine):
 
     @rule(target=accountants, in_file=st.booleans())
     def make(self, in_file):
-        accountant = PrivacyAccountant(path=self.folder / "budget.db" if in_file else None)
-        if not in_file:
+        accountant = PrivacyAccountant(path=self.path if in_file else None)
+        if in_file:
+            self.of_file.append(accountant)
+        else:
             self.in_memory[accountant] = set()
         return accountant
 
@@ -162,9 +151,9 @@ class Resuming(RuleBasedStateMachine):
 
     @rule(target=copies)
     def back_up(self):
-        PrivacyAccountant(path=self.folder / "budget.db")
+        PrivacyAccountant(path=self.path)
         backup = Path(tempfile.mkdtemp(dir=self.folder)) / "backup.db"
-        shutil.copy(self.folder / "budget.db", backup)
+        shutil.copy(self.path, backup)
         return backup, frozenset(self.in_file)
 
     @rule(target=accountants, backup=copies, as_many=st.booleans())
@@ -172,27 +161,20 @@ class Resuming(RuleBasedStateMachine):
         """An older copy of the file; perhaps charged until it counts as many releases as before."""
         copied, names = backup
         lost = len(self.in_file - names)
-        path = self.folder / "budget.db"
         for suffix in ("-wal", "-shm"):
-            Path(f"{path}{suffix}").unlink(missing_ok=True)
-        shutil.copy(copied, path)
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        shutil.copy(copied, self.path)
         self.in_file = set(names)
-        self.replaced |= {a for a in self.all_accountants() if a.path is not None}
-        accountant = PrivacyAccountant(path=path)
+        self.replaced |= {*self.of_file}
+        accountant = self.make(in_file=True)
         if as_many and lost:
             self.charge(accountant, lost)
         return accountant
 
-    def all_accountants(self):
-        return [
-            value for value in self.names_to_values.values() if isinstance(value, PrivacyAccountant)
-        ]
-
     @invariant()
     def every_release_counts_once(self):
-        for accountant in self.all_accountants():
-            if accountant not in self.replaced:
-                assert len(accountant) == len(self.held(accountant))
+        for accountant in {*self.in_memory, *self.of_file} - self.replaced:
+            assert len(accountant) == len(self.held(accountant))
 
     def teardown(self):
         shutil.rmtree(self.folder)
@@ -200,11 +182,3 @@ class Resuming(RuleBasedStateMachine):
 
 Resuming.TestCase.settings = examples(30, stateful_step_count=25)
 TestResuming = Resuming.TestCase
-
-
-class LongResuming(Resuming):
-    pass
-
-
-LongResuming.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-TestLongResuming = pytest.mark.slow(LongResuming.TestCase)

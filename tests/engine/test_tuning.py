@@ -32,14 +32,9 @@ def number(monkeypatch):
 
 
 def best_of_runs(train, candidates=(5,), account=None, schedule=SCHEDULE, mean_runs=3.0):
-    return tuning.best_of_runs(
-        train,
-        candidates,
-        schedule=schedule,
-        accountant=accountant() if account is None else account,
-        delta=1e-6,
-        mean_runs=mean_runs,
-    )
+    account = accountant() if account is None else account
+    given = {"schedule": schedule, "accountant": account, "delta": 1e-6, "mean_runs": mean_runs}
+    return tuning.best_of_runs(train, candidates, **given)
 
 
 def charge(engine, candidate, count=2, step=STEP):
@@ -47,31 +42,17 @@ def charge(engine, candidate, count=2, step=STEP):
     return candidate, float(candidate)
 
 
-def test_one_charge_for_the_best_of_private_trainings(number):
-    number(4)
-    data = TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
-    tried = []
-
-    def train(engine, lr):
-        options = {"optimizer": partial(dpb.optim.DPSGLD, lr=lr, temperature=0.0), "engine": engine}
-        made = private(nn.Linear(3, 2), data, 16, noise_multiplier=1.0, **options)
-        train_on(*made, steps=2)
-        tried.append((lr, len(engine.accountant)))
-        return made[0], -abs(lr - 0.2)
-
-    total = accountant()
-    best = best_of_runs(train, [0.1, 0.2, 0.4], total)
-    assert [count for _, count in tried] == [2] * 4
-    assert best.score == max(-abs(lr - 0.2) for lr, _ in tried) == -abs(best.candidate - 0.2)
-    assert isinstance(best.result, nn.Linear)
+def is_charged_once(total):
     epsilon = selection_epsilon(SCHEDULE, Repetitions(3.0), 1e-6)
-    assert epsilon <= total.get_epsilon(1e-6) <= epsilon * (1 + 1e-9)
-    assert "only the best run was seen" in total.summary()
+    return epsilon <= total.get_epsilon(1e-6) <= epsilon * (1 + 1e-9)
 
 
-def test_nothing_tells_how_many_runs_there_were(number, caplog, recwarn):
-    """Nor is what the best run rests on left out."""
+def test_one_charge_for_the_best_of_private_trainings(number, caplog, recwarn):
+    """Nothing tells how many runs there were, nor has a run drawn the numbers that come next, or
+    another run's; what the best run rests on is not left out.
+    """
     data = TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
+    tried, drawn, total = [], [], accountant()
 
     def train(engine, lr):
         options = {"optimizer": partial(dpb.optim.DPSGLD, lr=lr, temperature=0.0), "engine": engine}
@@ -79,17 +60,23 @@ def test_nothing_tells_how_many_runs_there_were(number, caplog, recwarn):
         made = private(nn.Linear(3, 2), data, 16, **options)
         train_on(*made, steps=2)
         warnings.warn(f"lr = {lr}", stacklevel=1)
-        return made[0], random.random() + np.random.rand()
+        drawn.append((float(torch.rand(())), random.random(), np.random.rand()))
+        tried.append((lr, len(engine.accountant)))
+        return made[0], -abs(lr - 0.2)
 
     def states():
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
-    number(3)
-    before, total = states(), accountant()
-    best_of_runs(train, [0.1, 0.2, 0.4], total)
-    assert states() == before
-    assert not caplog.records and not recwarn.list
-    assert "vouched for" in total.summary()
+    number(4)
+    before = states()
+    best = best_of_runs(train, [0.1, 0.2, 0.4], total)
+    assert states() == before and not caplog.records and not recwarn.list
+    drawn.append((float(torch.rand(())), random.random(), np.random.rand()))
+    assert [len(set(of)) for of in zip(*drawn)] == [5] * 3
+    assert [count for _, count in tried] == [2] * 4
+    assert best.score == max(-abs(lr - 0.2) for lr, _ in tried) == -abs(best.candidate - 0.2)
+    assert isinstance(best.result, nn.Linear) and is_charged_once(total)
+    assert all(said in total.summary() for said in ("only the best run was seen", "vouched for"))
 
 
 def test_runs_over_users_are_charged_to_an_accountant_of_users(number):
@@ -97,8 +84,7 @@ def test_runs_over_users_are_charged_to_an_accountant_of_users(number):
     step, total = UserLevelDpEvent(STEP), accountant(unit="user")
     run = partial(charge, step=step)
     assert best_of_runs(run, account=total, schedule=[(step, 2)]).result == 5
-    epsilon = selection_epsilon(SCHEDULE, Repetitions(3.0), 1e-6)
-    assert epsilon <= total.get_epsilon(1e-6) <= epsilon * (1 + 1e-9)
+    assert is_charged_once(total)
     for other, schedule in ((accountant(), [(step, 2)]), (accountant(unit="user"), SCHEDULE)):
         with pytest.raises(ValueError):
             best_of_runs(charge, account=other, schedule=schedule)
@@ -125,7 +111,6 @@ def test_it_is_charged_before_the_first_run_and_stays_charged():
     "more",
     [
         lambda a: a.compose(STEP, 3),
-        lambda a: a.compose(STEP, 2).compose(GaussianDpEvent(1000.0)),
         lambda a: a.compose(STEP, 2).compose(GaussianDpEvent(1000.0), adaptive=True),
         lambda a: a.compose(PoissonSampledDpEvent(0.25, GaussianDpEvent(0.99))),
         lambda a: a.compose(PoissonSampledDpEvent(0.26, GaussianDpEvent(1.0))),
@@ -166,20 +151,3 @@ def test_scores_that_are_no_numbers_lose_and_candidates_are_drawn_afresh(number)
     best = best_of_runs(train, [0, 1, 2], mean_runs=60.0)
     # each is missed with probability (2 / 3)^60 = 3e-11
     assert set(tried) == {0, 1, 2} and (best.candidate, best.score) == (1, 1.0)
-
-
-def test_the_generator_does_not_tell_how_many_runs_there_were(number):
-    """It is what it was, and no run has drawn the numbers that come next, nor another run's."""
-    drawn = []
-
-    def train(engine, candidate):
-        drawn.append(float(torch.rand(())))
-        return charge(engine, candidate)
-
-    state = torch.get_rng_state()
-    for count in (1, 3):
-        number(count)
-        best_of_runs(train)
-        assert torch.equal(torch.get_rng_state(), state)
-    drawn.append(float(torch.rand(())))
-    assert len(set(drawn)) == 5

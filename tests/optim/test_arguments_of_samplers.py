@@ -1,4 +1,4 @@
-"""What private optimizers and schedules refuse when they are made or changed: one table."""
+"""What private optimizers and schedules refuse when they are made or changed: tables."""
 
 import math
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support.refusals import refused
-from support.steps import bare, fill
+from support.steps import bare, fill, zeros
 from support.training import deliver
 from torch import nn
 
@@ -16,8 +16,8 @@ from torch_dpbayes.optim.schedules import Cyclical, PolynomialDecay
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 
 NONE_GIVEN = {"max_grad_norm": None, "temperature": None, "noise_multiplier": 1.0}
-MATCHED = {"momentum": "matched", "noise_multiplier": 1.0}
 GIVEN = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0, "temperature": 1.0}
+MATCHED = {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 1.0, "max_grad_norm": 1.0}
 
 
 def number(named):
@@ -37,40 +37,30 @@ REFUSED = [
     *((DPSGLD, {"num_data": bad}) for bad in (0, 12.5, 9)),
     *((DPSGLD, {"expected_batch_size": bad}) for bad in (0, 101)),
     *((DPSGLD, {"noise_multiplier": bad}) for bad in (-0.1, math.inf)),
-    *((DPSGLD, {"prior_std": bad}) for bad in (0.0, math.nan, "fan-in", None)),
-    *((DPSGLD, {"prior_std": {name: bad}}) for name, bad in (("0", "wide"), ("0", 0.0))),
+    *((DPSGLD, {"prior_std": bad}) for bad in (0.0, math.nan, "fan-in", None, torch.ones(3))),
+    *((DPSGLD, {"prior_std": {"0": bad}}) for bad in ("wide", 0.0)),
     *((DPSGLD, {"prior_std": {name: 1.0}}) for name in ("first", "0.wei")),
     (DPSGLD, {"prior_std": {"0": 1.0}, "named": False}),
     (DPSGLD, {"prior_mean": math.inf}),
     (DPSGLD, {"temperature": -1.0}),
     (DPSGLD, {"sampling": "shuffle"}),
     (DPSGLD, {"assume_independent_records": "yes"}),
+    (DPSGLD, {"log_prior": "flat"}),
     (DPSGLD, {"log_prior": number, "named": False}),
     *((DPSGLD, {"log_prior": number, "prior_std": std}) for std in (2.0, "fan_in", {"0": 1.0})),
     (DPSGLD, {"log_prior": number, "prior_mean": 1.0}),
-    (DPSGLD, {"log_prior": "flat"}),
-    (DPSGLD, {"prior_std": torch.ones(3)}),
-    (DPSGLD, NONE_GIVEN | {"temperature": 0.0}),
-    (DPSGLD, NONE_GIVEN | {"noise_multiplier": 0.0}),
-    (DPSGLD, NONE_GIVEN | {"lr": "free"}),
-    (DPSGLD, NONE_GIVEN | {"lr": 1e29}),
+    *((DPSGLD, NONE_GIVEN | {name: 0.0}) for name in ("temperature", "noise_multiplier")),
+    *((DPSGLD, NONE_GIVEN | {"lr": lr}) for lr in ("free", 1e29)),
     *((DPSGHMC, {"momentum": bad}) for bad in (1.0, math.nan, "adaptive", None)),
-    *(
-        (DPSGHMC, MATCHED | {name: bad})
-        for name in ("noise_multiplier", "temperature", "max_grad_norm")
-        for bad in (None, 0.0)
-    ),
+    *((DPSGHMC, MATCHED | {n: bad}) for n in list(MATCHED)[1:] for bad in (None, 0.0)),
     (DPSGNHT, {"momentum": 1.0}),
-    *((DPSGNHT, {"temperature": bad}) for bad in (0.0, "1")),
-    *((DPSGNHT, {"thermostat_gain": bad}) for bad in (0.0, "1")),
+    *((DPSGNHT, {n: bad}) for n in ("temperature", "thermostat_gain") for bad in (0.0, "1")),
     *((DPSGFS, {name: 0.0}) for name in ("temperature", "fisher_share")),
     (DPSGFS, {"fisher": "block"}),
     *((DPSGFS, {"fisher_decay": bad}) for bad in (1.0, None)),
     (DPSGFS, {"log_prior": number}),
-    *(
-        (DPSGFS, {"sensitivity_scale": torch.full(size, bad)})
-        for size, bad in (((2,), 1.0), ((3, 3), 1.0), ((3,), 0.0), ((3,), math.inf))
-    ),
+    *((DPSGFS, {"sensitivity_scale": torch.ones(size)}) for size in ((2,), (3, 3))),
+    *((DPSGFS, {"sensitivity_scale": torch.full((3,), bad)}) for bad in (0.0, math.inf)),
 ]
 
 
@@ -110,47 +100,46 @@ GROUPS = [
 
 @pytest.mark.parametrize(("group", "options"), GROUPS)
 def test_a_bad_group_is_not_added(group, options):
-    optimizer = bare([("first", nn.Parameter(torch.zeros(2)))], DPSGLD, **options)
+    optimizer = bare([("first", zeros(2))], DPSGLD, **options)
     with refused("argument"):
-        optimizer.add_param_group({"params": [("third", nn.Parameter(torch.zeros(2)))], **group})
+        optimizer.add_param_group({"params": [("third", zeros(2))], **group})
     assert len(optimizer.param_groups) == 1
 
 
 def test_a_prior_s_names_may_be_those_of_any_group():
-    stds, net = {"0": 0.1, "1": 0.2}, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    first, second = list(net.named_parameters())[:2], list(net.named_parameters())[2:]
-    groups = [{"params": part, "prior_std": dict(stds)} for part in (first, second)]
+    named = [*nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).named_parameters()]
+    stds = {"0": 0.1, "1": 0.2}
+    groups = [{"params": part, "prior_std": dict(stds)} for part in (named[:2], named[2:])]
     assert len(bare(groups, DPSGLD).param_groups) == 2
 
 
-@pytest.mark.parametrize("name", ["lr", "prior_std", "prior_mean"])
-def test_an_option_that_a_group_lost_is_named(name):
-    optimizer = bare([p := nn.Parameter(torch.zeros(2))], DPSGLD)
+LOST = object()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, LOST) for name in ("lr", "prior_std", "prior_mean")),
+        *(("momentum", bad) for bad in (1.0, -0.1, math.nan, "matched")),
+    ],
+)
+def test_what_a_group_lost_or_was_given_later_is_refused_by_the_step(name, value):
+    optimizer = bare([p := zeros(2)], DPSGHMC)
     fill([p])
-    del optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = value
+    if value is LOST:
+        del optimizer.param_groups[0][name]
     with refused("argument"):
         optimizer.step()
     assert len(optimizer.accountant) == 0
 
 
-def test_momentum_has_its_limits_whoever_sets_it():
-    optimizer = bare([p := nn.Parameter(torch.zeros(2))], DPSGHMC)
-    fill([p])
-    for momentum in (1.0, -0.1, math.nan, "matched"):
-        optimizer.param_groups[0]["momentum"] = momentum
-        with refused("argument"):
-            optimizer.step()
-    assert len(optimizer.accountant) == 0
-
-
 def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes():
-    clip = torch.tensor(1.0)
-    options = {"num_data": 100_000, "expected_batch_size": torch.tensor(10.3).half()}
-    options |= {"max_grad_norm": clip, "noise_multiplier": 1.0}
-    optimizer = bare([nn.Parameter(torch.zeros(3))], DPSGFS, **options)
-    rate = float(torch.tensor(10.3).half()) / 100_000
-    assert type(optimizer.event(1.0).sampling_probability) is float
-    assert optimizer.event(1.0).sampling_probability == rate
+    clip, batch = torch.tensor(1.0), torch.tensor(10.3).half()
+    options = {"num_data": 100_000, "expected_batch_size": batch}
+    optimizer = bare([zeros(3)], DPSGFS, **options, max_grad_norm=clip, noise_multiplier=1.0)
+    rate = optimizer.event(1.0).sampling_probability
+    assert type(rate) is float and rate == float(batch) / 100_000
     clip.fill_(1e-6)
     assert optimizer.release.query.max_grad_norm == optimizer.max_grad_norm == 1.0
 
@@ -160,14 +149,13 @@ def test_no_setting_is_computed_from_records():
     source = BookkeepingGradientSource(net := nn.Linear(2, 1))
     (loss := nn.functional.mse_loss(net(x), y)).backward()
     source.remove()
-    number = x.norm()
-    optimizer = bare([p := nn.Parameter(torch.zeros(4))], DPSGLD)
+    number, optimizer = x.norm(), bare([p := zeros(4)])
     fill([p])
     for options in ({"max_grad_norm": number}, {"lr": number}, {"prior_std": {"0": number}}):
         with refused("model-written"):
             made(DPSGLD, **options)
     with refused("model-written"):
-        bare([{"params": [nn.Parameter(torch.zeros(4))], "lr": number}])
+        bare([{"params": [zeros(4)], "lr": number}])
     for name, value in (("prior_std", {"weight": number}), ("lr", number), ("lr", loss)):
         before = optimizer.param_groups[0][name]
         optimizer.param_groups[0][name] = value

@@ -1,5 +1,6 @@
-"""Steps and charges of all samplers against their formulas, written down once more in flat float64
-vectors, over drawn settings: groups, priors, schedules, floors, clip norms that are derived.
+"""Steps, noise and charges of all samplers against their formulas, written down once more in flat
+float64 vectors, over drawn settings: groups, priors, schedules, floors, clip norms that are
+derived, batches and neighbours.
 """
 
 import math
@@ -14,6 +15,7 @@ from support.examples import examples
 from support.steps import bare
 from torch import nn
 
+from torch_dpbayes.accounting import PrivacyAccountant, events
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 
 N, ROWS, LRS, SIZES = 60, 9, (0.4, 0.1), (8, 3)
@@ -28,25 +30,29 @@ PRIORS = [
     ({"layer": "fan_in", "other": INF}, (FAN_IN, 1.0, INF)),
     ({"layer.bias": 0.4}, (1.0, 0.4, 1.0)),
 ]
+FISHER = partial(DPSGFS, fisher_share=SHARE, fisher_decay=DECAY)
 # the friction of each group's momentum
 SAMPLERS = {
     "sgld": (DPSGLD, (1.0, 1.0)),
     "sghmc": (DPSGHMC, (0.3, 0.6)),
     "matched": (partial(DPSGHMC, momentum="matched"), (1.0, 1.0)),
     "sgnht": (partial(DPSGNHT, momentum=0.7, thermostat_gain=GAIN), (0.3, 0.3)),
-    "full": (partial(DPSGFS, fisher_share=SHARE, fisher_decay=DECAY), (1.0, 1.0)),
-    "diagonal": (
-        partial(DPSGFS, fisher="diagonal", fisher_share=SHARE, fisher_decay=DECAY),
-        (1.0, 1.0),
-    ),
+    "full": (FISHER, (1.0, 1.0)),
+    "diagonal": (partial(FISHER, fisher="diagonal"), (1.0, 1.0)),
 }
+BATCHES = {
+    "poisson": dp_event.PoissonSampledDpEvent,
+    "full": dp_event.GaussianDpEvent,
+    "recordwise": events.RecordwiseBatchGaussianDpEvent,
+    "unspecified": events.UnspecifiedBatchGaussianDpEvent,
+}
+OF_BATCHES = [(kind, "replace_one") for kind in ("poisson", "full", "unspecified")]
+OF_BATCHES += [(kind, "add_or_remove_one") for kind in ("poisson", "full", "recordwise")]
 
 
 def spread(values, sizes=SIZES):
     """One number of each group for each of its numbers."""
-    return torch.cat(
-        [torch.full((n,), float(v), dtype=torch.float64) for v, n in zip(values, sizes)]
-    )
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(sizes))
 
 
 class Formula:
@@ -97,9 +103,27 @@ class Formula:
 
     def free_lr(self):
         t = 1.0 if self.temperature is None else self.temperature
-        return min(
-            2 * a * t * (self.batch / self.clip / self.floor) ** 2 / N for a in self.friction
-        )
+        heat = (self.batch / self.clip / self.floor) ** 2
+        return min(2 * a * t * heat / N for a in self.friction)
+
+    def charge(self, z, batches, neighboring):
+        """z of a clipped sum alone that costs as much: C and C² together under add or remove; 2C,
+        and at most √2·C² but never both at once, for a swap.
+        """
+        is_swap = neighboring == "replace_one" if batches == "full" else batches != "poisson"
+        return z / math.sqrt(1 + SHARE) if self.is_fisher and not is_swap else z
+
+    def noisy(self, sums, moment, lrs, stream):
+        """S/B and M/B with noise from this stream."""
+        zs, pieces = [self.z(k, lr) for k, lr in enumerate(lrs)], []
+        for z, piece in zip(zs, sums.split(SIZES)):
+            if z < INF:
+                xi = torch.empty_like(piece).normal_(generator=stream)
+                piece = (piece + z * self.clip * xi) / self.batch
+            pieces.append(piece if z < INF else torch.zeros_like(piece))
+        xi = torch.empty_like(moment).normal_(generator=stream)
+        moment = (moment + min(zs) * self.clip**2 / math.sqrt(SHARE) * xi) / self.batch
+        return self.scale * torch.cat(pieces), moment
 
     def step(self, lrs, released, moment):
         """θ after a step on S/B and M/B."""
@@ -128,7 +152,7 @@ class Formula:
             n = sum(SIZES[k] for k in active)
             if self.alpha is None and active:
                 self.alpha = sum(SIZES[k] * self.needed(k, lrs[k]) for k in active) / n
-            friction = spread([self.alpha or 0.0] * 2)
+            friction = self.alpha or 0.0
         self.velocity = (1 - friction) * old - eta * gradient
         self.theta = self.theta + self.velocity
         if self.name == "sgnht" and active:
@@ -153,6 +177,7 @@ class Formula:
         else:
             least = self.left * math.sqrt(2)
             information = self.fisher.diagonal().clamp(min=least).diag()
+            moment = moment.diag()
         units = self.scale.diag()
         information = N * units @ information @ units
         noise = self.scale * spread([0.0 if lr == 0 else z for z, lr in zip(zs, lrs)])
@@ -172,9 +197,8 @@ def density(stds, mean):
     """log p of named parameters, for ``log_prior``."""
 
     def log_density(named):
-        laws = [
-            torch.distributions.Normal(torch.tensor(mean, dtype=torch.float64), s) for s in stds
-        ]
+        mu = torch.tensor(mean, dtype=torch.float64)
+        laws = [torch.distributions.Normal(mu, s) for s in stds]
         terms = [law.log_prob(p).sum() for law, p in zip(laws, named.values()) if law.scale < INF]
         return sum(terms, torch.zeros((), requires_grad=True))
 
@@ -184,6 +208,7 @@ def density(stds, mean):
 FACTORS = st.sampled_from([1.0, 1.0, 0.3, 0.0])
 
 
+@pytest.mark.filterwarnings("ignore:steps are charged at sensitivity 2C:UserWarning")
 @pytest.mark.parametrize("name", SAMPLERS)
 @examples(100)
 @given(
@@ -193,16 +218,16 @@ FACTORS = st.sampled_from([1.0, 1.0, 0.3, 0.0])
     floor=st.sampled_from([0.0, 0.3, 0.9]),  # in units of SGLD's own noise
     temperature=st.sampled_from([None, 0.0, 0.7]),
     clip=st.sampled_from([None, 0.05, 3.0]),
-    batch=st.sampled_from([12, N]),
+    of=st.sampled_from(OF_BATCHES),
     is_scaled=st.booleans(),
     is_tensor=st.booleans(),
     factors=st.lists(st.tuples(FACTORS, FACTORS), min_size=4, max_size=4),
 )
 def test_steps_and_charges_are_those_of_the_formulas(
-    name, prior, mean, is_function, floor, temperature, clip, batch, is_scaled, is_tensor, factors
+    name, prior, mean, is_function, floor, temperature, clip, of, is_scaled, is_tensor, factors
 ):
-    make = SAMPLERS[name][0]
-    is_fisher = name in ("full", "diagonal")
+    make, is_fisher, (batches, neighboring) = SAMPLERS[name][0], name in ("full", "diagonal"), of
+    batch = N if batches == "full" else 12
     if temperature == 0 and (name in ("matched", "sgnht") or is_fisher or clip is None):
         temperature = 0.7
     if name == "matched":
@@ -211,49 +236,50 @@ def test_steps_and_charges_are_those_of_the_formulas(
         floor = floor or 0.5
     floor *= batch / (clip or 0.6) * math.sqrt(2 * (temperature or 1.0) / (LRS[0] * N))
     stated, stds = prior
-    given_prior = {"prior_std": stated, "prior_mean": mean}
+    options = {"prior_std": stated, "prior_mean": mean}
     if is_function and not is_fisher:
-        given_prior = {"log_prior": density(stds, mean)}
-    options = dict(given_prior, temperature=temperature, max_grad_norm=clip)
+        options = {"log_prior": density(stds, mean)}
     scale = 0.5 + torch.rand(11).double() if is_scaled and is_fisher else None
     if is_fisher:
         options["sensitivity_scale"] = scale
     shapes = {"layer.weight": (2, 3), "layer.bias": (2,), "other": (3,)}
-    named = {n: nn.Parameter(torch.randn(shape).double()) for n, shape in shapes.items()}
-    groups = [list(named.items())[:2], list(named.items())[2:]]
-    groups = [{"params": group, "lr": lr} for group, lr in zip(groups, LRS)]
+    named = [(n, nn.Parameter(torch.randn(shape).double())) for n, shape in shapes.items()]
+    groups = [{"params": g, "lr": lr} for g, lr in zip((named[:2], named[2:]), LRS)]
     if name == "sghmc":
         groups = [dict(g, momentum=1 - a) for g, a in zip(groups, SAMPLERS[name][1])]
-    numbers = {"num_data": N, "expected_batch_size": batch, "noise_multiplier": floor}
-    optimizer = bare(groups, make, **numbers, **options)
+    accountant = PrivacyAccountant(neighboring=neighboring)
+    optimizer = bare(
+        groups,
+        make,
+        num_data=N,
+        expected_batch_size=batch,
+        noise_multiplier=floor,
+        temperature=temperature,
+        max_grad_norm=clip,
+        sampling=batches if batches in ("poisson", "recordwise") else None,
+        accountant=accountant,
+        generator=torch.Generator().manual_seed(torch.seed()),
+        **options,
+    )
     if temperature is None and (clip is None or floor == 0):
         temperature = 1.0
-    parameters, d = list(named.values()), 11
-    formula = Formula(
-        name,
-        torch.cat([p.detach().flatten() for p in parameters]),
-        stds,
-        mean,
-        floor,
-        temperature,
-        clip,
-        batch,
-        scale,
-    )
+    parameters, d = [p for _, p in named], 11
+    theta = torch.cat([p.detach().flatten() for p in parameters])
+    formula = Formula(name, theta, stds, mean, floor, temperature, clip, batch, scale)
     assert optimizer.max_grad_norm == pytest.approx(formula.clip, rel=1e-12)
     assert optimizer.free_lr == (pytest.approx(formula.free_lr()) if floor else INF)
     query, add_noise, released = optimizer.release.query, optimizer.release.query.add_noise, []
 
     def recording(layout, smallest, stream):
-        expected = rows.T @ rows if name == "full" else rows.square().sum(0)
+        moment = rows.T @ rows if name == "full" else rows.square().sum(0)
         torch.testing.assert_close(layout.gradient, rows.sum(0))
         if is_fisher:
-            torch.testing.assert_close(layout.extra, expected.flatten())
+            torch.testing.assert_close(layout.extra, moment.flatten())
+        released[:] = formula.noisy(rows.sum(0), moment, lrs, stream.clone_state())
         add_noise(layout, smallest, stream)
-        for piece, k in zip(layout.gradient.split(SIZES), (0, 1)):
-            assert formula.z(k, lrs[k]) < INF or not piece.any()
-        moment = layout.extra.view(d, d) if name == "full" else layout.extra.diag()
-        released[:] = [layout.gradient.clone(), moment.clone()]
+        torch.testing.assert_close(layout.gradient, released[0])
+        if is_fisher:
+            torch.testing.assert_close(layout.extra, released[1].flatten())
 
     query.add_noise = recording
     charges = []
@@ -266,7 +292,7 @@ def test_steps_and_charges_are_those_of_the_formulas(
         assert optimizer.effective_noise_multiplier == pytest.approx(z)
         assert optimizer.langevin_noise_multiplier == pytest.approx(own)
         assert optimizer.effective_temperature == pytest.approx(formula.hottest(lrs))
-        released[:] = [torch.zeros(d).double(), torch.zeros(d, d).double()]
+        released[:] = torch.zeros(d).double(), torch.zeros(d, d).double()
         rows = torch.randn(batch if batch == N else ROWS, d).double()
         for p, piece in zip(parameters, rows.split([6, 2, 3], dim=1)):
             p.grad_sample = piece.reshape(len(rows), *p.shape).clone()
@@ -277,18 +303,13 @@ def test_steps_and_charges_are_those_of_the_formulas(
         torch.testing.assert_close(found, formula.step(lrs, *released), rtol=1e-7, atol=1e-9)
         assert z < INF or not optimizer._layout.extra.any()  # no sum without noise is left
         if z < INF:
-            charges.append(z / math.sqrt(1 + SHARE) if is_fisher else z)
-    assert sorted(charged(optimizer, batch)) == pytest.approx(sorted(charges))
-
-
-def charged(optimizer, batch):
-    """Noise multipliers of all charges, 0 where there was no noise."""
-    found = []
-    for charge in optimizer.accountant.history:
-        event = charge.event
-        if isinstance(event, dp_event.PoissonSampledDpEvent):
-            assert batch < N and event.sampling_probability == batch / N
-            event = event.event
+            charges.append(formula.charge(z, batches, neighboring))
+    charged = []
+    for event, count, *_ in accountant.history:
         is_private = not isinstance(event, dp_event.NonPrivateDpEvent)
-        found += [event.noise_multiplier if is_private else 0.0] * int(charge.count)
-    return found
+        assert type(event) is BATCHES[batches] or not is_private
+        if type(event) is dp_event.PoissonSampledDpEvent:
+            assert event.sampling_probability == batch / N
+            event = event.event
+        charged += [event.noise_multiplier if is_private else 0.0] * int(count)
+    assert sorted(charged) == pytest.approx(sorted(charges))

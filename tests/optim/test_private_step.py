@@ -12,13 +12,14 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support import training
+from support.refusals import refused
 from support.steps import bare, fill, one, train, zeros
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.errors import CheckpointError
+from torch_dpbayes.release import ClippedSum, Layout, trainable_members
 
 HOOKS = {"grad_sample_mode": "hooks", "assume_independent_records": True}
 cross_entropy = nn.functional.cross_entropy
@@ -32,9 +33,9 @@ def batch(rows):
     return 3 * torch.randn(rows, 6), torch.randint(3, (rows,))
 
 
-def private(net=None, rows=60, batch_size=12, data=None, mode=None, engine=None, **options):
+def private(net=None, batch_size=12, data=None, mode=None, engine=None, **options):
     given = {"optimizer": partial(dpb.optim.DPSGLD, **{"lr": 0.05, **options}), "engine": engine}
-    data = TensorDataset(*(data or batch(rows)))
+    data = TensorDataset(*(data or batch(60)))
     net = mlp() if net is None else net
     return training.private(net, data, batch_size, max_grad_norm=0.5, **given, **(mode or {}))
 
@@ -42,12 +43,6 @@ def private(net=None, rows=60, batch_size=12, data=None, mode=None, engine=None,
 def in_parts(loader, optimizer, most):
     settings = {"data_loader": loader, "max_physical_batch_size": most, "optimizer": optimizer}
     return BatchMemoryManager(**settings)
-
-
-def refused(work, *codes, kind=dpb.DPBayesError):
-    with pytest.raises(kind) as error:
-        work()
-    assert error.value.code in codes, error.value
 
 
 def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
@@ -73,7 +68,7 @@ def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
     assert float((net[0].weight.detach() - before).abs().max()) > 1e-4 * 0.05 * 0.5e9 / 12
 
 
-# -- clipping --------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, 1e30])  # whose square overflows
@@ -93,41 +88,48 @@ def test_half_precision_is_clipped_and_noised_in_float32():
     torch.testing.assert_close(p.detach().float(), expected, rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("records", "dtype", "expected"),
+    [
+        (8.0, torch.float32, torch.float32),
+        (2.0**14, torch.float32, torch.float64),
+        (8.0, torch.float64, torch.float64),
+        (8.0, torch.float16, torch.float32),
+    ],
+)
+def test_sums_are_wide_enough_for_their_records(records, dtype, expected):
+    members = trainable_members([{"params": [zeros(5, dtype=dtype)]}])
+    assert Layout(members, 0, records, is_shared=False).buffer.dtype == expected
+
+
 # -- one step on each draw, every record once ------------------------------------------------------
 
 
 def test_two_physical_batches_make_one_logical_step():
-    """Also after a draw that was left in the middle."""
+    """Also after a draw that was left in the middle; a skipped part is refused."""
     whole, split = mlp(), mlp()
     split.load_state_dict(whole.state_dict())
     data, sizes = batch(24), []
-    for net in (whole, split):  # rate 1: every draw is the whole data set
-        net, optimizer, loader = private(net, data=data, batch_size=24, temperature=0.0)
-        if net is whole:
-            train(net, optimizer, loader, 1)
-            continue
-        with in_parts(loader, optimizer, 7) as parts:
-            for part in parts:
-                one(net, optimizer, part)
-                break
-        assert len(optimizer.accountant) == 0
-        with in_parts(loader, optimizer, 7) as parts:
-            for x, y in parts:
-                one(net, optimizer, (x, y))
-                sizes.append(len(x))
+    # rate 1: every draw is the whole data set
+    train(*private(whole, data=data, batch_size=24, temperature=0.0), steps=1)
+    net, optimizer, loader = private(split, data=data, batch_size=24, temperature=0.0)
+    with in_parts(loader, optimizer, 7) as parts:
+        one(net, optimizer, next(iter(parts)))
+    assert len(optimizer.accountant) == 0
+    with in_parts(loader, optimizer, 7) as parts:
+        for x, y in parts:
+            one(net, optimizer, (x, y))
+            sizes.append(len(x))
     assert sizes == [6, 6, 6, 6] and len(optimizer.accountant) == 1
     for p, q in zip(whole.parameters(), split.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
-
-
-def test_a_skipped_part_is_refused():
-    net, optimizer, loader = private(batch_size=30)
-    with in_parts(loader, optimizer, 5) as parts, pytest.raises(RuntimeError, match="got no step"):
+    with in_parts(loader, optimizer, 7) as parts, refused("loader-no-step"):
         for i, part in enumerate(parts):
             if i != 1:
                 one(net, optimizer, part)
-    assert len(optimizer.accountant) == 0
-    refused(lambda: bare([zeros(2)]).signal_skip_step(True), "loader-memory-manager")
+    assert len(optimizer.accountant) == 1
+    with refused("loader-memory-manager"):
+        bare([zeros(2)]).signal_skip_step(True)
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x[:1]]), lambda x: x])
@@ -138,33 +140,33 @@ def test_on_whole_batches_too_every_record_comes_once(change):
     is_as_it_is = len(change(x)) == len(x)
     if is_as_it_is:  # and then once more
         one(net, optimizer, (x, y))
-    code = "loader-no-batch" if is_as_it_is else "step-records"
-    refused(lambda: one(net, optimizer, (change(x), change(y))), code)
+    with refused("loader-no-batch" if is_as_it_is else "step-records"):
+        one(net, optimizer, (change(x), change(y)))
     assert len(optimizer.accountant) == is_as_it_is
 
 
 def test_gradients_of_an_earlier_draw_do_not_pass_for_the_next():
-    net, optimizer, loader = private(batch_size=60)  # rate 1: all draws have one size
+    engine = dpb.PrivacyEngine()
+    net, optimizer, loader = private(batch_size=60, engine=engine)  # rate 1: draws of one size
     x, y = next(iter(loader))
     loss = cross_entropy(net(x), y)
     loss.backward()
-    refused(loss.backward, "loss-twice")
+    with refused("loss-twice"):
+        loss.backward()
     x, y = next(iter(loader))
-    refused(optimizer.step, "step-unused", "loss-mixes", "step-records")
+    with pytest.raises(dpb.DPBayesError):
+        optimizer.step()
     late = cross_entropy(net(x), y)
     next(iter(loader))
-    refused(late.backward, "loss-twice")  # the pass belongs to an earlier delivery
-    assert len(optimizer.accountant) == 0
-
-
-def test_an_optimizer_whose_model_was_made_private_again_is_dead():
-    engine = dpb.PrivacyEngine()
-    net, old, loader = private(engine=engine)
+    with refused("loss-twice"):  # the pass belongs to an earlier delivery
+        late.backward()
+    # nor do those of a model that was made private again
     net, _, again = private(net, engine=engine)
     batches, _ = iter(loader), next(iter(again))
     x, y = next(batches)
     cross_entropy(net(x), y).backward()
-    refused(old.step, "step-removed")
+    with refused("step-removed"):
+        optimizer.step()
     assert len(engine.accountant) == 0
 
 
@@ -195,6 +197,7 @@ def test_copies_and_resumes_never_repeat_noise():
     p = zeros(50)
     seeded = torch.Generator().manual_seed(torch.seed())
     original = bare([p], prior_std=math.inf, generator=seeded)
+    start = seeded.get_state()
     seen = [noise_of(original, p)]
     duplicate, place = copy.deepcopy(original), seeded.get_state()
     seen += [noise_of(duplicate, duplicate.param_groups[0]["params"][0])]
@@ -205,17 +208,12 @@ def test_copies_and_resumes_never_repeat_noise():
     resumed.load_state_dict(plain.state_dict())
     seen += [noise_of(resumed, p), noise_of(plain, p)]
     assert len({tuple(noise.tolist()) for noise in seen}) == 6
-
-
-def test_a_generator_that_was_set_back_is_refused_before_the_charge():
-    p, late = zeros(50), torch.Generator().manual_seed(torch.seed())
-    rewound, state = bare([p], prior_std=math.inf, generator=late), late.get_state()
-    noise_of(rewound, p)
-    late.set_state(state)
-    before = p.detach().clone()
+    # a generator that was set back is refused before the charge
+    seeded.set_state(start)
+    before, charged = p.detach().clone(), len(original.accountant)
     with pytest.raises(ValueError, match="already drawn"):
-        noise_of(rewound, p)
-    assert torch.equal(p.detach(), before) and len(rewound.accountant) == 1
+        noise_of(original, p)
+    assert torch.equal(p.detach(), before) and len(original.accountant) == charged
 
 
 OTHERS = [{"lr": 0.3}, {"noise_multiplier": 9.0}, {"max_grad_norm": 2.0}]
@@ -224,15 +222,15 @@ OTHERS = [{"lr": 0.3}, {"noise_multiplier": 9.0}, {"max_grad_norm": 2.0}]
 @pytest.mark.parametrize("other", [{}, *OTHERS, {"start": 1.0}, {"gradient": 1e-9}])
 def test_a_resumed_run_that_departs_from_the_first_gets_other_noise(monkeypatch, other):
     """Equal noise under another lr, start or batch would be solved for the clipped sum."""
-    state = torch.Generator().manual_seed(torch.seed()).get_state()
-    noise = []
+    generator, noise = torch.Generator(), []
+    generator.seed()
+    state = generator.get_state()
     for options in ({}, other):
         monkeypatch.setattr("torch_dpbayes.noise._used_positions", set())  # as in another process
-        options = {"lr": 0.1, "max_grad_norm": 1.0, "start": 0.0, "gradient": 0.0} | options
+        generator.set_state(state)
+        options = {"max_grad_norm": 1.0, "start": 0.0, "gradient": 0.0} | options
         start, gradient = options.pop("start"), options.pop("gradient")
         p = nn.Parameter(torch.full((20,), start, dtype=torch.float64))
-        generator = torch.Generator()
-        generator.set_state(state)
         optimizer = bare([p], prior_std=math.inf, generator=generator, **options)
         fill([p], records=3, value=gradient)
         optimizer.step()
@@ -253,7 +251,8 @@ def test_full_batches_are_recognised_and_their_length_is_checked(neighboring):
         optimizer.step()
     assert [type(c.event) for c in accountant.history] == [events.GaussianDpEvent]
     fill([p], records=5)
-    refused(optimizer.step, "sampling-unknown")
+    with refused("sampling-unknown"):
+        optimizer.step()
     assert len(accountant) == 3
 
 
@@ -269,6 +268,12 @@ def test_unknown_batches_are_charged_without_amplification_with_one_warning():
     optimizer.step()  # a second warning would be an error
     (charge,) = accountant.history
     assert charge.count == 2 and isinstance(charge.event, events.UnspecifiedBatchGaussianDpEvent)
+
+
+def test_a_clip_norm_is_a_number_that_nobody_changes():
+    query = ClippedSum(bound := torch.tensor(0.25), 8.0)
+    bound.fill_(100.0)
+    assert query.max_grad_norm == 0.25
 
 
 # -- torch's contract ------------------------------------------------------------------------------
@@ -292,8 +297,7 @@ def test_gradients_do_not_survive_a_closure_that_fails():
 def test_state_dict_round_trip():
     net, optimizer, loader = private(noise_multiplier=1.0, prior_std={"0": 0.5})
     train(net, optimizer, loader, 3)
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
+    torch.save(optimizer.state_dict(), buffer := io.BytesIO())
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
     assert "noise" not in state["private_step"]  # no generator= was passed
@@ -318,63 +322,55 @@ def hmc(momentum, size=2):
 
 
 @pytest.mark.parametrize(
-    "state",
+    "other",
     [
-        lambda: hmc(0.9, size=3).state_dict(),
-        lambda: hmc("matched").state_dict(),
-        lambda: bare([zeros(2)]).state_dict(),
-        lambda: torch.optim.SGD([zeros(2)], 0.1).state_dict(),
+        lambda: hmc(0.9, size=3),
+        lambda: hmc("matched"),
+        lambda: bare([zeros(2)]),
+        lambda: torch.optim.SGD([zeros(2)], 0.1),
     ],
     ids=["other shapes", "no momentum", "another sampler", "not private"],
 )
-def test_the_state_of_another_is_refused(state):
+def test_the_state_of_another_is_refused(other):
     fresh = hmc(0.9)
-    with pytest.raises(CheckpointError):
-        fresh.load_state_dict(state())
+    with refused("checkpoint"):
+        fresh.load_state_dict(other().state_dict())
     assert len(fresh.accountant) == 0 and not any(fresh.state.values())
 
 
 # -- bad input: nothing moves, nothing is charged --------------------------------------------------
 
 ROWS = torch.zeros(3, 2)
+REFUSED = [  # the code, and what else than two zeros with gradients of three records there is
+    ("step-unused", {"second": None}),
+    ("step-disagree", {"second": torch.zeros(4, 2)}),
+    ("step-grad-sample", {"first": [ROWS] * 2}),
+    *(("diverged", {"value": value}) for value in (math.nan, math.inf)),
+    *(("argument", {"later": {"lr": lr}}) for lr in (math.nan, -0.1, 1e39)),
+    ("argument", {"later": {"prior_std": 0.0}}),
+    ("argument", {"later": {"prior_mean": math.inf}}),
+    ("argument", {"log_prior": lambda q: q["first"]}),
+    ("argument", {"log_prior": lambda q: (q["first"] / 0.0).sum()}),
+    ("sampling-unknown", {"sampling": None}),
+    # overflows, which is released
+    ("diverged", {"lr": 1e5, "log_prior": lambda q: -1e36 * q["first"].sum()}),
+]
 
 
-def case(code, used=ROWS, unused=ROWS, *, later=None, value=0.0, **options):
-    """Gradients of records, arguments, and what is set ``later``, before the step."""
-    return code, used, unused, later or {}, value, options
-
-
-REFUSED = {
-    "not recorded": case("step-unused", unused=None),
-    "other records": case("step-disagree", unused=torch.zeros(4, 2)),
-    "two passes": case("step-grad-sample", used=[ROWS] * 2),
-    "NaN": case("diverged", value=math.nan),
-    "infinity": case("diverged", value=math.inf),
-    "no lr": case("argument", later={"lr": math.nan}),
-    "a negative lr": case("argument", later={"lr": -0.1}),
-    "an lr beyond float32": case("argument", later={"lr": 1e39}),
-    "no prior": case("argument", later={"prior_std": 0.0}),
-    "an infinite mean": case("argument", later={"prior_mean": math.inf}),
-    "many numbers": case("argument", log_prior=lambda q: q["used"]),
-    "no slope": case("argument", log_prior=lambda q: (q["used"] / 0.0).sum()),
-    "a pull that overflows": case("diverged", lr=1e5, log_prior=lambda q: -1e36 * q["used"].sum()),
-    "who is in a batch": case("sampling-unknown", sampling=None),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_charges_and_moves_nothing(name):
-    """But a step that overflows, which was released."""
-    code, used, unused, later, value, options = REFUSED[name]
+@pytest.mark.parametrize(("code", "given"), REFUSED)
+def test_what_is_refused_charges_and_moves_nothing(code, given):
+    given = {"first": ROWS, "second": ROWS, "value": 0.0, "later": {}} | given
+    first, second, value, later = (given.pop(k) for k in ("first", "second", "value", "later"))
     parameters = [zeros(2, dtype=torch.float32) for _ in range(2)]
-    optimizer = bare([*zip(("used", "unused"), parameters)], **options)
+    optimizer = bare([*zip(("first", "second"), parameters)], **given)
     optimizer.param_groups[0].update(later)
     with torch.no_grad():
         parameters[1][1] = value
-    for p, gradient in zip(parameters, (used, unused)):
+    for p, gradient in zip(parameters, (first, second)):
         p.grad_sample = gradient
-    refused(optimizer.step, code)
-    assert len(optimizer.accountant) == (name == "a pull that overflows")
+    with refused(code):
+        optimizer.step()
+    assert len(optimizer.accountant) == ("lr" in given)
     assert not parameters[0].any()
     assert parameters[1].tolist() == pytest.approx([0.0, value], nan_ok=True)
 
@@ -385,7 +381,8 @@ def test_gradient_scalers_are_refused():
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(dpb.DPBayesError, match="GradScaler"):
         scaler.scale(cross_entropy(net(x), y))
-    refused(lambda: scaler.step(optimizer), "grad-scaler")
+    with refused("grad-scaler"):
+        scaler.step(optimizer)
     assert len(optimizer.accountant) == 0
     train(net, optimizer, loader, 1)  # without the scaler all is well again
     assert len(optimizer.accountant) == 1
