@@ -47,7 +47,7 @@ from .covariates import (
     public_rows,
 )
 from .drawing import draw_posterior, seconds_of, seconds_of_chains
-from .last_layer import posterior_of_large_layer
+from .last_layer import OPTIONS, SMALLEST, posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
     Moves,
@@ -191,9 +191,10 @@ def posterior_for_module(
             ``"normal"`` (a mean or K > 2 of them, of variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
         options: those of :func:`posterior`. Features, what the layer reads, are the covariates. A
-            layer of classes or means of more than 500 parameters, which Hamiltonian chains sample
+            layer of classes or means of more than 50 parameters, which Hamiltonian chains sample
             (:mod:`~torch_dpbayes.noise_aware.last_layer`), takes those of the budget, ``num_data``,
-            ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated`` (6,000 or more).
+            ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated`` (6,000 or more). With
+            others it is sampled as any model, up to 500 parameters.
 
     Raises: as for :func:`posterior`.
 
@@ -203,7 +204,11 @@ def posterior_for_module(
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        if likelihood != "bernoulli" and size > LARGEST_DIMENSION:
+        is_known = likelihood == "categorical" or layer.linear.out_features != 2
+        is_large = size > (
+            SMALLEST if is_known and OPTIONS.issuperset(options) else LARGEST_DIMENSION
+        )
+        if likelihood != "bernoulli" and is_large:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)
