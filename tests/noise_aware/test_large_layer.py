@@ -158,6 +158,25 @@ def test_residuals_of_a_right_law_have_uniform_p_values(monkeypatch):
     assert sum(p < 0.01 for p in of_more_noise) > 30
 
 
+def test_what_is_not_known_of_second_moments_correlates_the_releases():
+    """Against the covariance as a matrix, from the changes of single entries."""
+    apart = torch.randn(16, D, D, dtype=DOUBLE)
+    rows = rows_with(torch.eye(D, dtype=DOUBLE) / 9, 300)
+    law = law_of(rows, 2, apart=(apart + apart.mT) / 500, kind=NumberScores)
+    law.settle(torch.randn(4, K, D))
+    moves = []
+    for a, b in zip(*torch.triu_indices(D, D), strict=True):
+        change = torch.zeros(D, D)
+        change[a, b] = change[b, a] = law._unknown[a, b].sqrt()
+        moves.append((law._scale.float() * (law._linears @ change)).permute(1, 2, 0).flatten())
+    moves = torch.stack(moves)
+    covariance = torch.block_diag(*law._noise.flatten(0, 1)) + moves.T @ moves
+    residual = torch.randn(2, K, D, 2)
+    expected = torch.linalg.solve(covariance, residual.flatten(1).T).T.view_as(residual)
+    found = law._solved(residual)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+
+
 def test_features_in_clusters_are_no_fit(monkeypatch):
     """Scores of corners are not those of the Gaussian features that are simulated."""
     monkeypatch.setattr(last_layer, "_KEPT", 8)
