@@ -260,6 +260,7 @@ def test_bad_arguments_are_refused_before_the_charge(name, monkeypatch):
     call, args, options, kind = REFUSED[name]
     if options.get("likelihood") == "categorical":  # as a large layer
         monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
+        monkeypatch.setattr(inference, "SMALLEST", 0)
     monkeypatch.setattr(records, "_MOST_CATEGORIES", 50)
     accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
     with pytest.raises(kind) as caught:

@@ -183,7 +183,7 @@ def test_doors_charge_the_noise_of_their_releases(name, drawn, transcript_of, mo
     door, model, options, bound = DOORS[name]
     is_large, relation = name.startswith("large module"), "replace_one"
     if is_large:
-        monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
+        monkeypatch.setattr(inference, "SMALLEST", 0)
         monkeypatch.setattr(last_layer, "_KEPT", 4)
     monkeypatch.setattr(inference, "_SIMULATED", 500)
     x, y = torch.randn(N, 3, dtype=DOUBLE) / 2, torch.randint(3, (N,))
@@ -266,7 +266,7 @@ DOORS_OF_ANY_KIND = {
 @pytest.mark.parametrize("name", DOORS_OF_ANY_KIND)
 def test_nothing_is_drawn_where_the_charge_is_refused(name, drawn, monkeypatch):
     """Another thread may have spent the budget since it was looked at."""
-    monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0 if name == "large module" else 500)
+    monkeypatch.setattr(inference, "SMALLEST", 0 if name == "large module" else 50)
     own = accountant("replace_one")
 
     def refuse(*args, **kwargs):

@@ -25,6 +25,7 @@ N, D, K = 600, 3, 3
 @pytest.fixture(autouse=True)
 def small_layers_count_as_large(monkeypatch):
     monkeypatch.setattr(inference, "LARGEST_DIMENSION", 0)
+    monkeypatch.setattr(inference, "SMALLEST", 0)
 
 
 @pytest.fixture
@@ -131,28 +132,49 @@ def test_numbers_may_be_double_by_default(short_chains):
 
 
 @pytest.mark.chance(1e-3)
-def test_residuals_of_a_right_law_have_uniform_p_values():
-    """Of releases made by the law at a true point, its features' second moments among others like
+def test_residuals_of_a_right_law_have_uniform_p_values(monkeypatch):
+    """Of releases made by the law at a true point, with second moments of features that differ like
     those that are drawn of them; with three times the noise they are small.
     """
-    rows = rows_with(torch.eye(D, dtype=DOUBLE) / 9, 500)
-    p_values, of_more_noise = [], []
-    for _ in range(60):
-        apart = 0.004 * torch.randn(16, D, D, dtype=DOUBLE)
-        law = law_of(rows, 2, apart=(apart + apart.mT) / 2, std=4.0)
-        point = torch.randn(1, K, D)
+    monkeypatch.setattr(last_layer, "_CHECKED_STEPS", 15)  # the truth is near
+    size, p_values, of_more_noise = 4, list[float](), list[float]()
+    rows = rows_with(torch.eye(size, dtype=DOUBLE) / 12, 300)
+    for _ in range(40):
+        apart = 0.01 * torch.randn(16, size, size, dtype=DOUBLE)
+        law = law_of(rows, 3, apart=(apart + apart.mT) / 2, std=4.0, kind=NumberScores)
+        point = 2 * torch.randn(1, K, size)
         law.settle(point)
-        without = torch.linalg.cholesky(torch.linalg.inv(law._without.double()))
-        noise = torch.einsum("kdij,kdj->kdi", without, torch.randn(K, D, 2, dtype=DOUBLE))
-        shift = law._shifts[int(torch.randint(16, ()))]
+        change = law._unknown.sqrt() * torch.triu(torch.randn(size, size))
+        change = change + torch.triu(change, 1).T
+        shift = (law._scale.float() * (law._linears @ change)).permute(1, 2, 0)
+        noise = torch.linalg.cholesky(law._noise) @ torch.randn(K, size, 3, 1)
         law._values = torch.zeros_like(law._values)
-        nothing = law._residual(law._expected(point))[0]  # −n m
+        nothing = law._residual(law._expected(point))[0][0]  # −n m
         for factor, found in ((1, p_values), (3, of_more_noise)):
-            wanted = shift + factor * noise - nothing[0]
-            law._values = (law._basis @ wanted.permute(2, 0, 1).float()).float()
-            found.append(law.p_value(point))
+            wanted = shift + factor * noise[..., 0] - nothing
+            law._values = law._basis @ wanted.permute(2, 0, 1)
+            found.append(law.p_value(point[0]))
     assert stats.kstest(p_values, "uniform").pvalue > 1e-3
-    assert sum(p < 0.01 for p in of_more_noise) > 50
+    assert sum(p < 0.01 for p in of_more_noise) > 30
+
+
+def test_what_is_not_known_of_second_moments_correlates_the_releases():
+    """Against the covariance as a matrix, from the changes of single entries."""
+    apart = torch.randn(16, D, D, dtype=DOUBLE)
+    rows = rows_with(torch.eye(D, dtype=DOUBLE) / 9, 300)
+    law = law_of(rows, 2, apart=(apart + apart.mT) / 500, kind=NumberScores)
+    law.settle(torch.randn(4, K, D))
+    moves = []
+    for a, b in zip(*torch.triu_indices(D, D), strict=True):
+        change = torch.zeros(D, D)
+        change[a, b] = change[b, a] = law._unknown[a, b].sqrt()
+        moves.append((law._scale.float() * (law._linears @ change)).permute(1, 2, 0).flatten())
+    moves = torch.stack(moves)
+    covariance = torch.block_diag(*law._noise.flatten(0, 1)) + moves.T @ moves
+    residual = torch.randn(2, K, D, 2)
+    expected = torch.linalg.solve(covariance, residual.flatten(1).T).T.view_as(residual)
+    found = law._solved(residual)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
 def test_features_in_clusters_are_no_fit(monkeypatch):

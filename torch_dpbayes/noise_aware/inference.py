@@ -47,7 +47,7 @@ from .covariates import (
     public_rows,
 )
 from .drawing import draw_posterior, seconds_of, seconds_of_chains
-from .last_layer import posterior_of_large_layer
+from .last_layer import OPTIONS, SMALLEST, posterior_of_large_layer
 from .latents import Latents
 from .likelihood import (
     Moves,
@@ -192,9 +192,10 @@ def posterior_for_module(
             ``"normal"`` (a mean or K > 2 of them, of variance 1; or a mean and a log variance).
         prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
         options: those of :func:`posterior`. The inputs of the layer are the covariates. A layer of
-            classes or means with more than 500 parameters is sampled by Hamiltonian chains
-            (:mod:`~torch_dpbayes.noise_aware.last_layer`); it takes only the budget, ``num_data``,
-            ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated`` (6,000 or more).
+            classes or means with more than 50 parameters is sampled by Hamiltonian chains
+            (:mod:`~torch_dpbayes.noise_aware.last_layer`) if you pass no other options than the
+            budget, ``num_data``, ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated``
+            (6,000 or more). More than 500 parameters are sampled in no other way.
 
     Raises: as for :func:`posterior`.
 
@@ -204,7 +205,11 @@ def posterior_for_module(
         layer = LastLayer(module, likelihood, prior_std)
         features = layer.features(inputs)
         size = sum(p.numel() for p in layer.linear.parameters())
-        if likelihood != "bernoulli" and size > LARGEST_DIMENSION:
+        is_known = likelihood == "categorical" or layer.linear.out_features != 2
+        is_large = size > (
+            SMALLEST if is_known and OPTIONS.issuperset(options) else LARGEST_DIMENSION
+        )
+        if likelihood != "bernoulli" and is_large:
             found = posterior_of_large_layer(layer, features, targets, **options)
         else:
             bound = options.pop("max_grad_norm", None)

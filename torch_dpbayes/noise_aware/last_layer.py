@@ -28,10 +28,14 @@ Martens and Grosse 2015, arXiv:1503.05671), and constant, a mean over states of 
 * simulated features have the second moments G of their law, which fix the part :math:`B_j x` of q
   that is linear in x: exactly, but for what shortening them to the bound takes away, which counts
   as uncertainty. S is of the rest;
-* n²/M of what the mean over targets leaves of that rest is the simulation's error;
-* G is known up to the noise of its release. Draws of it given the release vary by ΔG, and n m by
-  :math:`n B_j \, \Delta G \, A`. In hundreds of dimensions no draw is near the truth, so chains
-  under each would miss, and this variance joins V.
+* n²/M of what the mean over targets leaves of that rest is the simulation's error.
+
+G is known up to the noise of its release, ΔG, by which n m varies by :math:`n B_j \, \Delta G \,
+A`. In hundreds of dimensions no draw of G is near the truth, so chains under each would miss, and
+this covariance joins nS + V. Entries of ΔG are independent but for its symmetry, with the variances
+:math:`\sigma_{ab}^2` of draws. By the mean of B over the states, releases of all classes and
+columns are correlated, so that differences between releases tell of ΔG; what B varies by joins V.
+Conjugate gradients solve for R, with the parts of the same class and column as preconditioner.
 
 **Privacy.** Private rows are read by ``noisy_moments`` and ``_private_sums`` alone, whose results
 get noise where they are called.
@@ -43,6 +47,7 @@ import math
 from typing import Any
 
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -58,7 +63,7 @@ from .budget import (
     statement_of_charge,
     statement_of_releases,
 )
-from .checks import note_clipped, note_draws, note_releases, tail_probability
+from .checks import note_clipped, note_draws, note_releases
 from .covariance import normal_numbers
 from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
 from .drawing import Draws
@@ -71,6 +76,19 @@ from .records import shorten
 from .result import NoiseAwarePosterior
 from .run import QUANTILES, Transcript, largest_bound
 
+# parameters: chains of the general engine do not mix for many, and take ten times as long
+SMALLEST = 50
+OPTIONS = frozenset(
+    (
+        "epsilon",
+        "delta",
+        "accountant",
+        "num_data",
+        "max_feature_norm",
+        "num_releases",
+        "num_simulated",
+    )
+)
 _NUM_RELEASES = 5
 _SIMULATED, _PER_FEATURE = 6000, 8  # features, at least so many for each of their columns
 _CHAINS, _KEPT = 6, 60  # and states kept of each
@@ -82,6 +100,9 @@ _WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
 _LENGTH = 5.0  # of the longest trajectory, in deviations of the posterior
 _STEP, _SHORTEST = 0.6, 0.05  # in the same unit; leapfrog steps are stable below 2
 _MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
+_SETTLED = 4  # points that S is averaged over in a run
+_CHECKED_STEPS = 40  # of the mode that the releases are checked at
+_MOST_ITERATIONS, _LEFT = 50, 1e-5  # of conjugate gradients, and what they leave of a square
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
 _ROWS = 4096  # private rows at a time
 _JUDGED = 200  # weights in the basis, whose least effective number and largest R-hat count
@@ -101,7 +122,7 @@ def posterior_of_large_layer(
     num_simulated: int = _SIMULATED,
     **others: Any,
 ) -> NoiseAwarePosterior:
-    """What :func:`.posterior_for_module` does where the layer has more than 500 parameters.
+    """What :func:`.posterior_for_module` does where the layer has many parameters.
 
     Raises: as for :func:`.posterior`.
 
@@ -173,12 +194,12 @@ def posterior_of_large_layer(
         noisy = exact + z * normal_numbers(exact.numel()).reshape(exact.shape)
         law.add(Release(point, whitening, noisy, z))
         for _ in range(_ROUNDS):
-            law.settle(point[None])
+            law.settle(law.near(point, _SETTLED))
             point = law.mode(point, _MODE_STEPS)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
     kept = min(_KEPT, _WEIGHTS_KEPT // point.numel())
     states = _chains(law, point, _CHAINS, kept)
-    p_value, (effective, r_hat) = law.p_value(states[:, -1]), mixing(law.standard(states))
+    p_value, (effective, r_hat) = law.p_value(states.mean((0, 1))), mixing(law.standard(states))
     weights = states.flatten(0, 1).double() @ basis.T
     parts = {"weight": weights[..., :width], "bias": weights[..., -1]}
     dtype = layer.linear.weight.dtype
@@ -235,8 +256,12 @@ class _Law:
         classes: int,
         prior_std: float,
     ) -> None:
-        self._apart = (apart * white).float()  # of second moments of x and Ax
-        self._unknown = self._apart.square().mean(0)
+        self._unknown = apart.square().mean(0).float()
+        # of an entry and of its mirror image, which is the entry itself on the diagonal
+        self._spread = self._unknown - torch.diag(self._unknown.diagonal() / 2)
+        self._moments = rows.square().mean(0)
+        self._deviations = torch.full((classes, rows.shape[1]), prior_std)
+        self._basis = torch.eye(classes)
         self._x = rows.T.contiguous()
         self._white = self._x * white.float()[:, None]
         self._squares, self._both = self._white.square().T, (self._white * self._x).T
@@ -271,7 +296,7 @@ class _Law:
         return largest_bound(levels)
 
     def settle(self, points: Tensor) -> None:
-        """nS + V averaged over points ``[C, K, d]``, and the posterior's scales by it."""
+        """The covariance of R at points ``[C, K, d]``, and the posterior's scales by it."""
         number, n = len(self.releases), self._n
         each, scores = self._expected(points.float()), self._scores
         self._basis = scores.basis(each)
@@ -294,17 +319,19 @@ class _Law:
             for j in range(number):
                 product = n * apart[j] * apart + n**2 / self._count * rest[j] * rest
                 covariance[..., j] += (product @ self._squares).permute(1, 2, 0)
-                told = n**2 / len(each) * (linear[j] * linear @ self._unknown)
-                by_law[..., j] += told.permute(1, 2, 0)
+                by_law[..., j] += (linear[j] * linear @ self._unknown).permute(1, 2, 0)
         scale = 1 / (self._count * len(each))
         noise = torch.tensor([r.noise_std**2 for r in self.releases], dtype=torch.float64)
         without = scale * covariance.double() + torch.diag(noise)
-        self._without = torch.linalg.inv(without).float()
-        self._shifts = n * (linears @ self._apart[:, None]).permute(0, 2, 3, 1)  # [L, K, d, J]
-        root = torch.linalg.cholesky(without + by_law.double())
+        units = (n * self._scale).square()[:, None, None]
+        of_mean = torch.stack([linears[j] * linears @ self._unknown for j in range(number)], -1)
+        around = by_law / len(each) - of_mean.permute(1, 2, 0, 3)
+        self._linears, self._noise = n * linears, (without + units * around).float()
+        root = torch.linalg.cholesky(without + units * by_law / len(each))
         self._inverse, slopes = torch.cholesky_inverse(root).float(), n * scale * slopes
         told = torch.einsum("kdj,kdji,kdi->kd", slopes, self._inverse, slopes)
-        self._deviations = (self._precision + told.clamp_min(0.0)).rsqrt()
+        precision = self._precision + told.clamp_min(0.0)
+        self._deviations, self._told = precision.rsqrt(), float((told / precision).sum())
 
     def potential(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and its gradients."""
@@ -317,6 +344,11 @@ class _Law:
         slope = inner @ self._x.T * (-self._n / self._count)
         return value / 2, slope + self._precision * points
 
+    def near(self, point: Tensor, number: int) -> Tensor:
+        """Draws of a Gaussian about a point."""
+        at = point.float().repeat(number, 1, 1)
+        return at + self.unscaled(torch.randn_like(at))
+
     def scaled(self, slope: Tensor) -> Tensor:
         """A gradient in units in which the posterior has deviations of about 1."""
         return self._deviations * (self._basis.T @ slope)
@@ -325,16 +357,15 @@ class _Law:
         """A step in such units as one of W."""
         return self._basis @ (self._deviations * step)
 
-    def p_value(self, points: Tensor) -> float:
-        """Of residuals at states of the posterior, which are as the truth's (Meng 1994, "Posterior
-        predictive p-values": where they are averaged, at most twice as many are below α).
+    def p_value(self, point: Tensor) -> float:
+        """Of the residuals at the mode, to which ``point`` is near. Their squares are χ², of as
+        many degrees of freedom as there are numbers, less what these tell of W (Spiegelhalter et
+        al. 2002, "Bayesian measures of model complexity and fit").
         """
-        residual = self._residual(self._expected(points))[0]
-        squares, *lengths = (
-            torch.einsum("ckdj,kdji,ckdi->c", each, self._without, each).double()
-            for each in (residual, *self._shifts[:, None])
-        )
-        return tail_probability(float(squares.mean()), torch.cat(lengths), residual[0].numel())
+        point = self.mode(point, _CHECKED_STEPS)
+        square = 2 * float(self.potential(point[None].float())[0])
+        square -= self._precision * float(point.square().sum())
+        return float(chi2.sf(square, self._values.numel() - self._told))
 
     def mode(self, point: Tensor, steps: int) -> Tensor:
         """Downhill by scaled steps, halved where they go up."""
@@ -360,11 +391,43 @@ class _Law:
         return self._scores.expected(points @ self._x)
 
     def _residual(self, expected: Tensor) -> tuple[Tensor, Tensor]:
-        """R in the basis of classes, ``[C, K, d, J]``, and (nS + V)⁻¹R."""
+        """R in the basis of classes, ``[C, K, d, J]``, and its inverse covariance times R."""
         means = self._scores.means(expected) @ self._white.T
         apart = self._values - (self._n / self._count) * means
         residual = (self._basis.T @ apart).permute(0, 2, 3, 1)
-        return residual, torch.einsum("kdij,ckdj->ckdi", self._inverse, residual)
+        return residual, self._solved(residual)
+
+    def _product(self, given: Tensor) -> Tensor:
+        """The covariance of R times ``[C, K, d, J]``."""
+        white, flat = self._scale.float(), self._linears.flatten(0, 1)
+        slope = flat.T @ (white * given.permute(0, 3, 1, 2)).flatten(1, 2)
+        change = self._spread * (slope + slope.mT)
+        moved = (white * (self._linears @ change[:, None])).permute(0, 2, 3, 1)
+        return torch.einsum("kdij,ckdj->ckdi", self._noise, given) + moved
+
+    def _solved(self, residual: Tensor) -> Tensor:
+        """By conjugate gradients, of all points at once."""
+
+        def conditioned(given: Tensor) -> Tensor:
+            return torch.einsum("kdij,ckdj->ckdi", self._inverse, given)
+
+        def dot(first: Tensor, second: Tensor) -> Tensor:
+            return (first * second).sum((1, 2, 3), keepdim=True)
+
+        found, left = torch.zeros_like(residual), residual
+        direction = conditioned(left)
+        square = dot(left, direction)
+        least = _LEFT * square
+        for _ in range(_MOST_ITERATIONS):
+            moved = self._product(direction)
+            share = square / dot(direction, moved).clamp_min(1e-30)
+            found, left = found + share * direction, left - share * moved
+            next_direction = conditioned(left)
+            before, square = square, dot(left, next_direction)
+            if bool((square <= least).all()):
+                break
+            direction = next_direction + square / before.clamp_min(1e-30) * direction
+        return found
 
 
 def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> Tensor:
@@ -378,8 +441,7 @@ def _chains(law: _Law, mode: Tensor, number: int, kept: int) -> Tensor:
     that none is periodic. Where energy grows by half a unit for each weight the step was not
     stable: it is halved, and the chain stays.
     """
-    at = mode.float().repeat(number, 1, 1)
-    at = at + law.unscaled(torch.randn_like(at))
+    at = law.near(mode, number)
     step, states = _STEP, list[Tensor]()
     for sweep in range(_SETTLINGS * _EACH + kept):
         if sweep < _SETTLINGS * _EACH and sweep % _EACH == 0:
