@@ -185,7 +185,7 @@ class NoiseAwarePosterior:
 
         Raises:
             ValueError: a site is missing, or its value has another shape; or this is a layer with
-                more than 500 parameters.
+                more than 50 parameters.
         """
         if self._density is None:
             raise ArgumentError(
