@@ -42,8 +42,7 @@ LIGHTNING_WARNS = [
         (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "FutureWarning"),  # its own use
         (r"Starting from v1\.9\.0, `tensorboardX` has been removed", "UserWarning"),  # its logger
         (r"The number of training batches \(4\) is smaller than the logging interval", _POSSIBLE),
-        (r"You defined a `validation_step` but have no `val_dataloader`", _POSSIBLE),
-        (r"The '(train|val)_dataloader' does not have many workers", _POSSIBLE),
+        (r"The 'train_dataloader' does not have many workers", _POSSIBLE),
         (r"GPU available but not used\.", _POSSIBLE),
     )
 ]
