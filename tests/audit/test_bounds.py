@@ -126,7 +126,7 @@ def stated(event, count):
     return accountant, accountant.risk(prior=0.5, delta=DELTA)
 
 
-SAMPLED = PoissonSampledDpEvent(0.1, GaussianDpEvent(0.9)), 4
+SAMPLED = PoissonSampledDpEvent(0.3, GaussianDpEvent(0.7)), 1
 GAUSSIAN = GaussianDpEvent(2.0), 1
 
 
