@@ -21,11 +21,6 @@ GOLDEN = Path(__file__).with_name("golden")
 VALUES = json.loads((GOLDEN / "values.json").read_text())
 
 
-@pytest.fixture
-def ledger(tmp_path):
-    return Path(shutil.copy(GOLDEN / "ledger.db", tmp_path))
-
-
 def test_each_kind_of_event_costs_what_it_did():
     assert golden.prices() == [
         {**old, "epsilon": old["epsilon"] and pytest.approx(old["epsilon"], rel=1e-9)}
@@ -33,15 +28,11 @@ def test_each_kind_of_event_costs_what_it_did():
     ]
 
 
-def test_the_ledger_says_what_it_did(ledger):
-    old = VALUES["ledger"]
-    new = golden.ledger_values(ledger)
+def test_the_ledger_says_what_it_did_and_a_job_goes_on_in_it(tmp_path):
+    path, old = Path(shutil.copy(GOLDEN / "ledger.db", tmp_path)), VALUES["ledger"]
+    new = golden.ledger_values(path)
     assert new == {**old, "epsilon": pytest.approx(old["epsilon"], rel=1e-9)}
-
-
-def test_a_job_goes_on_in_the_ledger(ledger):
-    old = VALUES["ledger"]
-    accountant = PrivacyAccountant(4.0, golden.DELTA, path=ledger)
+    accountant = PrivacyAccountant(4.0, golden.DELTA, path=path)
     accountant.compose(golden.STEP)
     assert len(accountant) == old["releases"] + 1
     assert accountant.remaining(golden.STEP) == old["remaining"] - 1

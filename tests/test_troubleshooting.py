@@ -20,6 +20,7 @@ from torch_dpbayes.ops.certificates.finite_run_langevin import StepTooLarge
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADINGS = re.findall(r"^### ([a-z-]+)$", (ROOT / errors.PAGE).read_text(), re.MULTILINE)
+HANDED_ON = r"(loss|model|step)-[a-z-]+"
 # by file: Python's protocols, and what never leaves the library
 OF_PYTHON = {
     ("__init__.py", "AttributeError"),
@@ -39,18 +40,12 @@ def codes():
     """Of classes, of raised errors, and of what per_sample hands on as a string."""
     for tree in trees().values():
         for node in ast.walk(tree):
-            if isinstance(node, ast.keyword) and node.arg == "code":
-                value = node.value
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code":
-                value = node.value
-            elif isinstance(node, ast.Constant) and re.fullmatch(
-                r"(loss|model|step)-[a-z-]+", str(node.value)
-            ):
-                value = node
-            else:
-                continue
-            if isinstance(value, ast.Constant):
-                yield value.value
+            is_code = (isinstance(node, ast.keyword) and node.arg == "code") or (
+                isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "code"
+            )
+            found = getattr(node.value if is_code else node, "value", None)
+            if isinstance(found, str) and (is_code or re.fullmatch(HANDED_ON, found)):
+                yield found
 
 
 def test_every_code_is_a_heading_and_no_other():
@@ -121,11 +116,11 @@ def test_errors_are_short():
 
 
 def test_errors_of_the_callers_code_are_left_alone():
-    def loss(output, target):
+    def forward(*_):
         raise ValueError("mine")
 
     samples = dpb.PosteriorSamples()
     samples.collect(net := nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"^mine$") as caught:
-        samples.predict(net, torch.randn(3, 4), forward=loss)
+        samples.predict(net, torch.randn(3, 4), forward=forward)
     assert not hasattr(caught.value, "__notes__")

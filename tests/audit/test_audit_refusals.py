@@ -93,7 +93,7 @@ RUNS = {
     "too few parameters": (train, {"num_canaries": 5000}),
     "workers": (partial(train, workers=1), {}),
     "no step": (elsewhere, {}),
-    "no noise": (partial(train, z=0.0, cold=0.0), {}),
+    "no noise": (partial(train, z=0.0, temperature=0.0), {}),
     "a sensitivity_scale": (partial(train, factory=SCALED), {}),
     "fixed sizes": (partial(train, rate=0.2, sampling="fixed_size"), INDEPENDENT),
     "users": (partial(train, user_ids=range(140)), {"accountant": charged(unit="user")}),

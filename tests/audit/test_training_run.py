@@ -3,17 +3,18 @@
 import random
 from contextlib import suppress
 from functools import partial
-from itertools import chain, islice, repeat
 
 import numpy as np
 import pytest
+import support.steps
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support import training
 from support.audits import charged
 from support.training import recorded
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
@@ -28,36 +29,18 @@ def records(number=40):
     return TensorDataset(torch.randn(number, 6), torch.randint(0, 3, (number,)))
 
 
-def private(
-    dataset,
-    engine,
-    *,
-    net=None,
-    rate=1.0,
-    z=2.0,
-    factory=dpb.optim.DPSGLD,
-    cold=1e-8,
-    lr=0.01,
-    workers=0,
-    **options,
-):
-    return engine.make_private(
-        module=net or nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)),
-        optimizer=partial(factory, lr=lr, temperature=cold),
-        data_loader=DataLoader(dataset, round(rate * len(dataset)), num_workers=workers),
-        max_grad_norm=0.5,
-        noise_multiplier=z,
-        **options,
-    )
+def private(dataset, engine, *, net=None, rate=1.0, z=2.0, factory=dpb.optim.DPSGLD, **options):
+    net = net or nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+    settings = {"lr": options.pop("lr", 0.01), "temperature": options.pop("temperature", 1e-8)}
+    options |= {"optimizer": partial(factory, **settings), "max_grad_norm": 0.5}
+    options |= {"engine": engine, "loader": {"num_workers": options.pop("workers", 0)}}
+    return training.private(net, dataset, round(rate * len(dataset)), noise_multiplier=z, **options)
 
 
 def train(dataset, engine, *, steps=3, **options):
     """The usual loop; returns the model."""
-    net, opt, loader = private(dataset, engine, **options)
-    batches = chain.from_iterable(repeat(loader))
-    for x, y in islice(batches, steps):
-        nn.functional.cross_entropy(net(x), y).backward()
-        opt.step()
+    net, optimizer, loader = private(dataset, engine, **options)
+    support.steps.train(net, optimizer, loader, steps)
     return net
 
 
@@ -87,6 +70,12 @@ def fits(sample, law):
     return stats.kstest(np.ravel(sample), law).pvalue > ALPHA
 
 
+def shows(seen, included, z):
+    """Each canary that is in as N(1, z²), others as N(0, z²)."""
+    for is_in in (0, 1):
+        assert fits(seen[:, included == is_in], stats.norm(is_in, z).cdf)
+
+
 @pytest.mark.chance(2 * ALPHA)
 @pytest.mark.parametrize(
     "options",
@@ -108,8 +97,7 @@ def test_a_full_batch_shows_each_canary_as_a_gaussian(options):
 
     seen, included, scores = seen_by(twice)
     assert seen.shape == (4, 150)
-    assert fits(seen[:, included], stats.norm(1, 2).cdf)
-    assert fits(seen[:, ~included], stats.norm(0, 2).cdf)
+    shows(seen, included, 2)
     # the score is the logarithm of the ratio of the two densities
     ratio = (stats.norm.logpdf(seen, 1, 2) - stats.norm.logpdf(seen, 0, 2)).sum(0)
     assert scores == pytest.approx(ratio, abs=1e-3)
@@ -131,40 +119,36 @@ def test_poisson_batches_draw_canaries_as_records():
 
 def in_parts(dataset, engine):
     """By Opacus' BatchMemoryManager."""
-    net, opt, loader = private(dataset, engine, z=0.05)
-    sizes = {"max_physical_batch_size": 33, "optimizer": opt}
+    net, optimizer, loader = private(dataset, engine, z=0.05)
     for _ in range(2):
-        with BatchMemoryManager(data_loader=loader, **sizes) as parts:
-            for x, y in parts:
-                nn.functional.cross_entropy(net(x), y).backward()
-                opt.step()
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=33, optimizer=optimizer
+        ) as parts:
+            support.steps.train(net, optimizer, parts)
 
 
 def after_failures(dataset, engine):
     """Every second step fails, and leaves nothing."""
-    net, opt, loader = private(dataset, engine, z=0.05)
-    charge, attempts = opt.accountant.compose, iter((0, 1, 0, 1))
+    net, optimizer, loader = private(dataset, engine, z=0.05)
+    charge, attempts = optimizer.accountant.compose, iter((0, 1, 0, 1))
 
     def charged(*args, **options):
         if not next(attempts):
             raise RuntimeError("a full disk")
         return charge(*args, **options)
 
-    opt.accountant.compose = charged
+    optimizer.accountant.compose = charged
     for _ in range(4):
-        for x, y in loader:
-            nn.functional.cross_entropy(net(x), y).backward()
-            with suppress(RuntimeError):
-                opt.step()
+        with suppress(RuntimeError):
+            support.steps.train(net, optimizer, loader)
 
 
 @pytest.mark.chance(2 * ALPHA)
-@pytest.mark.parametrize("training", [in_parts, after_failures])
-def test_a_release_of_several_parts_and_after_a_failure_is_one_release(training):
-    seen, included, _ = seen_by(training)
+@pytest.mark.parametrize("run", [in_parts, after_failures])
+def test_a_release_of_several_parts_and_after_a_failure_is_one_release(run):
+    seen, included, _ = seen_by(run)
     assert seen.shape == (2, 150)
-    assert fits(seen[:, included], stats.norm(1, 0.05).cdf)
-    assert fits(seen[:, ~included], stats.norm(0, 0.05).cdf)
+    shows(seen, included, 0.05)
 
 
 def test_an_audit_leaves_the_random_numbers_of_the_training_alone():

@@ -55,15 +55,13 @@ def fresh_process(monkeypatch):
 def draws_of(sampler, number):
     """Draws, each used up before the next is drawn."""
     found = []
-    while len(found) < number:
-        for batch in sampler:
-            sampler.delivered()
-            sampler.use()
-            sampler.mark_used()
-            found.append(batch)
-            if len(found) == number:
-                break
-    return found
+    for batch in itertools.chain.from_iterable(itertools.repeat(sampler)):
+        sampler.delivered()
+        sampler.use()
+        sampler.mark_used()
+        found.append(batch)
+        if len(found) == number:
+            return found
 
 
 def seeded():
@@ -75,9 +73,8 @@ def seeded():
 
 
 def alike(num_data, size):
-    return dict.fromkeys(
-        itertools.combinations(range(num_data), size), 1 / math.comb(num_data, size)
-    )
+    sets = list(itertools.combinations(range(num_data), size))
+    return dict.fromkeys(sets, 1 / len(sets))
 
 
 def truncated_sets(num_data, rate, most):
@@ -214,21 +211,11 @@ def test_ranks_share_the_draws_of_one_process(kind, rate):
 # -- the caller's generator ------------------------------------------------------------------------
 
 
-def test_streams_that_stand_at_one_position_are_refused():
-    seed = torch.initial_seed()
-    draws_of(PoissonSampler(1000, 0.01, torch.Generator().manual_seed(seed), 0), 5)
-    generator = torch.Generator().manual_seed(seed)
-    torch.rand(8, generator=generator)
-    with pytest.raises(ValueError, match="a batch was already drawn"):
-        draws_of(PoissonSampler(1000, 0.01, generator, 0), 1)
-
-
-@RATES
 @every_kind
-def test_every_draw_takes_256_bits(kind, rate):
+def test_every_draw_takes_256_bits(kind):
     """Of the caller's generator, whatever it draws; random allocation takes them for a pass."""
     generator, other = seeded(), seeded()
-    sampler = kind(1000, rate, generator, 0)
+    sampler = kind(1000, 0.1, generator, 0)
     draws_of(sampler, 2 * sampler.steps)
     keys = 2 * (1 if kind is RandomAllocationSampler else sampler.steps)
     torch.empty(keys * 4, dtype=torch.int64).random_(-(2**63), None, generator=other)
@@ -254,15 +241,9 @@ def test_a_pass_has_as_many_draws_as_one_over_the_rate():
     assert 1 / (1 / 93) < 93 and PoissonSampler(930, 1 / 93, None, 0).steps == 93
 
 
-@pytest.mark.parametrize(
-    ("num_data", "rate", "device"),
-    [
-        *((10, rate, "cpu") for rate in (0.0, 1.5, math.nan, 2.0**-64)),
-        (2**53 + 1, 2.0**-53, "cpu"),
-        (10, 0.1, "cuda:0"),
-    ],
-)
-def test_settings_from_which_nothing_can_be_drawn(num_data, rate, device):
-    generator = SimpleNamespace(device=torch.device(device))
-    with pytest.raises(ValueError):
-        PoissonSampler(num_data, rate, None if device == "cpu" else generator, 0)
+def test_settings_from_which_nothing_can_be_drawn():
+    settings = [(10, rate, None, 0) for rate in (0.0, 1.5, math.nan, 2.0**-64)]
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda:0"))
+    for wrong in (*settings, (2**53 + 1, 2.0**-53, None, 0), (10, 0.1, on_a_gpu, 0)):
+        with pytest.raises(ValueError):
+            PoissonSampler(*wrong)

@@ -35,17 +35,14 @@ def test_the_recipe_runs(place, accelerator, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     data = TensorDataset(torch.randn(64, 4), torch.randint(3, (64,)))
-    records, samples = sentences(), dpb.PosteriorSamples("categorical")
-    names = {
-        "dpb": dpb,
-        "F": F,
-        "partial": partial,
-        "DataLoader": DataLoader,
+    records = sentences()
+    names = {"dpb": dpb, "F": F, "partial": partial, "DataLoader": DataLoader}
+    names |= {
+        n: getattr(transformers, n) for n in "Trainer TrainerCallback TrainingArguments".split()
+    }
+    names |= {
         "Accelerator": type(accelerator),
-        "Trainer": transformers.Trainer,
-        "TrainerCallback": transformers.TrainerCallback,
-        "TrainingArguments": transformers.TrainingArguments,
-        "samples": samples,
+        "samples": (samples := dpb.PosteriorSamples("categorical")),
         "batch": records[:5],
         "engine": dpb.PrivacyEngine(),
         "net": classifier() if place == 2 else nn.Linear(4, 3),

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,10 +62,7 @@ def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
 
 def ran(name, arguments, size):
     """What the example prints, by torchrun where it has a ``size``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    nodes = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", port]
+    nodes = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command = [sys.executable, *(nodes if size else ()), f"examples/{name}.py", *arguments.split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -21,14 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-PAGES = [
-    README,
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+DOCS, README = ROOT / "docs", ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 LONGEST = 20_000  # bytes
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 
 
 def blocks(page, language):
@@ -39,17 +37,13 @@ def without_code(page):
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def slug(heading):
-    """The anchor of a heading, as MyST and GitHub make it."""
-    text = re.sub(r"[^\w\- ]", "", heading.strip().lower())
-    return text.replace(" ", "-")
-
-
 def anchors(page):
-    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)}
+    """Of headings, as MyST and GitHub make them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.strip().lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@every_page
 def test_links_resolve(page):
     for target in re.findall(r"\]\(\s*(?!http)([^)\s]+)\s*\)", without_code(page)):
         path, _, anchor = target.partition("#")
@@ -59,7 +53,7 @@ def test_links_resolve(page):
             assert anchor in anchors(linked), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@every_page
 def test_pages_are_short_and_their_names_exist(page):
     text = page.read_text()
     assert len(text.encode()) <= LONGEST, "split it"
@@ -95,7 +89,7 @@ def has_figures(section):
     return "examples/pictures/" in section or sum(any(row) for row in cells) >= 3
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@every_page
 def test_figures_carry_their_command_and_date_and_no_commit(page):
     for section, read in sections(page):
         if has_figures(section):
@@ -106,92 +100,78 @@ def test_figures_carry_their_command_and_date_and_no_commit(page):
 
 
 def test_all_examples_and_notebooks_are_in_the_index():
-    index = (ROOT / "docs/examples.md").read_text()
-    for program in (ROOT / "examples").glob("*.py"):
-        assert program.name in index
-    for notebook in (ROOT / "docs/notebooks").glob("*.ipynb"):
-        assert f"(notebooks/{notebook.name})" in index
+    index = (DOCS / "examples.md").read_text()
+    assert all(program.name in index for program in (ROOT / "examples").glob("*.py"))
+    assert all(f"(notebooks/{path.name})" in index for path in NOTEBOOKS)
 
 
-def test_the_readme_is_read_in_one_go():
+def test_the_readme_how_to_pages_and_the_documentation_are_short():
     assert len(README.read_text().encode()) <= 6000
-
-
-def test_how_to_pages_are_short_and_so_is_the_documentation():
-    for page in (ROOT / "docs/how_to").glob("*.md"):
+    for page in (DOCS / "how_to").glob("*.md"):
         assert len(without_code(page).split()) <= 400, page
-    words = sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md"))
+    words = sum(len(page.read_text().split()) for page in DOCS.rglob("*.md"))
     assert words <= 28_000, words
 
 
-def digits():
-    from sklearn.datasets import load_digits  # where it is needed: it takes long
-
-    pixels, labels = load_digits(return_X_y=True)
-    return torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+# -- their code runs -------------------------------------------------------------------------------
 
 
-def small_network():
-    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-
-
-def logistic_records(n):
-    x = F.normalize(torch.randn(n, 2)) * torch.rand(n, 1).sqrt()
-    return x, torch.bernoulli(torch.sigmoid(x @ torch.tensor([1.0, -1.0])))
-
-
-def logistic_model(x, y):
+def model(x, y):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
-def classifier_names():
-    x, y = digits()
+def records(n=2000):
+    """Of a logistic regression."""
+    pyro.clear_param_store()  # a guide takes nothing over from other tests
+    x = F.normalize(torch.randn(n, 2)) * torch.rand(n, 1).sqrt()
+    y = torch.bernoulli(torch.sigmoid(x @ torch.tensor([1.0, -1.0])))
+    return {"x": x, "y": y, "X": x, "X_test": x[:100]}
+
+
+def digits():
+    """Networks and loaders of 1,797 pictures."""
+    from sklearn.datasets import load_digits  # where it is needed: it takes long
+
+    pixels, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+    train_set = TensorDataset(x[:1500], y[:1500])
+
+    def new_net():
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
     return {
-        "dpb": dpb,
-        "torch": torch,
-        "partial": partial,
-        "F": F,
-        "DataLoader": DataLoader,
-        "TensorDataset": TensorDataset,
-        "nn": nn,
         "pictures": TensorDataset(torch.rand(64, 3, 32, 32), y[:64]),
         "sentences": TensorDataset(torch.randint(0, 100, (64, 12)), y[:64] % 2),
-        "net": small_network(),
-        "new_net": small_network,
-        "train_set": TensorDataset(x[:1500], y[:1500]),
-        "loader": DataLoader(TensorDataset(x[:1500], y[:1500]), batch_size=150, shuffle=True),
+        "net": new_net(),
+        "new_net": new_net,
+        "train_set": train_set,
+        "loader": DataLoader(train_set, batch_size=150, shuffle=True),
         "public_loader": DataLoader(TensorDataset(torch.rand(100, 64), y[:100]), batch_size=50),
         "x_test": x[1500:],
         "y_test": y[1500:],
     }
 
 
-def trained():
-    """The names after the README's ten lines."""
-    names = classifier_names()
-    exec(blocks(README, "python")[0], names)
+USUAL = {
+    **{"dpb": dpb, "torch": torch, "nn": nn, "F": F, "partial": partial, "pyro": pyro},
+    **{"DataLoader": DataLoader, "TensorDataset": TensorDataset, "dist": dist, "model": model},
+    **{"Trace_ELBO": pyro.infer.Trace_ELBO, "AutoNormal": pyro.infer.autoguide.AutoNormal},
+}
+
+
+def run(codes, names):
+    """The names after these pieces of code; those that are given none import all they need."""
+    names = {**USUAL, **names} if names else {}
+    for code in codes:
+        exec(code, names)
     return names
 
 
-def records_names(n=2000):
-    pyro.clear_param_store()  # a guide takes nothing over from other tests
-    x, y = logistic_records(n)
-    return {
-        "dpb": dpb,
-        "torch": torch,
-        "pyro": pyro,
-        "dist": dist,
-        "model": logistic_model,
-        "Trace_ELBO": pyro.infer.Trace_ELBO,
-        "AutoNormal": pyro.infer.autoguide.AutoNormal,
-        "partial": partial,
-        "x": x,
-        "y": y,
-        "X": x,
-        "X_test": x[:100],
-    }
+def trained():
+    """The names after the README's ten lines."""
+    return run(blocks(README, "python")[:1], digits())
 
 
 @pytest.fixture(autouse=True)
@@ -215,9 +195,9 @@ print(engine.accountant.summary(), samples.predict(net, x_test))
 
 
 def test_the_ten_lines_and_the_six(capsys):
-    assert blocks(README, "python")[0] == BEGINNER  # public names are a contract
-    names = trained()
-    exec(blocks(README, "python")[1], names)
+    ten, six, *_ = blocks(README, "python")
+    assert ten == BEGINNER  # public names are a contract
+    names = run([ten, six], digits())
     assert len(names["samples"]) == 10
     probabilities = names["samples"].predict(names["net"], names["x_test"])
     torch.testing.assert_close(probabilities.sum(1), torch.ones(297))
@@ -230,44 +210,36 @@ def test_the_ten_lines_and_the_six(capsys):
 
 
 @pytest.mark.slow
-def test_the_readmes_short_examples(capsys):
-    kernel, noise_aware, draw, ledger = blocks(README, "python")[2:]
-    names = records_names()
-    exec(kernel, names)
+def test_the_readmes_short_examples():
+    names = run(blocks(README, "python")[2:], records())
     assert names["mcmc"].get_samples()["w"].shape == (100, 2)
     assert names["kernel"].accountant.get_epsilon() <= 4
-    exec(noise_aware, names)
-    assert names["posterior"].mean["weights"].shape == (2,)
-    exec(draw, names)
-    assert names["draw"].shape == (2,)
-    exec(ledger, names)
+    assert names["posterior"].mean["weights"].shape == names["draw"].shape == (2,)
     names["accountant"].close()
     command = [sys.executable, "-m", "torch_dpbayes.accounting", "budget.db"]
     assert "epsilon = 3" in subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def test_getting_started_from_top_to_bottom():
-    names = {}
-    for code in blocks(ROOT / "docs/getting_started.md", "python"):
-        exec(code, names)
+    names = run(blocks(DOCS / "getting_started.md", "python"), {})
     assert names["engine"].accountant.get_epsilon() <= 5
 
 
 NAMES = {
-    "choosing_a_method.md": partial(records_names, 30_000),
-    "coming_from.md": records_names,
-    "how_to/audit.md": lambda: {**classifier_names(), "new_net": lambda: nn.Linear(64, 100)},
-    "how_to/choose_settings.md": classifier_names,
-    "how_to/last_layer.md": classifier_names,
-    "how_to/raise_accuracy.md": classifier_names,
+    "choosing_a_method.md": partial(records, 30_000),
+    "coming_from.md": records,
+    "how_to/audit.md": lambda: {**digits(), "new_net": lambda: nn.Linear(64, 100)},
+    "how_to/choose_settings.md": digits,
+    "how_to/last_layer.md": digits,
+    "how_to/raise_accuracy.md": digits,
     "how_to/share_a_budget.md": trained,
     "how_to/what_epsilon_means.md": lambda: {"dpb": dpb},
-    "how_to/tune_privately.md": classifier_names,
+    "how_to/tune_privately.md": digits,
     "how_to/show_uncertainty.md": trained,
-    "how_to/usual_networks.md": classifier_names,
-    "models_and_losses.md": classifier_names,
-    "noise_aware.md": records_names,
-    "one_posterior_sample.md": records_names,
+    "how_to/usual_networks.md": digits,
+    "models_and_losses.md": digits,
+    "noise_aware.md": records,
+    "one_posterior_sample.md": records,
     "pyro_kernels.md": dict,
 }
 LONG = ("choosing_a_method.md", "coming_from.md", "noise_aware.md")  # the README's is run daily
@@ -277,28 +249,22 @@ LONG = ("choosing_a_method.md", "coming_from.md", "noise_aware.md")  # the READM
     "page", [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in NAMES]
 )
 def test_code_of_the_pages_runs(page):
-    codes = blocks(ROOT / "docs" / page, "python")
+    codes = blocks(DOCS / page, "python")
     assert codes
-    names = NAMES[page]()
-    for code in codes:
-        exec(code, names)
+    run(codes, NAMES[page]())
 
 
 def test_all_code_is_run_or_marked_as_a_part_of_something():
     """``python`` is run above; ``py`` needs a process group, a large data set or a long time."""
-    run = {README, ROOT / "CONTRIBUTING.md", ROOT / "docs/getting_started.md"}
-    run |= {ROOT / "docs" / page for page in NAMES}
-    assert {page for page in PAGES if blocks(page, "python")} == run
+    are_run = {README, ROOT / "CONTRIBUTING.md", DOCS / "getting_started.md"}
+    assert {page for page in PAGES if blocks(page, "python")} == are_run | {DOCS / p for p in NAMES}
 
 
-NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_are_kept_small_and_with_a_picture(path):
-    text = path.read_text()
-    assert len(text) < 100_000 and "image/png" in text
-    assert "Traceback" not in text and str(ROOT) not in text and "/tmp/" not in text
+def test_notebooks_are_kept_small_and_with_a_picture():
+    for path in NOTEBOOKS:
+        text = path.read_text()
+        assert len(text) < 100_000 and "image/png" in text
+        assert "Traceback" not in text and str(ROOT) not in text and "/tmp/" not in text
 
 
 @pytest.mark.slow

@@ -5,15 +5,11 @@ support.public_api > tests/public_api.txt`` writes the snapshot that tests/test_
 import inspect
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import torch_dpbayes as dpb
-
-MODULES = [
-    name for name in dpb.__all__ if name != "__version__" and inspect.ismodule(getattr(dpb, name))
-]
-MODULES += ["accounting", "accounting.events"]
+from torch_dpbayes import accounting
+from torch_dpbayes.accounting import events
 
 
 def arguments(value: Any) -> str:
@@ -27,64 +23,39 @@ def arguments(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def is_ours(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("torch_dpbayes")
-
-
-def described(name: str, value: Any, seen: dict[type, set[str]]) -> Iterator[str]:
-    """A line for a value; of a class those of its bases that this library defines come first, once,
-    and a line for each public member that they do not have with the same arguments: torch sets
-    ``step`` anew on the class of each optimizer that is made.
-    """
+def described(name: str, value: Any) -> Iterator[str]:
+    """A line for a value, and for each public member of a class that this library defines."""
     if not inspect.isclass(value):
-        yield name + (arguments(value) if callable(value) else "")
+        yield name + arguments(value)
         return
-    if value in seen:  # the base of another
-        yield f"{name} = {value.__name__}"
-    for kind in reversed([kind for kind in value.__mro__ if is_ours(kind) and kind not in seen]):
-        known = set().union(*(seen.get(base, set()) for base in kind.__mro__[1:]))
-        seen[kind] = set()
-        bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
-        label = name if kind is value else kind.__name__
-        yield f"class {label}{arguments(kind)}" + (f" of {bases}" if bases else "")
-        for key in sorted(key for key in vars(kind) if key[0] != "_"):
-            member = inspect.getattr_static(kind, key)
-            if isinstance(member, classmethod | staticmethod):
-                member = getattr(kind, key)
-            line = f"    .{key}" + (arguments(member) if callable(member) else "")
-            seen[kind].add(line)
-            if line not in known:
-                yield line
+    bases = ", ".join(base.__name__ for base in value.__bases__)
+    yield f"class {name}{arguments(value)} of {bases}"
+    ours = [kind for kind in value.__mro__ if kind.__module__.startswith("torch_dpbayes")]
+    for key in sorted({key for kind in ours for key in vars(kind) if key[0] != "_"}):
+        yield f"    .{key}{arguments(getattr(value, key))}"
+
+
+def names_of(module: Any) -> list[str]:
+    """The public ones; of a module that lists none, those of its classes."""
+    classes = inspect.getmembers(module, inspect.isclass)
+    own = [name for name, kind in classes if kind.__module__ == module.__name__]
+    return sorted(set(getattr(module, "__all__", own)) - {"__version__"})
 
 
 def lines() -> Iterator[str]:
     """Of the package and of its public modules."""
-    names: dict[int, str] = {}
-    seen: dict[type, set[str]] = {}
-    for name in sorted(set(dpb.__all__) - {"__version__"}):
-        value = getattr(dpb, name)
-        if not inspect.ismodule(value):
-            names[id(value)] = name
-            yield from described(name, value, seen)
-    modules = sorted(MODULES)
-    for name in modules:
-        module = import_module(f"torch_dpbayes.{name}")
-        found = getattr(module, "__all__", None)
-        if found is None:
-            found = [
-                key
-                for key, value in vars(module).items()
-                if getattr(value, "__module__", "") == module.__name__ and inspect.isclass(value)
-            ]
-        for key in sorted(found):
-            value = getattr(module, key)
+    known: dict[int, str] = {}
+    modules = [("", dpb), ("accounting.", accounting), ("accounting.events.", events)]
+    for prefix, module in modules:
+        for key in names_of(module):
+            value, name = getattr(module, key), prefix + key
             if inspect.ismodule(value):
-                modules.append(f"{name}.{key}")
-            elif id(value) in names:
-                yield f"{name}.{key} = {names[id(value)]}"
+                modules.append((f"{name}.", value))
+            elif id(value) in known:
+                yield f"{name} = {known[id(value)]}"
             else:
-                names[id(value)] = f"{name}.{key}"
-                yield from described(f"{name}.{key}", value, seen)
+                known[id(value)] = name
+                yield from described(name, value)
 
 
 if __name__ == "__main__":
