@@ -324,8 +324,10 @@ def hmc(momentum, size=2):
         lambda: hmc("matched").state_dict(),
         lambda: bare([zeros(2)]).state_dict(),
         lambda: torch.optim.SGD([zeros(2)], 0.1).state_dict(),
+        lambda: {**hmc(0.9).state_dict(), "private_step": {"algorithm": "DPSGHMC"}},
+        lambda: {**hmc(0.9).state_dict(), "private_step": {"shapes": [[[2]]]}},
     ],
-    ids=["other shapes", "no momentum", "another sampler", "not private"],
+    ids=["other shapes", "no momentum", "another sampler", "not private", "cut", "no name"],
 )
 def test_the_state_of_another_is_refused(state):
     fresh = hmc(0.9)
