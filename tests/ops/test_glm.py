@@ -138,6 +138,16 @@ def test_one_record_moves_differences_of_the_potential_by_its_clip_and_the_dista
             assert moved <= clip * float(step.norm()) + 1e-9, (length, target)
 
 
+@pytest.mark.parametrize(
+    ("length", "target"), [(1.0, 1.1e16), (1e-3, 1e30), (2e-8, 1e7), (0.0, 1e30)]
+)
+def test_a_far_target_pulls_by_its_slope(length, target):
+    x, y = (torch.tensor(v, dtype=torch.float64) for v in ([[length]], [target]))
+    records = ops.GLM("gaussian", noise_std=1.0).records(x, y, 0.3)
+    before, after = (float(records.losses(torch.tensor([w]).double())) for w in (0.9, 1.4))
+    assert after - before == pytest.approx(-0.5 * min(0.3, length * target), rel=1e-5)
+
+
 @by_family
 def test_log_likelihoods_are_torchs(family):
     x, w = torch.randn(20, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
