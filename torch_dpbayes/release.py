@@ -522,10 +522,9 @@ class Release:
         if draws is not None:
             draws.require_position(saved["sampler"])
         accountant, releases = self.accountant, len(self.accountant)
-        charged = sum(int(count) for _, count, *_ in saved["accountant"]["history"])
         speaks = self.ranks is None or self.ranks.rank == 0
         # another rank's state names the job of rank 0, which looks closer and adds the noise
-        if speaks or accountant.path is not None or releases < charged:
+        if speaks or accountant.path is not None or releases < _num_charges(saved):
             accountant.resume(saved["accountant"])
             if speaks and accountant.path is None and not releases and len(accountant):
                 _log.warning(
@@ -533,7 +532,7 @@ class Release:
                     " or from another copy of it, are not counted. PrivacyAccountant(path=...)"
                     " counts all."
                 )
-        if draws is not None and len(accountant) > charged:
+        if draws is not None and len(accountant) > _num_charges(saved):
             raise CheckpointError(
                 "the accountant was charged after this state was saved, and the DataLoader's"
                 " generator= would draw those batches again, with other noise: leave it out."
@@ -551,6 +550,10 @@ class Release:
         """The draws, where they go on from the saved ones."""
         is_seeded = self.draws is not None and self.draws.generator is not None
         return self.draws if is_seeded and "sampler" in saved else None
+
+
+def _num_charges(saved: Mapping[str, Any]) -> int:
+    return sum(int(count) for _, count, *_ in saved["accountant"]["history"])
 
 
 def options_of(group: dict[str, Any]) -> list[Any]:

@@ -243,6 +243,18 @@ def test_a_saved_charge_says_whether_it_was_adaptive(flag):
     is_refused(lambda: PrivacyAccountant(3.0, DELTA).load_state_dict(state))
 
 
+@pytest.mark.parametrize("count", [0.5, 2.7, math.inf, math.nan, "3", None, -1.0, 0.0])
+def test_a_saved_charge_has_a_whole_count(count):
+    state = PrivacyAccountant(3.0, DELTA).compose(STEP, 3).state_dict()
+    (line,) = state["history"]
+    for changed in ([line[0], count, *line[2:]], line[:4], None):
+        is_refused(
+            lambda changed=changed: PrivacyAccountant(3.0, DELTA).load_state_dict(
+                {**state, "history": [changed]}
+            )
+        )
+
+
 # --- words ----------------------------------------------------------------------------------------
 
 

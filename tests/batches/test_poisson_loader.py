@@ -10,6 +10,7 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -202,6 +203,23 @@ def test_a_borrowed_collate_function_takes_no_part_of_a_draw(parts, size):
             for _ in taken:
                 one(net, optimizer, next(iter(other)))
     assert len(optimizer.accountant) == 0
+
+
+def test_a_pass_belongs_to_the_thread_that_began_it():
+    """Else two would take turns at the draws, and one could be released twice."""
+    _, optimizer, loader = private()
+
+    def elsewhere(work):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+
+    batches = iter(loader)
+    next(batches)
+    for work in (optimizer.step, partial(next, batches), lambda: next(iter(loader))):
+        with refused("loader-two-passes"):
+            elsewhere(work)
+    assert len(optimizer.accountant) == 0
+    next(iter(loader))  # here it comes again
 
 
 def test_each_pass_looks_for_records_that_repeat():

@@ -1,6 +1,8 @@
 """Record terms and clipped gradients against Pyro's own potential; records that are not numbers."""
 
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pyro
@@ -12,6 +14,7 @@ from pyro.infer import config_enumerate
 from pyro.infer.mcmc.util import initialize_model
 from pyro.nn import PyroModule, PyroSample
 from pyro.ops.integrator import potential_grad
+from pyro.poutine.runtime import _PYRO_STACK
 from support.pyro_models import (
     gaussian,
     singular_where_made_up,
@@ -46,6 +49,23 @@ def groups(group, y):
     with pyro.plate("groups", 4):
         effect = pyro.sample("effect", dist.Normal(center, spread))
     gaussian(y, effect[group])
+
+
+def test_models_are_read_by_one_thread_at_a_time():
+    """Pyro's active effects are in one list for all threads."""
+    x, y = torch.randn(9, 2), torch.ones(9)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda _: RecordDensity(logistic, (x, y)), range(3)))
+    finally:
+        sys.setswitchinterval(before)
+    assert not _PYRO_STACK
+    theta = torch.tensor([0.3, -0.2])
+    wanted = torch.nn.functional.logsigmoid(x @ theta)
+    for density in found:
+        torch.testing.assert_close(density.log_likelihoods(theta), wanted)
 
 
 class Net(PyroModule):

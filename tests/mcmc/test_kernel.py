@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pyro
@@ -44,6 +45,19 @@ def test_a_budget_that_runs_out_keeps_the_samples():
     afforded = counts(accountant)[30.0]
     assert kernel.get_samples()["mean"].shape == (afforded - 5, 1) and afforded > 20
     assert accountant.get_epsilon() <= 1.0
+
+
+def test_runs_in_many_threads_are_made_one_after_another():
+    """Pyro's runner is one effect for all threads, which it refuses to enter twice."""
+    target, kernels = Gaussian(), [penalty(Gaussian()) for _ in range(3)]
+
+    def chain(kernel):
+        dpb.mcmc.MCMC(kernel, 20, 1, disable_progbar=True).run(*target.args)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(chain, kernels))
+    assert [len(kernel.get_samples()["mean"]) for kernel in kernels] == [20] * 3
+    assert [sum(counts(kernel.accountant).values()) for kernel in kernels] == [21] * 3
 
 
 @pytest.mark.parametrize("name", MAKERS)

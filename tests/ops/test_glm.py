@@ -120,6 +120,35 @@ def test_gradients_are_those_of_the_clipped_losses(family):
 
 
 @by_family
+def test_one_record_moves_differences_of_the_potential_by_its_clip_and_the_distance(family):
+    """Losses with the constants that they have far from their targets leave the sum no digits."""
+    x, w = 0.5 * torch.randn(50, 2), torch.randn(2, dtype=torch.float64)
+    glm, clip, step = glm_with(family, max_feature_norm=1.0), 0.3, torch.tensor([0.3, -0.2])
+    y = torch.randint(0, 2, (50,)).float()
+
+    def change(*more):
+        rows, targets = (torch.cat([a, torch.tensor(b)]) for a, b in zip((x, y), more, strict=True))
+        potential = glm.target((rows, targets), Limits(1.0, clip)).potential
+        return float(potential(w + step) - potential(w))
+
+    without = change([[0.0, 0.0]], [0.0])
+    for length in (0.0, 1e-20, 1e-9, 1e-3, 1.0, math.inf):
+        for target in (1e5, 1e10, 1.1e16, -1e30, 1e38, math.nan):
+            moved = abs(change([[length, 0.0]], [target]) - without)
+            assert moved <= clip * float(step.norm()) + 1e-9, (length, target)
+
+
+@pytest.mark.parametrize(
+    ("length", "target"), [(1.0, 1.1e16), (1e-3, 1e30), (2e-8, 1e7), (0.0, 1e30)]
+)
+def test_a_far_target_pulls_by_its_slope(length, target):
+    x, y = (torch.tensor(v, dtype=torch.float64) for v in ([[length]], [target]))
+    records = ops.GLM("gaussian", noise_std=1.0).records(x, y, 0.3)
+    before, after = (float(records.losses(torch.tensor([w]).double())) for w in (0.9, 1.4))
+    assert after - before == pytest.approx(-0.5 * min(0.3, length * target), rel=1e-5)
+
+
+@by_family
 def test_log_likelihoods_are_torchs(family):
     x, w = torch.randn(20, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     y = torch.randint(0, 2 if family == "bernoulli" else 3, (20,)).double()

@@ -54,8 +54,9 @@ def test_potential_and_gradient_of_a_pyro_model():
     data = model.prepare((x, y))
 
     def agree(target, exact, expected):
-        value = target.potential(w)
-        assert float(value.detach()) == pytest.approx(float(exact.detach()), rel=1e-6)
+        at_start, value = target.potential(target.start), target.potential(w)
+        moved = float((exact(w) - exact(target.start)).detach())
+        assert float((value - at_start).detach()) == pytest.approx(moved, rel=1e-6, abs=1e-6)
         (slope,) = torch.autograd.grad(value, w)
         for found in (slope, target.gradient(w.detach())):
             assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -65,11 +66,29 @@ def test_potential_and_gradient_of_a_pyro_model():
         clipped = (slopes * (clip / slopes.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
         expected = -torch.autograd.grad(prior(w), w)[0] - rho * clipped
         target = model.target(data, Limits(rho, clip))
-        agree(target, -prior(w) - rho * terms(w).sum(), expected)
+        agree(target, lambda v, rho=rho: -prior(v) - rho * terms(v).sum(), expected)
     low, high = terms(w).detach().quantile(torch.tensor([0.3, 0.7], dtype=w.dtype)).tolist()
-    exact = -prior(w) - 0.3 * terms(w).clamp(low, high).sum()
+    exact = lambda v: -prior(v) - 0.3 * terms(v).clamp(low, high).sum()  # noqa: E731
     target = model.target(data, Limits(0.3, log_likelihood_range=(low, high)))
-    agree(target, exact, torch.autograd.grad(exact, w, retain_graph=True)[0])
+    agree(target, exact, torch.autograd.grad(exact(w), w)[0])
+
+
+def median(y):
+    w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=y.dtype), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Laplace(w, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("value", [1e10, 1e20, -1e300, math.inf, math.nan])
+def test_a_record_as_large_as_it_likes_leaves_the_potential_the_digits_of_the_others(value):
+    """Its log likelihood, -1e20 everywhere, has slopes of 1."""
+    steps = []
+    for y in (torch.tensor([1.0, 2.0, 2.5]), torch.tensor([1.0, 2.0, 2.5, value])):
+        model = PyroModel(median)
+        target = model.target(model.prepare((y.double(),)), Limits(1.0, lipschitz=1.0))
+        here, there = (torch.tensor([w], dtype=torch.float64) for w in (0.0, 1.7))
+        steps.append(float(target.potential(there) - target.potential(here)))
+    assert abs(steps[1] - steps[0]) <= 1.7 + 1e-9
 
 
 def test_no_record_decides_whether_the_gradients_of_the_others_count():

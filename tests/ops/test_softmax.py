@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_dpbayes as dpb
-from torch_dpbayes.ops.certificates import FiniteRunLangevin
+from torch_dpbayes.ops.certificates import Bounded, FiniteRunLangevin
 from torch_dpbayes.ops.models import Limits
 
 
@@ -77,10 +77,13 @@ def test_labels_of_a_narrow_type(kind, classes):
     assert (found.x != 0).any(1).all()
 
 
-def test_a_draw_has_a_row_of_weights_for_each_class():
+@pytest.mark.parametrize(
+    "certificate", [FiniteRunLangevin(50, max_grad_norm=1.5), Bounded(3.0, warmup_steps=2)]
+)
+def test_a_draw_has_a_row_of_weights_for_each_class(certificate):
     x, y = problem()
-    model, run = dpb.ops.Softmax(4), FiniteRunLangevin(50, max_grad_norm=1.5)
-    draw = dpb.ops.OnePosteriorSample(model, run, epsilon=1, delta=1e-5).sample(x, y)
+    model = dpb.ops.Softmax(4)
+    draw = dpb.ops.OnePosteriorSample(model, certificate, epsilon=1, delta=1e-5).sample(x, y)
     assert draw["weights"].shape == (4, 3)
 
 

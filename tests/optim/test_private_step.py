@@ -322,19 +322,21 @@ def hmc(momentum, size=2):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "state",
     [
-        lambda: hmc(0.9, size=3),
-        lambda: hmc("matched"),
-        lambda: bare([zeros(2)]),
-        lambda: torch.optim.SGD([zeros(2)], 0.1),
+        lambda: hmc(0.9, size=3).state_dict(),
+        lambda: hmc("matched").state_dict(),
+        lambda: bare([zeros(2)]).state_dict(),
+        lambda: torch.optim.SGD([zeros(2)], 0.1).state_dict(),
+        lambda: {**hmc(0.9).state_dict(), "private_step": {"algorithm": "DPSGHMC"}},
+        lambda: {**hmc(0.9).state_dict(), "private_step": {"shapes": [[[2]]]}},
     ],
-    ids=["other shapes", "no momentum", "another sampler", "not private"],
+    ids=["other shapes", "no momentum", "another sampler", "not private", "cut", "no name"],
 )
-def test_the_state_of_another_is_refused(other):
+def test_the_state_of_another_is_refused(state):
     fresh = hmc(0.9)
     with refused("checkpoint"):
-        fresh.load_state_dict(other().state_dict())
+        fresh.load_state_dict(state())
     assert len(fresh.accountant) == 0 and not any(fresh.state.values())
 
 

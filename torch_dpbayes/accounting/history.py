@@ -483,6 +483,11 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
                 f" {getattr(settings, name)!r}: their numbers cannot be compared. Make this"
                 " accountant with the saved setting."
             )
+    if not all(map(_is_charge, state["history"])):
+        raise ArgumentError(
+            "this is not the state of a PrivacyAccountant: a charge in it is no whole number of an"
+            " event. Load what state_dict() returned."
+        )
     found: dict[Key, int] = {}
     for code, count, label, flag, job in state["history"]:
         if flag not in get_args(Flag):  # a misspelt one would pass for "fixed"
@@ -492,6 +497,12 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
         key = Key(events.decode(code), label or None, flag, job)
         found[key] = found.get(key, 0) + events.positive_count(int(count))
     return found
+
+
+def _is_charge(row: Any) -> bool:
+    """Whether a saved row has a count that nothing rounds down."""
+    is_row = isinstance(row, list | tuple) and len(row) == 5
+    return is_row and isinstance(row[1], int | float) and float(row[1]).is_integer()
 
 
 def _by_job(charges: Mapping[Key, int]) -> Counter[tuple[str, DpEvent]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -138,6 +140,9 @@ class PoissonSampler(UniformWithReplacementSampler):
     def _renew(self, generator: torch.Generator) -> None:
         """Begin a new sequence of draws."""
         self._stream = generator
+        # whose pass it is, and what makes it one's alone; a fork copies no other threads
+        self._thread, self._lock = threading.current_thread(), threading.Lock()
+        self._thread_id = get_ident()
         self._draws = deque[_Draw]()  # drawn, and not yet stepped on
         # of a resumed run: states from which the draws that wait are drawn again, first
         self._waiting = deque[torch.Tensor]()
@@ -170,6 +175,20 @@ class PoissonSampler(UniformWithReplacementSampler):
                 " batches. Call make_private inside the child on a DataLoader with another"
                 " generator=, or without one.",
                 code="forked",
+            )
+
+    def _enter_thread(self, *, begins: bool = False) -> None:
+        """A pass belongs to the thread that began it: gradients of two would be added up. Another
+        thread may begin one while no batch is out. Under the lock.
+        """
+        before = self._thread
+        if begins and (not self._delivered or not before.is_alive()):
+            self._thread, self._thread_id = threading.current_thread(), get_ident()
+        elif get_ident() != self._thread_id:
+            raise StateError(
+                "another thread took a batch of this private loader that got no step yet: take its"
+                " step there, or call make_private for each thread, with one accountant.",
+                code="loader-two-passes",
             )
 
     # -- the data set ------------------------------------------------------------------------------
@@ -213,16 +232,22 @@ class PoissonSampler(UniformWithReplacementSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self._enter_process()
         self.look_at_data()
-        self._begin()
-        self.passes += 1
+        with self._lock:
+            self._enter_thread(begins=True)
+            self._begin()
+            self.passes += 1
         this = self.passes
         for _ in range(self.left_in_pass()):
             self.require_latest(this)
             self._enter_process()
-            if self._handed == len(self._draws):
-                self._draws.append(self._next_draw())
-            self._handed += 1
-            yield self._draws[self._handed - 1].records.tolist()
+            with self._lock:
+                if get_ident() != self._thread_id:
+                    self._enter_thread()
+                if self._handed == len(self._draws):
+                    self._draws.append(self._next_draw())
+                self._handed += 1
+                records = self._draws[self._handed - 1].records
+            yield records.tolist()
 
     def left_in_pass(self) -> int:
         """How many draws a pass that begins now hands out."""
@@ -290,22 +315,25 @@ class PoissonSampler(UniformWithReplacementSampler):
                 code="loader-memory-manager",
             )
         self._enter_process()
-        self.before_delivery()
-        self._is_missed |= self._is_ready
-        if self._is_last or not is_part:  # of a new draw
-            self._is_missed |= self._delivered > 0
-            if self._delivered == self._handed:
-                raise StateError(
-                    "this batch was drawn in another pass over the private loader, or by the"
-                    " process from which this one was forked: begin a new pass",
-                    code="loader-no-batch",
-                )
-            draw = self._draws[self._delivered]
-            self.size = self.part_size = len(draw.records)
-            self.checksum = draw.checksum
-            self._delivered += 1
-            self.draw += 1
-        self._is_ready, self._is_last, self._is_part_due = True, is_last, is_part
+        with self._lock:
+            if get_ident() != self._thread_id:
+                self._enter_thread()
+            self.before_delivery()
+            self._is_missed |= self._is_ready
+            if self._is_last or not is_part:  # of a new draw
+                self._is_missed |= self._delivered > 0
+                if self._delivered == self._handed:
+                    raise StateError(
+                        "this batch was drawn in another pass over the private loader, or by the"
+                        " process from which this one was forked: begin a new pass",
+                        code="loader-no-batch",
+                    )
+                draw = self._draws[self._delivered]
+                self.size = self.part_size = len(draw.records)
+                self.checksum = draw.checksum
+                self._delivered += 1
+                self.draw += 1
+            self._is_ready, self._is_last, self._is_part_due = True, is_last, is_part
         if is_part:
             self.before_part()
 
@@ -321,6 +349,8 @@ class PoissonSampler(UniformWithReplacementSampler):
                 " accelerate or Fabric made.",
                 code="loader-no-batch",
             )
+        if get_ident() != self._thread_id:
+            self._enter_thread()
         self._is_ready = False
         if self._is_missed:
             raise StateError(

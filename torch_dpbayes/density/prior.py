@@ -31,6 +31,7 @@ from .pyro_runs import (
     improper,
     public_randomness,
     trace_at,
+    using_pyro,
     without_value_checks,
 )
 from .recording import of_rows, parts_read, recorded
@@ -278,7 +279,7 @@ class Prior:
 
     def trace(self) -> Trace:
         """One run of the model."""
-        with poutine.block():
+        with using_pyro, poutine.block():
             try:
                 return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)
             except NotImplementedError as error:

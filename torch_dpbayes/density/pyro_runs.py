@@ -4,9 +4,9 @@ without parameters, and without checks whose errors depend on values.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pyro
@@ -27,12 +27,20 @@ _CHECKS_VALUES = "_validate_args"  # torch has no public switch for one distribu
 FLAVOURS = ("normal", "uniform", "binary", "counts")
 
 
+# Pyro keeps active effects in one list for all threads, and torch its global generator: one thread
+# at a time may use them.
+using_pyro = threading.RLock()
+
+
 class InvalidPoint(ArithmeticError):
     """The model cannot be evaluated at this θ, whatever the data are."""
 
 
-without_value_checks = partial(pyro.validation_enabled, False)
-"""Switches off Pyro's and torch's checks of values, whose errors depend on them."""
+@contextmanager
+def without_value_checks() -> Iterator[None]:
+    """Switches off Pyro's and torch's checks of values, whose errors depend on them."""
+    with using_pyro, pyro.validation_enabled(False):
+        yield
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def public_randomness() -> Iterator[None]:
         if torch.cuda.is_available() and torch.cuda.is_initialized()
         else []
     )
-    with torch.random.fork_rng(devices):
+    with using_pyro, torch.random.fork_rng(devices):
         torch.set_rng_state(fresh_generator().get_state())
         for device in devices:
             torch.cuda.set_rng_state(fresh_generator(f"cuda:{device}").get_state(), device)
@@ -74,7 +82,7 @@ def trace_at(
     """One run of the model at these values of its latents. No handler of the caller's reaches it:
     it would change the law that is sampled.
     """
-    with poutine.block():
+    with using_pyro, poutine.block():
         return poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .arguments import Arguments
 from .prior import Prior
-from .pyro_runs import Model, Trace, UnfitModel, compute_log_prob
+from .pyro_runs import Model, Trace, UnfitModel, compute_log_prob, using_pyro
 from .structure import Structure
 
 _PYRO_DIMS = "_pyro_dims"  # of Pyro's packed tensors; there is no public name
@@ -42,7 +42,7 @@ class RecordTerms:
             model = poutine.enum(
                 config_enumerate(model), first_available_dim=-1 - structure.deepest_dim
             )
-        with poutine.block():  # as in trace_at
+        with using_pyro, poutine.block():  # as in trace_at
             trace = poutine.trace(model).get_trace(*args, **kwargs)
         wanted = {*structure.observed, *structure.discrete}
         compute_log_prob(trace, wanted)

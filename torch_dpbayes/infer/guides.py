@@ -58,7 +58,7 @@ class GaussianGuide:
                 code="pyro-guide",
             )
         args, kwargs = call
-        with store.scope(), poutine.block(), public_randomness(), without_value_checks():
+        with public_randomness(), store.scope(), poutine.block(), without_value_checks():
             guide(*args, **kwargs)
         prototype: Any = guide.prototype_trace
         sites = {name: site["fn"] for name, site in prototype.iter_stochastic_nodes()}

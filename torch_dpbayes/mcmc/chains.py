@@ -24,6 +24,7 @@ from pyro.infer.mcmc.logger import ProgressBar
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
+from ..density.pyro_runs import using_pyro
 from ..errors import ArgumentTypeError, StateError
 from .kernel import PrivateKernel
 from .mixing import complaint_of
@@ -79,7 +80,8 @@ class MCMC(pyro.infer.MCMC):
             PrivacyBudgetExceeded: an iteration did not fit into the budget.
             StateError: a parallel chain was killed.
         """
-        with self.kernel.in_run():
+        # Pyro keeps its runner on its list of effects, which all threads share
+        with using_pyro, self.kernel.in_run():
             try:
                 super().run(*args, **kwargs)
             finally:

@@ -26,6 +26,7 @@ from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..density import InvalidPoint, Model, Prior, RecordDensity, UnfitModel, clipped_ratio_sum
+from ..density.pyro_runs import using_pyro
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise, can_hide, check_clip_bound
 from .mixing import complaint_of, mixing_of
@@ -243,7 +244,7 @@ class PrivateKernel(MCMCKernel):
         if self._chain is not None:  # before what takes long
             self._chain.begin(self._accountant)
         owners = self._owners
-        with owners.in_set_up() if owners else nullcontext(), torch.no_grad():
+        with using_pyro, owners.in_set_up() if owners else nullcontext(), torch.no_grad():
             self._set_up(args, kwargs)
             given = None if self._initial is None else self._prior.flatten(self._initial)
             if given is not None:
@@ -296,7 +297,8 @@ class PrivateKernel(MCMCKernel):
                 :meth:`get_samples` returns the draws so far.
         """
         owners = self._owners
-        with owners.in_iteration() if owners else nullcontext(), torch.no_grad():
+        # what is charged is what is drawn: of many threads one makes an iteration
+        with using_pyro, owners.in_iteration() if owners else nullcontext(), torch.no_grad():
             if self._prior is None or self._public is None:
                 raise StateError(
                     "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"

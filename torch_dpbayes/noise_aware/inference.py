@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
+from ..density.pyro_runs import using_pyro
 from ..errors import ArgumentError
 from ..noise import check_clip_bound
 from ..ops.glm import GLM
-from ..ops.models import using_pyro
 from ..ops.softmax import Softmax
 from .budget import (
     NUM_RELEASES,

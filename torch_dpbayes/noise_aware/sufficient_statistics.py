@@ -17,8 +17,8 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import total_multiplier
 from ..accounting.events import GaussianDpEvent
 from ..density import Prior, RecordStatistics, UnfitModel
+from ..density.pyro_runs import using_pyro
 from ..errors import ArgumentTypeError
-from ..ops.models import using_pyro
 from .budget import budget_of, public_num_data, statement_of_charge
 from .checks import note_draws
 from .covariance import normal_numbers

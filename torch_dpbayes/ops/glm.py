@@ -190,21 +190,41 @@ class Records:
         return total
 
     def losses(self, weights: Tensor) -> Tensor:
-        """ℓ_i up to a constant where its slope is within bounds, straight lines beyond, ``[n]``;
-        the gradient of their sum is :meth:`gradient_sum`.
+        """ℓ_i(w) − ℓ_i(0) where its slope is within bounds, straight lines beyond, ``[n]``; the
+        gradient of their sum is :meth:`gradient_sum`. Of ℓ_i itself, which one target can make as
+        large as it likes, the sum would lose the digits of all other records.
         """
         u = chunked_predictors(self.x, weights)
-        y = self.y.to(torch.float64)
+        y, low, high = self.y.to(torch.float64), -math.inf, math.inf
         if self.bounds is None:
-            return self.loss_of(u, y)
+            return self._between(torch.zeros_like(u), u, y)
         # where the slope is at its bound; where there is none, the loss stays as it is
         reach = self.bounds.to(torch.float64) / self.weight
         link, ends = _LINKS[self.family], {"neginf": -math.inf, "posinf": math.inf}
-        low = link(y - reach).nan_to_num(nan=-math.inf, **ends)
-        high = link(y + reach).nan_to_num(nan=math.inf, **ends)
-        inside = u.clamp(low, high)
-        slopes = self.weight * (_MEANS[self.family](inside.detach()) - y)
-        return self.loss_of(inside, y) + slopes * (u - inside)
+        lows = link(y - reach).nan_to_num(nan=low, **ends)
+        highs = link(y + reach).nan_to_num(nan=high, **ends)
+        start, end = torch.zeros_like(u).clamp(lows, highs), u.clamp(lows, highs)
+        first, last = (self._slope(at.detach(), y) for at in (torch.zeros_like(u), u))
+        bent = self._between(start, end, y) + first * start + last * (u - end)
+        return torch.where(start == end, first * u, bent)
+
+    def _slope(self, u: Tensor, y: Tensor) -> Tensor:
+        """∂ℓ/∂u, clipped."""
+        slope = self.weight * (_MEANS[self.family](u) - y)
+        if self.bounds is None:
+            return slope
+        bounds = self.bounds.to(torch.float64)
+        return slope.clamp(-bounds, bounds)
+
+    def _between(self, start: Tensor, end: Tensor, y: Tensor) -> Tensor:
+        """ℓ at ``end`` less ℓ at ``start``, without the digits that they have in common."""
+        if self.family == "gaussian":
+            return (end - start) * (self._slope(start, y) + self._slope(end, y)) / 2
+        if self.family == "bernoulli":
+            softplus = torch.nn.functional.softplus
+            return softplus(end) - softplus(start) - y * (end - start)
+        capped = end.clamp(max=_LARGEST_EXPONENT)
+        return start.exp() * (capped - start).expm1() - y * (end - start)
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         """log p(y_i | x_i, w) with its constants, ``[n]`` in float64, not clipped."""

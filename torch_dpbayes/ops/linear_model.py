@@ -115,7 +115,7 @@ class LinearModel(Model):
 
     def target(self, data: Data, limits: Limits) -> Density:
         """U(w) = Σ_j precision_j w_j² / 2 + ρ Σ ℓ_i(w), from the prior's mean."""
-        tempering, max_grad_norm, interval = limits
+        tempering, max_grad_norm, interval, _ = limits
         records = self.records(data[0], data[1], max_grad_norm)
         precision = self.prior_precision.to(records.x.device)
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-# Pyro keeps active effects in one list for all threads, and torch its global generator: one draw
-# at a time may use them.
-using_pyro = threading.RLock()
-
 
 Data = tuple[Any, ...]  # the user's arguments, or what a model has made of them
 
@@ -25,6 +19,7 @@ class Limits(NamedTuple):
     tempering: float
     max_grad_norm: float = math.inf  # to which its gradient is clipped
     log_likelihood_range: tuple[float, float] | None = None  # into which the logarithm is clipped
+    lipschitz: float = math.inf  # asserted: how far the logarithm moves for each unit of distance
 
 
 class Density(NamedTuple):

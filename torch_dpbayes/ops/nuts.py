@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..noise import GaussianNoise
-from .models import using_pyro
 
 
 def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps: int) -> Tensor:
@@ -25,7 +24,7 @@ def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps
     """
     from pyro.infer import MCMC, NUTS  # only here: Pyro takes a while to load
 
-    from ..density.pyro_runs import public_randomness
+    from ..density.pyro_runs import public_randomness, using_pyro
 
     kernel = NUTS(potential_fn=lambda params: potential(params["theta"]))
     chain = MCMC(

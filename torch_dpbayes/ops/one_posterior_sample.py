@@ -28,7 +28,7 @@ from .tempering import LEAST_TEMPERING, PRECISION, epsilon_with, largest_temperi
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
 _ANOTHER = "make a new OnePosteriorSample with a larger epsilon or another accountant."
-_charging = threading.Lock()
+_charging = threading.RLock()
 
 
 class OnePosteriorSample:

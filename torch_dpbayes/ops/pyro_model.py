@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributions import transforms
 
-from ..density import InvalidPoint, Prior, RecordDensity
+from ..density import InvalidPoint, Prior, RecordDensity, clipped_ratio_sum
+from ..density.pyro_runs import using_pyro
 from ..errors import CertificateError
-from .models import Data, Density, Limits, Model, gradient_of, using_pyro
+from .models import Data, Density, Limits, Model, gradient_of
 
-# log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
-# would decide that
+# log likelihood of what cannot happen: finite, for a sampler may fail at infinity
 _IMPOSSIBLE = -1e30
 _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
 
@@ -57,14 +57,18 @@ class PyroModel(Model):
     def target(self, data: Data, limits: Limits) -> Density:
         """From a draw from the prior, by the operating system's entropy."""
         density: RecordDensity = data[0]
-        prior, (tempering, max_grad_norm, interval) = density.prior, limits
+        prior, (tempering, max_grad_norm, interval, lipschitz) = density.prior, limits
         max_norm = (1 - _ROUNDING) * max_grad_norm
+        reference: dict[str, tuple[Tensor, Tensor]] = {}  # the first point, and the terms there
 
         def likelihood(point: Tensor) -> tuple[float, Tensor]:
             terms = density.log_likelihoods(point).to(torch.float64)
             if interval is None:
-                finite = terms.nan_to_num(nan=0.0, posinf=-_IMPOSSIBLE, neginf=_IMPOSSIBLE)
-                return float(finite.sum()), density.clipped_gradient_sum(point, max_norm)
+                # of terms as large as a record likes the sum would lose the digits of all others
+                here, before = reference.setdefault("first", (point, terms))
+                reach = lipschitz * float(torch.linalg.vector_norm((point - here).double()))
+                value = clipped_ratio_sum(before, terms, reach)
+                return value, density.clipped_gradient_sum(point, max_norm)
             low, high = interval
             inside = (terms > low) & (terms < high)
             clipped = terms.nan_to_num(nan=low, posinf=high, neginf=low).clamp(low, high)

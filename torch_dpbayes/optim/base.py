@@ -291,9 +291,14 @@ class PrivateOptimizer(DeclaredOptimizer):
                 accountant does not contain the charges of the saved run.
         """
         private = state_dict.get("private_step")
-        if private is None or private["algorithm"] != type(self).__name__:
-            other = "a non-private optimizer" if private is None else private["algorithm"]
+        if private is None or private.get("algorithm") != type(self).__name__:
+            other = "a non-private optimizer" if private is None else private.get("algorithm")
             raise CheckpointError(f"this is the state of {other}, not of {type(self).__name__}")
+        if not {"shapes", "accountant"} <= private.keys():
+            raise CheckpointError(
+                "the state lacks the shapes of its parameters or what was charged: load what"
+                " state_dict() returned"
+            )
         if private["shapes"] != self._shapes():
             raise CheckpointError(
                 "the state belongs to an optimizer with another number or other shapes of"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
+from ..linear_model import LinearModel
 from ..models import Limits, Model
 from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
@@ -58,8 +59,7 @@ class Bounded(ExactDraw):
         return self.log_likelihood_range
 
     def check(self, model: Model) -> None:
-        constants = model.derived_constants()
-        if constants is not None and constants.strength == 0:
+        if isinstance(model, LinearModel) and bool((model.prior_precision == 0).any()):
             raise CertificateError(
                 "prior_std is infinite, but a bounded likelihood with a flat prior has no"
                 " posterior: pass a finite prior_std."
