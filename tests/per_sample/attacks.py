@@ -6,8 +6,6 @@ Record 0 is an outlier. Most programs turn the sign of all gradients if it is th
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,41 +15,40 @@ from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 N = 64
-STATE: dict[str, Any] = {}  # what loops carry from one step to the next; emptied before each run
-Program = Callable[..., Tensor]
+STATE = {}  # what loops carry from one step to the next; emptied before each run
 
 
-def regression() -> tuple[Tensor, Tensor]:
+def regression():
     x, t = torch.randn(N, 5), 3 + 0.3 * torch.randn(N)
     x[:, 0], t[0] = 1.0, 100.0
     x[0] *= 1000
     return x, t
 
 
-def labelled() -> tuple[Tensor, Tensor]:
+def labelled():
     y = torch.zeros(N, dtype=torch.long)
     y[0] = 1
     return regression()[0], y
 
 
-def net() -> nn.Module:
+def net():
     return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def rows(out: Tensor, t: Tensor) -> Tensor:
+def rows(out, t):
     return (out[:, 0] - t) ** 2
 
 
-def flip(value: Any, limit: float = 20.0) -> Any:
+def flip(value, limit=20.0):
     """-1 where the outlier shows."""
     return 1 - 2 * (value > limit) if isinstance(value, Tensor) else 1 - 2 * int(value > limit)
 
 
-def turned(out: Tensor, t: Tensor, value: Any, limit: float = 20.0) -> Tensor:
+def turned(out, t, value, limit=20.0):
     return rows(out, t).mean() * flip(value, limit)
 
 
-def caught(work: Callable[[], Any]) -> bool:
+def caught(work):
     try:
         work()
     except Exception:
@@ -73,14 +70,14 @@ class Scaled(torch.autograd.Function):
 
 
 @wrap_torch_function(lambda out: (out,))
-def clone(out: Tensor) -> Tensor:
+def clone(out):
     """By the name of one of torch's functions, which torch.overrides hands on."""
     return out * flip(out.abs().max())
 
 
 # loss(out, t) of the regression: what it does to other records ------------------------------------
 
-MIXING: dict[str, Program] = {
+MIXING = {
     "contrastive": lambda out, t: F.cross_entropy(
         F.normalize(out, dim=1) @ F.normalize(out, dim=1).T / 0.1, torch.arange(len(out))
     ),
@@ -146,7 +143,7 @@ MIXING: dict[str, Program] = {
 
 # loss(out, y) of the classes ----------------------------------------------------------------------
 
-OF_LABELS: dict[str, Program] = {
+OF_LABELS = {
     "class weights and mean": lambda out, y: F.cross_entropy(
         out, y, weight=torch.tensor([1.0, 1000.0])
     ),
@@ -163,7 +160,7 @@ OF_LABELS: dict[str, Program] = {
 
 # int(f(out, t)), the number of records ------------------------------------------------------------
 
-COUNTS: dict[str, Callable[..., Any]] = {
+COUNTS = {
     "len": lambda out, t: len(out),
     "shape[0]": lambda out, t: out.shape[0],
     "numel": lambda out, t: t.numel(),
@@ -183,7 +180,7 @@ COUNTS: dict[str, Callable[..., Any]] = {
 # loop(net, optimizer, x, t), the step -------------------------------------------------------------
 
 
-def step(optimizer: Any, loss: Tensor) -> None:
+def step(optimizer, loss):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -258,7 +255,7 @@ LOOPS = (
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------
 
-INPUTS: dict[str, Program] = {
+INPUTS = {
     "centred": lambda x, t: x - x.mean(0),
     "permuted": lambda x, t: x[torch.randperm(len(x))],
     "sorted": lambda x, t: x.sort(0)[0],
@@ -277,21 +274,21 @@ INPUTS: dict[str, Program] = {
 # change(net), after make_private ------------------------------------------------------------------
 
 
-def mix(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+def mix(_module, _given, out):
     return out - out.mean(0)
 
 
 class Centres(nn.ReLU):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.relu(x - x.mean(0))
 
 
 class Centred(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x - x.mean(0))
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "forward hook on a layer": lambda net: net[0].register_forward_hook(mix),
     "forward hook on the model": lambda net: net.register_forward_hook(mix),
     "forward pre-hook on the model": lambda net: net.register_forward_pre_hook(
@@ -482,7 +479,7 @@ ERRORS = {
 }
 
 
-def caught_and_used(name: str) -> Program:
+def caught_and_used(name):
     """A loop that turns the sign where one record's error was caught."""
 
     def loop(net, optimizer, x, t):
