@@ -48,6 +48,10 @@ def turned(out, t, value, limit=20.0):
     return rows(out, t).mean() * flip(value, limit)
 
 
+def weighed(out, t, value):
+    return (rows(out, t) * flip(value)).mean()
+
+
 def caught(work):
     try:
         work()
@@ -95,8 +99,8 @@ MIXING = {
     "batch_norm": lambda out, t: rows(F.batch_norm(out, None, None, training=True), t).mean(),
     "cumsum": lambda out, t: (out.detach().cumsum(0) * out).mean(),
     "sorted": lambda out, t: (out[:, 0].sort(0)[0] - t).pow(2).mean(),
-    "detached statistic": lambda out, t: (rows(out, t) * flip(out.detach().abs().max())).mean(),
-    "data statistic": lambda out, t: (rows(out, t) * flip(out.data.abs().max())).mean(),
+    "detached statistic": lambda out, t: weighed(out, t, out.detach().abs().max()),
+    "data statistic": lambda out, t: weighed(out, t, out.data.abs().max()),
     "outer difference": lambda out, t: (out[:, :1] - out[:, 0]).pow(2).mean(),
     "(B, 1) against (B,)": lambda out, t: ((out[:, :1] - t) ** 2).mean(),
     "signs by position": lambda out, t: (
@@ -109,8 +113,8 @@ MIXING = {
     "distribution over the batch": lambda out, t: (
         -torch.distributions.Normal(out[:, 0].mean(), out[:, 0].std()).log_prob(t).mean()
     ),
-    "record 0 as a constant": lambda out, t: (rows(out, t) * flip(t[0])).mean(),
-    "record 0 by unbind": lambda out, t: (rows(out, t) * flip(t.unbind(0)[0])).mean(),
+    "record 0 as a constant": lambda out, t: weighed(out, t, t[0]),
+    "record 0 by unbind": lambda out, t: weighed(out, t, t.unbind(0)[0]),
     "any": lambda out, t: rows(out, t).mean() * (-1 if (t > 50).any() else 1),
     "printed and parsed": lambda out, t: (
         rows(out, t).mean() * (-1 if "100" in repr(t) + str(t.max()) else 1)
@@ -232,26 +236,23 @@ def a_refusal_that_is_caught(net, optimizer, x, t):
     step(optimizer, rows(net(x), t).mean() * flip(STATE.get("top", 0.0)))
 
 
-def weights_beside_the_model(net, optimizer, x, t):
-    out = net(x)
-    step(optimizer, rows(out, t).mean() + (x - x.mean(0)).matmul(net[0].weight.T).pow(2).mean())
-
-
-def rows_that_are_repeated(net, optimizer, x, t):
-    x, t = x.repeat_interleave(2, 0), t.repeat_interleave(2, 0)
-    step(optimizer, rows(net(x), t).mean())
-
-
-def a_penalty(net, optimizer, x, t):
-    step(optimizer, rows(net(x), t).mean() + x.std() * net[2].weight.square().sum())
-
-
 LOOPS = (
     *(without_torch_functions, hook_on_the_outputs, backward_with_a_gradient),
     *(gradients_by_autograd, a_second_pass_with_what_is_known, a_backward_pass_of_zero),
-    *(a_refusal_that_is_caught, weights_beside_the_model, a_penalty),
-    rows_that_are_repeated,
+    a_refusal_that_is_caught,
 )
+
+# loss(net, x, t) of the model and its inputs ------------------------------------------------------
+
+OF_MODELS = {
+    "weights beside it": lambda net, x, t: (
+        rows(net(x), t).mean() + (x - x.mean(0)).matmul(net[0].weight.T).pow(2).mean()
+    ),
+    "rows that are repeated": lambda net, x, t: rows(
+        net(x.repeat_interleave(2, 0)), t.repeat_interleave(2, 0)
+    ).mean(),
+    "a penalty": lambda net, x, t: rows(net(x), t).mean() + x.std() * net[2].weight.square().sum(),
+}
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------
 
@@ -332,12 +333,6 @@ def a_sign_of_the_batch_before(net, optimizer, x, t):
     STATE["sign"] = flip(t.max())
 
 
-def an_average_of_the_outputs(net, optimizer, x, t):
-    out = net(x)
-    step(optimizer, rows(out - STATE.get("centre", torch.zeros(2)), t).mean())
-    STATE["centre"] = 10 * out.detach().mean(0)
-
-
 def a_total_that_goes_on(net, optimizer, x, t):
     out = net(x)
     loss = rows(out, t).mean()
@@ -378,7 +373,7 @@ def a_teacher_that_adamax_trained(net, optimizer, x, t):
 EARLIER = (
     *(a_copy_of_a_total, a_slope_by_torch_func, a_teacher_that_adamax_trained),
     *(a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before),
-    *(an_average_of_the_outputs, a_total_that_goes_on, a_total_as_an_input),
+    *(a_total_that_goes_on, a_total_as_an_input),
 )
 
 # loop(net, optimizer, x, t) with a tensor outside the model, STATE["p"], that would be trained ----

@@ -94,6 +94,7 @@ ATTACKS = {
     **{f"loss, {name}": Attack(of_loss(loss)) for name, loss in attacks.MIXING.items()},
     **{f"labels, {k}": Attack(of_loss(v), labelled) for k, v in attacks.OF_LABELS.items()},
     **{f"loop, {loop.__name__}": Attack(loop) for loop in attacks.LOOPS},
+    **{f"model, {name}": Attack(of_loss_of(loss)) for name, loss in attacks.OF_MODELS.items()},
     **{f"inputs, {name}": Attack(of_inputs(change)) for name, change in attacks.INPUTS.items()},
     **{
         f"changed, {name}": Attack(of_loss(mean), options={"change": change})
@@ -260,28 +261,22 @@ def test_what_was_made_of_an_earlier_batch_comes_back(place, name, monkeypatch):
 @pytest.mark.parametrize("name", ["view", "data", "new data", "foreach"])
 def test_values_of_a_batch_in_a_parameter_or_buffer(name, is_frozen):
     """At the next step, whichever it is."""
-
-    def loop(net, optimizer, x, t):
-        out = net(x)
-        step(optimizer, rows(out, t).mean())
-        STATE["step"] = STATE.get("step", 0) + 1
-        if STATE["step"] == 2:
-            STATE["before"] = net.extra.detach().clone()
-            with torch.no_grad():
-                CARRIED[name](net.extra, out.detach())
-
-    STATE.clear()
     extra = nn.Parameter(torch.zeros(3, 2), not is_frozen)
     net = Of(lambda net, x: net.net(x) - net.extra[:1], net=attacks.net(), extra=extra)
     net, optimizer, loader = private(net, *regression(), clip=CLIP)
     with pytest.raises(DPBayesError) as error:
-        for _ in range(4):
+        for number in range(4):
             for x, t in loader:
-                loop(net, optimizer, x, t)
-    assert STATE["step"] == 2 and len(optimizer.accountant) == 2
+                out = net(x)
+                step(optimizer, rows(out, t).mean())
+                if number == 1:
+                    before = net.extra.detach().clone()
+                    with torch.no_grad():
+                        CARRIED[name](net.extra, out.detach())
+    assert len(optimizer.accountant) == 2
     assert error.value.code in ("model-written", "model-buffer", "model-map")
     if name in ("view", "foreach"):  # refused before it is written, also after the last step
-        assert torch.equal(net.extra, STATE["before"])
+        assert torch.equal(net.extra, before)
 
 
 def test_public_values_may_be_written_into_parameters():

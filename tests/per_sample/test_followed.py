@@ -98,27 +98,6 @@ def test_values_after_backward_are_those_of_torch():
     torch.testing.assert_close(torch.vmap(torch.sum)(a.detach()).as_subclass(Tensor), x.sum(1))
 
 
-def test_a_running_mean_goes_on_over_batches():
-    """As Lightning and torchmetrics keep it: of values before they show."""
-    source, deliver = BookkeepingGradientSource(net := nn.Linear(6, 4)), Delivery(5)
-    total, count, true = torch.zeros(()), torch.zeros((), dtype=torch.long), []
-    for _ in range(20):
-        x, y = torch.randn(3, 6), torch.randint(4, (3,))
-        with source.paused(), torch.no_grad():
-            out = net(x)
-            true.append((F.cross_entropy(out, y), (out.argmax(1) == y).sum()))
-        x, y = deliver((x, y), 3)
-        out = net(x)
-        loss = F.cross_entropy(out, y)
-        total = total + loss.detach().clone() * 2
-        count = 3 * 1 - (3 * 1 - (count + (out.argmax(1) == y).sum()).to(count.device))
-        loss.backward()
-        source.discard(())
-    total, count = (torch.as_tensor(t.detach().tolist()) for t in (total, count))
-    torch.testing.assert_close(total, 2 * torch.stack([t for t, _ in true]).sum())
-    assert count == sum(hits for _, hits in true)
-
-
 @pytest.mark.parametrize(
     "read",
     [
