@@ -428,8 +428,8 @@ class PrivacyAccountant:
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget; ``math.inf`` without one, or at no cost.
-        So many do fit; of some ten thousand one more may, as a charge is also admitted on grids
-        that this bound does not look at.
+        So many do fit. Beyond 48 different releases a few more may, as a charge is then also
+        admitted on grids that this bound does not look at.
 
         What other processes have reserved may come back. A later job gets the number that its
         filter lets through; before a first charge with ``adaptive=True`` it is not yet that.
