@@ -150,6 +150,19 @@ def test_two_rare_releases_against_an_integral(rate, noise, delta, excess):
     assert truth * (1 - 1e-7) <= found <= truth * (1 + excess)
 
 
+@pytest.mark.parametrize("share", [3e-3, 2e-2])
+@pytest.mark.filterwarnings("ignore::scipy.integrate.IntegrationWarning")
+def test_an_epsilon_far_below_the_losses_against_an_integral(share):
+    """delta is a little less than at epsilon = 0; on the usual grid epsilon was 1.5 % high."""
+    rate, noise = 5.1e-4, 0.57
+    delta = (1 - share) * two_releases(rate, noise, 0.0)
+    found = bounds.upper_epsilon({Sampled("directed", rate, noise): 2}, delta)
+    truth = optimize.brentq(
+        lambda e: two_releases(rate, noise, e) / delta - 1, found / 2, found * 1.1, rtol=1e-9
+    )
+    assert truth * (1 - 1e-4) <= found <= truth * (1 + 1e-3)
+
+
 @pytest.mark.parametrize(
     ("rate", "noise", "epsilon"), [(1e-7, 0.412, 0.05), (8.4e-7, 0.383, 1e-3), (3e-9, 0.6, 9e-6)]
 )

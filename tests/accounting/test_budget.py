@@ -104,6 +104,22 @@ def test_what_is_accepted_is_what_a_reference_accepts(settings, epsilon, random)
     assert of_dp_accounting(added(counts, {refused: 1}), epsilon, pessimistic=True) > DELTA
 
 
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "rate", "noise"),
+    [(2.6477, 1.29e-7, 0.003607, 1.2086), (1.00695, 2.016e-5, 0.0035576, 3.9058)],
+)
+def test_what_remains_is_what_is_admitted(epsilon, delta, rate, noise):
+    """Up to five more than 20,000 to 100,000 were, on a finer grid than that of the bound."""
+    accountant = PrivacyAccountant(epsilon, delta)
+    step = events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(noise))
+    accountant.compose(step, accountant.remaining(step) - 2)
+    for left in (2, 1):
+        assert accountant.remaining(step) == left
+        accountant.compose(step)
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(step)
+
+
 def test_many_different_releases_use_a_budget_up(monkeypatch):
     """More than are composed one by one."""
     composed, original = [], budget.compose

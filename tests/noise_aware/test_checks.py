@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import stats
+from small_models import BUDGET, SHORT
 
 from torch_dpbayes.density import Prior
 from torch_dpbayes.noise_aware import posterior_for_module
@@ -29,40 +30,42 @@ from torch_dpbayes.noise_aware.likelihood import (
     posterior_precision,
 )
 
+pytestmark = pytest.mark.usefixtures("double")
 SIZE, N = 4, 1000
 
 
 def latents_of(std=2.0):
     def model():
-        pyro.sample("w", dist.Normal(torch.zeros(SIZE, dtype=torch.float64), std).to_event(1))
+        pyro.sample("w", dist.Normal(torch.zeros(SIZE), std).to_event(1))
 
     latents = Latents(Prior(model), torch.arange(SIZE))
     # more of them, at once: the model would run once for each
-    latents.draws = std * torch.randn(4000, SIZE, dtype=torch.float64)
+    latents.draws = std * torch.randn(4000, SIZE)
     return latents
 
 
 def laws_of(count, size=0.1):
     """Differences that noise hides of the mean, more of early releases, in some directions."""
-    scales = torch.logspace(0, -1, SIZE, dtype=torch.float64)
-    apart = size * scales * torch.randn(count, SIZE, dtype=torch.float64)
+    scales = torch.logspace(0, -1, SIZE)
+    apart = size * scales * torch.randn(count, SIZE)
     means = torch.cat([share * apart for share in (1.0, 0.3, 0.1)], 1)
-    return LawDifferences(means, torch.zeros(count, 3 * SIZE, SIZE, dtype=torch.float64))
+    return LawDifferences(means, torch.zeros(count, 3 * SIZE, SIZE))
 
 
-NONE = LawDifferences(0 * laws_of(1).means, laws_of(1).jacobians)
+def no_laws():
+    return laws_of(1, 0.0)
 
 
-def linear_case(theta, wrong=0.0, shift=NONE):
+def linear_case(theta, wrong=0.0, shift=None):
     """Three releases of n(θ + noise of records) with noise of their own."""
-    noise = torch.tensor([60.0, 40.0, 30.0], dtype=torch.float64).repeat_interleave(SIZE)
-    eye = torch.eye(SIZE, dtype=torch.float64)
+    noise = torch.tensor([60.0, 40.0, 30.0]).repeat_interleave(SIZE)
+    eye = torch.eye(SIZE)
     jacobian = torch.cat([eye, eye, eye])
-    records = N**0.5 * torch.randn(SIZE, dtype=torch.float64)
-    value = N * (jacobian @ theta + shift.means[0]) + jacobian @ records
-    value = value + noise * torch.randn(3 * SIZE, dtype=torch.float64)
+    records = N**0.5 * torch.randn(SIZE)
+    value = N * (jacobian @ theta + (shift or no_laws()).means[0]) + jacobian @ records
+    value = value + noise * torch.randn(3 * SIZE)
     value[2 * SIZE :] += wrong
-    zeros = torch.zeros(SIZE, dtype=torch.float64)
+    zeros = torch.zeros(SIZE)
     releases = [
         Release(zeros, eye, part, float(noise[k * SIZE]))
         for k, part in enumerate(value.split(SIZE))
@@ -75,8 +78,9 @@ def linear_case(theta, wrong=0.0, shift=NONE):
     return Fit(zeros, precision, prior, found, total, 0.0, None, zeros), releases
 
 
-def p_values(fit, releases, latents, laws=NONE):
-    return release_p_values(fit, releases, latents, N, laws, torch.linalg.inv(fit.precision))
+def p_values(fit, releases, latents, laws=None):
+    covariance = torch.linalg.inv(fit.precision)
+    return release_p_values(fit, releases, latents, N, laws or no_laws(), covariance)
 
 
 def prior_p(fit, releases, latents):
@@ -93,7 +97,7 @@ def test_p_values_are_uniform_where_the_model_is_right():
     latents = latents_of()
     of_releases, of_prior = [], []
     for _ in range(100):
-        fit, releases = linear_case(2.0 * torch.randn(SIZE, dtype=torch.float64))
+        fit, releases = linear_case(2.0 * torch.randn(SIZE))
         of_releases.append(p_values(fit, releases, latents))
         of_prior.append(prior_p(fit, releases, latents))
     for values in zip(*of_releases, strict=True):
@@ -110,7 +114,7 @@ def test_covariates_that_are_not_known_raise_no_more_alarms(monkeypatch):
     monkeypatch.setitem(globals(), "SIZE", 40)
     latents, alarms = latents_of(), 0
     for _ in range(100):
-        theta = 2.0 * torch.randn(SIZE, dtype=torch.float64)
+        theta = 2.0 * torch.randn(SIZE)
         fit, releases = linear_case(theta, shift=laws_of(1, 0.4))
         alarms += 3 * min(p_values(fit, releases, latents, laws_of(32, 0.4))) < FALSE_ALARMS
     assert alarms < 6
@@ -122,11 +126,11 @@ def test_p_values_find_what_is_wrong():
     less than 80 once in a thousand times.
     """
     latents = latents_of()
-    fit, releases = linear_case(torch.ones(SIZE, dtype=torch.float64), wrong=400.0)
+    fit, releases = linear_case(torch.ones(SIZE), wrong=400.0)
     assert min(p_values(fit, releases, latents)) < 1e-3
     narrow, found = latents_of(std=0.5), 0
     for _ in range(100):
-        fit, releases = linear_case(2.0 * torch.randn(SIZE, dtype=torch.float64))
+        fit, releases = linear_case(2.0 * torch.randn(SIZE))
         found += prior_p(fit, releases, narrow) < FALSE_ALARMS
     assert found >= 80
 
@@ -144,21 +148,23 @@ def test_warnings_come_with_small_p_values_alone():
 
 
 def test_draws_that_are_worth_nothing_do_not_say_that_the_prior_comes_back():
-    theta, weights = 0.01 * torch.randn(500, SIZE, dtype=torch.float64), torch.full((500,), 1 / 500)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for worth, scale in ((0.0, 1.0), (0.0, 200.0), (500.0, 1.0)):
-            draws = Draws(scale * theta, weights, 0.0, worth, math.inf, "chains")
-            assert not note_prior_width(draws, latents_of())
-    with pytest.warns(UserWarning, match="comes back"):
-        note_prior_width(Draws(400 * theta, weights, 0.0, 500.0, 1.0, "chains"), latents_of())
+    theta, weights = 0.01 * torch.randn(500, SIZE), torch.full((500,), 1 / 500)
+    for worth, scale, is_said in (
+        (0.0, 1.0, 0),
+        (0.0, 200.0, 0),
+        (500.0, 1.0, 0),
+        (500.0, 400.0, 1),
+    ):
+        draws = Draws(scale * theta, weights, 0.0, worth, 1.0 if is_said else math.inf, "chains")
+        with warnings.catch_warnings(record=True, action="always") as told:
+            note_prior_width(draws, latents_of())
+        assert len(told) == is_said
 
 
 @pytest.mark.usefixtures("few_draws")
 def test_a_prior_far_off_is_reported():
-    y, layer = 1.5 + torch.randn(2000, dtype=torch.float64), torch.nn.Linear(1, 1)
-    few = {"epsilon": 1.0, "delta": 1e-5, "num_simulated": 500, "num_releases": 2}
-    options = {"likelihood": "normal", "prior_std": 0.1, **few}
+    y, layer = 1.5 + torch.randn(2000), torch.nn.Linear(1, 1)
+    options = {"likelihood": "normal", "prior_std": 0.1, **BUDGET, **SHORT}
     with pytest.warns(UserWarning, match="contradict the prior") as told:
         found = posterior_for_module(layer, torch.zeros(2000, 1), y, **options)
     assert "NOT LIKELY" in found.guarantee() and told[0].filename == __file__

@@ -10,6 +10,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from small_models import BUDGET, SHORT, coins, grouped, grouped_data, records_of
+from support.pyro_models import gaussian, weights
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise import GaussianNoise
@@ -18,47 +20,21 @@ from torch_dpbayes.noise_aware.budget import plan_run
 from torch_dpbayes.noise_aware.covariates import Released
 from torch_dpbayes.noise_aware.latents import Latents
 from torch_dpbayes.noise_aware.likelihood import Simulator
-from torch_dpbayes.noise_aware.records import ModelRecords
 from torch_dpbayes.noise_aware.run import Mechanism, choose_scale
 
-pytestmark = pytest.mark.usefixtures("few_draws")
-DOUBLE = torch.float64
-
-
-def grouped(x, g, y):
-    a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
-    w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=a[g] + x @ w), obs=y)
-
-
-def data(n=500):
-    x = torch.randn(n, 2, dtype=DOUBLE)
-    return x, torch.randint(3, (n,)), torch.randint(2, (n,)).double()
-
-
-PRIOR_STD = torch.tensor([0.5, 2.0], dtype=DOUBLE)
-NOISE_STD = torch.tensor([1.0, 3.0], dtype=DOUBLE)
+pytestmark = pytest.mark.usefixtures("few_draws", "double")
+PRIOR_STD, NOISE_STD = torch.tensor([[0.5, 2.0], [1.0, 3.0]]).double()
 
 
 def gaussian_means(y):
-    m = pyro.sample("m", dist.Normal(torch.zeros(2, dtype=DOUBLE), PRIOR_STD).to_event(1))
+    m = pyro.sample("m", dist.Normal(torch.zeros(2), PRIOR_STD).to_event(1))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(m, NOISE_STD).to_event(1), obs=y)
 
 
 def test_shares_add_up_and_grow():
-    accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
-    split = plan_run(
-        accountant,
-        None,
-        None,
-        dimension=10,
-        num_data=1000,
-        num_releases=7,
-        has_numbers=True,
-        num_ones=5,
-    )
+    run = {"dimension": 10, "num_data": 1000, "num_releases": 7, "has_numbers": True}
+    split = plan_run(dpb.PrivacyAccountant(**BUDGET), None, None, num_ones=5, **run)
     squares = [z**-2 for z in split.scores]
     assert all(b / a == pytest.approx(1.8) for a, b in itertools.pairwise(squares))
     assert sum(z**-2 for z in split.scores) == pytest.approx(split.together**-2)
@@ -68,13 +44,10 @@ def test_shares_add_up_and_grow():
 
 
 def scale_of(n, multiplier):
-    rows = torch.zeros(n, 2, dtype=DOUBLE)
-    records = ModelRecords(
-        gaussian_means, (rows,), data_plate="data", count_is_public=True, public=(), chunk=2000
-    )
+    records = records_of(gaussian_means, torch.zeros(n, 2), chunk=2000)
     simulator = Simulator(records, Released(records, 0), n, 20_000, 1)
     latents = Latents(records.density.prior, records.read)
-    return choose_scale(simulator, latents, torch.zeros(2, dtype=DOUBLE), multiplier, None)
+    return choose_scale(simulator, latents, torch.zeros(2), multiplier, None)
 
 
 def test_scores_are_whitened_by_what_is_known_of_them():
@@ -95,7 +68,7 @@ def test_the_clip_bound_is_large_where_noise_is_small():
 
 
 def test_scores_are_taken_ever_nearer_to_the_mode():
-    y = PRIOR_STD + NOISE_STD * torch.randn(4000, 2, dtype=DOUBLE)
+    y = PRIOR_STD + NOISE_STD * torch.randn(4000, 2)
     found = posterior(gaussian_means, y, epsilon=3.0, delta=1e-5, num_simulated=1000)
     apart = [float((r.theta - y.mean(0)).norm()) for r in found.transcript.scores]
     # a posterior deviation is .2 at most
@@ -109,12 +82,12 @@ def test_a_run_arrives_from_a_vague_prior():
     """
 
     def model(y):
-        zero = torch.zeros((), dtype=DOUBLE)
+        zero = torch.zeros(())
         precision = pyro.sample("precision", dist.Gamma(zero + 0.01, zero + 0.01))
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(0.0, precision.rsqrt()), obs=y)
 
-    y = 2 * torch.randn(4000, dtype=DOUBLE)
+    y = 2 * torch.randn(4000)
     found = posterior(model, y, epsilon=3.0, delta=1e-5, num_simulated=1000)
     assert float(found.mean["precision"]) == pytest.approx(0.25, abs=0.05)
 
@@ -128,7 +101,7 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
     def clipped_sum(self, theta, whitening):
         torch.manual_seed(len(sums))
         sums.append(theta)
-        return torch.randn(len(whitening), dtype=DOUBLE)
+        return torch.randn(len(whitening))
 
     monkeypatch.setattr(Mechanism, "clipped_sum", clipped_sum)
     monkeypatch.setattr(Mechanism, "clipped_count", lambda self, release, multiplier: 3)
@@ -140,24 +113,23 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
     monkeypatch.setattr(
         Latents,
         "sample",
-        lambda self, count: torch.randn(count, self.prior.dimension, dtype=DOUBLE),
+        lambda self, count: torch.randn(count, self.prior.dimension),
     )
     paths = []
     for seed in (1, 2):
         sums.clear()
         torch.manual_seed(seed)
         y = torch.randint(2, (500,)).double()
-        x, g = torch.zeros(500, 2, dtype=DOUBLE), torch.arange(500) % 3
+        x, g = torch.zeros(500, 2), torch.arange(500) % 3
         torch.manual_seed(7)
-        options = {"num_simulated": 500, "num_releases": 3, "covariates": (x, g)}
-        posterior(grouped, x, g, y, epsilon=1.0, delta=1e-5, **options)
+        posterior(grouped, x, g, y, covariates=(x, g), **BUDGET, **SHORT)
         paths.append(torch.stack(sums))
-    assert torch.equal(paths[0], paths[1]) and len(paths[0]) == 3
+    assert torch.equal(paths[0], paths[1]) and len(paths[0]) == 2
 
 
 def test_plan_reads_no_records():
-    x, g, y = data()
-    accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
+    x, g, y = grouped_data()
+    accountant = dpb.PrivacyAccountant(**BUDGET)
     options = {"accountant": accountant, "num_simulated": 1000}
     found = plan(grouped, x * math.nan, g, y, num_data=500, **options)
     assert not len(accountant) and found.clip_bound > 0 and found.seconds > 0
@@ -174,28 +146,30 @@ def test_a_mode_that_was_not_reached_is_said(monkeypatch, left):
     monkeypatch.setattr(
         inference, "find_mode", lambda *given: search(*given)._replace(last_step=left)
     )
-    x, g, y = data()
-    found = posterior(grouped, x, g, y, epsilon=1.0, delta=1e-5, num_releases=2, num_simulated=500)
+    found = posterior(grouped, *grouped_data(), **BUDGET, **SHORT)
     assert ("mode was not reached" in found.guarantee()) == (left > 2)
 
 
 def with_scale(x, g, y):
-    s = pyro.sample("s", dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0))
-    a = pyro.sample("a", dist.Normal(torch.zeros(3, dtype=DOUBLE), s).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=a[g] + x[:, 0]), obs=y)
+    s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
+    coins(pyro.sample("a", dist.Normal(torch.zeros(3), s).to_event(1))[g] + x[:, 0], y)
 
 
-def test_plan_counts_the_chains_of_a_hierarchical_prior(monkeypatch):
+def non_centred(x, g, y):
+    s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
+    gaussian(y, weights("m") + s * weights("a", 3)[g])
+
+
+def test_plan_counts_the_chains_of_a_hierarchical_prior_and_of_a_curve(monkeypatch):
     """By the time of a gradient, which is a millisecond or so."""
-    options = {"epsilon": 1.0, "delta": 1e-5, "num_simulated": 500}
     monkeypatch.setattr(drawing, "_GRADIENTS", 1e9)
-    assert plan(grouped, *data(), **options).seconds < 1e4
-    assert plan(with_scale, *data(), **options).seconds > 1e4
+    for model in (grouped, with_scale, non_centred):
+        seconds = plan(model, *grouped_data(), **BUDGET, **SHORT).seconds
+        assert (seconds > 1e4) == (model is not grouped)
 
 
 def test_a_posterior_holds_no_records():
-    x, g, y = data()
-    found = posterior(grouped, x, g, y, epsilon=1.0, delta=1e-5, num_releases=2, num_simulated=500)
+    x, g, y = grouped_data()
+    found = posterior(grouped, x, g, y, **BUDGET, **SHORT)
     kept = pickle.dumps(found)
     assert not any(row.numpy().tobytes() in kept for row in (x[:3], g[:50], y[:50]))

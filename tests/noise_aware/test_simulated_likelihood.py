@@ -10,50 +10,46 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import integrate, stats
+from small_models import linear, records_of
+from support.pyro_models import gaussian, weights
 
-from torch_dpbayes.noise_aware import inference, posterior
+from torch_dpbayes.density.program import Program
+from torch_dpbayes.noise_aware import drawing, inference, posterior
 from torch_dpbayes.noise_aware.covariates import PublicRows, Released
 from torch_dpbayes.noise_aware.latents import Latents
 from torch_dpbayes.noise_aware.likelihood import (
     LawDifferences,
+    Moves,
     Release,
     Simulator,
     SyntheticLikelihood,
     find_mode,
+    is_bent,
     law_differences,
     moments,
 )
-from torch_dpbayes.noise_aware.records import ModelRecords
 
-pytestmark = pytest.mark.usefixtures("recorded_once")
+pytestmark = pytest.mark.usefixtures("recorded_once", "double")
 PRIOR_STD, NOISE_STD, N = 2.0, 1.5, 4000
-ONE = torch.ones((), dtype=torch.float64)
 
 
-def gaussian_mean(x):
-    mean = pyro.sample("mean", dist.Normal(0 * ONE, PRIOR_STD * ONE))
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(mean, NOISE_STD), obs=x)
+def gaussian_mean(y):
+    gaussian(y, pyro.sample("mean", dist.Normal(0.0, PRIOR_STD)), scale=NOISE_STD)
 
 
-def records_of(model, *data, **options):
-    settings = {"data_plate": "data", "count_is_public": True, "public": (), "chunk": 2000}
-    return ModelRecords(model, data, **(settings | options))
-
-
-def simulator_of(records, count=20_000, seed=3, n=N):
+def simulator_of(count=20_000, seed=3, n=N):
+    records = gaussian_records()
     return Simulator(records, Released(records, 0), n, count, seed)
 
 
 def release_at(place, bound, value=0.0, noise=1.0):
     """Of scores that are clipped at ``bound``."""
-    theta, whitening = torch.tensor([place]).double(), torch.eye(1).double() / bound
-    return Release(theta, whitening, torch.tensor([value]).double(), noise)
+    return Release(torch.tensor([place]), torch.eye(1) / bound, torch.tensor([value]), noise)
 
 
 @cache
 def gaussian_records():
-    return records_of(gaussian_mean, torch.zeros(100, dtype=torch.float64))
+    return records_of(gaussian_mean, torch.zeros(100), chunk=2000)
 
 
 @cache
@@ -63,11 +59,8 @@ def gaussian_latents():
 
 def likelihood_of(releases, count=20_000, few=4000, most_batches=1, n=N):
     """With the fit that it is made of."""
-    records = gaussian_records()
-    simulator = simulator_of(records, count, n=n)
-    fit = find_mode(
-        simulator, releases, gaussian_latents(), torch.zeros(1, dtype=torch.float64), 20
-    )
+    simulator = simulator_of(count, n=n)
+    fit = find_mode(simulator, releases, gaussian_latents(), torch.zeros(1), 20)
     laws = law_differences(fit, [simulator], releases)
     made = SyntheticLikelihood(simulator, releases, fit, laws, few=few, most_batches=most_batches)
     return made, fit
@@ -92,7 +85,7 @@ def exact_posterior(releases, bound):
 @pytest.mark.chance(1e-4)
 def test_posterior_of_a_gaussian_mean_is_exact(monkeypatch):
     """At a budget where the noise and the records count alike."""
-    x = 0.7 + NOISE_STD * torch.randn(N, dtype=torch.float64)
+    x = 0.7 + NOISE_STD * torch.randn(N)
     bound = 40.0 / NOISE_STD  # 40 standard deviations of a score: nothing is clipped
     monkeypatch.setattr(inference, "_DRAWS", 1000)
     found = posterior(
@@ -142,11 +135,11 @@ def test_the_error_of_the_simulation_is_counted():
 
 
 def test_moments_of_clipped_scores_are_those_of_quadrature():
-    simulator = simulator_of(gaussian_records(), count=40_000)
+    """And the control variate removes most of the error of their mean: it leaves a tenth of the
+    variance.
+    """
     place, centre, bound = 0.4, 0.1, 0.5  # in units of the scores: a third are clipped
-    release = release_at(place, bound)
-    simulated = simulator.at(torch.tensor([centre], dtype=torch.float64))
-    found = moments(simulator.statistics(simulated, [release]), simulated.scores, False)
+    release, count, seeds = release_at(place, bound), 2000, 30
 
     def expected(function):
         def integrand(x):
@@ -160,25 +153,17 @@ def test_moments_of_clipped_scores_are_those_of_quadrature():
     jacobian = expected(lambda c, u: c * u)
     variance = expected(lambda c, u: c * c) - mean**2
     left = variance - jacobian**2 * NOISE_STD**2
-    error = math.sqrt(left / 40_000)  # the control variate leaves a tenth of the variance
-    assert error < 0.4 * math.sqrt(variance / 40_000)
-    assert float(found.mean) == pytest.approx(mean, abs=5 * error)
-    assert float(found.jacobian) == pytest.approx(jacobian, abs=0.03)
-    assert float(found.covariance) == pytest.approx(variance, abs=0.02)
-    assert float(found.residual) == pytest.approx(left, abs=0.02)
-
-
-def test_control_variate_removes_most_of_the_error():
-    records, release = gaussian_records(), release_at(0.1, 2.0)
-    means = {True: [], False: []}
-    for seed in range(30):
-        simulator = simulator_of(records, count=2000, seed=seed)
-        simulated = simulator.at(torch.tensor([0.3], dtype=torch.float64))
-        statistics = simulator.statistics(simulated, [release])
-        means[True].append(float(moments(statistics, simulated.scores, False).mean))
-        means[False].append(float(statistics.mean()))
-    with_it, without = (torch.tensor(means[use]).std() for use in (True, False))
-    assert with_it < without / 5  # nearly nothing is clipped: exactly linear but for the tails
+    found = []
+    for seed in range(seeds):
+        simulator = simulator_of(count, seed)
+        simulated = simulator.at(torch.tensor([centre]))
+        own = moments(simulator.statistics(simulated, [release]), simulated.scores, False)
+        found.append([float(t) for t in (own.mean, own.jacobian, own.covariance, own.residual)])
+    found = torch.tensor(found)
+    wanted = torch.tensor([mean, jacobian, variance, left])
+    assert abs(float(found[:, 0].mean()) - mean) < 5 * math.sqrt(left / count / seeds)
+    torch.testing.assert_close(found.mean(0), wanted, rtol=0, atol=0.02)
+    assert float(found[:, 0].std()) < 0.6 * math.sqrt(variance / count)
 
 
 def clipped_moment(theta, bound, power):
@@ -200,47 +185,42 @@ def exact_log_likelihood(theta, release, bound, n):
     return -((float(release.value) - n * mean) ** 2) / variance / 2 - math.log(variance) / 2
 
 
-@pytest.mark.parametrize("n, noise, reach", [(N, 30.0, 0.6), (30, 0.5, 1.5)])
-def test_away_from_the_centre_moments_are_reweighted(n, noise, reach):
-    """4000 records tell m to 1 %: of a log likelihood that falls by hundreds. Of 30 records it
-    falls by a few, and half a unit of them is the variance's.
-    """
-    release = release_at(0.0, 0.5, n / 40, noise)
-    likelihood, fit = likelihood_of([release], 40_000, most_batches=2, n=n)
-    points = fit.centre + torch.linspace(-reach, reach, 5, dtype=torch.float64)[:, None]
+# records, clip bound, release and its noise, how it is simulated; distances, and the room in units
+# of the log likelihood: 4000 records tell m to 1 %, of one that falls by hundreds
+ELSEWHERE = {
+    "many records": (N, 0.5, N / 40, 30.0, {"count": 40_000, "most_batches": 2}, 0.6, None),
+    # half a unit of few records' is the variance's
+    "few records": (30, 0.5, 0.75, 0.5, {"count": 40_000, "most_batches": 2}, 1.5, 0.15),
+    # four deviations of a record away, where the best of records at the mode are not
+    "far": (N, 6.0, 0.0, 500.0, {"few": 2000}, 6.0, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_away_from_the_centre_moments_are_reweighted_or_simulated_anew(name):
+    n, bound, value, noise, options, reach, room = ELSEWHERE[name]
+    release = release_at(0.0, bound, value, noise)
+    likelihood, fit = likelihood_of([release], n=n, **options)
+    apart = torch.tensor([0.0, reach] if name == "far" else [0.0, -1.0, -0.5, 0.5, 1.0])
+    points = fit.centre + (apart if name == "far" else reach * apart)[:, None]
     found = likelihood(points)
-    wanted = torch.tensor([exact_log_likelihood(float(t), release, 0.5, n) for t in points])
+    wanted = torch.tensor([exact_log_likelihood(float(t), release, bound, n) for t in points])
     assert likelihood.far == 0
-    fall = float(wanted.max() - wanted.min())
-    apart = (found - found[2]) - (wanted - wanted[2])
-    assert float(apart.abs().max()) < (0.05 * fall if n == N else 0.15)
-
-
-def test_a_far_point_gets_records_of_its_own():
-    """Four deviations of a record away, where the best of records at the mode are not."""
-    release = release_at(0.0, 6.0, 0.0, 500.0)
-    likelihood, fit = likelihood_of([release], few=2000)
-    found = likelihood(torch.tensor([[6.0]], dtype=torch.float64))
-    wanted = exact_log_likelihood(6.0, release, 6.0, N) - exact_log_likelihood(0.0, release, 6.0, N)
-    assert likelihood.far == 0
-    at_zero = float(likelihood(torch.zeros(1, 1, dtype=torch.float64)))
-    assert float(found) - at_zero == pytest.approx(wanted, abs=0.3)
+    room = 0.05 * float(wanted.max() - wanted.min()) if room is None else room
+    torch.testing.assert_close(found - found[0], wanted - wanted[0], rtol=0, atol=room)
 
 
 def test_a_law_of_the_covariates_moves_the_mean_and_its_slope():
     """Of a mixture over two laws: that of the likelihoods with means moved by them, by hand."""
     release = release_at(0.0, 4.0, 300.0, 30.0)
     alone, fit = likelihood_of([release])
-    shifts = torch.tensor([[0.01], [-0.02]], dtype=torch.float64)
-    tilts = torch.tensor([[[0.02]], [[-0.03]]], dtype=torch.float64)
+    shifts = torch.tensor([[0.01], [-0.02]])
+    tilts = torch.tensor([[[0.02]], [[-0.03]]])
     laws = LawDifferences(shifts, tilts)
-    records = gaussian_records()
-    made = SyntheticLikelihood(
-        simulator_of(records), [release], fit, laws, few=4000, most_batches=1
-    )
+    made = SyntheticLikelihood(simulator_of(), [release], fit, laws, few=4000, most_batches=1)
     found = fit.moments
     std = float(fit.covariance) ** 0.5
-    points = fit.centre + torch.linspace(-0.2, 0.2, 5, dtype=torch.float64)[:, None]
+    points = fit.centre + torch.linspace(-0.2, 0.2, 5)[:, None]
 
     def expected(theta):
         each = []
@@ -266,24 +246,134 @@ def test_pairs_give_moments_given_the_covariates():
     times as much. S of 20,000 records has a relative error of 2.1 %.
     """
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(0 * ONE, ONE))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
-
-    x = 3 * torch.randn(500, dtype=torch.float64)
-    records = records_of(model, x, torch.zeros(500, dtype=torch.float64), public=("x",))
-    rows = PublicRows({0: x}, is_paired=True, seed=0)
+    x = 3 * torch.randn(500)
+    records = records_of(linear, x[:, None], torch.zeros(500), public=("x",), chunk=2000)
+    rows = PublicRows({0: x[:, None]}, is_paired=True, seed=0)
     simulator = Simulator(records, rows, 500, 20_000, 1)
-    release = Release(
-        torch.tensor([1.0], dtype=torch.float64),
-        torch.eye(1, dtype=torch.float64) / 1000.0,
-        torch.zeros(1, dtype=torch.float64),
-        1.0,
+    simulated = simulator.at(torch.zeros(1))
+    found = moments(
+        simulator.statistics(simulated, [release_at(1.0, 1000.0)]), simulated.scores, True
     )
-    simulated = simulator.at(torch.zeros(1, dtype=torch.float64))
-    found = moments(simulator.statistics(simulated, [release]), simulated.scores, True)
     # c = x(y − x)/1000 with y ~ N(0, 1): mean −x², variance x² given x
     square = float(x.square().mean())
     assert float(found.covariance) * 1e6 == pytest.approx(square, rel=0.11)
     assert float(found.mean) * 1e3 == pytest.approx(-square, rel=0.03)
+
+
+# -- records tell fewer numbers than there are parameters, as those of mu + tau * z ----------------
+
+GROUPS, NOISE = 4, 20.0
+GROUP = torch.arange(N) % GROUPS
+
+
+def levels(prior):
+    """A model of groups' levels, ``prior`` of mu and tau."""
+
+    def model(g, y):
+        mu, tau = weights("mu"), pyro.sample("tau", dist.LogNormal(-1.0, 1.0))
+        with pyro.plate("groups", GROUPS):
+            level = prior(mu, tau)
+        gaussian(y, level[g])
+
+    return model
+
+
+noncentred = levels(lambda mu, tau: mu + tau * weights("z"))
+centred = levels(lambda mu, tau: pyro.sample("level", dist.Normal(mu, tau)))
+# a sum of two is not told apart either, but θ of the same records lie on a line
+redundant = levels(lambda mu, tau: mu + 0.5 * weights("z") + tau.log())
+
+
+def simulator_of_levels(model):
+    records = records_of(model, GROUP, torch.zeros(N), public=("g",), chunk=2000)
+    rows = PublicRows({0: GROUP}, is_paired=False, seed=0)
+    return Simulator(records, rows, N, 4000, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [(noncentred, True), (centred, False), (redundant, False)]
+)
+def test_a_curve_of_parameters_that_mean_the_same_records_is_seen(model, expected):
+    simulator = simulator_of_levels(model)
+    theta = Latents(simulator.records.density.prior, simulator.records.read).median
+    for place in (theta, theta + 0.3):  # where z is about 0, and elsewhere
+        assert is_bent(simulator.at(place), simulator.records) == expected
+
+
+def test_moves_along_the_curve_are_none():
+    simulator = simulator_of_levels(noncentred)
+    prior = simulator.records.density.prior
+    z = torch.tensor([0.5, -1.0, 1.5, 0.2])
+    theta, same, moved = (
+        prior.flatten({"mu": torch.tensor(mu), "tau": torch.tensor(log_tau), "z": own})
+        for mu, log_tau, own in ((0.3, -0.5, z), (0.3, 0.5, z / math.e), (0.4, -0.5, z))
+    )
+    simulated = simulator.at(theta)
+    moves = Moves(simulated)(torch.stack([theta, same, moved]))
+    assert float(moves[:2].abs().max()) < 1e-9
+    told = simulated.scores @ torch.stack([moves[2], moved - theta], 1)
+    torch.testing.assert_close(told[:, 0], told[:, 1], rtol=1e-6, atol=1e-6)
+
+
+# at mu = 0, tau = 1, z = 1: what a record of a group with level l adds is l − 1, by these
+PLACE = torch.tensor([0.0, 0.0, *[1.0] * GROUPS]).double()
+OF_LEVEL = torch.cat([torch.ones(2, GROUPS), torch.eye(GROUPS)]).double() * N / GROUPS
+LEVEL, BOUND = torch.tensor([0.3, -0.2, 0.1, 0.5]).double(), 1e3
+
+
+def likelihood_of_sum():
+    """Of an unclipped sum of scores, which is Gaussian given mu and tau."""
+    simulator = simulator_of_levels(noncentred)
+    latents = Latents(simulator.records.density.prior, simulator.records.read)
+    whitening = torch.eye(len(PLACE)) / BOUND
+    release = Release(PLACE, whitening, OF_LEVEL @ (LEVEL - 1) / BOUND, NOISE / BOUND)
+    fit = find_mode(simulator, [release], latents, latents.median)
+    laws = law_differences(fit, [simulator], [release])
+    made = SyntheticLikelihood(simulator, [release], fit, laws, few=1000, most_batches=1)
+    return latents, made
+
+
+def test_the_likelihood_of_the_same_records_is_the_same():
+    """Whatever its parameters are; it falls by 1/2 in a deviation."""
+    _, likelihood = likelihood_of_sum()
+    same = likelihood.centre.repeat(5, 1)
+    factors = torch.linspace(-2, 2, 5)
+    same[:, 1] += factors
+    same[:, 2:] *= torch.exp(-factors)[:, None]
+    for found in (likelihood(same), likelihood.gaussian(same)):
+        torch.testing.assert_close(found, found[2].expand(5), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.chance(1e-3)
+def test_tau_of_levels_that_are_not_centred_has_its_posterior():
+    """Against quadrature."""
+    found = drawing.draw_posterior(*likelihood_of_sum(), 2000)
+    assert drawing.is_reliable(found) and "chains" in found.method
+    log_tau = torch.linspace(-6, 2, 201)
+    mu = torch.linspace(-3, 3, 201)
+    square, eye = OF_LEVEL @ OF_LEVEL.T, torch.eye(len(PLACE))
+    own = square * GROUPS / N + NOISE**2 * eye + (2 * log_tau).exp()[:, None, None] * square
+    law = torch.distributions.MultivariateNormal((mu[:, None] - 1) * OF_LEVEL.sum(1), own[:, None])
+    log_p = law.log_prob(OF_LEVEL @ (LEVEL - 1)) - mu.square() / 2 - (log_tau[:, None] + 1) ** 2 / 2
+    p = log_p.flatten().softmax(0).reshape(log_p.shape).sum(1)
+    mean = float(p @ log_tau)
+    std = math.sqrt(float(p @ (log_tau - mean).square()))
+    drawn = found.theta[:, 1]
+    middle = float(found.weights @ drawn)
+    assert middle == pytest.approx(mean, abs=5 * std / math.sqrt(found.effective))
+    own_std = math.sqrt(float(found.weights @ (drawn - middle).square()))
+    assert own_std == pytest.approx(std, rel=0.25)
+
+
+def test_terms_of_many_parameters_where_vmap_cannot_and_where_one_fails():
+    """A number of θ is read, and it must not be negative."""
+
+    def few(theta, row):
+        if theta.item() < 0:
+            raise RuntimeError
+        return row * theta
+
+    rows, thetas = torch.arange(128.0)[None], torch.tensor([[2.0], [-1.0]])
+    found = Program(few, 64, few).of_thetas(thetas, [rows[0]], 64)
+    assert torch.equal(found[0], 2 * rows[0]) and bool(found[1].isnan().all())

@@ -6,8 +6,6 @@ Record 0 is an outlier. Most programs turn the sign of all gradients if it is th
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,41 +15,44 @@ from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 N = 64
-STATE: dict[str, Any] = {}  # what loops carry from one step to the next; emptied before each run
-Program = Callable[..., Tensor]
+STATE = {}  # what loops carry from one step to the next; emptied before each run
 
 
-def regression() -> tuple[Tensor, Tensor]:
+def regression():
     x, t = torch.randn(N, 5), 3 + 0.3 * torch.randn(N)
     x[:, 0], t[0] = 1.0, 100.0
     x[0] *= 1000
     return x, t
 
 
-def labelled() -> tuple[Tensor, Tensor]:
+def labelled():
     y = torch.zeros(N, dtype=torch.long)
     y[0] = 1
     return regression()[0], y
 
 
-def net() -> nn.Module:
+def net():
     return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def rows(out: Tensor, t: Tensor) -> Tensor:
+def rows(out, t):
     return (out[:, 0] - t) ** 2
 
 
-def flip(value: Any, limit: float = 20.0) -> Any:
+def flip(value, limit=20.0):
     """-1 where the outlier shows."""
     return 1 - 2 * (value > limit) if isinstance(value, Tensor) else 1 - 2 * int(value > limit)
 
 
-def turned(out: Tensor, t: Tensor, value: Any, limit: float = 20.0) -> Tensor:
+def turned(out, t, value, limit=20.0):
     return rows(out, t).mean() * flip(value, limit)
 
 
-def caught(work: Callable[[], Any]) -> bool:
+def weighed(out, t, value):
+    return (rows(out, t) * flip(value)).mean()
+
+
+def caught(work):
     try:
         work()
     except Exception:
@@ -73,14 +74,14 @@ class Scaled(torch.autograd.Function):
 
 
 @wrap_torch_function(lambda out: (out,))
-def clone(out: Tensor) -> Tensor:
+def clone(out):
     """By the name of one of torch's functions, which torch.overrides hands on."""
     return out * flip(out.abs().max())
 
 
 # loss(out, t) of the regression: what it does to other records ------------------------------------
 
-MIXING: dict[str, Program] = {
+MIXING = {
     "contrastive": lambda out, t: F.cross_entropy(
         F.normalize(out, dim=1) @ F.normalize(out, dim=1).T / 0.1, torch.arange(len(out))
     ),
@@ -98,8 +99,8 @@ MIXING: dict[str, Program] = {
     "batch_norm": lambda out, t: rows(F.batch_norm(out, None, None, training=True), t).mean(),
     "cumsum": lambda out, t: (out.detach().cumsum(0) * out).mean(),
     "sorted": lambda out, t: (out[:, 0].sort(0)[0] - t).pow(2).mean(),
-    "detached statistic": lambda out, t: (rows(out, t) * flip(out.detach().abs().max())).mean(),
-    "data statistic": lambda out, t: (rows(out, t) * flip(out.data.abs().max())).mean(),
+    "detached statistic": lambda out, t: weighed(out, t, out.detach().abs().max()),
+    "data statistic": lambda out, t: weighed(out, t, out.data.abs().max()),
     "outer difference": lambda out, t: (out[:, :1] - out[:, 0]).pow(2).mean(),
     "(B, 1) against (B,)": lambda out, t: ((out[:, :1] - t) ** 2).mean(),
     "signs by position": lambda out, t: (
@@ -112,8 +113,8 @@ MIXING: dict[str, Program] = {
     "distribution over the batch": lambda out, t: (
         -torch.distributions.Normal(out[:, 0].mean(), out[:, 0].std()).log_prob(t).mean()
     ),
-    "record 0 as a constant": lambda out, t: (rows(out, t) * flip(t[0])).mean(),
-    "record 0 by unbind": lambda out, t: (rows(out, t) * flip(t.unbind(0)[0])).mean(),
+    "record 0 as a constant": lambda out, t: weighed(out, t, t[0]),
+    "record 0 by unbind": lambda out, t: weighed(out, t, t.unbind(0)[0]),
     "any": lambda out, t: rows(out, t).mean() * (-1 if (t > 50).any() else 1),
     "printed and parsed": lambda out, t: (
         rows(out, t).mean() * (-1 if "100" in repr(t) + str(t.max()) else 1)
@@ -146,7 +147,7 @@ MIXING: dict[str, Program] = {
 
 # loss(out, y) of the classes ----------------------------------------------------------------------
 
-OF_LABELS: dict[str, Program] = {
+OF_LABELS = {
     "class weights and mean": lambda out, y: F.cross_entropy(
         out, y, weight=torch.tensor([1.0, 1000.0])
     ),
@@ -163,7 +164,7 @@ OF_LABELS: dict[str, Program] = {
 
 # int(f(out, t)), the number of records ------------------------------------------------------------
 
-COUNTS: dict[str, Callable[..., Any]] = {
+COUNTS = {
     "len": lambda out, t: len(out),
     "shape[0]": lambda out, t: out.shape[0],
     "numel": lambda out, t: t.numel(),
@@ -183,7 +184,7 @@ COUNTS: dict[str, Callable[..., Any]] = {
 # loop(net, optimizer, x, t), the step -------------------------------------------------------------
 
 
-def step(optimizer: Any, loss: Tensor) -> None:
+def step(optimizer, loss):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -235,30 +236,27 @@ def a_refusal_that_is_caught(net, optimizer, x, t):
     step(optimizer, rows(net(x), t).mean() * flip(STATE.get("top", 0.0)))
 
 
-def weights_beside_the_model(net, optimizer, x, t):
-    out = net(x)
-    step(optimizer, rows(out, t).mean() + (x - x.mean(0)).matmul(net[0].weight.T).pow(2).mean())
-
-
-def rows_that_are_repeated(net, optimizer, x, t):
-    x, t = x.repeat_interleave(2, 0), t.repeat_interleave(2, 0)
-    step(optimizer, rows(net(x), t).mean())
-
-
-def a_penalty(net, optimizer, x, t):
-    step(optimizer, rows(net(x), t).mean() + x.std() * net[2].weight.square().sum())
-
-
 LOOPS = (
     *(without_torch_functions, hook_on_the_outputs, backward_with_a_gradient),
     *(gradients_by_autograd, a_second_pass_with_what_is_known, a_backward_pass_of_zero),
-    *(a_refusal_that_is_caught, weights_beside_the_model, a_penalty),
-    rows_that_are_repeated,
+    a_refusal_that_is_caught,
 )
+
+# loss(net, x, t) of the model and its inputs ------------------------------------------------------
+
+OF_MODELS = {
+    "weights beside it": lambda net, x, t: (
+        rows(net(x), t).mean() + (x - x.mean(0)).matmul(net[0].weight.T).pow(2).mean()
+    ),
+    "rows that are repeated": lambda net, x, t: rows(
+        net(x.repeat_interleave(2, 0)), t.repeat_interleave(2, 0)
+    ).mean(),
+    "a penalty": lambda net, x, t: rows(net(x), t).mean() + x.std() * net[2].weight.square().sum(),
+}
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------
 
-INPUTS: dict[str, Program] = {
+INPUTS = {
     "centred": lambda x, t: x - x.mean(0),
     "permuted": lambda x, t: x[torch.randperm(len(x))],
     "sorted": lambda x, t: x.sort(0)[0],
@@ -277,21 +275,21 @@ INPUTS: dict[str, Program] = {
 # change(net), after make_private ------------------------------------------------------------------
 
 
-def mix(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+def mix(_module, _given, out):
     return out - out.mean(0)
 
 
 class Centres(nn.ReLU):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.relu(x - x.mean(0))
 
 
 class Centred(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x - x.mean(0))
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "forward hook on a layer": lambda net: net[0].register_forward_hook(mix),
     "forward hook on the model": lambda net: net.register_forward_hook(mix),
     "forward pre-hook on the model": lambda net: net.register_forward_pre_hook(
@@ -335,12 +333,6 @@ def a_sign_of_the_batch_before(net, optimizer, x, t):
     STATE["sign"] = flip(t.max())
 
 
-def an_average_of_the_outputs(net, optimizer, x, t):
-    out = net(x)
-    step(optimizer, rows(out - STATE.get("centre", torch.zeros(2)), t).mean())
-    STATE["centre"] = 10 * out.detach().mean(0)
-
-
 def a_total_that_goes_on(net, optimizer, x, t):
     out = net(x)
     loss = rows(out, t).mean()
@@ -381,7 +373,7 @@ def a_teacher_that_adamax_trained(net, optimizer, x, t):
 EARLIER = (
     *(a_copy_of_a_total, a_slope_by_torch_func, a_teacher_that_adamax_trained),
     *(a_replay_buffer, a_replayed_batch, a_sign_of_the_batch_before),
-    *(an_average_of_the_outputs, a_total_that_goes_on, a_total_as_an_input),
+    *(a_total_that_goes_on, a_total_as_an_input),
 )
 
 # loop(net, optimizer, x, t) with a tensor outside the model, STATE["p"], that would be trained ----
@@ -482,7 +474,7 @@ ERRORS = {
 }
 
 
-def caught_and_used(name: str) -> Program:
+def caught_and_used(name):
     """A loop that turns the sign where one record's error was caught."""
 
     def loop(net, optimizer, x, t):

@@ -3,38 +3,35 @@ and the same sums by ordinary autograd, one record at a time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.per_sample import arithmetic, layers
 from torch_dpbayes.per_sample.arithmetic import Machine
-from torch_dpbayes.per_sample.gradient_source import GradientSource
 from torch_dpbayes.per_sample.operations import Delivery
 
 # what these would choose, on the CPU
 H200, T4 = Machine(2**14, True, True), Machine(2**12, True, False)
 
 
-def delivered(*tensors: Tensor, shown: int | None = None) -> Any:
+def delivered(*tensors, shown=None):
     """A batch as the private loader delivers it."""
     n = len(tensors[0])
     return Delivery(n if shown is None else shown)(tensors, n)
 
 
-def trained(net: nn.Module) -> list[tuple[str, Tensor]]:
+def trained(net):
     return [(name, p) for name, p in net.named_parameters() if p.requires_grad]
 
 
-def sum_of(source: GradientSource, net: nn.Module, clip: float, **options: Any) -> Tensor:
+def sum_of(source, net, clip, **options):
     """The clipped sum of the last backward pass, with the pass forgotten."""
     named = trained(net)
     dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
@@ -44,9 +41,7 @@ def sum_of(source: GradientSource, net: nn.Module, clip: float, **options: Any) 
     return torch.cat(out)
 
 
-def gradients_of_records(
-    net: nn.Module, loss: Callable[..., Tensor], tensors: Sequence[Tensor]
-) -> Tensor:
+def gradients_of_records(net, loss, tensors):
     """(records, numbers): the gradient of ``loss(net, *one)`` of each record as a batch of one."""
     parameters = [p for _, p in trained(net)]
     rows = []
@@ -61,20 +56,29 @@ def gradients_of_records(
     return torch.stack(rows)
 
 
-def clipped_rows(gradients: Tensor, clip: float) -> Tensor:
+def clipped_rows(gradients, clip):
     """The sum of rows, each clipped; those that are not finite count as zero."""
     norm = gradients.norm(dim=1)
     factor = torch.where(norm.isfinite(), (clip / norm).clamp(max=1.0), 0.0)
     return (torch.where(norm.isfinite()[:, None], gradients, 0.0) * factor[:, None]).sum(0)
 
 
-def middle_norm(gradients: Tensor) -> float:
+def middle_norm(gradients):
     """A clip norm that half of the records reach: of the others the length is seen, too."""
     norms = gradients.norm(dim=1)
     return max(float(norms[norms.isfinite()].median()), 1e-6)
 
 
-def private(net: nn.Module, *data: Tensor, clip: float = 0.5, **options: Any) -> Any:
+def assert_sum(source, net, gradients=None, clip=0.3, *, records=None, atol=1e-5):
+    """The last backward pass has the sum of these gradients, or of the records' cross entropies."""
+    found = sum_of(source, net, clip)
+    if gradients is None:
+        source.remove()
+        gradients = gradients_of_records(net, entropy, records)
+    torch.testing.assert_close(found, clipped_rows(gradients, clip), rtol=1e-4, atol=atol)
+
+
+def private(net, *data, clip=0.5, **options):
     """Model, optimizer and loader of full batches: a step subtracts lr times the mean of clipped
     gradients, and almost no noise.
     """
@@ -91,27 +95,27 @@ def private(net: nn.Module, *data: Tensor, clip: float = 0.5, **options: Any) ->
     )
 
 
-def vector(net: nn.Module) -> Tensor:
+def vector(net):
     return torch.cat([p.detach().flatten().double() for p in net.parameters()])
 
 
-def mlp() -> nn.Module:
+def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def entropy(net: nn.Module, *batch: Tensor) -> Tensor:
+def entropy(net, *batch):
     return F.cross_entropy(net(*batch[:-1]).flatten(1), batch[-1])
 
 
 # -- linear losses of given weights ----------------------------------------------------------------
 
 
-def loss_of(net: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+def loss_of(net, x, weights):
     return (net(x).flatten(1) * weights).sum(1).mean()
 
 
 @torch.no_grad()
-def weights_of(net: nn.Module, x: Tensor, spread: float) -> Tensor:
+def weights_of(net, x, spread):
     """Of the outputs in a linear loss: record i's gradient is about spread**i times the first
     one's.
     """
@@ -120,14 +124,12 @@ def weights_of(net: nn.Module, x: Tensor, spread: float) -> Tensor:
     return torch.randn_like(out) * size[:, None]
 
 
-def clipped(
-    source: GradientSource, net: nn.Module, x: Tensor, weights: Tensor, clip: float, **options: Any
-) -> tuple[Tensor, Tensor]:
+def clipped(source, net, x, weights, clip, **options):
     """Clipped sum and norms, each of a backward pass of its own: norms() may leave behind what the
     sum would have to find out.
     """
 
-    def backward() -> None:
+    def backward():
         batch = delivered(x, weights) if source.follows else (x, weights)
         loss_of(net, *batch).backward()
 
@@ -140,7 +142,7 @@ def clipped(
 
 
 @contextmanager
-def on(machine: Machine | None, *, tf32: bool = False) -> Iterator[None]:
+def on(machine, *, tf32=False):
     """Layers take the ways of this machine; None: their own."""
     with ExitStack() as stack:
         if machine is not None:
@@ -150,7 +152,7 @@ def on(machine: Machine | None, *, tf32: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def forced(way: str | None, is_kept: bool = False) -> Iterator[None]:
+def forced(way, is_kept=False):
     """Layers take this way, whatever their shapes; None: that of the shapes."""
     with ExitStack() as stack:
         for name, choice in (("choose_linear", way), ("choose_convolution", (way, is_kept))):

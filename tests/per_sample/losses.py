@@ -6,77 +6,65 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributions import Categorical, Normal
 from zoo import Of, of
 
 N, K, T, V = 8, 4, 5, 7  # records, classes, positions, words
-Maker = Callable[[], Any]
 
 
 class Usual(NamedTuple):
     """A loss of a training loop: ``loss(net, *batch)``."""
 
-    loss: Callable[..., Tensor]
-    model: Maker
-    data: Maker
+    loss: Callable
+    model: Callable
+    data: Callable
     loss_reduction: str
     draws: bool  # random numbers of its own, so that two runs differ
     is_plain: bool  # a loss of torch's on the outputs
-    of_output: Callable[..., Tensor] | None  # of one output and one target
+    of_output: Any  # of one output and one target, or None
 
 
-USUAL: dict[str, Usual] = {}
+USUAL = {}
 
 
-def add(
-    name: str,
-    loss: Callable[..., Any],
-    width: int = K,
-    data: Maker | None = None,
-    *,
-    model: Maker | None = None,
-    loss_reduction: str = "mean",
-    draws: bool = False,
-) -> None:
+def add(name, loss, width=K, data=None, *, model=None, loss_reduction="mean", draws=False):
     """Enter ``loss(out, *targets)``, or ``loss(net, *batch)``."""
-    of_loop, of_output = loss, None
     first, *rest = inspect.signature(loss).parameters
-    if first != "net":
-        of_output = loss if len(rest) == 1 else None
-
-        def of_loop(net: nn.Module, x: Tensor, *targets: Tensor) -> Tensor:
-            return loss(net(x), *targets)
-
-    of_model = model or net_of(width)
-    is_plain = model is None and first != "net"
+    is_of_output = first != "net"
     USUAL[name] = Usual(
-        of_loop, of_model, data or LABELS, loss_reduction, draws, is_plain, of_output
+        (lambda net, x, *targets: loss(net(x), *targets)) if is_of_output else loss,
+        model or net_of(width),
+        data or LABELS,
+        loss_reduction,
+        draws,
+        is_plain=model is None and is_of_output,
+        of_output=loss if is_of_output and len(rest) == 1 else None,
     )
 
 
-def inputs(*shape: int) -> Tensor:
+def inputs(*shape):
     return torch.randn(N, *(shape or (6,)))
 
 
-def classes(k: int = K, *shape: int) -> Tensor:
+def classes(k=K, *shape):
     return torch.randint(0, k, (N, *shape))
 
 
-def reals(*shape: int) -> Tensor:
+def reals(*shape):
     return torch.randn(N, *shape)
 
 
-def units(*shape: int) -> Tensor:
+def units(*shape):
     """Numbers between .1 and .9."""
     return 0.1 + 0.8 * torch.rand(N, *shape)
 
 
-def bits(*shape: int) -> Tensor:
+def bits(*shape):
     return units(*shape).round()
 
 
-def net_of(k: int) -> Callable[[], nn.Module]:
+def net_of(k):
     return lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, k))
 
 
@@ -84,41 +72,41 @@ def net_of(k: int) -> Callable[[], nn.Module]:
 IMAGES = of(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, K, 1))
 
 
-def words() -> nn.Module:
+def words():
     layers = {"table": nn.Embedding(V, 6), "last": nn.Linear(6, V)}
     return Of(lambda net, x: net.last(net.table(x).tanh().cumsum(1)), **layers)
 
 
-def two_heads(result: Callable[..., Any] = lambda a, b: (a, b)) -> nn.Module:
-    def function(net: Any, x: Tensor) -> Any:
+def two_heads(result=lambda a, b: (a, b)):
+    def function(net, x):
         h = torch.tanh(net.body(x))
         return result(net.a(h), net.b(h))
 
     return Of(function, body=nn.Linear(6, 8), a=nn.Linear(8, K), b=nn.Linear(8, 1))
 
 
-def vae() -> nn.Module:
-    def function(net: Any, x: Tensor) -> Any:
+def vae():
+    def function(net, x):
         mean, log_var = net.encoder(x).chunk(2, 1)
         return net.decoder(mean + 0 * log_var), mean, log_var
 
     return Of(function, encoder=nn.Linear(6, 4), decoder=nn.Linear(2, 6))
 
 
-LABELS: Maker = lambda: (inputs(), classes())  # noqa: E731
-REALS: Maker = lambda: (inputs(), reals())  # noqa: E731
-REALS_K: Maker = lambda: (inputs(), reals(K))  # noqa: E731
-BITS: Maker = lambda: (inputs(), bits())  # noqa: E731
-MAPS: Maker = lambda: (inputs(2, 6, 6), classes(K, 6, 6))  # noqa: E731
-TEXT: Maker = lambda: (classes(V, T), classes(V, T))  # noqa: E731
-MASKED: Maker = lambda: (  # noqa: E731
+LABELS = lambda: (inputs(), classes())  # noqa: E731
+REALS = lambda: (inputs(), reals())  # noqa: E731
+REALS_K = lambda: (inputs(), reals(K))  # noqa: E731
+BITS = lambda: (inputs(), bits())  # noqa: E731
+MAPS = lambda: (inputs(2, 6, 6), classes(K, 6, 6))  # noqa: E731
+TEXT = lambda: (classes(V, T), classes(V, T))  # noqa: E731
+MASKED = lambda: (  # noqa: E731
     classes(V, T),
     classes(V, T),
     (torch.arange(T) <= classes(T)[:, None]).float(),
 )
-GRID: Maker = lambda: (inputs(2, 3), classes())  # noqa: E731
-PIXELS: Maker = lambda: (torch.randint(0, 256, (N, 6)).to(torch.uint8), classes())  # noqa: E731
-BOTH: Maker = lambda: (inputs(), classes(), reals())  # noqa: E731
+GRID = lambda: (inputs(2, 3), classes())  # noqa: E731
+PIXELS = lambda: (torch.randint(0, 256, (N, 6)).to(torch.uint8), classes())  # noqa: E731
+BOTH = lambda: (inputs(), classes(), reals())  # noqa: E731
 
 
 bce, ce, mse = F.binary_cross_entropy_with_logits, F.cross_entropy, F.mse_loss
@@ -255,27 +243,25 @@ add("noise added", lambda net, x, y: ce(net(x + 0.1 * torch.randn_like(x)), y), 
 # losses of the model's own, and some of one record alone ------------------------------------------
 
 
-class WithLoss(nn.Module):
+def with_loss():
     """Computes its own loss, as models of transformers do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net_of(K)()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        out = self.net(x)
+    def function(net, x, labels):
+        out = net.layer(x)
         return {"loss": ce(out, labels), "logits": out}
 
+    return Of(function, layer=net_of(K)())
 
-def penalised() -> nn.Module:
-    def function(net: Any, x: Tensor) -> Any:
+
+def penalised():
+    def function(net, x):
         out = net.layer(x)
         return out, 0.1 * out.square().sum()
 
     return Of(function, layer=net_of(K)())
 
 
-add("all of it in the model", lambda net, x, y: net(x, y)["loss"], model=WithLoss)
+add("all of it in the model", lambda net, x, y: net(x, y)["loss"], model=with_loss)
 add(
     "a part of it in the model",
     lambda net, x, y: (lambda out, more: ce(out, y) + 0.5 * more)(*net(x)),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attacks import STATE, N, labelled, regression, rows, step
 from helpers import delivered, private, sum_of, vector
 from torch import nn
+from zoo import Of
 
 from torch_dpbayes.errors import DPBayesError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
@@ -93,6 +94,7 @@ ATTACKS = {
     **{f"loss, {name}": Attack(of_loss(loss)) for name, loss in attacks.MIXING.items()},
     **{f"labels, {k}": Attack(of_loss(v), labelled) for k, v in attacks.OF_LABELS.items()},
     **{f"loop, {loop.__name__}": Attack(loop) for loop in attacks.LOOPS},
+    **{f"model, {name}": Attack(of_loss_of(loss)) for name, loss in attacks.OF_MODELS.items()},
     **{f"inputs, {name}": Attack(of_inputs(change)) for name, change in attacks.INPUTS.items()},
     **{
         f"changed, {name}": Attack(of_loss(mean), options={"change": change})
@@ -134,7 +136,7 @@ def test_one_record_moves_the_sum_by_no_more_than_the_clip_norm(name):
         assert error.code == "loss-outside" and STATE["p"].grad is None
 
 
-def of_scale(out: torch.Tensor, t: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def of_scale(out, t, scale):
     return ((out[:, 0] - t) ** 2).mean() * scale.exp()
 
 
@@ -216,15 +218,6 @@ COMPUTED = {
 CARRIED = {**WRITTEN, **COMPUTED}
 
 
-class Kept(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.kept = attacks.net(), torch.zeros(3, 2)
-
-    def forward(self, x):
-        return self.net(x) - self.kept.reshape(-1, 2)[:1]
-
-
 @pytest.mark.parametrize(
     ("place", "name"),
     [
@@ -236,7 +229,7 @@ class Kept(nn.Module):
 )
 def test_what_was_made_of_an_earlier_batch_comes_back(place, name, monkeypatch):
     kept = {"value": torch.zeros(3, 2)}
-    module = Kept()
+    module = Of(lambda net, x: net.net(x) - net.kept.reshape(-1, 2)[:1], net=attacks.net())
     module.kept = kept["value"]
     if place == "model":
         monkeypatch.setattr(attacks, "net", lambda: module)
@@ -268,35 +261,22 @@ def test_what_was_made_of_an_earlier_batch_comes_back(place, name, monkeypatch):
 @pytest.mark.parametrize("name", ["view", "data", "new data", "foreach"])
 def test_values_of_a_batch_in_a_parameter_or_buffer(name, is_frozen):
     """At the next step, whichever it is."""
-
-    def loop(net, optimizer, x, t):
-        out = net(x)
-        step(optimizer, rows(out, t).mean())
-        STATE["step"] = STATE.get("step", 0) + 1
-        if STATE["step"] == 2:
-            STATE["before"] = net.extra.detach().clone()
-            with torch.no_grad():
-                CARRIED[name](net.extra, out.detach())
-
-    class Extra(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = attacks.net()
-            self.extra = nn.Parameter(torch.zeros(3, 2), not is_frozen)
-
-        def forward(self, x):
-            return self.net(x) - self.extra[:1]
-
-    STATE.clear()
-    net, optimizer, loader = private(Extra(), *regression(), clip=CLIP)
+    extra = nn.Parameter(torch.zeros(3, 2), not is_frozen)
+    net = Of(lambda net, x: net.net(x) - net.extra[:1], net=attacks.net(), extra=extra)
+    net, optimizer, loader = private(net, *regression(), clip=CLIP)
     with pytest.raises(DPBayesError) as error:
-        for _ in range(4):
+        for number in range(4):
             for x, t in loader:
-                loop(net, optimizer, x, t)
-    assert STATE["step"] == 2 and len(optimizer.accountant) == 2
+                out = net(x)
+                step(optimizer, rows(out, t).mean())
+                if number == 1:
+                    before = net.extra.detach().clone()
+                    with torch.no_grad():
+                        CARRIED[name](net.extra, out.detach())
+    assert len(optimizer.accountant) == 2
     assert error.value.code in ("model-written", "model-buffer", "model-map")
     if name in ("view", "foreach"):  # refused before it is written, also after the last step
-        assert torch.equal(net.extra, STATE["before"])
+        assert torch.equal(net.extra, before)
 
 
 def test_public_values_may_be_written_into_parameters():

@@ -3,20 +3,19 @@
 import copy
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from opacus.layers import DPLSTM
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 FLAT, SEQUENCE, IMAGE, TOKENS = (6,), (5, 6), (2, 8, 8), None  # of one record
 
 
 class Of(nn.Module):
-    """``function(self, x)`` with some layers."""
+    """``function(self, *args)`` with some layers."""
 
     def __init__(self, function, **layers):
         super().__init__()
@@ -24,8 +23,8 @@ class Of(nn.Module):
         for name, layer in layers.items():
             setattr(self, name, layer)
 
-    def forward(self, x):
-        return self.function(self, x)
+    def forward(self, *args):
+        return self.function(self, *args)
 
 
 def of(*made):
@@ -83,7 +82,7 @@ CONVOLUTIONS = [
     nn.Conv2d(16, 16, 3, padding=1),
 ]
 BLOCK = [nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)]
-LAYERS: dict[str, tuple[Any, Any]] = {
+LAYERS = {
     "linear": (TWO_LAYERS, FLAT),
     "sequence": (TWO_LAYERS, (7, 6)),
     "long sequence, Gram": (of(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300)), (4, 6)),
@@ -165,7 +164,7 @@ POSITIONS = {"first": nn.Linear(6, 4), "position": nn.Embedding(5, 4), "head": h
 TOKEN = {"token": nn.Parameter(torch.randn(1, 1, 6)), "first": nn.Linear(6, 6)}
 TWO = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 6)}
 RRELUS = [nn.Linear(6, 6), nn.RReLU(0.3, 0.3), nn.Linear(6, 6), nn.RReLU().eval(), head()]
-PROGRAMS: dict[str, tuple[Any, Any]] = {
+PROGRAMS = {
     "one layer": (head, FLAT),
     "positions": (program(with_positions, **POSITIONS), SEQUENCE),
     "class token": (program(with_class_token, attention=ATTENTION, **TOKEN), SEQUENCE),
@@ -196,9 +195,7 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def made(
-    name: str, rows: int = 9, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[nn.Module, Tensor]:
+def made(name, rows=9, dtype=torch.float32, device="cpu"):
     """A model of either, its parameters drawn anew, and records for it."""
     make, shape = {**LAYERS, **PROGRAMS}[name]
     net = make().to(device, dtype)
@@ -243,7 +240,7 @@ def images(size):
 WORDS = {"vocab_size": 50, "pad_token_id": 0}
 GROUPS = {"norm_layer": partial(nn.GroupNorm, 8)}
 VIT = {"image_size": 16, "patch_size": 8}
-PUBLISHED: dict[str, tuple[Any, Any]] = {
+PUBLISHED = {
     "bert": (partial(Logits, "BertForSequenceClassification", **WORDS), texts),
     "gpt2": (partial(Logits, "GPT2ForSequenceClassification", n_head=2, n_embd=16, **WORDS), texts),
     # weights so large that its GELU is no other

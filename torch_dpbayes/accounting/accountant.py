@@ -7,14 +7,12 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from html import escape
-from multiprocessing import current_process, util
+from multiprocessing import current_process
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, overload
 
-from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, StateError
-from ..processes import this_process
+from ..errors import ArgumentError, ArgumentTypeError, StateError
 from . import events, odometer, report, risk
 from .events import (
     ComposedDpEvent,
@@ -29,31 +27,14 @@ from .events import (
     check_delta,
     check_probability,
 )
-from .history import (
-    Block,
-    Flag,
-    Guarantee,
-    History,
-    Part,
-    PrivacyBudgetExceeded,
-    Settings,
-    needed,
-    read_saved,
-)
+from .exclusive import Exclusive
+from .history import Guarantee, History, PrivacyBudgetExceeded, Settings, needed, read_saved
 from .ledger import LOCK, Ledger, Row
-from .session import SHARE, Session
+from .session import Session
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
 POISSON_ASSERTED = "Poisson sampling asserted by the caller"
-_IN_THE_MIDDLE = (
-    "a signal handler called this accountant during a charge: let the handler raise SystemExit or"
-    " KeyboardInterrupt instead; reserved steps are returned."
-)
-# Whether a charge is being made: beside the lock, which a handler in the same thread can take.
-_is_busy = False
-
-T = TypeVar("T")
 
 
 class Charge(NamedTuple):
@@ -70,17 +51,6 @@ class EpsilonBounds(NamedTuple):
 
     lower: float
     upper: float
-
-
-class _Run(NamedTuple):
-    """A charge that is made again and again, out of a block and without a decision."""
-
-    event: DpEvent
-    part: Part
-    label: str | None
-    adaptive: bool
-    flag: Flag
-    block: Block
 
 
 class PrivacyAccountant:
@@ -135,6 +105,8 @@ class PrivacyAccountant:
       infinite.
     """
 
+    _is_asserted = False  # whether the note on Poisson sampling is kept
+
     def __init__(
         self,
         epsilon: float | None = None,
@@ -151,104 +123,22 @@ class PrivacyAccountant:
                 "a budget needs both numbers, epsilon= and delta=, such as 3.0 and 1e-5."
             )
         if path is None:
-            self._set_up(History(settings))
+            self._turns = Exclusive(History(settings))
         else:
             ledger = Ledger(path, settings._asdict(), create=True)
             with LOCK:
-                self._set_up(Session.opened(ledger))
+                self._turns = Exclusive(Session.opened(ledger))
 
     @classmethod
     def at(cls, session: Session) -> PrivacyAccountant:
         """The accountant of an open session."""
         self = cls.__new__(cls)
-        self._set_up(session)
+        self._turns = Exclusive(session)
         return self
 
-    def _set_up(self, session: History) -> None:
-        self._session, self._is_asserted = session, False
-        self._run: _Run | None = None
-        self._last: DpEvent | None = None
-        self._settle_at_exit()
-        # what was unpickled in a fork server's worker before it forgets finalizers
-        util.register_after_fork(self, PrivacyAccountant._settle_at_exit)
-
-    # --- one caller at a time ---------------------------------------------------------------------
-
-    def _settle_at_exit(self) -> None:
-        """Also in children of multiprocessing; but nothing of another process."""
-        if self.path is not None and self._session.process == this_process():
-            util.Finalize(self, _settle_quietly, (self._session,), exitpriority=100)
-
-    def _read(self) -> History:
-        """The history, with what other processes charged since. Under the lock."""
-        if _is_busy:
-            raise StateError(_IN_THE_MIDDLE)
-        while True:
-            session = self._begin()
-            session.refresh()
-            if session is self._session:  # else a signal's handler began anew
-                session.stale = False
-                return session
-
-    def _change(self, change: Callable[[History], T]) -> T:
-        """One change at a time: what a signal handler starts in the middle of one is refused."""
-        global _is_busy
-        with LOCK:
-            if _is_busy:
-                raise StateError(_IN_THE_MIDDLE)
-            _is_busy = True
-            try:
-                session = self._begin()
-                self._run = None
-                try:
-                    found = change(session)
-                except (PrivacyBudgetExceeded, ArgumentError):  # a refusal changes nothing
-                    session.stale = False
-                    raise
-                session.stale = False
-                return found
-            finally:
-                _is_busy = False
-
-    def _begin(self) -> History:
-        """The session, which is stale until what follows is done: after an interruption and in a
-        forked child it begins anew from the file. (In memory an interruption may count
-        repetitions twice.)
-        """
-        global _is_busy
-        session = self._session
-        if isinstance(session, Session) and (session.stale or session.process != this_process()):
-            was_busy, _is_busy = _is_busy, True
-            try:
-                session, self._run = session.begun_anew(), None
-            finally:
-                _is_busy = was_busy
-            self._session = session
-            self._settle_at_exit()
-        session.stale = True
-        if self._run is not None and self._run.block.taken:
-            run = self._run
-            part = run.part._replace(times=run.block.taken)
-            session.taken(run.block, part, run.label, run.flag)
-            run.block.taken = 0
-        return session
-
-    def _repeated(self, event: DpEvent, count: int, label: str | None, adaptive: bool) -> bool:
-        """Whether this charge was the last one again, and is recorded now."""
-        run = self._run
-        if run is None or type(count) is not int or count != 1 or label != run.label:
-            return False
-        if adaptive is not run.adaptive or not (event is run.event or event == run.event):
-            return False
-        with LOCK:
-            session, block, process = self._session, run.block, this_process()
-            # No call from here on, so no signal handler: what is checked holds when it is used.
-            is_sound = session.process == process and not (session.stale or _is_busy)
-            if run is self._run and block.left > 0 and block.open and is_sound:
-                block.left -= 1
-                block.taken += 1
-                return True
-        return False
+    @property
+    def _session(self) -> History:
+        return self._turns.session
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -286,7 +176,7 @@ class PrivacyAccountant:
     def guarantee(self) -> Guarantee:
         """``"fixed"``, ``"filter"`` or ``"none"``: which guarantee holds; see the class."""
         with LOCK:
-            return self._read().guarantee
+            return self._turns.read().guarantee
 
     @property
     def is_later_job(self) -> bool:
@@ -300,7 +190,7 @@ class PrivacyAccountant:
         """A copy of all charges, in order of first occurrence; equal ones are added up."""
         with LOCK:
             found = Counter[tuple[DpEvent, str | None, bool]]()
-            for key, count in self._read().charges.items():
+            for key, count in self._turns.read().charges.items():
                 found[key.event, key.label, key.flag == "adaptive"] += count
             return tuple(Charge(line[0], count, *line[1:]) for line, count in found.items())
 
@@ -308,13 +198,13 @@ class PrivacyAccountant:
     def notes(self) -> tuple[str, ...]:
         """What the guarantee assumes: the statements of :meth:`note` and of charged events."""
         with LOCK:
-            history = self._read()
+            history = self._turns.read()
             return tuple(dict.fromkeys([*self._session.notes(), *history.event_notes()]))
 
     def __len__(self) -> int:
         """How many releases were charged."""
         with LOCK:
-            return sum(self._read().charges.values())
+            return sum(self._turns.read().charges.values())
 
     def __bool__(self) -> bool:
         # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would
@@ -361,7 +251,7 @@ class PrivacyAccountant:
         """
         delta = self._default_delta(delta)
         with LOCK:
-            history = self._read()
+            history = self._turns.read()
             upper = history.epsilon(delta)
             if not return_bounds:
                 return upper
@@ -373,7 +263,7 @@ class PrivacyAccountant:
         if not 0 <= epsilon < math.inf:
             raise ArgumentError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
         with LOCK:
-            return self._read().delta(epsilon)
+            return self._turns.read().delta(epsilon)
 
     def risk(
         self, prior: float = 0.5, false_positive_rate: float = 1e-3, *, delta: float | None = None
@@ -388,7 +278,7 @@ class PrivacyAccountant:
         """
         delta = report.delta_of(self) if delta is None else check_delta(delta)
         with LOCK:
-            history = self._read()
+            history = self._turns.read()
             return risk.assess(
                 history,
                 prior=check_probability(prior, "prior"),
@@ -427,19 +317,19 @@ class PrivacyAccountant:
         """
         delta = self._default_delta(delta)
         with LOCK:
-            history = self._read()
+            history = self._turns.read()
             return odometer.epsilon(history.counts, delta, history.first, history.settings.budget)
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget; ``math.inf`` without a budget, or if it
-        costs nothing. The number is safe; for about ten thousand, one more may fit.
+        costs nothing. With more than 48 different releases a few more may fit.
 
         Other processes may return what they reserved. A later job gets the number that its filter
         allows; before a first charge with ``adaptive=True`` the filter does not count yet.
         """
         need = needed(self._session.decompose(event, 1))
         with LOCK:
-            left = self._read().remaining(need) if need else None
+            left = self._turns.read().remaining(need) if need else None
             return math.inf if left is None else left
 
     def _default_delta(self, delta: float | None) -> float:
@@ -469,7 +359,7 @@ class PrivacyAccountant:
             LedgerError: the charge could not be written to the file. Nothing may be released.
             ArgumentError: the event gives no guarantee here; the message says what to use instead.
         """
-        if self._repeated(event, count, label, adaptive):
+        if self._turns.repeated(event, count, label, adaptive):
             return self
         if type(count) is not int or count != 1:
             count = events.positive_count(count)
@@ -477,30 +367,13 @@ class PrivacyAccountant:
             raise ArgumentError(f"label must be a non-empty string or None, got {label!r}.")
         parts = self._session.decompose(event, count)
         if parts:
-            self._change(lambda session: self._charge(session, event, parts, label, bool(adaptive)))
+            self._turns.charge(event, parts, label, bool(adaptive))
         elif adaptive:
             raise ArgumentError(
                 "adaptive=True has no effect in a charge of nothing: write it in the first charge"
                 " of a release."
             )
         return self
-
-    def _charge(
-        self, session: History, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool
-    ) -> None:
-        if session.process != this_process():
-            raise StateError(
-                "this accountant was forked into another process, and its parent would not see"
-                " the charges: make it with PrivacyAccountant(..., path='budget.db'), or give"
-                " each process an accountant with a share of the budget."
-            )
-        session.charge(parts, label, adaptive)
-        # Known events, whose numbers cannot change, are one object each time.
-        first, was, self._last = parts[0], self._last, parts[0].event
-        if len(parts) == 1 and first.times == 1 and first.event is was:
-            block = session.block_for(first.pair)
-            if block is not None and block.left >= SHARE:
-                self._run = _Run(event, first, label, adaptive, session.flag(adaptive), block)
 
     def note(self, statement: str) -> None:
         """Stores an assumption of the guarantee, such as a statement about a model.
@@ -513,7 +386,7 @@ class PrivacyAccountant:
         """
         if not isinstance(statement, str) or not statement.strip():
             raise ArgumentError(f"a statement must be a non-empty string, got {statement!r}.")
-        self._change(lambda session: session.note(" ".join(statement.split())))
+        self._turns.change(lambda session: session.note(" ".join(statement.split())))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Charges one Poisson-sampled Gaussian release; Opacus calls this method.
@@ -529,7 +402,7 @@ class PrivacyAccountant:
 
     def close(self) -> None:
         """Returns unused reserved releases to the file. The accountant can still be used."""
-        self._change(lambda session: session.settle())
+        self._turns.change(lambda session: session.settle())
 
     def close_for_good(self, timeout: float) -> None:
         """:meth:`close` at the end of a process: other threads can no longer charge. If a charge
@@ -572,7 +445,7 @@ class PrivacyAccountant:
             own = {"job": session.job, "notes": session.notes()}
             return {**session.saved(), **session.place, **own}
 
-        return self._change(saved)
+        return self._turns.change(saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies a saved history and its notes into this accountant, which must be empty and have
@@ -592,7 +465,7 @@ class PrivacyAccountant:
                 the state belongs to.
         """
         charges = read_saved(state_dict, self._session.settings)
-        self._change(lambda session: session.take_over(state_dict, charges))
+        self._turns.change(lambda session: session.take_over(state_dict, charges))
         for statement in state_dict["notes"]:
             self.note(statement)
 
@@ -609,7 +482,7 @@ class PrivacyAccountant:
             self.load_state_dict(state_dict)
             return
         with LOCK:
-            self._read()
+            self._turns.read()
             self._session.require(charges)
         for statement in state_dict["notes"]:
             self.note(statement)
@@ -653,21 +526,6 @@ class PrivacyAccountant:
             self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 
         return hook
-
-
-def _settle_quietly(session: Session) -> None:
-    """At the end of the program, or of the accountant, where an error could only be printed:
-    what is not returned stays charged.
-    """
-    global _is_busy
-    with LOCK, suppress(DPBayesError, OSError):
-        if not _is_busy:  # else an accountant is collected in the middle of a charge
-            was_stale, session.stale, _is_busy = session.stale, True, True
-            try:
-                session.settle(in_doubt=was_stale)
-            finally:
-                _is_busy = False
-            session.stale = was_stale
 
 
 def _this_program() -> str:

@@ -71,7 +71,7 @@ from .privacy_loss import (
     sampled_nodes,
     sampled_point,
 )
-from .tilted_window import ACCURACY, choose_window
+from .tilted_window import ACCURACY, choose_window, of_grid
 
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
@@ -81,6 +81,8 @@ _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on cut losses are tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _COARSE = 0.05  # of epsilon, that a cell of the grid may be wide
+_VANISHING = 1e-3  # relative excess that is aimed at where epsilon is far below the losses
+_FINER = 8.0  # ratio of the grids that are tried for it
 _CUT, _LARGEST_CUT = 0.25, 64.0  # of epsilon
 _THREE = 1e-4  # of delta, that three losses above the cut may have
 _MOST_MASS = 5e-4  # above the cut; delta is larger by about as much
@@ -220,14 +222,33 @@ def _worse(
         if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
             (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
             found = min(found, ask(fine))
-        if epsilon is None and not is_cut and 0 < found < fine.interval / _COARSE:
+        if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
             with suppress(OverflowError):  # the window was chosen for a far larger epsilon
-                (near,) = compose(levels, epsilon=found, reverse=reverse)
-                found = min(found, ask(near))
+                found = _vanishing_epsilon(levels, delta, found, reverse)
         if math.isnan(found):
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)
     return worst
+
+
+def _vanishing_epsilon(
+    levels: Mapping[Pair, int], delta: float, epsilon: float, reverse: bool
+) -> float:
+    """An upper bound, if it is below ``epsilon``, else that: of an epsilon far below most losses,
+    which are put on finer and finer grids. Its relative error is that of delta(0) over
+    1 - delta / delta(0).
+    """
+    fineness = 1.0
+    for _ in range(_ATTEMPTS):
+        (near,) = compose(levels, epsilon=epsilon, reverse=reverse, fineness=fineness)
+        before, epsilon = epsilon, min(epsilon, near.upper_epsilon(delta))
+        small = 1 - delta / near.upper_delta(0.0)
+        # the error falls as the interval's square, and is a quarter of its bound at most
+        is_close = fineness > 1 and before - epsilon <= (_FINER**2 - 1) * _VANISHING * before
+        if is_close or of_grid(fineness) / 4 <= _VANISHING * small:
+            break
+        fineness *= _FINER
+    return epsilon
 
 
 # --- rare, large losses ---------------------------------------------------------------------------

@@ -409,6 +409,7 @@ def compose(
     mixed: bool = True,
     is_pilot: bool = False,
     finest: float = 0.0,
+    fineness: float = 1.0,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -418,6 +419,7 @@ def compose(
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
         is_pilot: a very wide window gets a coarse grid, since another composition may follow.
         finest: the smallest interval that is worth its time.
+        fineness: how much narrower cells are than usual at an epsilon below most losses.
     """
     _require_near(levels)
     total = sum(levels.values())
@@ -434,6 +436,7 @@ def compose(
                 log_delta=None if wanted is None else math.log(wanted),
                 accuracy=accuracy,
                 grows=grows,
+                fineness=fineness,
             )
             if wanted is None:
                 tail = tail_of(max(math.exp(window.log_delta), SMALLEST), total)

@@ -118,9 +118,11 @@ def choose_window(
     accuracy: float = ACCURACY,
     largest_tilt: float = math.inf,
     grows: bool = False,
+    fineness: float = 1.0,
 ) -> Window:
     """The window for what is asked at ``epsilon``, or at ``log_delta``; if it ``grows``, at both,
-    for some times as many such releases.
+    for some times as many such releases. At an epsilon below most losses cells are ``fineness``
+    times as narrow as there usually.
     """
     asked, asked_log_delta = epsilon, log_delta
     if grows:
@@ -156,9 +158,9 @@ def choose_window(
     scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
     wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), _CELL * scale)
     # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
-    # if rounding is all that blurs a step's loss.
+    # if rounding is all that blurs a step's loss: of_grid.
     if not sampled and (epsilon if asked is None else asked) < size:
-        wanted = min(wanted, _OF_LOSS * size / total)
+        wanted = min(wanted, _OF_LOSS * size / total) / fineness
     # at this tail the losses may reach farther than at that of the delta which is found
     interval = max(wanted, 4 * losses.widest / LARGEST_WINDOW, _LEAST_INTERVAL)
     atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
@@ -193,6 +195,11 @@ def choose_window(
         excess=excess,
         fewest=fewest,
     )
+
+
+def of_grid(fineness: float) -> float:
+    """By how much of itself delta may be off at an epsilon below most losses."""
+    return (_OF_LOSS / fineness) ** 2 / 8
 
 
 def _tangent(

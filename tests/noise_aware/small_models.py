@@ -1,0 +1,37 @@
+"""Small models that the tests of noise-aware posteriors share, and how their records are read."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+from support.pyro_models import gaussian, weights
+
+from torch_dpbayes.noise_aware.records import ModelRecords
+
+SHORT = {"num_simulated": 500, "num_releases": 2}
+BUDGET = {"epsilon": 1.0, "delta": 1e-5}
+
+
+def records_of(model, *data, **options):
+    settings = {"data_plate": "data", "count_is_public": True, "public": (), "chunk": 1000}
+    return ModelRecords(model, data, **(settings | options))
+
+
+def linear(x, y):
+    gaussian(y, x @ weights("w", x.shape[1]))
+
+
+def coins(logits, y):
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+
+def logistic(x, y):
+    coins(x @ weights("w", x.shape[1]), y)
+
+
+def grouped(x, g, y):
+    coins(weights("a", 3)[g] + x @ weights("w", 2), y)
+
+
+def grouped_data(n=500):
+    return torch.randn(n, 2), torch.randint(3, (n,)), torch.randint(2, (n,)).double()
