@@ -149,7 +149,7 @@ def test_residuals_of_a_right_law_have_uniform_p_values(monkeypatch):
         shift = (law._scale.float() * (law._linears @ change)).permute(1, 2, 0)
         noise = torch.linalg.cholesky(law._noise) @ torch.randn(K, size, 3, 1)
         law._values = torch.zeros_like(law._values)
-        nothing = law._residual(law._expected(point))[0][0]  # −n m
+        nothing = law._residual(law._expected(point))[0]  # −n m
         for factor, found in ((1, p_values), (3, of_more_noise)):
             wanted = shift + factor * noise[..., 0] - nothing
             law._values = law._basis @ wanted.permute(2, 0, 1)

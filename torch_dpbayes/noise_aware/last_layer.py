@@ -28,14 +28,17 @@ Martens and Grosse 2015, arXiv:1503.05671), and constant, a mean over states of 
 * simulated features have the second moments G of their law, which fix the part :math:`B_j x` of q
   that is linear in x: exactly, but for what shortening them to the bound takes away, which counts
   as uncertainty. S is of the rest;
-* n²/M of what the mean over targets leaves of that rest is the simulation's error.
+* n²/M of what the mean over targets leaves of that rest is the simulation's error;
+* G is known up to the noise of its release. Draws of it given the release vary by ΔG, and n m by
+  :math:`n B_j \, \Delta G \, A`. In hundreds of dimensions no draw is near the truth, so chains
+  under each would miss, and this variance joins V.
 
-G is known up to the noise of its release, ΔG, by which n m varies by :math:`n B_j \, \Delta G \,
-A`. In hundreds of dimensions no draw of G is near the truth, so chains under each would miss, and
-this covariance joins nS + V. Entries of ΔG are independent but for its symmetry, with the variances
-:math:`\sigma_{ab}^2` of draws. By the mean of B over the states, releases of all classes and
-columns are correlated, so that differences between releases tell of ΔG; what B varies by joins V.
-Conjugate gradients solve for R, with the parts of the same class and column as preconditioner.
+Modes, and the check of the releases, take all of this covariance. Entries of ΔG are independent but
+for its symmetry, with the variances of draws. By the mean of B over the states, releases of all
+classes and columns are correlated, so that differences between releases tell of ΔG; what B varies
+by joins V. Conjugate gradients solve for R, with the parts of the same class and column as
+preconditioner. Chains do without: where G is known badly, errors of its law would count as
+knowledge of W.
 
 **Privacy.** Private rows are read by ``noisy_moments`` and ``_private_sums`` alone, whose results
 get noise where they are called.
@@ -99,8 +102,8 @@ _LARGEST = 80_000  # weights: more take longer than three minutes
 _WIDEST = 2000  # columns of features: to draw laws of them takes the cube of it
 _LENGTH = 5.0  # of the longest trajectory, in deviations of the posterior
 _STEP, _SHORTEST = 0.6, 0.05  # in the same unit; leapfrog steps are stable below 2
-_MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
 _SETTLED = 4  # points that S is averaged over in a run
+_MODE_STEPS, _ROUNDS = 15, 2  # of a mode in a run, and how often S is taken anew there
 _CHECKED_STEPS = 40  # of the mode that the releases are checked at
 _MOST_ITERATIONS, _LEFT = 50, 1e-5  # of conjugate gradients, and what they leave of a square
 _LONGEST = 1.0  # root mean square of what a step to the mode adds to a logit
@@ -195,7 +198,7 @@ def posterior_of_large_layer(
         law.add(Release(point, whitening, noisy, z))
         for _ in range(_ROUNDS):
             law.settle(law.near(point, _SETTLED))
-            point = law.mode(point, _MODE_STEPS)
+            point = law.mode(point, _MODE_STEPS, is_full=True)
     count_of_clipped = clipped + plan.clipped * float(normal_numbers(1)), plan.clipped
     kept = min(_KEPT, _WEIGHTS_KEPT // point.numel())
     states = _chains(law, point, _CHAINS, kept)
@@ -333,10 +336,13 @@ class _Law:
         precision = self._precision + told.clamp_min(0.0)
         self._deviations, self._told = precision.rsqrt(), float((told / precision).sum())
 
-    def potential(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and its gradients."""
+    def potential(self, points: Tensor, *, is_full: bool = False) -> tuple[Tensor, Tensor]:
+        """−log p(W | T) ``[C]`` of points ``[C, K, d]``, and its gradients; if ``is_full``, with
+        the correlations of classes and columns.
+        """
         means = self._expected(points)
-        residual, weighted = self._residual(means)
+        residual = self._residual(means)
+        weighted = self._solved(residual) if is_full else self._conditioned(residual)
         value = (residual * weighted).sum((1, 2, 3), dtype=torch.float64)
         value += self._precision * points.square().sum((1, 2), dtype=torch.float64)
         back = self._basis @ weighted.permute(0, 3, 1, 2)  # [C, J, K, d]
@@ -345,7 +351,7 @@ class _Law:
         return value / 2, slope + self._precision * points
 
     def near(self, point: Tensor, number: int) -> Tensor:
-        """Draws of a Gaussian about a point."""
+        """Draws of a Gaussian about a point; before the first release, of the prior."""
         at = point.float().repeat(number, 1, 1)
         return at + self.unscaled(torch.randn_like(at))
 
@@ -362,20 +368,20 @@ class _Law:
         many degrees of freedom as there are numbers, less what these tell of W (Spiegelhalter et
         al. 2002, "Bayesian measures of model complexity and fit").
         """
-        point = self.mode(point, _CHECKED_STEPS)
-        square = 2 * float(self.potential(point[None].float())[0])
+        point = self.mode(point, _CHECKED_STEPS, is_full=True)
+        square = 2 * float(self.potential(point[None].float(), is_full=True)[0])
         square -= self._precision * float(point.square().sum())
         return float(chi2.sf(square, self._values.numel() - self._told))
 
-    def mode(self, point: Tensor, steps: int) -> Tensor:
+    def mode(self, point: Tensor, steps: int, *, is_full: bool = False) -> Tensor:
         """Downhill by scaled steps, halved where they go up."""
         at, length = point[None].float(), 1.0
-        value, slope = self.potential(at)
+        value, slope = self.potential(at, is_full=is_full)
         for _ in range(steps):
             step = -self.unscaled(self.scaled(slope))
             added = float((step @ self._x).square().mean().sqrt())
             moved = at + min(length, _LONGEST / max(added, 1e-9)) * step
-            own_value, own_slope = self.potential(moved)
+            own_value, own_slope = self.potential(moved, is_full=is_full)
             if float(own_value) < float(value):
                 at, value, slope, length = moved, own_value, own_slope, min(1.5 * length, 1.0)
             else:
@@ -390,12 +396,15 @@ class _Law:
     def _expected(self, points: Tensor) -> Tensor:
         return self._scores.expected(points @ self._x)
 
-    def _residual(self, expected: Tensor) -> tuple[Tensor, Tensor]:
-        """R in the basis of classes, ``[C, K, d, J]``, and its inverse covariance times R."""
+    def _residual(self, expected: Tensor) -> Tensor:
+        """R in the basis of classes, ``[C, K, d, J]``."""
         means = self._scores.means(expected) @ self._white.T
         apart = self._values - (self._n / self._count) * means
-        residual = (self._basis.T @ apart).permute(0, 2, 3, 1)
-        return residual, self._solved(residual)
+        return (self._basis.T @ apart).permute(0, 2, 3, 1)
+
+    def _conditioned(self, given: Tensor) -> Tensor:
+        """(nS + V)⁻¹ times ``[C, K, d, J]``."""
+        return torch.einsum("kdij,ckdj->ckdi", self._inverse, given)
 
     def _product(self, given: Tensor) -> Tensor:
         """The covariance of R times ``[C, K, d, J]``."""
@@ -408,21 +417,18 @@ class _Law:
     def _solved(self, residual: Tensor) -> Tensor:
         """By conjugate gradients, of all points at once."""
 
-        def conditioned(given: Tensor) -> Tensor:
-            return torch.einsum("kdij,ckdj->ckdi", self._inverse, given)
-
         def dot(first: Tensor, second: Tensor) -> Tensor:
             return (first * second).sum((1, 2, 3), keepdim=True)
 
         found, left = torch.zeros_like(residual), residual
-        direction = conditioned(left)
+        direction = self._conditioned(left)
         square = dot(left, direction)
         least = _LEFT * square
         for _ in range(_MOST_ITERATIONS):
             moved = self._product(direction)
             share = square / dot(direction, moved).clamp_min(1e-30)
             found, left = found + share * direction, left - share * moved
-            next_direction = conditioned(left)
+            next_direction = self._conditioned(left)
             before, square = square, dot(left, next_direction)
             if bool((square <= least).all()):
                 break
