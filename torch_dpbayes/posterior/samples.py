@@ -210,8 +210,8 @@ class PosteriorSamples(Chain):
         probable class stays the same. For normal targets T multiplies each sample's noise variance.
         T is the posterior mean given five noisy sums of bounded scores
         (:mod:`~torch_dpbayes.posterior.calibration`), between 1/12 and 12, or for variances 1/148
-        and 148. ``predict``, ``log_likelihood``, ``predictive_entropy`` and quantiles of normal
-        targets use it; other methods ignore it.
+        and 148. ``predict``, ``log_likelihood`` and ``predictive_entropy`` use it, and for normal
+        targets also quantiles and ``mutual_information``; other methods ignore it.
 
         T is too small if the network has memorised the records of ``loader``; other records avoid
         this. A warning says if noise hides T: the standard deviation of log T is above half of its
