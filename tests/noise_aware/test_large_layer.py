@@ -127,7 +127,7 @@ def test_a_run_of_any_records_tells_what_its_draws_are_worth(short_chains):
 @pytest.mark.usefixtures("double")
 def test_numbers_may_be_double_by_default(short_chains):
     with pytest.warns(UserWarning, match="the draws are not to be relied on"):
-        posterior = run(*records())
+        posterior = run(*records(), num_simulated=None)
     assert posterior.mean["weight"].dtype == DOUBLE
 
 

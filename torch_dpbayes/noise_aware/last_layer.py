@@ -122,7 +122,7 @@ def posterior_of_large_layer(
     num_data: int | None = None,
     max_feature_norm: float = 1.0,
     num_releases: int = _NUM_RELEASES,
-    num_simulated: int = _SIMULATED,
+    num_simulated: int | None = None,
     **others: Any,
 ) -> NoiseAwarePosterior:
     """What :func:`.posterior_for_module` does where the layer has many parameters.
@@ -160,7 +160,8 @@ def posterior_of_large_layer(
     if len(targets) != len(features):
         raise ArgumentError("inputs and targets must have equally many records.")
     bound = check_clip_bound("max_feature_norm", max_feature_norm, "of rows of features")
-    count = max(positive_count(num_simulated, "num_simulated"), _PER_FEATURE * width)
+    simulated = _SIMULATED if num_simulated is None else num_simulated
+    count = max(positive_count(simulated, "num_simulated"), _PER_FEATURE * width)
     held = budget_of(accountant, epsilon, delta)
     n = public_num_data(num_data, len(features), held)
     sizes = {"dimension": width, "num_data": n, "num_releases": num_releases, "num_ones": 0}
@@ -176,8 +177,8 @@ def posterior_of_large_layer(
     (mean, covariance), *drawn = moments.draws(n, _LAWS, seed, quick_gram_draws)
     # a constant 1 for the bias
     constant = (0, 0 if layer.linear.bias is None else 1)
-    simulated = pad(bound * shortened_draws(mean, covariance, count), constant, value=1.0).float()
-    gram = (simulated.T @ simulated / count).double()
+    drawn_rows = pad(bound * shortened_draws(mean, covariance, count), constant, value=1.0).float()
+    gram = (drawn_rows.T @ drawn_rows / count).double()
     values, basis = torch.linalg.eigh(gram)
     # the mean of so many draws is as uncertain as one of them in so many
     unsure = math.sqrt(_LAWS / (_LAWS - 1))
@@ -188,7 +189,7 @@ def posterior_of_large_layer(
     ridge = (n + plan.total**2 * classes * len(values)) / (n * prior_std) ** 2
     white = (values.clamp_min(0.0) / (classes if has_labels else 1) + ridge).rsqrt()
     private = pad(rows, constant, value=1.0) @ basis, own_targets
-    law = _Law(simulated @ basis.float(), white, apart, n, kind, classes, prior_std)
+    law = _Law(drawn_rows @ basis.float(), white, apart, n, kind, classes, prior_std)
     point = torch.zeros(classes, len(values), dtype=torch.float64)
     clipped = 0
     for z in plan.scores:
