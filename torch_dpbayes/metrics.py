@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from scipy.stats import mannwhitneyu
 from torch import Tensor
+from torch.nn import functional
 
 from .errors import ArgumentError
 
@@ -45,8 +46,8 @@ def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
     result is finite.
     """
     probabilities, labels = _by_class(probabilities, labels)
-    chosen = probabilities.gather(1, labels.long()[:, None])
-    return float(-chosen.clamp_min(torch.finfo(chosen.dtype).tiny).double().log().mean())
+    least = torch.finfo(probabilities.dtype).tiny
+    return float(functional.nll_loss(probabilities.clamp_min(least).double().log(), labels.long()))
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
@@ -58,10 +59,9 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
 def brier_score(probabilities: Tensor, labels: Tensor) -> float:
     r"""Mean of :math:`\sum_c (p_{ic} - 1[y_i = c])^2`, from 0 to 2 (Brier, 1950)."""
     probabilities, labels = _by_class(probabilities, labels)
-    errors = probabilities.double() - torch.nn.functional.one_hot(
-        labels.long(), probabilities.shape[1]
-    )
-    return float(errors.square().sum(1).mean())
+    size = probabilities.shape[1]
+    right = functional.one_hot(labels.long(), size).double()
+    return size * float(functional.mse_loss(probabilities.double(), right))
 
 
 class ReliabilityCurve(NamedTuple):
@@ -133,7 +133,7 @@ def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
     the same shape.
     """
     predictions, targets = _of_same_shape("predictions", predictions, targets)
-    return float((predictions - targets).double().square().mean().sqrt())
+    return float(functional.mse_loss(predictions.double(), targets.double()).sqrt())
 
 
 def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:

@@ -411,8 +411,8 @@ def linear(root: Path, data: str, seed: int, epsilon: float, **_: Any) -> Row:
         likelihood="categorical" if classes > 2 else "bernoulli",
         prior_std=1.0,
         max_feature_norm=LENGTHS.get(data, 8.0),
-        epsilon=epsilon,
-        delta=DELTA,
+        accountant=dpb.PrivacyAccountant(epsilon, DELTA),  # neighbours as in the other rows
+        num_data=len(problem.x),
     )
     row = {"row": "linear, noise-aware", "seconds": time.process_time() - begun, "spent": epsilon}
     p = posterior.predict(net, problem.test_x)
