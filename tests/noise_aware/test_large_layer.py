@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import one_hot
 
 from torch_dpbayes.errors import ArgumentError
-from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
+from torch_dpbayes.noise_aware import inference, last_layer, noisy_gram, posterior_for_module
 from torch_dpbayes.noise_aware.covariates import shortened_draws
 from torch_dpbayes.noise_aware.last_layer import _Law, _private_sums
 from torch_dpbayes.noise_aware.layer_scores import LabelScores, NumberScores
@@ -138,8 +138,8 @@ def test_residuals_of_a_right_law_have_uniform_p_values(monkeypatch):
     """
     monkeypatch.setattr(last_layer, "_CHECKED_STEPS", 15)  # the truth is near
     size, p_values, of_more_noise = 4, list[float](), list[float]()
-    rows = rows_with(torch.eye(size, dtype=DOUBLE) / 12, 300)
-    for _ in range(24):
+    rows = rows_with(torch.eye(size, dtype=DOUBLE) / 12, 150)
+    for _ in range(20):
         apart = 0.01 * torch.randn(16, size, size, dtype=DOUBLE)
         law = law_of(rows, 3, apart=(apart + apart.mT) / 2, std=4.0, kind=NumberScores)
         point = 2 * torch.randn(1, K, size)
@@ -155,7 +155,7 @@ def test_residuals_of_a_right_law_have_uniform_p_values(monkeypatch):
             law._values = law._basis @ wanted.permute(2, 0, 1)
             found.append(law.p_value(point[0]))
     assert stats.kstest(p_values, "uniform").pvalue > 1e-3
-    assert sum(p < 0.01 for p in of_more_noise) > 16
+    assert sum(p < 0.01 for p in of_more_noise) > 13
 
 
 def test_what_is_not_known_of_second_moments_correlates_the_releases():
@@ -330,7 +330,7 @@ def test_what_is_not_known_of_second_moments_is_counted():
     assert 0.7 < float(found.sum() / variances.sum()) < 1.75
 
 
-@pytest.mark.parametrize("size, points", [(1, 40_001), (2, 401)])
+@pytest.mark.parametrize("size, points", [(1, 4001), (2, 401)])
 def test_mean_scores_of_numbers_are_those_of_their_targets(size, points):
     """Against sums over a grid of noise; at any distance, and for features of any length."""
     scores = NumberScores(torch.logspace(-1, 1, 9), size)
@@ -444,10 +444,11 @@ def test_quick_draws_of_many_columns_are_as_far_from_their_mean_as_the_truth(rat
 
 
 @pytest.mark.chance(1e-4)
-def test_draws_of_few_columns_do_not_tell_what_noise_hides():
+def test_draws_of_few_columns_do_not_tell_what_noise_hides(monkeypatch):
     """The least eigenvalue of two columns has a mean of .04; that of the Gaussian's draws is .15.
     Its mean over 100 draws had a deviation of .01.
     """
+    monkeypatch.setattr(noisy_gram, "_APART", 4)
     draws = quick_gram_draws(torch.diag(torch.tensor([0.95, 0.05], dtype=DOUBLE)), 0.1, 100)
     assert float(torch.linalg.eigvalsh(draws)[:, 0].mean()) < 0.1
 

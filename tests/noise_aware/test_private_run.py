@@ -163,6 +163,7 @@ def non_centred(x, g, y):
 def test_plan_counts_the_chains_of_a_hierarchical_prior_and_of_a_curve(monkeypatch):
     """By the time of a gradient, which is a millisecond or so."""
     monkeypatch.setattr(drawing, "_GRADIENTS", 1e9)
+    monkeypatch.setattr(drawing, "_TIMED", 1)
     for model in (grouped, with_scale, non_centred):
         seconds = plan(model, *grouped_data(), **BUDGET, **SHORT).seconds
         assert (seconds > 1e4) == (model is not grouped)

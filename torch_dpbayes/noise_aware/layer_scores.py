@@ -24,7 +24,7 @@ import torch
 from scipy.special import roots_legendre
 from scipy.stats import chi2
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
 from ..errors import ArgumentError, ArgumentTypeError
 
@@ -185,6 +185,10 @@ def _table(size: int) -> Tensor:
     distances = torch.linspace(0.0, math.log1p(_FARTHEST), _DISTANCES, dtype=torch.float64).expm1()
     columns = []
     for distance in (root * distances).tolist():
-        inverse = ((normal + distance).square()[:, None] + rest).rsqrt().flatten()
-        columns.append((root * bounds[:, None] * inverse).clamp_max(1.0) @ both)
+        inverse, order = ((normal + distance).square()[:, None] + rest).rsqrt().flatten().sort()
+        weight = both[order]
+        # E min(1, τ/√X): numbers up to 1/τ are kept, the others count as 1
+        below = torch.searchsorted(inverse, 1 / (root * bounds))
+        kept = pad((weight * inverse).cumsum(0), (1, 0))[below]
+        columns.append(root * bounds * kept + 1 - pad(weight.cumsum(0), (1, 0))[below])
     return torch.stack(columns, 1)
