@@ -148,27 +148,33 @@ def _sum(one: _Law, other: _Law) -> _Law:
     p, q = np.zeros(size), np.zeros(size)
     p[one.first - low :][: len(one.masses)] = one.masses
     q[other.first - low :][: len(other.masses)] = other.masses
-    rise = np.log1p(np.exp(-h * np.arange(size)))
+    apart = h * np.arange(size)
+    rise = np.log1p(np.exp(-apart))
     cells = np.floor(rise / h).astype(np.int64)
     share = np.clip(np.expm1(rise - cells * h) / math.expm1(h), 0.0, 1.0)
     start = int(cells[0])  # the least cell of a sum
     total = np.zeros(size + 2)
     near = int(np.searchsorted(-cells, 0))  # from here on the larger one stays in its cell
-    for larger, smaller, least in ((p, q, 0), (q, p, 1)):
-        for d in range(least, near):
-            both = larger[d:] * smaller[: size - d]
-            at = d + cells[d] - start
-            total[at : at + size - d] += both * (1 - share[d])
-            total[at + 1 : at + 1 + size - d] += both * share[d]
-        if near == size:
-            continue
-        # sum of smaller * exp(-d h): a recursion, for exp(d h) may be beyond floats
-        kept = smaller[: size - near]
-        number = np.cumsum(kept)
-        moved = signal.lfilter([math.exp(-near * h) / math.expm1(h)], [1, -math.exp(-h)], kept)
-        moved = np.minimum(moved, number)
-        total[near - start : size - start] += larger[near:] * (number - moved)
-        total[near + 1 - start : size + 1 - start] += larger[near:] * moved
+    ends = [(law.first - low, law.first - low + len(law.masses)) for law in (one, other)]
+    for larger, smaller, (a, b), (c, e), least in (
+        (p, q, ends[0], ends[1], 0),
+        (q, p, ends[1], ends[0], 1),
+    ):
+        for d in range(max(least, a - e + 1), min(near, b - c)):  # apart, both in their range
+            first, last = max(a, c + d), min(b, e + d)
+            both = larger[first:last] * smaller[first - d : last - d]
+            first, last = first + cells[d] - start, last + cells[d] - start
+            total[first:last] += both * (1 - share[d])
+            total[first + 1 : last + 1] += both * share[d]
+    if near < size:
+        for larger, smaller in ((p, q), (q, p)):
+            kept = smaller[: size - near]
+            number = np.cumsum(kept)
+            # sum of kept * exp(-d h): a recursion, for exp(d h) may be beyond floats
+            moved = signal.lfilter([math.exp(-near * h) / math.expm1(h)], [1, -math.exp(-h)], kept)
+            moved = np.minimum(moved, number)
+            total[near - start : size - start] += larger[near:] * (number - moved)
+            total[near + 1 - start : size + 1 - start] += larger[near:] * moved
     filled = np.flatnonzero(total)
     return _Law(h, low + start + int(filled[0]), total[filled[0] : filled[-1] + 1])
 

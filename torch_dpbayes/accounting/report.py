@@ -134,8 +134,7 @@ def spent_in_words(accountant: PrivacyAccountant) -> str:
 
 def bar(accountant: PrivacyAccountant) -> str:
     """Epsilon as a bar of HTML where there is a budget; nothing elsewhere."""
-    epsilon = _spent(accountant)
-    if accountant.epsilon is None or not math.isfinite(epsilon):
+    if accountant.epsilon is None or not math.isfinite(epsilon := _spent(accountant)):
         return ""
     share = min(1.0, epsilon / accountant.epsilon)
     return (
