@@ -276,8 +276,8 @@ def test_a_handler_that_charges_while_epsilon_is_computed_leaves_no_stale_number
     accountant = PrivacyAccountant().compose(events.GaussianDpEvent(2.0))
     compute = type(accountant._session).fixed_epsilon
 
-    def interrupted(self, delta, counts=None):
-        found = compute(self, delta, counts)
+    def interrupted(self, delta):
+        found = compute(self, delta)
         monkeypatch.undo()
         accountant.compose(events.GaussianDpEvent(1.0), 5)
         return found

@@ -97,12 +97,12 @@ def test_the_renyi_curve_is_above_the_divergences(kind):
 def test_grids_of_many_steps_stay_small_and_above(monkeypatch):
     steps, noise = random.randint(2000, 4000), random.uniform(0.5, 0.7)
     pair = Allocated("directed", steps, noise)
-    fine = max(c.upper_epsilon(1e-6) for c in compose({pair: 1}, delta=1e-6))
+    fine = max(compose({pair: 1}, r, delta=1e-6).upper_epsilon(1e-6) for r in (False, True))
     monkeypatch.setattr(random_allocation, "_MOST_VALUES", 200)
     _average.cache_clear()
     try:
         losses, masses = _average(steps, noise, 1e-12, 1e-12)
-        coarse = max(c.upper_epsilon(1e-6) for c in compose({pair: 1}, delta=1e-6))
+        coarse = max(compose({pair: 1}, r, delta=1e-6).upper_epsilon(1e-6) for r in (False, True))
     finally:
         _average.cache_clear()
     assert len(losses) < 600

@@ -184,7 +184,7 @@ def test_cut_losses_against_one_grid(kind, delta, others):
     for of, count in others.items():
         levels[Sampled(kind, *of) if isinstance(of, tuple) else Gaussian(of)] = count
     for reverse in directions(levels):
-        (one,) = compose(levels, delta=delta, reverse=reverse, accuracy=1e-6)
+        one = compose(levels, reverse, delta=delta, accuracy=1e-6)
         truth = one.upper_epsilon(delta)
         found = epsilon_by_cut(levels, delta, 1.5 * truth, reverse)
         assert truth * (1 - 1e-5) <= found <= truth * (1 + 5e-3)
@@ -193,8 +193,8 @@ def test_cut_losses_against_one_grid(kind, delta, others):
 
 def test_large_losses_of_what_is_its_own_reverse_count_where_a_record_was_added():
     levels = {Sampled("symmetric", 1e-6, 0.3): 10, Sampled("directed", 0.3, 20.0): 100}
-    (one,) = compose(levels, delta=1e-9, reverse=True)
-    (fine,) = compose(levels, delta=1e-9, reverse=True, accuracy=1e-5)
+    one = compose(levels, True, delta=1e-9)
+    fine = compose(levels, True, delta=1e-9, accuracy=1e-5)
     found = epsilon_by_cut(levels, 1e-9, one.upper_epsilon(1e-9), reverse=True)
     assert found >= fine.lower_epsilon(1e-9) > 3.0
 
@@ -204,7 +204,7 @@ def test_a_profile_below_0_keeps_its_digits(rate):
     """delta is at least 1 - e^epsilon."""
     for delta in (None, rate / 10, rate):
         asked = {"epsilon": 0.0} if delta is None else {"delta": delta}
-        (found,) = compose({Sampled("directed", rate, 1.0): 3}, reverse=False, **asked)
+        found = compose({Sampled("directed", rate, 1.0): 3}, False, **asked)
         at = -np.concatenate(
             [np.geomspace(1e-15, 1e-3, 300), -found.losses[found.losses < 0][::97]]
         )

@@ -49,7 +49,7 @@ def test_groups_of_close_releases_stand_for_them(monkeypatch):
     rate = np.exp(rng.uniform(math.log(0.0005), math.log(0.03), 900))
     counts = {Sampled("directed", float(q), float(z)): 1 for z, q in zip(noise, rate, strict=True)}
     monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", 300)
-    (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
+    composed = fft_composition.compose(counts, False, delta=DELTA)
     left_out = composed.transform.left_out
     assert exact * (1 - 1e-7) <= composed.upper_epsilon(DELTA) <= exact * 1.02
     assert 1e-15 < left_out < min(1e-6, composed.round_off)  # it counts

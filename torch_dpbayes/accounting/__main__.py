@@ -48,8 +48,6 @@ _NAMES = {
     "gdp_lower_bound": "epsilon, central limit (of many steps, below)",
     "replace_one": "epsilon, privacy loss distributions, replace one",
 }
-
-
 _LARGEST_EXPONENT = 700  # whose exponential is a float
 
 
@@ -67,16 +65,14 @@ def ledger_report(accountant: PrivacyAccountant, rows: list[Row], delta: float) 
         if row.kind in ("charge", "block") and row.event is not None:
             last.pop(row.label, None)
             last[row.label] = row.event
-    charges = [charge[:3] for charge in accountant.history]
-    shares = by_labels(charges, accountant.neighboring, delta)
+    shares = by_labels(accountant.history, accountant.neighboring, delta)
+    budget = {"epsilon": accountant.epsilon, "delta": accountant.delta}
     is_limited = accountant.epsilon is not None
     return {
         "path": str(accountant.path),
         "neighboring": accountant.neighboring,
         "method": accountant.method,
-        "budget": (
-            {"epsilon": accountant.epsilon, "delta": accountant.delta} if is_limited else None
-        ),
+        "budget": budget if is_limited else None,
         "guarantee": accountant.guarantee,
         "rests_on": list(accountant.notes),
         "epsilon": _finite(accountant.get_epsilon(delta)),

@@ -9,24 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from html import escape
 from multiprocessing import current_process
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from . import events, odometer, report, risk
-from .events import (
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    Method,
-    Neighboring,
-    NeighboringRelation,
-    PoissonSampledDpEvent,
-    SelfComposedDpEvent,
-    Unit,
-    check_delta,
-    check_probability,
-)
+from .events import DpEvent, Method, Neighboring, NeighboringRelation, Unit
 from .exclusive import Exclusive
 from .history import Guarantee, History, PrivacyBudgetExceeded, Settings, needed, read_saved
 from .ledger import LOCK, Ledger, Row
@@ -51,6 +40,11 @@ class EpsilonBounds(NamedTuple):
 
     lower: float
     upper: float
+
+
+def _setting(name: str, doc: str) -> Any:
+    """A setting of an accountant, to be read."""
+    return property(attrgetter(f"_session.settings.{name}"), doc=doc)
 
 
 class PrivacyAccountant:
@@ -142,30 +136,13 @@ class PrivacyAccountant:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    @property
-    def epsilon(self) -> float | None:
-        """The budget's epsilon, or ``None``."""
-        return self._session.settings.epsilon
-
-    @property
-    def delta(self) -> float | None:
-        """The budget's delta, or ``None``."""
-        return self._session.settings.delta
-
-    @property
-    def method(self) -> Method:
-        """``"pld"`` or ``"rdp"``."""
-        return self._session.settings.method
-
-    @property
-    def neighboring(self) -> Neighboring:
-        """``"add_or_remove_one"`` or ``"replace_one"``."""
-        return self._session.settings.neighboring
-
-    @property
-    def unit(self) -> Unit:
-        """``"record"`` or ``"user"``: whom epsilon protects."""
-        return self._session.settings.unit
+    epsilon: float | None = _setting("epsilon", "The budget's epsilon, or ``None``.")
+    delta: float | None = _setting("delta", "The budget's delta, or ``None``.")
+    method: Method = _setting("method", '``"pld"`` or ``"rdp"``.')
+    neighboring: Neighboring = _setting(
+        "neighboring", '``"add_or_remove_one"``, ``"replace_one"`` or ``"zero_out"``.'
+    )
+    unit: Unit = _setting("unit", '``"record"`` or ``"user"``: whom epsilon protects.')
 
     @property
     def path(self) -> Path | None:
@@ -175,8 +152,7 @@ class PrivacyAccountant:
     @property
     def guarantee(self) -> Guarantee:
         """``"fixed"``, ``"filter"`` or ``"none"``: which guarantee holds; see the class."""
-        with LOCK:
-            return self._turns.read().guarantee
+        return self._turns.read(lambda history: history.guarantee)
 
     @property
     def is_later_job(self) -> bool:
@@ -188,23 +164,20 @@ class PrivacyAccountant:
     @property
     def history(self) -> tuple[Charge, ...]:
         """A copy of all charges, in order of first occurrence; equal ones are added up."""
-        with LOCK:
-            found = Counter[tuple[DpEvent, str | None, bool]]()
-            for key, count in self._turns.read().charges.items():
-                found[key.event, key.label, key.flag == "adaptive"] += count
-            return tuple(Charge(line[0], count, *line[1:]) for line, count in found.items())
+        found = Counter[tuple[DpEvent, str | None, bool]]()
+        for key, count in self._turns.read(lambda history: dict(history.charges)).items():
+            found[key.event, key.label, key.flag == "adaptive"] += count
+        return tuple(Charge(line[0], count, *line[1:]) for line, count in found.items())
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the guarantee assumes: the statements of :meth:`note` and of charged events."""
-        with LOCK:
-            history = self._turns.read()
-            return tuple(dict.fromkeys([*self._session.notes(), *history.event_notes()]))
+        found = self._turns.read(lambda history: [*history.notes(), *history.event_notes()])
+        return tuple(dict.fromkeys(found))
 
     def __len__(self) -> int:
         """How many releases were charged."""
-        with LOCK:
-            return sum(self._turns.read().charges.values())
+        return self._turns.read(lambda history: sum(history.charges.values()))
 
     def __bool__(self) -> bool:
         # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would
@@ -249,21 +222,22 @@ class PrivacyAccountant:
             An upper bound on epsilon; infinite if the failures of releases use up ``delta``. Under
             a filter it is always the whole budget, because results may decide when to stop.
         """
-        delta = self._default_delta(delta)
-        with LOCK:
-            history = self._turns.read()
-            upper = history.epsilon(delta)
-            if not return_bounds:
-                return upper
-            return EpsilonBounds(min(history.lower_epsilon(delta), upper), upper)
+        at = self._default_delta(delta)
+
+        def bounds(history: History) -> EpsilonBounds:
+            upper = history.epsilon(at)
+            return EpsilonBounds(min(history.lower_epsilon(at), upper), upper)
+
+        if return_bounds:
+            return self._turns.read(bounds)
+        return self._turns.read(lambda history: history.epsilon(at))
 
     def get_delta(self, epsilon: float) -> float:
         """An upper bound on delta at ``epsilon`` >= 0, for everything charged so far."""
         epsilon = events.real(epsilon, "epsilon")
         if not 0 <= epsilon < math.inf:
             raise ArgumentError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
-        with LOCK:
-            return self._turns.read().delta(epsilon)
+        return self._turns.read(lambda history: history.delta(epsilon))
 
     def risk(
         self, prior: float = 0.5, false_positive_rate: float = 1e-3, *, delta: float | None = None
@@ -276,16 +250,10 @@ class PrivacyAccountant:
             false_positive_rate: how often the attack may accuse somebody wrongly.
             delta: of ``epsilon`` and ``gdp_mu``. Defaults to the budget's, else 1e-5.
         """
-        delta = report.delta_of(self) if delta is None else check_delta(delta)
-        with LOCK:
-            history = self._turns.read()
-            return risk.assess(
-                history,
-                prior=check_probability(prior, "prior"),
-                false_positive_rate=check_probability(false_positive_rate, "false_positive_rate"),
-                delta=delta,
-                epsilon=history.epsilon(delta),
-            )
+        at = report.delta_of(self) if delta is None else events.check_delta(delta)
+        chances = {"prior": prior, "false_positive_rate": false_positive_rate}
+        checked = {name: events.check_probability(p, name) for name, p in chances.items()}
+        return self._turns.read(lambda history: risk.assess(history, delta=at, **checked))
 
     def plot_risk(self, axes: Any = None, **options: Any) -> Any:
         """Draws true- against false-positive rates of the best attack.
@@ -315,10 +283,10 @@ class PrivacyAccountant:
             sampled steps by about 15 percent (9 with a budget), after 100 steps on full batches,
             whose filter is tighter, by up to 35 (22).
         """
-        delta = self._default_delta(delta)
-        with LOCK:
-            history = self._turns.read()
-            return odometer.epsilon(history.counts, delta, history.first, history.settings.budget)
+        at = self._default_delta(delta)
+        return self._turns.read(
+            lambda it: odometer.epsilon(it.counts, at, it.first, it.settings.budget)
+        )
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget; ``math.inf`` without a budget, or if it
@@ -328,12 +296,11 @@ class PrivacyAccountant:
         allows; before a first charge with ``adaptive=True`` the filter does not count yet.
         """
         need = needed(self._session.decompose(event, 1))
-        with LOCK:
-            left = self._turns.read().remaining(need) if need else None
-            return math.inf if left is None else left
+        left = self._turns.read(lambda history: history.remaining(need) if need else None)
+        return math.inf if left is None else left
 
     def _default_delta(self, delta: float | None) -> float:
-        delta = self.delta if delta is None else check_delta(delta)
+        delta = self.delta if delta is None else events.check_delta(delta)
         if delta is None:
             raise ArgumentError(
                 "delta is needed, because this accountant has no budget: get_epsilon(delta=1e-5)."
@@ -394,11 +361,11 @@ class PrivacyAccountant:
         The caller asserts Poisson sampling; :meth:`summary` then says so.
         """
         rate = events.sampling_rate(sample_rate)
-        release = GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
+        release = events.GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
         if not self._is_asserted:
             self.note(POISSON_ASSERTED)
             self._is_asserted = True
-        self.compose(PoissonSampledDpEvent(rate, release))
+        self.compose(events.PoissonSampledDpEvent(rate, release))
 
     def close(self) -> None:
         """Returns unused reserved releases to the file. The accountant can still be used."""
@@ -419,10 +386,10 @@ class PrivacyAccountant:
 
     # --- handing on -------------------------------------------------------------------------------
 
-    def to_dp_event(self) -> ComposedDpEvent:
+    def to_dp_event(self) -> events.ComposedDpEvent:
         """The history as one event, for any dp_accounting accountant that knows its parts."""
-        return ComposedDpEvent(
-            [SelfComposedDpEvent(charge.event, charge.count) for charge in self.history]
+        return events.ComposedDpEvent(
+            [events.SelfComposedDpEvent(charge.event, charge.count) for charge in self.history]
         )
 
     def summary(self) -> str:
@@ -481,9 +448,7 @@ class PrivacyAccountant:
         if state_dict["ledger"] or not len(self):
             self.load_state_dict(state_dict)
             return
-        with LOCK:
-            self._turns.read()
-            self._session.require(charges)
+        self._turns.read(lambda history: history.require(charges))
         for statement in state_dict["notes"]:
             self.note(statement)
 

@@ -26,31 +26,14 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import numpy as np
 from scipy import optimize, special
 
 from ..errors import ArgumentError
-from .dominating_pairs import (
-    EXACT_LEVELS,
-    Allocated,
-    Array,
-    BoundedRange,
-    Capped,
-    Concentrated,
-    Gaussian,
-    Mixed,
-    NonPrivate,
-    Pair,
-    Pure,
-    Sampled,
-    directions,
-    dominating_mu,
-    grouped,
-    has_two_directions,
-    largest_added_loss,
-    merge,
-)
+from . import dominating_pairs as pairs
+from .dominating_pairs import Array, Pair
 from .events import SMALLEST_DELTA
 from .fft_composition import Composition, compose, tail_of
 from .gdp import (
@@ -94,7 +77,7 @@ _BELOW = 1 - 1e-9  # rounds a mass by quadrature down
 
 def require_loss_distribution(pair: Pair) -> None:
     """Raise where a pair is known by its Renyi curve only."""
-    if isinstance(pair, Concentrated):
+    if isinstance(pair, pairs.Concentrated):
         raise ArgumentError(
             "zero-concentrated differential privacy has no privacy loss distribution: use"
             " PrivacyAccountant(method='rdp'), or, if the release is a Gaussian, charge"
@@ -105,18 +88,18 @@ def require_loss_distribution(pair: Pair) -> None:
 def _has_no_guarantee(counts: Mapping[Pair, int]) -> bool:
     for pair in counts:
         require_loss_distribution(pair)
-    return any(isinstance(pair, NonPrivate) for pair in counts)
+    return any(isinstance(pair, pairs.NonPrivate) for pair in counts)
 
 
 def only_mu(levels: Mapping[Pair, int]) -> float | None:
     """mu of merged levels that are one Gaussian or none; ``None`` if there is anything else."""
-    only = next(iter(levels), Gaussian(0.0))
-    return only.mu if len(levels) <= 1 and isinstance(only, Gaussian) else None
+    only = next(iter(levels), pairs.Gaussian(0.0))
+    return only.mu if len(levels) <= 1 and isinstance(only, pairs.Gaussian) else None
 
 
 def _unsampled(counts: Mapping[Pair, int]) -> float:
     """mu of Gaussians that dominate ``counts``, without amplification."""
-    squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in counts.items())
+    squared = math.fsum(n * pairs.dominating_mu(pair) ** 2 for pair, n in counts.items())
     return math.sqrt(squared) * (1 + 1e-15)
 
 
@@ -135,18 +118,17 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         return 0.0
     if sum(counts.values()) == 1:
         only = next(iter(counts))
-        if isinstance(only, Sampled | Mixed):
+        if isinstance(only, pairs.Sampled | pairs.Mixed):
             return sampled_epsilon(only, delta)
-        if isinstance(only, Pure | BoundedRange):
+        if isinstance(only, pairs.Pure | pairs.BoundedRange):
             return bounded_epsilon(only, delta)
-    levels = merge(counts)
-    if (mu := only_mu(levels)) is not None:
-        return gaussian_epsilon(mu, delta)
-    try:
-        return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta)
-    except OverflowError:
-        mu = _unsampled(levels)
-        return gaussian_epsilon(mu, delta) if mu < math.inf else mu
+    levels = pairs.merge(counts)
+    if (mu := only_mu(levels)) is None:
+        try:
+            return _worse(levels, delta=delta)
+        except OverflowError:
+            mu = _unsampled(levels)
+    return gaussian_epsilon(mu, delta) if mu < math.inf else mu
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
@@ -158,12 +140,12 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     only = next(iter(counts))
-    if isinstance(only, Sampled | Mixed) and sum(counts.values()) == 1:
+    if isinstance(only, pairs.Sampled | pairs.Mixed) and sum(counts.values()) == 1:
         return min(1.0, sampled_delta(only, epsilon))
-    levels = merge(counts)
+    levels = pairs.merge(counts)
     if (mu := only_mu(levels)) is None:
         try:
-            return min(1.0, _worse(levels, lambda c: c.upper_delta(epsilon), epsilon=epsilon))
+            return min(1.0, _worse(levels, epsilon=epsilon))
         except OverflowError:
             mu = _unsampled(levels)
     if mu == math.inf:
@@ -171,57 +153,47 @@ def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     return max(0.0, min(1.0, gaussian_delta(mu, epsilon) * (1 + 1e-10)))
 
 
-def _worse(
-    levels: Mapping[Pair, int],
-    ask: Callable[[Composition], float],
-    *,
-    delta: float | None = None,
-    epsilon: float | None = None,
-) -> float:
-    """The answer in the worse direction, which a rough bound on the other one often shows."""
-    worst, is_cut = math.nan, False
+def _worse(levels: Mapping[Pair, int], **asked: Any) -> float:
+    """Epsilon at ``delta``, or delta at ``epsilon``, in the worse direction, which a rough bound on
+    the other one often shows.
+    """
+    delta: Any = asked.get("delta")
+    epsilon: Any = asked.get("epsilon")
     # sampled releases are cut, beside a Gaussian that is not
     cuts = len(levels) <= _MOST_CUT
-    cuts = cuts and all(isinstance(pair, Sampled | Gaussian) for pair in levels)
+    cuts = cuts and all(isinstance(pair, pairs.Sampled | pairs.Gaussian) for pair in levels)
+
+    def ask(reverse: bool, **options: Any) -> tuple[float, Composition]:
+        found = compose(levels, reverse, **asked, **options)
+        answer = found.upper_delta(epsilon) if delta is None else found.upper_epsilon(delta)
+        return answer, found
 
     def by_cut(found: float, reverse: bool) -> float:
         with suppress(OverflowError):  # losses too far apart: it stays loose
             if epsilon is None:
-                assert delta is not None
                 return epsilon_by_cut(levels, delta, found, reverse)
             return delta_by_cut(levels, epsilon, found, reverse)
         return found
 
-    for reverse in directions(levels):
+    worst, is_cut = math.nan, False
+    for reverse in pairs.directions(levels):
         if not math.isnan(worst):
-            most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
-            if most * (1 + 1e-12) <= (worst if epsilon is None else epsilon):
+            most = pairs.largest_added_sum(levels) * (1 + 1e-12)
+            if most <= (worst if epsilon is None else epsilon):
                 continue
             if is_cut and by_cut(worst, True) < worst:
                 continue
-            (rough,) = compose(
-                levels,
-                delta=delta,
-                epsilon=epsilon,
-                accuracy=_ROUGH,
-                reverse=reverse,
-                is_pilot=True,
-            )
-            if ask(rough) <= worst:
+            if ask(reverse, accuracy=_ROUGH, is_pilot=True)[0] <= worst:
                 continue
-        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=cuts)
-        found, is_cut = ask(fine), False
+        (found, fine), is_cut = ask(reverse, is_pilot=cuts), False
         at = found if epsilon is None else epsilon
-        if (
-            cuts
-            and 0 < at < math.inf
-            and (fine.interval > _OF_EPSILON * at or fine.share_of_round_off(at) > _ROUND_OFF)
-        ):
-            before, found = found, by_cut(found, reverse)
-            is_cut = found < before
+        if cuts and 0 < at < math.inf:
+            if fine.interval > _OF_EPSILON * at or fine.share_of_round_off(at) > _ROUND_OFF:
+                before, found = found, by_cut(found, reverse)
+                is_cut = found < before
         if fine.interval > fine.window.wanted_interval and cuts and not is_cut:
-            (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
-            found = min(found, ask(fine))
+            again, fine = ask(reverse)
+            found = min(found, again)
         if delta is not None and not is_cut and 0 < found < fine.interval / _COARSE:
             with suppress(OverflowError):  # the window was chosen for a far larger epsilon
                 found = _vanishing_epsilon(levels, delta, found, reverse)
@@ -240,7 +212,7 @@ def _vanishing_epsilon(
     """
     fineness = 1.0
     for _ in range(_ATTEMPTS):
-        (near,) = compose(levels, epsilon=epsilon, reverse=reverse, fineness=fineness)
+        near = compose(levels, reverse, epsilon=epsilon, fineness=fineness)
         before, epsilon = epsilon, min(epsilon, near.upper_epsilon(delta))
         small = 1 - delta / near.upper_delta(0.0)
         # the error falls as the interval's square, and is a quarter of its bound at most
@@ -255,7 +227,7 @@ def _vanishing_epsilon(
 
 
 @loss_nodes.register
-def _(pair: Capped, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.Capped, tail: float, interval: float | None = None) -> Nodes:
     sampled, most = pair.pair, pair.most
     if pair.reverse:  # of which no loss passes -log(1 - q)
         losses, masses, _ = sampled_nodes(sampled, tail, interval, most=most)
@@ -292,8 +264,7 @@ def delta_by_cut(
 ) -> float:
     """An upper bound on delta at ``epsilon`` if one is shown below ``delta``, else that."""
     for _ in range(_ATTEMPTS):
-        bound = _cut(levels, delta, epsilon, reverse)
-        if bound is None:
+        if (bound := _cut(levels, delta, epsilon, reverse)) is None:
             break
         before, delta = delta, min(delta, bound(epsilon))
         if delta > _CLOSE * before:
@@ -308,7 +279,7 @@ def _cut(
     tail, cut, three = tail_of(delta, sum(levels.values())), _CUT * epsilon, math.inf
     mass = math.inf
     # a reverse is all in the core; a pair that is its own reverse has the same large losses
-    cuttable = {p: n for p, n in levels.items() if not (reverse and has_two_directions(p))}
+    cuttable = {p: n for p, n in levels.items() if not (reverse and pairs.has_two_directions(p))}
     while three > _THREE * delta or mass > _MOST_MASS:
         if cut > _LARGEST_CUT * epsilon:
             return None
@@ -317,8 +288,8 @@ def _cut(
         three = mass**3 / 6 * math.exp(min(mass, 1.0))
     core: dict[Pair, int] = {}
     for pair, count in levels.items():
-        turned = reverse and has_two_directions(pair)
-        core[Capped(pair, most, turned) if isinstance(pair, Sampled) else pair] = count
+        turned = reverse and pairs.has_two_directions(pair)
+        core[pairs.Capped(pair, most, turned) if isinstance(pair, pairs.Sampled) else pair] = count
     window = choose_window(core, False, tail, epsilon=epsilon, largest_tilt=_TILT / epsilon)
     of_core = Composition(window, core, False, tail).profile()
     largest = max((loss for *_, loss in above), default=most)
@@ -345,13 +316,13 @@ def _cut(
 
 def _above(
     levels: Mapping[Pair, int], cut: float, tail: float
-) -> list[tuple[Sampled, float, float, float, float]]:
+) -> list[tuple[pairs.Sampled, float, float, float, float]]:
     """Of each sampled release log(b / a), its number over a, the mass of both with the losses above
     the cut, and the largest loss.
     """
     found = []
     for pair, count in levels.items():
-        if isinstance(pair, Sampled):
+        if isinstance(pair, pairs.Sampled):
             losses, masses, _ = sampled_nodes(pair, tail, least=cut)
             losses, masses = losses[losses > 0], masses[losses > 0]  # not those mirrored
             above = float(masses.sum()) / _BELOW + tail
@@ -389,19 +360,20 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     # leaving releases out only lowers it: those whose pair is a bound
     known: dict[Pair, int] = {}
     for pair, count in others.items():
-        if not isinstance(pair, BoundedRange | Allocated | Mixed):
-            if isinstance(pair, Sampled) and pair.kind == "symmetric":
-                pair = Sampled("directed", pair.rate, pair.noise)
+        if not isinstance(pair, pairs.BoundedRange | pairs.Allocated | pairs.Mixed):
+            if isinstance(pair, pairs.Sampled) and pair.kind == "symmetric":
+                pair = pairs.Sampled("directed", pair.rate, pair.noise)
             known[pair] = known.get(pair, 0) + count
-    levels = grouped(merge(known), _LOWER_RATIO, upper=False)
+    levels = pairs.grouped(pairs.merge(known), _LOWER_RATIO, upper=False)
     if (mu := only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta) * (1 - 1e-9)
-    accuracy = ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= EXACT_LEVELS else 3)
+    number = len(levels)
+    accuracy = ACCURACY / (100 if number <= 4 else 10 if number <= pairs.EXACT_LEVELS else 3)
     try:
         # either direction is a lower bound: the one that looks worse
-        rough = compose(levels, delta=delta, accuracy=_ROUGH)
+        rough = [compose(levels, r, delta=delta, accuracy=_ROUGH) for r in pairs.directions(levels)]
         reverse = max(rough, key=lambda c: c.upper_epsilon(delta)).reverse
-        (fine,) = compose(levels, delta=delta, accuracy=accuracy, reverse=reverse, mixed=False)
+        fine = compose(levels, reverse, delta=delta, accuracy=accuracy, mixed=False)
         return fine.lower_epsilon(delta)
     except OverflowError:
         return 0.0

@@ -27,22 +27,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from . import bounds, renyi
+from . import dominating_pairs as pairs
 from .bounds import LARGEST_EXCESS, MOST_STEPS, largest
-from .dominating_pairs import (
-    EXACT_LEVELS,
-    Array,
-    Failure,
-    Gaussian,
-    NonPrivate,
-    Pair,
-    Sampled,
-    added,
-    directions,
-    dominating_mu,
-    largest_added_loss,
-    merge,
-    uncovered,
-)
+from .dominating_pairs import EXACT_LEVELS, Array, Pair
 from .events import Method
 from .fft_composition import Composition, Transform, compose
 from .gdp import gaussian_mu
@@ -72,7 +59,7 @@ class Filter(NamedTuple):
         """The filter of a budget: a function of what was there before any output, the first release
         and whether the filter was ``declared`` before it, or is one for later jobs.
         """
-        if declared and isinstance(first, Gaussian):
+        if declared and isinstance(first, pairs.Gaussian):
             return cls("gaussian", math.inf, gaussian_mu(epsilon, delta) ** 2)
         # the order that admits ``first`` most often
         orders = _orders_of(epsilon, delta, 0.05, 2, 60)
@@ -83,20 +70,22 @@ class Filter(NamedTuple):
     def cost(self, counts: Counts) -> float:
         """What the limit bounds, for these releases."""
         if self.kind == "gaussian":
-            return math.fsum(count * dominating_mu(pair) ** 2 for pair, count in counts.items())
+            return math.fsum(
+                count * pairs.dominating_mu(pair) ** 2 for pair, count in counts.items()
+            )
         each = (count * renyi.curve({pair: 1}, [self.order])[0] for pair, count in counts.items())
         return math.fsum(map(float, each))
 
     def epsilon(self, delta: float) -> float:
         """What the limit guarantees."""
         if self.kind == "gaussian":
-            return bounds.upper_epsilon({Gaussian(math.sqrt(self.limit)): 1}, delta)
+            return bounds.upper_epsilon({pairs.Gaussian(math.sqrt(self.limit)): 1}, delta)
         return renyi.epsilon(np.array([self.limit]), delta, [self.order])
 
     def delta(self, epsilon: float) -> float:
         """What the limit guarantees."""
         if self.kind == "gaussian":
-            return bounds.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
+            return bounds.upper_delta({pairs.Gaussian(math.sqrt(self.limit)): 1}, epsilon)
         return renyi.delta(np.array([self.limit]), epsilon, [self.order])
 
     def __str__(self) -> str:
@@ -130,12 +119,12 @@ class Composed:
         """``counts``, which ``need`` is to join; ``None``: on no grid, or with no delta left."""
         failures, others = apart(counts)
         failed = failing(failures)
-        if not others or failed > delta / 2 or NonPrivate() in others:
+        if not others or failed > delta / 2 or pairs.NonPrivate() in others:
             return None
         try:
             grids = [
-                compose(merge(others), delta=delta - failed, epsilon=epsilon, reverse=reverse)[0]
-                for reverse in _directions(added(counts, need), epsilon)
+                compose(pairs.merge(others), reverse, delta=delta - failed, epsilon=epsilon)
+                for reverse in _directions(pairs.added(counts, need), epsilon)
             ]
         except OverflowError:
             return None
@@ -143,11 +132,11 @@ class Composed:
 
     def followed_by(self, more: Counts) -> Composed | None:
         """With ``more``; ``None``: these cannot join."""
-        others, joint, found = apart(more)[1], added(self.counts, more), self.transforms
-        if NonPrivate() in others or len(_directions(joint, self.epsilon)) > len(found):
+        others, joint, found = apart(more)[1], pairs.added(self.counts, more), self.transforms
+        if pairs.NonPrivate() in others or len(_directions(joint, self.epsilon)) > len(found):
             return None
         try:
-            for pair, count in merge(others).items():
+            for pair, count in pairs.merge(others).items():
                 steps = zip(found, self._steps(pair), strict=True)
                 found = [part.followed_by(step, count) for part, step in steps]
         except OverflowError:
@@ -164,42 +153,52 @@ class Composed:
             self.kept[pair] = found
         return found
 
-    def log_excess(self, delta: float) -> float:
-        """log(delta at epsilon / delta); at most 0: these releases keep (epsilon, delta)."""
+    def log_excess(self, delta: float, more: Counts | None = None) -> float:
+        """log(delta at epsilon / delta) with ``more``; at most 0: they keep (epsilon, delta)."""
+        if (joint := self.followed_by(more) if more else self) is None:
+            return LARGEST_EXCESS
         # What is nearer is decided by the bound that is reported, on its own grid. Of many
         # different releases that takes seconds.
-        near = ACCURACY if len(self.counts) <= EXACT_LEVELS else 0.0
+        near = ACCURACY if len(joint.counts) <= EXACT_LEVELS else 0.0
         try:
-            parts = [g.of_others(t) for g, t in zip(self.grids, self.transforms, strict=True)]
+            parts = [g.of_others(t) for g, t in zip(self.grids, joint.transforms, strict=True)]
         except OverflowError:
             return LARGEST_EXCESS
         largest = max(part.upper_delta(self.epsilon * (1 - near)) for part in parts)
-        found = (failing(apart(self.counts)[0]) + largest) * (1 + _ROUND_OFF)
+        found = (failing(apart(joint.counts)[0]) + largest) * (1 + _ROUND_OFF)
         return math.log(found / delta) if found else -LARGEST_EXCESS
 
 
 def _on_grid(pair: Pair) -> Pair:
     """One that dominates ``pair`` and costs little more, the same for many releases."""
-    if not isinstance(pair, Sampled):
+    if not isinstance(pair, pairs.Sampled):
         return pair
     step = math.log(_COSTS_RATIO)
     noise = math.exp(step * math.floor(math.log(pair.noise) / step))
     rate = max(math.exp(step * math.ceil(math.log(pair.rate) / step)), pair.rate)
-    return Sampled(pair.kind, rate if rate < 1 else pair.rate, min(noise, pair.noise))
+    return pairs.Sampled(pair.kind, rate if rate < 1 else pair.rate, min(noise, pair.noise))
 
 
 def _directions(counts: Counts, epsilon: float) -> tuple[bool, ...]:
     """Those in which a loss can pass epsilon: where a record was added, losses may be bounded."""
     others = apart(counts)[1]
-    most = math.fsum(n * largest_added_loss(pair) for pair, n in others.items())
-    return directions(others) if most * (1 + _ROUND_OFF) > epsilon else (False,)
+    most = pairs.largest_added_sum(others) * (1 + _ROUND_OFF)
+    return pairs.directions(others) if most > epsilon else (False,)
 
 
 class Budget:
-    """A privacy budget, with a filter or without, and what was spent of it."""
+    """A privacy budget, with a filter or without, and what was spent of it: ``counts`` at first.
+    ``costs``: of another budget with the same orders, which are the same here.
+    """
 
     def __init__(
-        self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
+        self,
+        epsilon: float,
+        delta: float,
+        method: Method,
+        filter: Filter | None = None,
+        counts: Counts | None = None,
+        costs: dict[Pair, Array] | None = None,
     ) -> None:
         self._epsilon, self._delta, self._method, self.filter = epsilon, delta, method, filter
         orders = _orders_of(epsilon, delta, 0.3, 1.2, 5)
@@ -210,11 +209,7 @@ class Budget:
         if filter is not None:
             orders, limits = (math.inf,), np.array([filter.limit]) * (1 - _ROUND_OFF)
         self._orders, self._limits = np.array(orders), limits
-        self._costs: dict[Pair, Array] = {}
-        self.restart({})
-
-    def restart(self, counts: Counts) -> None:
-        """Everything that was charged is ``counts``."""
+        self._costs: dict[Pair, Array] = {} if costs is None else costs
         self._spent = np.zeros(len(self._orders) + 1)
         # what was charged, together with what is held, keeps the budget
         self._held: dict[Pair, int] = {}
@@ -222,7 +217,7 @@ class Budget:
         self._base: Composed | None = None
         self._is_fresh = False  # whether nothing joined the base
         self._recent: dict[Pair, int] = {}  # charged since then
-        for pair, count in counts.items():
+        for pair, count in (counts or {}).items():
             self.spend(pair, count)
 
     def spend(self, pair: Pair, count: int) -> None:
@@ -238,7 +233,7 @@ class Budget:
         self._spent = self._spent + count * cost
         for counts in (self._last, self._recent):
             counts[pair] = counts.get(pair, 0) + count
-        if self._held and uncovered(self._held, {pair: count}):
+        if self._held and pairs.uncovered(self._held, {pair: count}):
             self._held = {}
 
     def _cost(self, pair: Pair) -> Array:
@@ -247,7 +242,7 @@ class Budget:
         if cost is None:
             if self.filter is not None:
                 cost = np.array([self.filter.cost({pair: 1}), 0.0])
-            elif isinstance(pair, Failure):
+            elif isinstance(pair, pairs.Failure):
                 cost = np.append(np.zeros(len(self._orders)), pair.delta)
             else:
                 known = _on_grid(pair) if len(self._costs) >= _EXACT_COSTS else pair
@@ -274,21 +269,24 @@ class Budget:
         self, counts: Counts, need: Counts, n: int = 1, reserved: Counts | None = None
     ) -> bool:
         """Whether ``n`` times ``need`` fits after ``counts``, charged before, and ``reserved``."""
-        wanted = added(reserved or {}, need, n)
+        wanted = pairs.added(reserved or {}, need, n)
         if self._keeps(wanted):
             return True
-        if self.filter is not None or NonPrivate() in wanted:
+        if self.filter is not None or pairs.NonPrivate() in wanted:
             return False
-        joint = added(counts, wanted)
-        if self._method == "pld" and not all(isinstance(pair, Gaussian) for pair in joint):
+        joint = pairs.added(counts, wanted)
+        if self._method == "pld" and not all(isinstance(pair, pairs.Gaussian) for pair in joint):
             for composed in self._compositions(counts, wanted):
-                if self._excess(composed, {}) <= 0:
-                    self._hold(wanted, need, partial(self._excess, composed))
+                excess = partial(composed.log_excess, self._delta)
+                if excess() <= 0:
+                    self._hold(wanted, need, excess)
                     return True
         if self._bound(joint) > self._epsilon:
             return False
         if len(joint) <= EXACT_LEVELS:
-            self._hold(wanted, need, lambda more: self._bound(added(joint, more)) - self._epsilon)
+            self._hold(
+                wanted, need, lambda more: self._bound(pairs.added(joint, more)) - self._epsilon
+            )
         return True
 
     def certain(self, counts: Counts, need: Counts, reserved: Counts | None = None) -> int:
@@ -300,35 +298,31 @@ class Budget:
 
     def cheap(self, need: Counts, reserved: Counts | None = None) -> int:
         """How often ``need`` fits without a composition."""
-        beside, low, high = reserved or {}, 0, 1
-        while low < MOST_STEPS and self._keeps(added(beside, need, high)):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self._keeps(added(beside, need, middle))
-            low, high = (middle, high) if fits else (low, middle)
-        return low
+
+        def excess(n: int) -> float:
+            return -1.0 if self._keeps(pairs.added(reserved or {}, need, n)) else 1.0
+
+        return largest(excess)
 
     def max_count(self, counts: Counts, need: Counts) -> int:
         """How often ``need`` fits after the history, exactly."""
-        if NonPrivate() in need or NonPrivate() in counts:
+        if pairs.NonPrivate() in need or pairs.NonPrivate() in counts:
             return 0
-        known = Budget(self._epsilon, self._delta, self._method, self.filter)
-        known._costs = self._costs
-        known.restart(counts)
+        settings = self._epsilon, self._delta, self._method, self.filter
+        known = Budget(*settings, counts, self._costs)
         n = known.cheap(need)
         if self.filter is not None or n >= MOST_STEPS:
             return n
 
         def excess(n: int) -> float:
-            return self._bound(added(counts, need, n)) - self._epsilon
+            return self._bound(pairs.added(counts, need, n)) - self._epsilon
 
         def excess_of(composed: Composed, n: int) -> float:
-            return self._excess(composed, added({}, need, n - 1))
+            return composed.log_excess(self._delta, pairs.added({}, need, n - 1))
 
-        if self._method == "pld" and len(added(counts, need)) > EXACT_LEVELS:
+        if self._method == "pld" and len(pairs.added(counts, need)) > EXACT_LEVELS:
             # a charge may be admitted where these are tighter than the bound that is reported
-            for one in known._compositions(added(counts, need, n), need):  # with one more
+            for one in known._compositions(pairs.added(counts, need, n), need):  # with one more
                 n += largest(partial(excess_of, one))
             if excess(n + 1) > 0:
                 return n
@@ -336,7 +330,7 @@ class Budget:
 
     def _keeps(self, wanted: Counts) -> bool:
         """Whether what is held covers ``wanted``, or the divergences keep their limits with it."""
-        if self._held and not uncovered(dict(self._held), wanted):
+        if self._held and not pairs.uncovered(dict(self._held), wanted):
             return True
         spent = self._spent + sum(n * self._cost(pair) for pair, n in wanted.items())
         left, limits = self._delta if self.filter is None else 1.0, self._limits
@@ -368,21 +362,17 @@ class Budget:
         if self._base is not None and (joint := self._base.followed_by(wanted)) is not None:
             yield joint
 
-    def _excess(self, composed: Composed, more: Counts) -> float:
-        joint = composed.followed_by(more) if more else composed
-        return LARGEST_EXCESS if joint is None else joint.log_excess(self._delta)
-
     def _hold(self, wanted: Counts, need: Counts, excess: Callable[[Counts], float]) -> None:
         """Holds ``wanted``, and if what was held is used up, up to twice what was charged since;
         not after a first charge, which may be the only one.
         """
         was_used, self._held = bool(self._last) and not any(self._held.values()), dict(wanted)
         share = 2.0 if was_used else 0.0
-        recent = added(self._last, need)
+        recent = pairs.added(self._last, need)
         if len(recent) > _MOST_HELD:
             recent, self._last = {}, {}
         while more := {pair: n for pair, c in recent.items() if (n := int(c * share))}:
             if excess(more) <= 0:
-                self._held, self._last = added(wanted, more), {}
+                self._held, self._last = pairs.added(wanted, more), {}
                 return
             share /= 4

@@ -14,17 +14,7 @@ from . import bounds, events, renyi
 from .bounds import LARGEST_EXCESS, MOST_STEPS
 from .budget import Budget
 from .dominating_pairs import Pair, added, dominating_pair
-from .events import (
-    DpEvent,
-    GaussianDpEvent,
-    Method,
-    Neighboring,
-    NeighboringRelation,
-    PoissonSampledDpEvent,
-    accounting_method,
-    check_delta,
-    check_epsilon,
-)
+from .events import DpEvent, Method, Neighboring, NeighboringRelation
 from .privacy_loss import without_delta
 
 if TYPE_CHECKING:
@@ -63,10 +53,10 @@ def noise_multiplier_for(
     Raises:
         ArgumentError: the history alone exceeds the target, or no noise up to 1e7 meets it.
     """
-    epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
-    upper = renyi.upper_epsilon if accounting_method(method) == "rdp" else bounds.upper_epsilon
+    epsilon, delta = events.check_epsilon(target_epsilon), events.check_delta(target_delta)
+    bound = renyi if events.one_of(method, Method, "method") == "rdp" else bounds
     before = counts_of(history, neighboring)
-    if before and upper(before, delta) > epsilon:
+    if before and bound.upper_epsilon(before, delta) > epsilon:
         why = without_delta(before, delta)
         raise ArgumentError(
             f"earlier charges cost more than epsilon = {epsilon:g} at delta = {delta:g}"
@@ -80,7 +70,7 @@ def noise_multiplier_for(
         counts = added(before, planned)
         if why := without_delta(counts, delta):
             raise ArgumentError(f"no noise multiplier meets the target. {why}")
-        return upper(counts, delta) - epsilon
+        return bound.upper_epsilon(counts, delta) - epsilon
 
     found = crossing(excess, math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE))
     if found is None:
@@ -116,9 +106,8 @@ def get_noise_multiplier(
         the target.
     """
     rate = events.sampling_rate(sample_rate)
-
     return noise_multiplier_for(
-        lambda noise: PoissonSampledDpEvent(rate, GaussianDpEvent(noise)),
+        lambda noise: events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(noise)),
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         steps=steps,
@@ -141,10 +130,10 @@ def get_num_steps(
 
     Args: as in :func:`get_noise_multiplier`.
     """
-    epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
-    event = PoissonSampledDpEvent(
+    epsilon, delta = events.check_epsilon(target_epsilon), events.check_delta(target_delta)
+    event = events.PoissonSampledDpEvent(
         events.sampling_rate(sample_rate),
-        GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
+        events.GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
     )
     before, step = counts_of(history, neighboring), counts_of([(event, 1)], neighboring)
     return min(Budget(epsilon, delta, "pld").max_count(before, step), MOST_STEPS)
@@ -166,10 +155,10 @@ def total_multiplier(
             "a budget needs both numbers: pass epsilon=1.0, delta=1e-5, or an accountant with a"
             " budget."
         )
-    epsilon, delta = check_epsilon(epsilon), check_delta(delta)
+    epsilon, delta = events.check_epsilon(epsilon), events.check_delta(delta)
     try:
         found = noise_multiplier_for(
-            GaussianDpEvent,
+            events.GaussianDpEvent,
             target_epsilon=epsilon,
             target_delta=delta,
             steps=1,

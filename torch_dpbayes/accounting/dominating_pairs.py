@@ -5,7 +5,7 @@ hockey-stick divergence H(P || Q) = sup_S P(S) - e^epsilon Q(S) is at least that
 Compositions are dominated by the product of the pairs (Zhu, Dong, Wang 2022, Theorem 10).
 
 What is known of a kind of pair is registered by its type: its privacy loss in :mod:`privacy_loss`,
-its Renyi curve in :mod:`renyi`, and here what has a default.
+its Renyi curve in :mod:`renyi`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,8 @@ from numpy.typing import NDArray
 from scipy import special
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .events import (
-    BoundedRangeDpEvent,
-    DpEvent,
-    FailureDpEvent,
-    GaussianDpEvent,
-    LaplaceDpEvent,
-    MuGaussianDpEvent,
-    Neighboring,
-    NeighboringRelation,
-    NonPrivateDpEvent,
-    PoissonSampledDpEvent,
-    PureDpEvent,
-    RecordwiseBatchGaussianDpEvent,
-    SampledWithoutReplacementDpEvent,
-    ShuffledEpochDpEvent,
-    UnspecifiedBatchGaussianDpEvent,
-    UserLevelDpEvent,
-    ZCDpEvent,
-    neighboring_relation,
-)
+from . import events
+from .events import DpEvent, Neighboring, NeighboringRelation
 
 Array = NDArray[np.float64]
 SampledKind = Literal["directed", "antipodal", "symmetric"]
@@ -83,6 +65,11 @@ class Sampled(Pair):
     kind: SampledKind
     rate: float
     noise: float
+
+    @property
+    def mu(self) -> float:
+        """The mu of the release without amplification."""
+        return (2.0 if self.kind == "antipodal" else 1.0) / self.noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +185,8 @@ class NonPrivate(Pair):
 
 def sampled_pair(kind: SampledKind, rate: float, noise: float) -> Pair:
     """A sampled Gaussian sum, or an unsampled one where sampling changes nothing."""
-    if rate == 1.0 or noise < _LEAST_NOISE:
-        return Gaussian((2.0 if kind == "antipodal" else 1.0) / noise)
-    return Sampled(kind, max(rate, _LEAST_RATE), noise)
+    found = Sampled(kind, max(rate, _LEAST_RATE), noise)
+    return Gaussian(found.mu) if rate == 1.0 or noise < _LEAST_NOISE else found
 
 
 # --- from events to pairs -------------------------------------------------------------------------
@@ -214,20 +200,16 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelati
     Raises:
         ArgumentError: the event gives no guarantee under this neighbouring relation.
     """
-    relation = neighboring_relation(neighboring)
-    release = event.event if isinstance(event, UserLevelDpEvent) else event
-    if relation == "zero_out":
-        # who is in a batch stays as it is, whatever the batch
-        if isinstance(release, _UNSAMPLED):
-            return Gaussian(1.0 / release.noise_multiplier)
-        if (found := WHERE_ZEROED.get(type(release))) is None:
-            raise ArgumentError(
-                f"{type(release).__name__} is not accounted for under zero_out: use"
-                " add_or_remove_one or replace_one, or charge its guarantee (PureDpEvent,"
-                " MuGaussianDpEvent)."
-            )
-        return found(release)
-    return pair_of(release, relation == "replace_one")
+    relation = events.neighboring_relation(neighboring)
+    release = event.event if isinstance(event, events.UserLevelDpEvent) else event
+    if relation != "zero_out":
+        return pair_of(release, relation == "replace_one")
+    if (found := WHERE_ZEROED.get(type(release))) is None:
+        raise ArgumentError(
+            f"{type(release).__name__} is not accounted for under zero_out: use add_or_remove_one"
+            " or replace_one, or charge its guarantee (PureDpEvent, MuGaussianDpEvent)."
+        )
+    return found(release)
 
 
 @singledispatch
@@ -240,14 +222,14 @@ def pair_of(event: DpEvent, replace: bool) -> Pair:
 
 
 @pair_of.register
-def _(event: GaussianDpEvent, replace: bool) -> Pair:
+def _(event: events.GaussianDpEvent, replace: bool) -> Pair:
     return Gaussian((2.0 if replace else 1.0) / event.noise_multiplier)
 
 
 @pair_of.register
-def _(event: PoissonSampledDpEvent, replace: bool) -> Pair:
+def _(event: events.PoissonSampledDpEvent, replace: bool) -> Pair:
     q = event.sampling_probability
-    if isinstance(event.event, GaussianDpEvent):
+    if isinstance(event.event, events.GaussianDpEvent):
         return sampled_pair("antipodal" if replace else "directed", q, event.event.noise_multiplier)
     pair = pair_of(event.event, replace)
     if q == 1:
@@ -274,22 +256,24 @@ def _(event: PoissonSampledDpEvent, replace: bool) -> Pair:
 
 
 @pair_of.register
-def _(event: SampledWithoutReplacementDpEvent, replace: bool) -> Pair:
+def _(event: events.SampledWithoutReplacementDpEvent, replace: bool) -> Pair:
     # A batch of fixed size swaps one member for another under either relation: sensitivity 2C.
     rate = event.sample_size / event.source_dataset_size
     return sampled_pair("symmetric", rate, event.event.noise_multiplier / 2)
 
 
 @pair_of.register
-def _(event: RecordwiseBatchGaussianDpEvent, replace: bool) -> Pair:
+def _(event: events.RecordwiseBatchGaussianDpEvent, replace: bool) -> Pair:
     return Gaussian(2.0 / event.noise_multiplier)
 
 
 @pair_of.register
-def _(event: UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent, replace: bool) -> Pair:
+def _(
+    event: events.UnspecifiedBatchGaussianDpEvent | events.ShuffledEpochDpEvent, replace: bool
+) -> Pair:
     if replace:
         return Gaussian(2.0 / event.noise_multiplier)
-    if isinstance(event, ShuffledEpochDpEvent):
+    if isinstance(event, events.ShuffledEpochDpEvent):
         raise ArgumentError(
             "a shuffled loader gives no guarantee under add_or_remove_one, because an added"
             " record may change every batch: use PrivacyAccountant(neighboring='replace_one'), or"
@@ -304,7 +288,7 @@ def _(event: UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent, replace: bo
 
 
 @pair_of.register
-def _(event: LaplaceDpEvent, replace: bool) -> Pair:
+def _(event: events.LaplaceDpEvent, replace: bool) -> Pair:
     # Several coordinates that move cost no more than one that moves by their sum: for noise with a
     # log-concave density the latter's trade-off curve is theirs, one after the other.
     return Laplace(event.noise_multiplier / (1 + replace))
@@ -312,23 +296,15 @@ def _(event: LaplaceDpEvent, replace: bool) -> Pair:
 
 # guarantees under the accountant's relation, whichever it is
 _GUARANTEES: dict[type[Any], Callable[..., Pair]] = {
-    MuGaussianDpEvent: Gaussian,
-    PureDpEvent: Pure,
-    BoundedRangeDpEvent: BoundedRange,
-    ZCDpEvent: Concentrated,
-    FailureDpEvent: Failure,
-    NonPrivateDpEvent: NonPrivate,
+    events.MuGaussianDpEvent: Gaussian,
+    events.PureDpEvent: Pure,
+    events.BoundedRangeDpEvent: BoundedRange,
+    events.ZCDpEvent: Concentrated,
+    events.FailureDpEvent: Failure,
+    events.NonPrivateDpEvent: NonPrivate,
 }
 for _kind, _pair in _GUARANTEES.items():
     pair_of.register(_kind, lambda event, replace, _pair=_pair: _pair(*attr.astuple(event)))
-
-
-@pair_of.register
-def _(event: UserLevelDpEvent, replace: bool) -> Pair:
-    return pair_of(event.event, replace)
-
-
-_UNSAMPLED = (UnspecifiedBatchGaussianDpEvent, RecordwiseBatchGaussianDpEvent, ShuffledEpochDpEvent)
 
 
 def as_removed(event: Any) -> Pair:
@@ -337,10 +313,10 @@ def as_removed(event: Any) -> Pair:
 
 
 # releases of a sum, which a record that is zeroed out leaves as one that is removed does
-ADDITIVE: list[type[Any]] = [GaussianDpEvent, LaplaceDpEvent]
+ADDITIVE: list[type[Any]] = [events.GaussianDpEvent, events.LaplaceDpEvent]
 
 
-def _sampled_where_zeroed(event: PoissonSampledDpEvent) -> Pair:
+def _sampled_where_zeroed(event: events.PoissonSampledDpEvent) -> Pair:
     """Whoever is zeroed out stays in its batch, whose size other releases may tell."""
     if event.sampling_probability < 1 and type(event.event) not in ADDITIVE:
         raise ArgumentError(
@@ -351,11 +327,19 @@ def _sampled_where_zeroed(event: PoissonSampledDpEvent) -> Pair:
     return as_removed(event)
 
 
+def _any_batch_where_zeroed(event: Any) -> Pair:
+    """Who is in a batch stays as it is, whatever the batch."""
+    return Gaussian(1.0 / event.noise_multiplier)
+
+
 # of each kind of event that is accounted for under "zero_out" its pair; mechanisms add theirs
-WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = dict.fromkeys(
-    (GaussianDpEvent, LaplaceDpEvent, *_GUARANTEES), as_removed
-)
-WHERE_ZEROED[PoissonSampledDpEvent] = _sampled_where_zeroed
+WHERE_ZEROED: dict[type[Any], Callable[[Any], Pair]] = {
+    **dict.fromkeys((*ADDITIVE, *_GUARANTEES), as_removed),
+    events.PoissonSampledDpEvent: _sampled_where_zeroed,
+    events.UnspecifiedBatchGaussianDpEvent: _any_batch_where_zeroed,
+    events.RecordwiseBatchGaussianDpEvent: _any_batch_where_zeroed,
+    events.ShuffledEpochDpEvent: _any_batch_where_zeroed,
+}
 
 
 # --- what is known of a pair ----------------------------------------------------------------------
@@ -377,20 +361,16 @@ def directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
     return (False, True) if any(map(has_two_directions, levels)) else (False,)
 
 
-@singledispatch
 def largest_loss(pair: Pair) -> float:
     """What the privacy loss of one release never passes."""
     if isinstance(pair, Pure | BoundedRange):
         return pair.epsilon
     if isinstance(pair, Laplace):
         return 1 / pair.scale
+    if isinstance(pair, Amplified):
+        inner = largest_loss(pair.pair)
+        return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + inner))
     return max(map(abs, pair.losses)) if isinstance(pair, FewLosses) else math.inf
-
-
-@largest_loss.register
-def _(pair: Amplified) -> float:
-    inner = largest_loss(pair.pair)
-    return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + inner))
 
 
 def largest_added_loss(pair: Pair) -> float:
@@ -400,52 +380,39 @@ def largest_added_loss(pair: Pair) -> float:
     return largest_loss(pair)
 
 
-@singledispatch
+def largest_added_sum(levels: Mapping[Pair, int]) -> float:
+    """The same of all releases together."""
+    return math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
+
+
 def dominating_mu(pair: Pair) -> float:
-    """A mu for which ``pair`` is mu-Gaussian differentially private."""
-    if (largest := largest_loss(pair)) < math.inf:
-        # The Gaussian whose trade-off curve meets that of randomised response where both errors
-        # are equal; it is convex with the same ends, so it lies below.
-        return -2.0 * float(special.ndtri(special.expit(-largest)))
-    return math.inf
-
-
-@dominating_mu.register
-def _(pair: Gaussian | GaussianMixture) -> float:
-    return pair.mu if isinstance(pair, Gaussian) else max(pair.moves)
-
-
-@dominating_mu.register
-def _(pair: Sampled | Allocated) -> float:
-    return (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise  # without amplification
-
-
-@dominating_mu.register
-def _(pair: Mixed) -> float:
-    return max(dominating_mu(part) for _, part in pair.parts)
-
-
-@dominating_mu.register
-def _(pair: Concentrated) -> float:
-    raise ArgumentError(
-        "this accountant's adaptive guarantee needs Gaussian differential privacy since its first"
-        " charge, and a release with only a Renyi curve has none: charge it to a separate"
-        " accountant."
-    )
+    """A mu for which ``pair`` is mu-Gaussian differentially private, without amplification."""
+    if isinstance(pair, Gaussian | Sampled):
+        return pair.mu
+    if isinstance(pair, Allocated):
+        return (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise
+    if isinstance(pair, GaussianMixture):
+        return max(pair.moves)
+    if isinstance(pair, Mixed):
+        return max(part.mu for _, part in pair.parts)
+    if isinstance(pair, Concentrated):
+        raise ArgumentError(
+            "this accountant's adaptive guarantee needs Gaussian differential privacy since its"
+            " first charge, and a release with only a Renyi curve has none: charge it to a"
+            " separate accountant."
+        )
+    # The Gaussian whose trade-off curve meets that of randomised response where both errors are
+    # equal; it is convex with the same ends, so it lies below.
+    largest = largest_loss(pair)
+    return math.inf if largest == math.inf else -2.0 * float(special.ndtri(special.expit(-largest)))
 
 
 def covers(reserve: Pair, pair: Pair) -> bool:
     """Whether ``reserve`` dominates ``pair``: less noise and a larger rate are less private."""
-    if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
-        return (
-            reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
-        )
-    if isinstance(reserve, Allocated) and isinstance(pair, Allocated):
-        return (
-            reserve.kind == pair.kind
-            and reserve.steps <= pair.steps
-            and reserve.noise <= pair.noise
-        )
+    if isinstance(reserve, Sampled) and isinstance(pair, Sampled) and reserve.kind == pair.kind:
+        return reserve.rate >= pair.rate and reserve.noise <= pair.noise
+    if isinstance(reserve, Allocated) and isinstance(pair, Allocated) and reserve.kind == pair.kind:
+        return reserve.steps <= pair.steps and reserve.noise <= pair.noise
     if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
         return reserve.mu >= pair.mu
     return reserve == pair
@@ -478,7 +445,7 @@ def uncovered(held: dict[Pair, int], need: Mapping[Pair, int]) -> dict[Pair, int
 
 def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
     """Gaussians become one, and epochs of many kinds a few that cost no less."""
-    squared = math.fsum(n * pair.mu**2 for pair, n in counts.items() if isinstance(pair, Gaussian))
+    mus = [(n, pair.mu) for pair, n in counts.items() if isinstance(pair, Gaussian)]
     several = sum(isinstance(pair, Allocated) for pair in counts) > _MOST_EPOCHS
     merged: dict[Pair, int] = {}
     for pair, count in counts.items():
@@ -488,7 +455,7 @@ def merge(counts: Mapping[Pair, int]) -> dict[Pair, int]:
             cell = math.floor(math.log(pair.noise) / math.log(_EPOCHS_RATIO))
             pair = replace(pair, noise=min(_EPOCHS_RATIO**cell, pair.noise))
         merged[pair] = merged.get(pair, 0) + count
-    if squared:
+    if squared := math.fsum(n * mu**2 for n, mu in mus):
         merged[Gaussian(math.sqrt(squared))] = 1
     return merged
 

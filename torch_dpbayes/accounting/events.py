@@ -49,7 +49,8 @@ _RELATIONS: dict[Any, str] = {
 # --- settings and numbers -------------------------------------------------------------------------
 
 
-def _one_of(value: Any, words: Any, what: str) -> Any:
+def one_of(value: Any, words: Any, what: str) -> Any:
+    """``value``, one of the strings of a ``Literal``."""
     known = get_args(words)
     if isinstance(value, str) and value in known:
         return known[known.index(value)]
@@ -61,21 +62,8 @@ def neighboring_relation(value: Any) -> Neighboring:
     """The neighbouring relation as its documented string, from that or dp_accounting's. "zero_out":
     one record contributes nothing instead, and stays in its batch (``REPLACE_SPECIAL``).
     """
-    if isinstance(value, NeighboringRelation):
-        value = _RELATIONS[value]
-    found: Neighboring = _one_of(value, Neighboring, "neighboring")
-    return found
-
-
-def accounting_method(value: Any) -> Method:
-    """The accountant's method, ``"pld"`` or ``"rdp"``."""
-    found: Method = _one_of(value, Method, "method")
-    return found
-
-
-def privacy_unit(value: Any) -> Unit:
-    """What neighbouring data sets differ by, ``"record"`` or ``"user"``."""
-    found: Unit = _one_of(value, Unit, "unit")
+    word = _RELATIONS[value] if isinstance(value, NeighboringRelation) else value
+    found: Neighboring = one_of(word, Neighboring, "neighboring")
     return found
 
 
@@ -330,13 +318,11 @@ def _(event: SelfComposedDpEvent, count: int) -> Parts:
 
 
 @parts_of.register
-def _(event: NonPrivateDpEvent, count: int) -> Parts:
-    yield event, count
-
-
-@parts_of.register
-def _(event: GaussianSum | LaplaceDpEvent, count: int) -> Parts:
-    if real(event.noise_multiplier, "noise_multiplier") == 0:
+def _(event: GaussianSum | LaplaceDpEvent | NonPrivateDpEvent, count: int) -> Parts:
+    if (
+        isinstance(event, NonPrivateDpEvent)
+        or real(event.noise_multiplier, "noise_multiplier") == 0
+    ):
         yield NonPrivateDpEvent(), count
     else:
         yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
@@ -362,7 +348,7 @@ def _(event: PoissonSampledDpEvent, count: int) -> Parts:
 
 @parts_of.register
 def _(event: SampledWithoutReplacementDpEvent, count: int) -> Parts:
-    gaussian = sampled_gaussian(event, "SampledWithoutReplacementDpEvent")
+    release = sampled_gaussian(event, "SampledWithoutReplacementDpEvent")
     size = positive_count(event.source_dataset_size, "source_dataset_size")
     batch = positive_count(event.sample_size, "sample_size")
     if batch > size:
@@ -370,10 +356,9 @@ def _(event: SampledWithoutReplacementDpEvent, count: int) -> Parts:
             f"sample_size {batch} is larger than source_dataset_size {size}: a batch has at most"
             " all records."
         )
-    if isinstance(gaussian, GaussianDpEvent):
-        yield SampledWithoutReplacementDpEvent(size, batch, gaussian), count
-    else:
-        yield gaussian, count
+    if isinstance(release, GaussianDpEvent):
+        release = SampledWithoutReplacementDpEvent(size, batch, release)
+    yield release, count
 
 
 def sampled_gaussian(event: Any, sampler: str) -> DpEvent:
@@ -408,15 +393,13 @@ def _epsilon_delta(parts: list[tuple[Any, int]]) -> list[DpEvent]:
 
 
 @parts_of.register
-def _(event: MuGaussianDpEvent, count: int) -> Parts:
-    if mu := non_negative(event.mu, "mu"):
-        yield MuGaussianDpEvent(mu), count
-
-
-@parts_of.register
-def _(event: PureDpEvent | BoundedRangeDpEvent, count: int) -> Parts:
-    if epsilon := non_negative(event.epsilon, "epsilon"):
-        yield type(event)(epsilon), count
+def _(
+    event: MuGaussianDpEvent | PureDpEvent | BoundedRangeDpEvent | ZCDpEvent, count: int
+) -> Parts:
+    names = [field.name for field in attr.fields(type(event))]
+    numbers = [non_negative(getattr(event, name), name) for name in names]
+    if any(numbers):
+        yield type(event)(*numbers), count
 
 
 @parts_of.register
@@ -428,13 +411,6 @@ def _(event: FailureDpEvent, count: int) -> Parts:
             " leave it out; for certain failure use NonPrivateDpEvent()."
         )
     yield FailureDpEvent(delta), count
-
-
-@parts_of.register
-def _(event: ZCDpEvent, count: int) -> Parts:
-    rho, xi = non_negative(event.rho, "rho"), non_negative(event.xi, "xi")
-    if rho or xi:
-        yield ZCDpEvent(rho, xi), count
 
 
 @parts_of.register

@@ -51,16 +51,17 @@ class Exclusive:
         if self.session.path is not None and self.session.process == this_process():
             util.Finalize(self, _settle_quietly, (self.session,), exitpriority=100)
 
-    def read(self) -> History:
-        """The history, with what other processes charged since. Under the lock."""
-        if _is_busy:
-            raise StateError(_IN_THE_MIDDLE)
-        while True:
-            session = self._begin()
-            session.refresh()
-            if session is self.session:  # else a signal's handler began anew
-                session.stale = False
-                return session
+    def read(self, what: Callable[[History], T]) -> T:
+        """What the history holds, with what other processes charged since."""
+        with LOCK:
+            if _is_busy:
+                raise StateError(_IN_THE_MIDDLE)
+            while True:
+                session = self._begin()
+                session.refresh()
+                if session is self.session:  # else a signal's handler began anew
+                    session.stale = False
+                    return what(session)
 
     def change(self, change: Callable[[History], T]) -> T:
         """One change at a time: what a signal handler starts in the middle of one is refused."""
@@ -124,24 +125,23 @@ class Exclusive:
 
     def charge(self, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
         """Records a charge of ``parts``, which ``event`` consists of."""
-        self.change(lambda session: self._charge(session, event, parts, label, adaptive))
 
-    def _charge(
-        self, session: History, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool
-    ) -> None:
-        if session.process != this_process():
-            raise StateError(
-                "this accountant was forked into another process, and its parent would not see"
-                " the charges: make it with PrivacyAccountant(..., path='budget.db'), or give"
-                " each process an accountant with a share of the budget."
-            )
-        session.charge(parts, label, adaptive)
-        # Known events, whose numbers cannot change, are one object each time.
-        first, was, self._last = parts[0], self._last, parts[0].event
-        if len(parts) == 1 and first.times == 1 and first.event is was:
-            block = session.block_for(first.pair)
-            if block is not None and block.left >= SHARE:
-                self._run = _Run(event, first, label, adaptive, session.flag(adaptive), block)
+        def charged(session: History) -> None:
+            if session.process != this_process():
+                raise StateError(
+                    "this accountant was forked into another process, and its parent would not see"
+                    " the charges: make it with PrivacyAccountant(..., path='budget.db'), or give"
+                    " each process an accountant with a share of the budget."
+                )
+            session.charge(parts, label, adaptive)
+            # Known events, whose numbers cannot change, are one object each time.
+            first, was, self._last = parts[0], self._last, parts[0].event
+            if len(parts) == 1 and first.times == 1 and first.event is was:
+                block = session.block_for(first.pair)
+                if block is not None and block.left >= SHARE:
+                    self._run = _Run(event, first, label, adaptive, session.flag(adaptive), block)
+
+        self.change(charged)
 
 
 def _settle_quietly(session: Session) -> None:

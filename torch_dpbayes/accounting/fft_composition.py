@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft, signal
 
-from .dominating_pairs import Array, Gaussian, Pair, directions, largest_loss, scattered_of
-from .mixture_bounds import Mixtures, Near, mixtures
+from .dominating_pairs import Array, Gaussian, Pair, largest_loss, scattered_of
+from .mixture_bounds import Mixtures, mixtures
 from .privacy_loss import BEYOND, grid_masses, loss_nodes
 from .tilted_window import (
     ACCURACY,
@@ -121,16 +121,14 @@ def _transform(
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
     sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
-    excess, fewest, found = window.excess, window.fewest, None
-    near = Near(window.tilt, window.log_delta, reverse)
+    near, found = window.near._replace(tilt=window.tilt), None
     while sampled and found is None:
-        groups = mixtures(sampled, excess, fewest, near)
-        if groups is None:
+        if (groups := mixtures(sampled, near)) is None:
             others = dict(levels)
             break
         found = _transform_of_mixtures(groups, window, size, reverse, tail)
         # fewer corners, of which more frequencies fit into memory
-        excess, fewest = 4 * excess, max(2, fewest // 2)
+        near = near._replace(excess=4 * near.excess, fewest=max(2, near.fewest // 2))
     total = total if found is None else found
     for pair, count in others.items():
         total = total.followed_by(_transform_of(pair, window, size, reverse, tail), count)
@@ -401,17 +399,17 @@ def tail_of(delta: float, total: int) -> float:
 
 def compose(
     levels: Mapping[Pair, int],
+    reverse: bool,
     *,
     delta: float | None = None,
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
-    reverse: bool | None = None,
     mixed: bool = True,
     is_pilot: bool = False,
     finest: float = 0.0,
     fineness: float = 1.0,
-) -> list[Composition]:
-    """Composes the levels in each direction (one is enough where every pair is its own reverse).
+) -> Composition:
+    """Composes the levels, or the reverse of each.
 
     Args:
         delta, epsilon: near which the result is asked; with both, more such releases are to join.
@@ -422,42 +420,38 @@ def compose(
         fineness: how much narrower cells are than usual at an epsilon below most losses.
     """
     _require_near(levels)
-    total = sum(levels.values())
-    grows = delta is not None and epsilon is not None
-    compositions = []
-    for direction in directions(levels) if reverse is None else (reverse,):
-        wanted, tail = delta, tail_of(SMALLEST if delta is None else delta, total)
-        for _ in range(_ATTEMPTS):
-            window = choose_window(
-                levels,
-                direction,
-                tail,
-                epsilon=epsilon,
-                log_delta=None if wanted is None else math.log(wanted),
-                accuracy=accuracy,
-                grows=grows,
-                fineness=fineness,
-            )
-            if wanted is None:
-                tail = tail_of(max(math.exp(window.log_delta), SMALLEST), total)
-                if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
-                    window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
-            window = window._replace(interval=max(window.interval, finest))
-            if is_pilot and (window.upper - window.lower) / window.interval > _WIDE_WINDOW:
-                window = window._replace(interval=(window.upper - window.lower) / _PILOT_SIZE)
-            composition = Composition(window, levels, direction, tail, mixed)
-            if epsilon is None or grows:
-                break
-            # Where few releases decide, the guess of delta is far too high.
-            found = max(composition.upper_delta(epsilon), SMALLEST)
-            if tail <= 100 * tail_of(found, total) and (
-                wanted is not None or window.interval <= window.wanted_interval
-            ):
-                break
-            wanted, tail = found, tail_of(found, total)
-        for _ in range(_ATTEMPTS):
-            if composition.wrapped <= 100 * math.exp(log_outside(composition.window.tilt)):
-                break
-            composition = Composition(composition.wider_window(), levels, direction, tail, mixed)
-        compositions.append(composition)
-    return compositions
+    total, grows = sum(levels.values()), delta is not None and epsilon is not None
+    wanted, tail = delta, tail_of(SMALLEST if delta is None else delta, total)
+    for _ in range(_ATTEMPTS):
+        window = choose_window(
+            levels,
+            reverse,
+            tail,
+            epsilon=epsilon,
+            log_delta=None if wanted is None else math.log(wanted),
+            accuracy=accuracy,
+            grows=grows,
+            fineness=fineness,
+        )
+        width, interval = window.upper - window.lower, window.interval
+        if wanted is None:
+            tail = tail_of(max(math.exp(window.near.log_delta), SMALLEST), total)
+            interval = max(interval, width / _ROUGH_SIZE)
+        interval = max(interval, finest)
+        if is_pilot and width / interval > _WIDE_WINDOW:
+            interval = width / _PILOT_SIZE
+        window = window._replace(interval=interval)
+        composition = Composition(window, levels, reverse, tail, mixed)
+        if epsilon is None or grows:
+            break
+        # Where few releases decide, the guess of delta is far too high.
+        found = max(composition.upper_delta(epsilon), SMALLEST)
+        is_close = wanted is not None or interval <= window.wanted_interval
+        if tail <= 100 * tail_of(found, total) and is_close:
+            break
+        wanted, tail = found, tail_of(found, total)
+    for _ in range(_ATTEMPTS):
+        if composition.wrapped <= 100 * math.exp(log_outside(composition.window.tilt)):
+            break
+        composition = Composition(composition.wider_window(), levels, reverse, tail, mixed)
+    return composition

@@ -63,11 +63,9 @@ def advantage_sum(counts: Mapping[Pair, int]) -> float:
 
 
 def _advantage(pair: Pair) -> float:
-    if isinstance(pair, Gaussian):
-        return math.erf(pair.mu / math.sqrt(8))
-    if isinstance(pair, Sampled):
-        shift = (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise
-        return pair.rate * math.erf(shift / math.sqrt(8))
+    if isinstance(pair, Gaussian | Sampled):
+        rate = pair.rate if isinstance(pair, Sampled) else 1.0
+        return rate * math.erf(pair.mu / math.sqrt(8))
     if isinstance(pair, Mixed):
         return math.fsum(weight * _advantage(part) for weight, part in pair.parts)
     return math.tanh(pair.epsilon / 2) if isinstance(pair, Pure) else math.inf

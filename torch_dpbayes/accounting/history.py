@@ -12,31 +12,11 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 from ..errors import ArgumentError, DPBayesError
 from ..processes import this_process
 from . import bounds, events, renyi
+from . import dominating_pairs as pairs
 from .bounds import MOST_STEPS
 from .budget import Budget, Counts, Filter
-from .dominating_pairs import (
-    Concentrated,
-    Failure,
-    Gaussian,
-    NonPrivate,
-    Pair,
-    added,
-    dominating_pair,
-)
-from .events import (
-    DpEvent,
-    Method,
-    Neighboring,
-    RecordwiseBatchGaussianDpEvent,
-    Unit,
-    UserLevelDpEvent,
-    accounting_method,
-    check_delta,
-    check_epsilon,
-    neighboring_relation,
-    privacy_unit,
-    require_unit,
-)
+from .dominating_pairs import Pair
+from .events import DpEvent, Method, Neighboring, Unit
 from .privacy_loss import without_delta
 
 Guarantee = Literal["fixed", "filter", "none"]
@@ -76,11 +56,11 @@ class Settings(NamedTuple):
     ) -> Settings:
         """These settings, or an error."""
         return cls(
-            None if epsilon is None else check_epsilon(epsilon),
-            None if delta is None else check_delta(delta),
-            accounting_method(method),
-            neighboring_relation(neighboring),
-            privacy_unit(unit),
+            None if epsilon is None else events.check_epsilon(epsilon),
+            None if delta is None else events.check_delta(delta),
+            events.one_of(method, Method, "method"),
+            events.neighboring_relation(neighboring),
+            events.one_of(unit, Unit, "unit"),
         )
 
     @property
@@ -162,9 +142,7 @@ class History:
     def _budget(self, rule: Filter | None) -> Budget | None:
         if self.settings.budget is None:
             return None
-        found = Budget(*self.settings.budget, self.settings.method, rule)
-        found.restart(self.counts)
-        return found
+        return Budget(*self.settings.budget, self.settings.method, rule, self.counts)
 
     @property
     def filter(self) -> Filter | None:
@@ -183,13 +161,13 @@ class History:
             return [Part(known.event, count, known.pair)]
         parts = []
         for part, times in events.elementary(event, count):
-            require_unit(part, self.settings.unit)
+            events.require_unit(part, self.settings.unit)
             pair = self.pair(part)
             if self.settings.method == "pld":
                 bounds.require_loss_distribution(pair)
             parts.append(Part(part, times, pair))
         # what comes first decides on a filter, and that of Gaussians sees no sampling
-        parts.sort(key=lambda part: isinstance(part.pair, Gaussian))
+        parts.sort(key=lambda part: isinstance(part.pair, pairs.Gaussian))
         if len(parts) == 1 and parts[0].event == event:
             if len(self._parts) >= _KNOWN_EVENTS:
                 self._parts.clear()
@@ -199,7 +177,7 @@ class History:
 
     def pair(self, event: DpEvent) -> Pair:
         """The pair that dominates an elementary event here."""
-        return dominating_pair(event, self.settings.neighboring)
+        return pairs.dominating_pair(event, self.settings.neighboring)
 
     def keep(self, pair: Pair, key: Key, count: int) -> None:
         """Adds ``count`` more charges. A negative count takes back."""
@@ -222,10 +200,13 @@ class History:
             return "filter"
         return "none" if self.is_adaptive else "fixed"
 
-    def fixed_epsilon(self, delta: float, counts: Counts | None = None) -> float:
-        """Epsilon, had all releases, or these, been fixed in advance."""
-        bound = renyi if self.settings.method == "rdp" else bounds
-        return bound.upper_epsilon(self.counts if counts is None else counts, delta)
+    @property
+    def _bound(self) -> Any:
+        return renyi if self.settings.method == "rdp" else bounds
+
+    def fixed_epsilon(self, delta: float) -> float:
+        """Epsilon, had all releases been fixed in advance."""
+        return float(self._bound.upper_epsilon(self.counts, delta))
 
     def epsilon(self, delta: float) -> float:
         """An upper bound on epsilon."""
@@ -252,14 +233,11 @@ class History:
             return self.filter.delta(epsilon) if self.budget.keeps_filter else 1.0
         if self.is_adaptive:
             return 1.0
-        bound = renyi if self.settings.method == "rdp" else bounds
-        return bound.upper_delta(self.counts, epsilon)
+        return float(self._bound.upper_delta(self.counts, epsilon))
 
     def lower_epsilon(self, delta: float) -> float:
         """No accountant that knows only the events can prove less than this."""
-        known: dict[Pair, int] = {
-            pair: count for pair, count in self.counts.items() if not isinstance(pair, Concentrated)
-        }
+        known = {p: n for p, n in self.counts.items() if not isinstance(p, pairs.Concentrated)}
         return bounds.lower_epsilon(known, delta) if known else 0.0
 
     def used_share(self, rule: Filter) -> float:
@@ -268,9 +246,9 @@ class History:
 
     def event_notes(self) -> list[str]:
         """What charged events state."""
-        known = [key.event for key in self.charges]
-        known = [event.event if isinstance(event, UserLevelDpEvent) else event for event in known]
-        stated = any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event in known)
+        known: list[Any] = [key.event for key in self.charges]
+        known += [event.event for event in known if isinstance(event, events.UserLevelDpEvent)]
+        stated = any(isinstance(event, events.RecordwiseBatchGaussianDpEvent) for event in known)
         return [_RECORDWISE] if stated else []
 
     # --- deciding ---------------------------------------------------------------------------------
@@ -285,28 +263,26 @@ class History:
     def refuse(self, parts: list[Part], budget: Budget) -> NoReturn:
         """Says why ``parts`` do not fit ``budget``."""
         assert self.settings.budget is not None
-        rule, (epsilon, delta) = budget.filter, self.settings.budget
-        need = needed(parts)
-        if any(isinstance(pair, NonPrivate) for pair in need):
+        rule, (epsilon, delta), need = budget.filter, self.settings.budget, needed(parts)
+        if any(isinstance(pair, pairs.NonPrivate) for pair in need):
             raise PrivacyBudgetExceeded(
                 "a release without noise (z = 0) has no finite epsilon and fits no budget: use a"
                 f" positive noise multiplier, or an accountant without a budget. {_NOTHING}"
             )
-        if rule is not None and any(isinstance(pair, Failure) for pair in need):
+        if rule is not None and any(isinstance(pair, pairs.Failure) for pair in need):
             raise PrivacyBudgetExceeded(
                 "a release that may fail fits no filter, and adaptive charges and later jobs need"
                 f" one: charge it to a separate accountant. {_NOTHING}"
             )
-        if why := without_delta(added(self.counts, need), delta):
+        if why := without_delta(pairs.added(self.counts, need), delta):
             raise PrivacyBudgetExceeded(f"{why} {_NOTHING}")
         fit, times = "none fits", sum(need.values())
         if times > 1:
             left = budget.max_count(self.counts, dict.fromkeys(need, 1))
             fit = f"{left} of these would still fit"
-        different = list(dict.fromkeys(events.in_words(part.event) for part in parts))
-        named = " and ".join(different[:_NAMED])
-        if len(different) > _NAMED:
-            named += f" and {len(different) - _NAMED} others"
+        named = list(dict.fromkeys(events.in_words(part.event) for part in parts))
+        if len(named) > _NAMED:
+            named[_NAMED:] = [f"{len(named) - _NAMED} others"]
         under, planner = "", "dpb.get_noise_multiplier"
         if rule is not None:
             planner = "a filter fits fewer than dpb.get_noise_multiplier says: ask remaining(event)"
@@ -315,8 +291,9 @@ class History:
                 why = "the charges were declared adaptive"
             under = f" {self.used_share(rule):.1%} of {rule} is used: {why}."
         raise PrivacyBudgetExceeded(
-            f"charging {times} x {named} would pass the budget epsilon = {epsilon:g} at delta ="
-            f" {delta:g}; {fit}. {_NOTHING} Plan fewer, or more noise ({planner}).{under}"
+            f"charging {times} x {' and '.join(named)} would pass the budget epsilon ="
+            f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan"
+            f" fewer, or more noise ({planner}).{under}"
         )
 
     def filtered(self, first: Pair, declared: bool) -> Budget | None:
@@ -438,7 +415,7 @@ class History:
             counts = needed(part for part, _ in parts)
             if not is_adaptive:
                 slack = _SLACK[settings.method] if is_same else 0.0
-                fits = self.fixed_epsilon(budget[1], counts) <= budget[0] * (1 + slack)
+                fits = self._bound.upper_epsilon(counts, budget[1]) <= budget[0] * (1 + slack)
             else:
                 rule = Filter.of(*budget, parts[0][0].pair, True)
                 fits = rule.cost(counts) <= rule.limit * (1 + _SLACK["rdp"])
@@ -483,26 +460,19 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> dict[Key, int]:
                 f" {getattr(settings, name)!r}: their numbers cannot be compared. Make this"
                 " accountant with the saved setting."
             )
-    if not all(map(_is_charge, state["history"])):
-        raise ArgumentError(
-            "this is not the state of a PrivacyAccountant: a charge in it is no whole number of an"
-            " event. Load what state_dict() returned."
-        )
     found: dict[Key, int] = {}
-    for code, count, label, flag, job in state["history"]:
-        if flag not in get_args(Flag):  # a misspelt one would pass for "fixed"
+    for row in state["history"]:
+        # a count that nothing rounds down, and a flag that no misspelling turns into "fixed"
+        is_row = isinstance(row, list | tuple) and len(row) == 5 and row[3] in get_args(Flag)
+        if not (is_row and isinstance(row[1], int | float) and float(row[1]).is_integer()):
             raise ArgumentError(
-                f"a saved charge is one of {', '.join(get_args(Flag))}, got {flag!r}."
+                "this is not the state of a PrivacyAccountant: a charge in it is no whole number of"
+                f" an event, {' or '.join(get_args(Flag))}. Load what state_dict() returned."
             )
+        code, count, label, flag, job = row
         key = Key(events.decode(code), label or None, flag, job)
         found[key] = found.get(key, 0) + events.positive_count(int(count))
     return found
-
-
-def _is_charge(row: Any) -> bool:
-    """Whether a saved row has a count that nothing rounds down."""
-    is_row = isinstance(row, list | tuple) and len(row) == 5
-    return is_row and isinstance(row[1], int | float) and float(row[1]).is_integer()
 
 
 def _by_job(charges: Mapping[Key, int]) -> Counter[tuple[str, DpEvent]]:

@@ -23,35 +23,10 @@ from dp_accounting.dp_event import (
 from scipy import special, stats
 
 from ..errors import ArgumentError
+from . import dominating_pairs as pairs
 from . import events
-from .dominating_pairs import (
-    ADDITIVE,
-    WHERE_ZEROED,
-    DiscreteGaussian,
-    FewLosses,
-    Gaussian,
-    GaussianMixture,
-    Mixed,
-    Pair,
-    Pure,
-    Sampled,
-    SampledKind,
-    as_removed,
-    pair_of,
-    sampled_pair,
-)
-from .events import (
-    BoundedRangeDpEvent,
-    DpEvent,
-    FailureDpEvent,
-    GaussianDpEvent,
-    NonPrivateDpEvent,
-    Parts,
-    PoissonSampledDpEvent,
-    PureDpEvent,
-    ZCDpEvent,
-    parts_of,
-)
+from .dominating_pairs import Pair
+from .events import DpEvent, Parts, parts_of
 
 _MOST_LOSSES = 2**16  # of a discrete release; one with more counts at its largest
 _LARGEST_STD = 1e5  # of discrete Gaussian noise, whose every value is looked at
@@ -107,15 +82,17 @@ class DiscreteGaussianDpEvent(DpEvent):
 
 @parts_of.register
 def _(event: EpsilonDeltaDpEvent, count: int) -> Parts:
-    yield from parts_of(PureDpEvent(event.epsilon), count)
+    yield from parts_of(events.PureDpEvent(event.epsilon), count)
     if event.delta != 0:
-        yield from parts_of(FailureDpEvent(event.delta), count)
+        yield from parts_of(events.FailureDpEvent(event.delta), count)
 
 
 @parts_of.register
 def _(event: ExponentialMechanismDpEvent | PermuteAndFlipDpEvent, count: int) -> Parts:
     is_flip = isinstance(event, PermuteAndFlipDpEvent)
-    yield from parts_of((PureDpEvent if is_flip else BoundedRangeDpEvent)(event.epsilon), count)
+    yield from parts_of(
+        (events.PureDpEvent if is_flip else events.BoundedRangeDpEvent)(event.epsilon), count
+    )
 
 
 @parts_of.register
@@ -124,7 +101,7 @@ def _(event: DiscreteLaplaceDpEvent, count: int) -> Parts:
     if a := events.non_negative(event.noise_parameter, "noise_parameter"):
         yield DiscreteLaplaceDpEvent(a, sensitivity), count
     else:  # as upstream
-        yield NonPrivateDpEvent(), count
+        yield events.NonPrivateDpEvent(), count
 
 
 @parts_of.register
@@ -136,9 +113,9 @@ def _(event: DiscreteGaussianDpEvent, count: int) -> Parts:
     if not sensitivity:
         return
     if not sigma:
-        yield NonPrivateDpEvent(), count
+        yield events.NonPrivateDpEvent(), count
     elif event.dimension != 1 or max(sigma, sensitivity) > _LARGEST_STD:
-        yield from parts_of(ZCDpEvent((sensitivity / sigma) ** 2 / 2 * (1 + 1e-15)), count)
+        yield from parts_of(events.ZCDpEvent((sensitivity / sigma) ** 2 / 2 * (1 + 1e-15)), count)
     elif sensitivity >= 1:  # a sum of whole numbers moves by a whole number
         yield DiscreteGaussianDpEvent(sigma, float(math.floor(sensitivity)), 1), count
 
@@ -149,7 +126,7 @@ def _(event: RandomizedResponseDpEvent, count: int) -> Parts:
     if not 0 <= (p := events.real(event.noise_parameter, "noise_parameter")) <= 1:
         raise ArgumentError(f"noise_parameter must lie in [0, 1], got {event.noise_parameter!r}.")
     if buckets > 1 and p < 1:
-        yield (RandomizedResponseDpEvent(p, buckets) if p else NonPrivateDpEvent()), count
+        yield (RandomizedResponseDpEvent(p, buckets) if p else events.NonPrivateDpEvent()), count
 
 
 @parts_of.register
@@ -171,7 +148,7 @@ def _(event: MixtureOfGaussiansDpEvent, count: int) -> Parts:
     if not any(m for m, _ in kept):
         return
     if not std:
-        yield NonPrivateDpEvent(), count
+        yield events.NonPrivateDpEvent(), count
     else:
         yield MixtureOfGaussiansDpEvent(std, *map(tuple, zip(*kept, strict=True))), count
 
@@ -182,10 +159,10 @@ def _(event: TruncatedSubsampledGaussianDpEvent, count: int) -> Parts:
         return
     size = events.positive_count(event.dataset_size, "dataset_size")
     most = events.positive_count(event.truncated_batch_size, "truncated_batch_size")
-    gaussian = GaussianDpEvent(event.noise_multiplier)
-    for part, _ in parts_of(PoissonSampledDpEvent(event.sampling_probability, gaussian), 1):
+    gaussian = events.GaussianDpEvent(event.noise_multiplier)
+    for part, _ in parts_of(events.PoissonSampledDpEvent(event.sampling_probability, gaussian), 1):
         # one record more may be there than was stated
-        if isinstance(part, PoissonSampledDpEvent) and most <= size:
+        if isinstance(part, events.PoissonSampledDpEvent) and most <= size:
             rate, noise = part.sampling_probability, part.event.noise_multiplier
             part = TruncatedSubsampledGaussianDpEvent(size, rate, most, noise)
         yield part, count
@@ -204,33 +181,33 @@ for _kind in (
             lambda event, count, kind=_kind: parts_of(kind(*attr.astuple(event)), count),
         )
 events.AMPLIFIED.extend([DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent])
-ADDITIVE.extend([DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent])
+pairs.ADDITIVE.extend([DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent])
 for _kind in (DiscreteGaussianDpEvent, DiscreteLaplaceDpEvent, MixtureOfGaussiansDpEvent):
-    WHERE_ZEROED[_kind] = as_removed
+    pairs.WHERE_ZEROED[_kind] = pairs.as_removed
 
 # --- their pairs ----------------------------------------------------------------------------------
 
 
-@pair_of.register
+@pairs.pair_of.register
 def _(event: DiscreteLaplaceDpEvent, replace: bool) -> Pair:
     a, move = event.noise_parameter, (1 + replace) * event.sensitivity
     if move > _MOST_LOSSES or a * move > 700:
-        return Pure(a * move)
+        return pairs.Pure(a * move)
     inner = np.arange(1, move)
     ends = special.expit(a)
     losses = a * np.concatenate([[-move], 2 * inner - move, [move]])
     masses = np.concatenate(
         [[ends * math.exp(-a * move)], math.tanh(a / 2) * np.exp(-a * (move - inner)), [ends]]
     )
-    return FewLosses(tuple(losses.tolist()), tuple(masses.tolist()))
+    return pairs.FewLosses(tuple(losses.tolist()), tuple(masses.tolist()))
 
 
-@pair_of.register
+@pairs.pair_of.register
 def _(event: DiscreteGaussianDpEvent, replace: bool) -> Pair:
-    return DiscreteGaussian(event.sigma, (1 + replace) * int(event.sensitivity))
+    return pairs.DiscreteGaussian(event.sigma, (1 + replace) * int(event.sensitivity))
 
 
-@pair_of.register
+@pairs.pair_of.register
 def _(event: RandomizedResponseDpEvent, replace: bool) -> Pair:
     if not replace:
         raise ArgumentError(
@@ -240,19 +217,19 @@ def _(event: RandomizedResponseDpEvent, replace: bool) -> Pair:
     other = event.noise_parameter / event.num_buckets
     kept = 1 - event.noise_parameter + other
     loss = math.log(kept / other) * (1 + 1e-15)
-    return FewLosses((-loss, 0.0, loss), (other, max(1 - kept - other, 0.0), kept))
+    return pairs.FewLosses((-loss, 0.0, loss), (other, max(1 - kept - other, 0.0), kept))
 
 
 def _uniform_where_zeroed(event: RandomizedResponseDpEvent) -> Pair:
     p, k = event.noise_parameter, event.num_buckets
     kept = 1 - p + p / k
-    return FewLosses((math.log(p), math.log(k * kept)), (1 - kept, kept), directed=True)
+    return pairs.FewLosses((math.log(p), math.log(k * kept)), (1 - kept, kept), directed=True)
 
 
-WHERE_ZEROED[RandomizedResponseDpEvent] = _uniform_where_zeroed
+pairs.WHERE_ZEROED[RandomizedResponseDpEvent] = _uniform_where_zeroed
 
 
-@pair_of.register
+@pairs.pair_of.register
 def _(event: MixtureOfGaussiansDpEvent, replace: bool) -> Pair:
     if replace:
         raise ArgumentError(
@@ -263,18 +240,18 @@ def _(event: MixtureOfGaussiansDpEvent, replace: bool) -> Pair:
     moving = [(move / event.standard_deviation, chance) for move, chance in found if move > 0]
     moves, chances = map(tuple, zip(*moving, strict=True))
     if max(moves) > _LARGEST_MOVE:
-        return Gaussian(max(moves))
-    return GaussianMixture(moves, chances)
+        return pairs.Gaussian(max(moves))
+    return pairs.GaussianMixture(moves, chances)
 
 
-@pair_of.register
+@pairs.pair_of.register
 def _(event: TruncatedSubsampledGaussianDpEvent, replace: bool) -> Pair:
     size, most = event.dataset_size, event.truncated_batch_size
     rate, noise = event.sampling_probability, event.noise_multiplier
-    if rate == 1 or not isinstance(sampled_pair("directed", 0.5, noise / 2), Sampled):
-        return Gaussian(2.0 / noise)
+    if rate == 1 or not isinstance(pairs.sampled_pair("directed", 0.5, noise / 2), pairs.Sampled):
+        return pairs.Gaussian(2.0 / noise)
     full, joins = _displacing(size - 1, rate, most)
-    parts: list[tuple[float, SampledKind, float, float]]
+    parts: list[tuple[float, pairs.SampledKind, float, float]]
     if replace:
         parts = [(1 - full, "antipodal", rate, noise), (full, "symmetric", joins, noise / 2)]
     else:
@@ -286,7 +263,9 @@ def _(event: TruncatedSubsampledGaussianDpEvent, replace: bool) -> Pair:
             (full, "directed", joins, noise / 2),
             (fuller - full, "directed", rate, noise / 2),
         ]
-    return Mixed(tuple((weight, Sampled(kind, q, z)) for weight, kind, q, z in parts if weight > 0))
+    return pairs.Mixed(
+        tuple((weight, pairs.Sampled(kind, q, z)) for weight, kind, q, z in parts if weight > 0)
+    )
 
 
 def _displacing(others: int, rate: float, most: int) -> tuple[float, float]:

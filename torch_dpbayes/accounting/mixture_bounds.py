@@ -70,11 +70,13 @@ class Mixtures(NamedTuple):
 
 
 class Near(NamedTuple):
-    """Where a composition is evaluated."""
+    """Where a composition is evaluated, and how closely."""
 
     tilt: float
     log_delta: float
     reverse: bool
+    excess: float  # of log(delta) that mixtures aim at
+    fewest: int  # rates, and noises, of their grid
 
     def growth(self, pair: Sampled) -> float:
         """By how much a release multiplies delta, about: E exp(tilt * L) - 1, at most to 1."""
@@ -84,17 +86,13 @@ class Near(NamedTuple):
         return float(masses @ np.expm1(np.minimum(self.tilt * losses, -self.log_delta)))
 
 
-def mixtures(
-    sampled: list[tuple[Sampled, int]], excess: float, fewest: int, near: Near
-) -> Mixtures | None:
-    """The mixtures, or ``None`` if there are hardly fewer corners than different releases; on a
-    grid of at least ``fewest`` rates and noises that aims at this ``excess`` of log(delta).
-    """
+def mixtures(sampled: list[tuple[Sampled, int]], near: Near) -> Mixtures | None:
+    """The mixtures, or ``None`` if there are hardly fewer corners than different releases."""
     found = []
     for kind in sorted({pair.kind for pair, _ in sampled}):
         chosen = [(pair.rate, pair.noise, n) for pair, n in sampled if pair.kind == kind]
         rate, noise, count = (np.array(column) for column in zip(*chosen, strict=True))
-        found.append(_placed(kind, rate, noise, count, excess, fewest, near))
+        found.append(_placed(kind, rate, noise, count, near))
     if sum(len(part.corners) for part in found) >= _WORTH * len(sampled):
         return None
     starts = np.cumsum([0, *(len(part.corners) for part in found)])
@@ -105,38 +103,25 @@ def mixtures(
     )
 
 
-def _placed(
-    kind: SampledKind,
-    rate: Array,
-    noise: Array,
-    count: Indices,
-    excess: float,
-    fewest: int,
-    near: Near,
-) -> Mixtures:
+def _placed(kind: SampledKind, rate: Array, noise: Array, count: Indices, near: Near) -> Mixtures:
     sensitivity = 2.0 if kind == "antipodal" else 1.0
     shift = sensitivity / noise
     # coordinates in which the cost of a release of small loss is exp(2 (x + y))
     place = np.log(rate), np.log(shift) + _log_expm1_over(2 / noise**2) / 2
     bends = _bends(kind, rate, noise, place, near)
     column, row = (
-        _nodes(at, count * bend, excess / 2, fewest) for at, bend in zip(place, bends, strict=True)
+        _nodes(at, count * bend, near.excess / 2, near.fewest)
+        for at, bend in zip(place, bends, strict=True)
     )
     rates, shifts = rate[column], shift[row]
     rates[-1], shifts[-1] = rate.max(), shift.max()  # of numbers with equal logarithms
     column, of_rate = _chord(rates, rate, _difference)
     row, of_shift = _chord(shifts, shift, _probability_between)
-    step = len(shifts)
-    corners = [
-        np.minimum(column + i, len(rates) - 1) * step + np.minimum(row + j, step - 1)
-        for i in (0, 1)
-        for j in (0, 1)
-    ]
-    weights = [
-        (of_rate if i else 1 - of_rate) * (of_shift if j else 1 - of_shift)
-        for i in (0, 1)
-        for j in (0, 1)
-    ]
+    step, corners, weights = len(shifts), [], []
+    for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        at = np.minimum(column + i, len(rates) - 1), np.minimum(row + j, step - 1)
+        corners.append(at[0] * step + at[1])
+        weights.append((of_rate if i else 1 - of_rate) * (of_shift if j else 1 - of_shift))
     first, group = _groups(corners[0], of_rate, of_shift)
     used, among = np.unique(np.stack(corners, axis=1)[first], return_inverse=True)
     total = np.bincount(group, count)
@@ -162,11 +147,9 @@ def _groups(cell: Indices, u: Array, v: Array) -> tuple[Indices, Indices]:
     if len(cell) <= _MOST_GROUPS:
         return np.arange(len(cell)), np.arange(len(cell))
     for parts in (64, 45, 32, 23, 16, 11, 8, 5, 3, 2, 1):
-        squares = np.minimum((u * parts).astype(np.int64), parts - 1) * parts
-        squares += np.minimum((v * parts).astype(np.int64), parts - 1)
-        _, first, group = np.unique(
-            cell * parts**2 + squares, return_index=True, return_inverse=True
-        )
+        across, along = (np.minimum((w * parts).astype(np.int64), parts - 1) for w in (u, v))
+        square = cell * parts**2 + across * parts + along
+        _, first, group = np.unique(square, return_index=True, return_inverse=True)
         if len(first) <= _MOST_GROUPS:
             break
     return first, group
@@ -203,8 +186,8 @@ def _bends(
     below, right = np.minimum(row + 1, len(xs) - 1), np.minimum(column + 1, len(ys) - 1)
     found = []
     for logs in np.log(bends / _STEP**2):
-        at = (1 - u) * ((1 - v) * logs[row, column] + v * logs[row, right])
-        found.append(np.exp(at + u * ((1 - v) * logs[below, column] + v * logs[below, right])))
+        at_row, at_next = ((1 - v) * logs[i, column] + v * logs[i, right] for i in (row, below))
+        found.append(np.exp((1 - u) * at_row + u * at_next))
     return found[0], found[1]
 
 

@@ -16,30 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import NamedTuple
 
 import numpy as np
 from scipy import special
 
-from .dominating_pairs import (
-    Amplified,
-    Array,
-    BoundedRange,
-    DiscreteGaussian,
-    Failure,
-    FewLosses,
-    Gaussian,
-    GaussianMixture,
-    Laplace,
-    Mixed,
-    NonPrivate,
-    Pair,
-    Pure,
-    Sampled,
-    has_two_directions,
-    largest_loss,
-)
+from . import dominating_pairs as pairs
+from .dominating_pairs import Array, Pair
 from .events import SMALLEST_DELTA
 
 BEYOND = "the privacy loss is beyond the range of floating-point numbers"
@@ -66,16 +50,27 @@ def _degree(width: float) -> int:
     return 3 if width < 9 else 5
 
 
-def _grid(low: float, high: float, interval: float) -> Array:
-    """The multiples of ``interval`` between two losses."""
-    first, last = math.ceil(low / interval), math.floor(high / interval)
-    return interval * np.arange(first, last + 1, dtype=np.float64)
-
-
 def _between(low: float, high: float, interval: float | Array) -> Array:
     """The multiples of ``interval``, or those of its losses, that lie between two losses."""
-    grid = _grid(low, high, interval) if isinstance(interval, float) else interval
-    return np.asarray(grid[(grid > low) & (grid < high)])
+    if isinstance(interval, float):
+        first, last = math.ceil(low / interval), math.floor(high / interval)
+        interval = interval * np.arange(first, last + 1, dtype=np.float64)
+    return interval[(interval > low) & (interval < high)]
+
+
+def _cut(
+    edges: Array,
+    interval: float | Array | None,
+    loss_of: Callable[[Array], Array],
+    place_of: Callable[[Array], Array],
+) -> Array:
+    """Edges of pieces that no multiple of ``interval``, or none of its losses, divides."""
+    if interval is None:
+        return edges
+    ends = edges[[0, -1]]
+    low, high = loss_of(ends).tolist()
+    cuts = place_of(_between(low, high, interval))
+    return np.asarray(np.union1d(edges, np.clip(cuts, *ends)), dtype=np.float64)
 
 
 def amplified_loss(losses: Array, q: float) -> Array:
@@ -110,7 +105,7 @@ def _log_asinh_product(log_scale: float, loss: Array) -> Array:
     return np.copysign(magnitude, loss)
 
 
-def sampled_point(pair: Sampled, loss: Array) -> Array:
+def sampled_point(pair: pairs.Sampled, loss: Array) -> Array:
     """The x at which ``pair`` has the given loss."""
     q, z = pair.rate, pair.noise
     if pair.kind == "antipodal":
@@ -141,18 +136,18 @@ def loss_nodes(pair: Pair, tail: float, interval: float | Array | None = None) -
 
 
 @loss_nodes.register
-def _(pair: Pure, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.Pure, tail: float, interval: float | None = None) -> Nodes:
     e = pair.epsilon
     return Nodes(np.array([-e, e]), special.expit(np.array([-e, e])))
 
 
 @loss_nodes.register
-def _(pair: FewLosses, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.FewLosses, tail: float, interval: float | None = None) -> Nodes:
     return Nodes(np.array(pair.losses), np.array(pair.masses))
 
 
 @loss_nodes.register
-def _(pair: DiscreteGaussian, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.DiscreteGaussian, tail: float, interval: float | None = None) -> Nodes:
     std, move = pair.std, pair.move
     # a discrete Gaussian's tails lie below a Gaussian's of the same parameter, but for one value
     reach = math.ceil(-float(special.ndtri(tail / 4)) * std) + 1
@@ -164,11 +159,11 @@ def _(pair: DiscreteGaussian, tail: float, interval: float | None = None) -> Nod
 
 
 @loss_nodes.register
-def _(pair: Amplified, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.Amplified, tail: float, interval: float | None = None) -> Nodes:
     q, cuts = pair.rate, None
-    if interval is not None and isinstance(pair.pair, Laplace):
-        least = float(amplified_loss(np.array(-largest_loss(pair.pair)), q))
-        cuts = unsampled_loss(_between(least, largest_loss(pair), interval), q)
+    if interval is not None and isinstance(pair.pair, pairs.Laplace):
+        least = float(amplified_loss(np.array(-pairs.largest_loss(pair.pair)), q))
+        cuts = unsampled_loss(_between(least, pairs.largest_loss(pair), interval), q)
     losses, masses, _ = loss_nodes(pair.pair, tail, cuts)
     if losses.min() < -_LARGEST_EXPONENT:
         raise OverflowError(BEYOND)
@@ -176,35 +171,29 @@ def _(pair: Amplified, tail: float, interval: float | None = None) -> Nodes:
 
 
 @loss_nodes.register
-def _(pair: BoundedRange, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.BoundedRange, tail: float, interval: float | None = None) -> Nodes:
     b = pair.epsilon
     if b > _LARGEST_LOSS:
         raise OverflowError(BEYOND)
     # towards the largest loss, which large tilts single out
     fine = b - 2 * b * np.geomspace(1e-9, 1.0, 60)
     edges = np.union1d(np.linspace(-b, b, 2 + int(20 * b)), np.append(fine, b))
-    if interval is not None:
-        edges = np.union1d(edges, np.clip(_grid(-b, b, interval), -b, b))
-    loss, weight = pieces(edges)
+    loss, weight = pieces(_cut(edges, interval, np.asarray, np.asarray))
     return Nodes(loss, weight * np.exp((loss - b) / 2) / (2 * -math.expm1(-b)))
 
 
 @loss_nodes.register
-def _(pair: Gaussian, tail: float, interval: float | None = None) -> Nodes:
-    width = -float(special.ndtri(tail))
-    mu = pair.mu
-    ends = mu - width, mu + width
-    edges = np.linspace(*ends, 2 + int(20 * width))
-    if interval is not None:
-        grid = _grid(mu * ends[0] - mu**2 / 2, mu * ends[1] - mu**2 / 2, interval)
-        edges = np.union1d(edges, np.clip(grid / mu + mu / 2, *ends))
+def _(pair: pairs.Gaussian, tail: float, interval: float | None = None) -> Nodes:
+    width, mu = -float(special.ndtri(tail)), pair.mu
+    edges = np.linspace(mu - width, mu + width, 2 + int(20 * width))
+    edges = _cut(edges, interval, lambda x: mu * x - mu**2 / 2, lambda loss: loss / mu + mu / 2)
     x, weight = pieces(edges, _degree(width))
     return Nodes(mu * x - mu**2 / 2, weight * np.exp(-((x - mu) ** 2) / 2) / math.sqrt(2 * math.pi))
 
 
 @loss_nodes.register
 def sampled_nodes(
-    pair: Sampled,
+    pair: pairs.Sampled,
     tail: float,
     interval: float | Array | None = None,
     least: float = -math.inf,
@@ -220,10 +209,7 @@ def sampled_nodes(
         stop = min(stop, float(sampled_point(pair, np.array([most]))[0]))
     start = min(start, stop)
     edges = np.linspace(start, stop, 2 + int((stop - start) / (0.1 * z * min(1.0, 2 * z))))
-    if interval is not None:
-        low, high = _sampled_loss(pair, np.array([start, stop])).tolist()
-        cuts = sampled_point(pair, _between(low, high, interval))
-        edges = np.union1d(edges, np.clip(cuts, start, stop))
+    edges = _cut(edges, interval, partial(_sampled_loss, pair), partial(sampled_point, pair))
     x, weight = pieces(edges, _degree(width))
     log_ratio = log_mixture(x, q, z)
     mass = weight * np.exp(log_ratio - x**2 / (2 * z**2)) / (z * math.sqrt(2 * math.pi))
@@ -235,13 +221,13 @@ def sampled_nodes(
     return Nodes(np.concatenate([loss, -loss]), np.concatenate([mass, mirrored]), central)
 
 
-def _sampled_loss(pair: Sampled, x: Array) -> Array:
+def _sampled_loss(pair: pairs.Sampled, x: Array) -> Array:
     loss = log_mixture(x, pair.rate, pair.noise)
     return loss - log_mixture(-x, pair.rate, pair.noise) if pair.kind == "antipodal" else loss
 
 
 @loss_nodes.register
-def _(pair: Laplace, tail: float, interval: float | Array | None = None) -> Nodes:
+def _(pair: pairs.Laplace, tail: float, interval: float | Array | None = None) -> Nodes:
     shift = 1 / pair.scale
     if shift > _LARGEST_LOSS:
         raise OverflowError(BEYOND)
@@ -250,9 +236,9 @@ def _(pair: Laplace, tail: float, interval: float | Array | None = None) -> Node
     edges = np.union1d(
         np.linspace(0.0, shift, 2 + int(20 * shift)), np.concatenate([fine, shift - fine])
     )
-    if interval is not None:
-        edges = np.union1d(edges, (shift + _between(-shift, shift, interval)) / 2)
-    u, weight = pieces(edges, 5)  # in units of the noise's scale, from no shift to the shift
+    # in units of the noise's scale, from no shift to the shift
+    edges = _cut(edges, interval, lambda u: 2 * u - shift, lambda loss: (shift + loss) / 2)
+    u, weight = pieces(edges, 5)
     loss = 2 * u - shift
     return Nodes(
         np.concatenate([[-shift], loss, [shift]]),
@@ -261,26 +247,26 @@ def _(pair: Laplace, tail: float, interval: float | Array | None = None) -> Node
 
 
 @loss_nodes.register
-def _(pair: GaussianMixture, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.GaussianMixture, tail: float, interval: float | None = None) -> Nodes:
     width = -float(special.ndtri(tail))
     low_end, high_end = -width, max(pair.moves) + width
     number = 2 + int(10 * (high_end - low_end) * max(1.0, max(pair.moves)))
     edges = np.linspace(low_end, high_end, number)
-    if interval is not None:
-        low, high = _mixture_loss(pair, np.array([low_end, high_end])).tolist()
-        grid = _grid(low, high, interval)
-        left, right = np.full(len(grid), low_end), np.full(len(grid), high_end)
+
+    def place_of(losses: Array) -> Array:
+        left, right = np.full(len(losses), low_end), np.full(len(losses), high_end)
         for _ in range(60):  # the loss grows with x
             middle = (left + right) / 2
-            is_below = _mixture_loss(pair, middle) < grid
+            is_below = _mixture_loss(pair, middle) < losses
             left, right = np.where(is_below, middle, left), np.where(is_below, right, middle)
-        edges = np.union1d(edges, left)
-    x, weight = pieces(edges, 5)
+        return left
+
+    x, weight = pieces(_cut(edges, interval, partial(_mixture_loss, pair), place_of), 5)
     loss = _mixture_loss(pair, x)
     return Nodes(loss, weight * np.exp(loss - x**2 / 2) / math.sqrt(2 * math.pi))
 
 
-def _mixture_loss(pair: GaussianMixture, x: Array) -> Array:
+def _mixture_loss(pair: pairs.GaussianMixture, x: Array) -> Array:
     exponents = [move * x - move**2 / 2 for move in pair.moves]
     small = np.maximum.reduce(exponents) < 30
     stay = max(1 - math.fsum(pair.chances), 0.0)
@@ -292,7 +278,7 @@ def _mixture_loss(pair: GaussianMixture, x: Array) -> Array:
 
 
 @loss_nodes.register
-def _(pair: Mixed, tail: float, interval: float | None = None) -> Nodes:
+def _(pair: pairs.Mixed, tail: float, interval: float | None = None) -> Nodes:
     found = [(weight, loss_nodes(part, tail, interval)) for weight, part in pair.parts]
     return Nodes(
         np.concatenate([nodes.losses for _, nodes in found]),
@@ -328,7 +314,7 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     masses += np.bincount(index + 1, upper, size)
     if nodes.central:
         masses[-first] += nodes.central
-    if not has_two_directions(pair):
+    if not pairs.has_two_directions(pair):
         masses[1] += tail
         return (Masses(first, masses, tail),) * 2
     if -interval * first > _LARGEST_EXPONENT:
@@ -357,7 +343,7 @@ def sum_as_written(terms: Iterable[tuple[float, int]]) -> float:
 
 def largest_sum(counts: Mapping[Pair, int]) -> float:
     """What the privacy loss of all releases together never passes."""
-    terms = [(largest_loss(pair), count) for pair, count in counts.items() if count]
+    terms = [(pairs.largest_loss(pair), count) for pair, count in counts.items() if count]
     if any(math.isinf(loss) for loss, _ in terms):
         return math.inf
     return sum_as_written(terms)
@@ -366,13 +352,13 @@ def largest_sum(counts: Mapping[Pair, int]) -> float:
 # --- releases that fail outright with some probability --------------------------------------------
 
 
-def apart(counts: Mapping[Pair, int]) -> tuple[dict[Failure, int], dict[Pair, int]]:
+def apart(counts: Mapping[Pair, int]) -> tuple[dict[pairs.Failure, int], dict[Pair, int]]:
     """The releases that fail outright with some probability, and the others."""
-    failures = {p: count for p, count in counts.items() if count and isinstance(p, Failure)}
-    return failures, {p: n for p, n in counts.items() if n and not isinstance(p, Failure)}
+    failures = {p: count for p, count in counts.items() if count and isinstance(p, pairs.Failure)}
+    return failures, {p: n for p, n in counts.items() if n and not isinstance(p, pairs.Failure)}
 
 
-def failing(failures: Mapping[Failure, int], *, upper: bool = True) -> float:
+def failing(failures: Mapping[pairs.Failure, int], *, upper: bool = True) -> float:
     """The probability that one of the releases fails, rounded up; ``upper=False``: rounded down."""
     if sum(failures.values()) == 1:
         return next(iter(failures)).delta
@@ -393,7 +379,7 @@ def left_of(delta: float, failed: float) -> float:
 
 def _split(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], dict[Pair, int]]:
     """Releases whose loss is bounded, and the others."""
-    bounded = {pair: count for pair, count in counts.items() if largest_loss(pair) < math.inf}
+    bounded = {pair: count for pair, count in counts.items() if pairs.largest_loss(pair) < math.inf}
     return bounded, {pair: count for pair, count in counts.items() if pair not in bounded}
 
 
@@ -441,7 +427,7 @@ def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
     """Why epsilon is infinite, where failures use all of ``delta``; else empty."""
     failures, others = apart(counts)
     failed = failing(failures)
-    if not failed or NonPrivate() in others:
+    if not failed or pairs.NonPrivate() in others:
         return ""
     if failed <= delta and (
         left_of(delta, failed) >= SMALLEST_DELTA or math.isfinite(largest_sum(others))

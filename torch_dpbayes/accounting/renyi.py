@@ -15,26 +15,8 @@ from functools import cache, lru_cache, singledispatch
 import numpy as np
 from scipy import special
 
-from .dominating_pairs import (
-    EXACT_LEVELS,
-    Amplified,
-    Array,
-    BoundedRange,
-    Concentrated,
-    DiscreteGaussian,
-    FewLosses,
-    Gaussian,
-    GaussianMixture,
-    Laplace,
-    Mixed,
-    Pair,
-    Pure,
-    Sampled,
-    grouped,
-    has_two_directions,
-    largest_loss,
-    merge,
-)
+from . import dominating_pairs as pairs
+from .dominating_pairs import Array, Pair
 from .privacy_loss import delta_of_all, epsilon_of_all, log_mixture, loss_nodes, pieces
 
 ORDERS: tuple[float, ...] = (
@@ -73,12 +55,12 @@ def divergences(pair: Pair, alpha: Array) -> Array:
 
 
 @divergences.register
-def _(pair: Gaussian, alpha: Array) -> Array:
+def _(pair: pairs.Gaussian, alpha: Array) -> Array:
     return alpha * pair.mu**2 / 2
 
 
 @divergences.register
-def _(pair: Pure, alpha: Array) -> Array:
+def _(pair: pairs.Pure, alpha: Array) -> Array:
     # log E exp(theta L) for L = e with probability e^e / (1 + e^e), else -e
     e, theta = pair.epsilon, alpha - 1
     log_moment = np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e))
@@ -86,7 +68,7 @@ def _(pair: Pure, alpha: Array) -> Array:
 
 
 @divergences.register
-def _(pair: BoundedRange, alpha: Array) -> Array:
+def _(pair: pairs.BoundedRange, alpha: Array) -> Array:
     # density exp((l - b) / 2) / (2 (1 - e^-b)) on [-b, b]
     b, slope = pair.epsilon, alpha - 1 + 0.5
     log_moment = (
@@ -98,8 +80,10 @@ def _(pair: BoundedRange, alpha: Array) -> Array:
 
 
 @divergences.register
-def _(pair: Laplace | FewLosses, alpha: Array) -> Array:
-    return _of_bounded_loss(_log_moments(pair, alpha) + 1e-12, largest_loss(pair), alpha)
+def _(pair: pairs.Laplace | pairs.FewLosses | pairs.Amplified, alpha: Array) -> Array:
+    if isinstance(pair, pairs.Amplified) and isinstance(pair.pair, pairs.DiscreteGaussian):
+        return _discrete_sampled(pair.pair, pair.rate, alpha)
+    return _of_bounded_loss(_log_moments(pair, alpha) + 1e-12, pairs.largest_loss(pair), alpha)
 
 
 def _log_moments(pair: Pair, alpha: Array) -> Array:
@@ -111,7 +95,7 @@ def _log_moments(pair: Pair, alpha: Array) -> Array:
     with np.errstate(divide="ignore"):
         logs = np.log(masses)
     moments = np.array([log_sum(logs + (a - 1) * losses) for a in alpha])
-    if has_two_directions(pair):
+    if pairs.has_two_directions(pair):
         back = [log_sum(logs - a * losses) for a in alpha]
         moments = np.maximum(moments, back)
     return moments
@@ -127,7 +111,7 @@ def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
 
 
 @divergences.register
-def _(pair: DiscreteGaussian, alpha: Array) -> Array:
+def _(pair: pairs.DiscreteGaussian, alpha: Array) -> Array:
     # With S(c) = sum over x of exp(-(x - c)^2 / (2 s^2)), of period 1, the divergence is alpha m^2
     # / (2 s^2) + log(S(alpha m) / S(0)) / (alpha - 1) <= the first term (Canonne, Kamath, Steinke
     # 2020, Proposition 5). From s = 2 on the second one is below 1e-30.
@@ -142,11 +126,8 @@ def _(pair: DiscreteGaussian, alpha: Array) -> Array:
     return np.asarray(whole + np.minimum(sums - at_zero + 1e-12, 0.0) / (alpha - 1))
 
 
-@divergences.register
-def _(pair: Amplified, alpha: Array) -> Array:
-    if not isinstance(pair.pair, DiscreteGaussian):
-        return _of_bounded_loss(_log_moments(pair, alpha) + 1e-12, largest_loss(pair), alpha)
-    q, std, move = pair.rate, pair.pair.std, pair.pair.move
+def _discrete_sampled(pair: pairs.DiscreteGaussian, q: float, alpha: Array) -> Array:
+    std, move = pair.std, pair.move
     found = np.full(len(alpha), math.inf)
     for i, order in enumerate(alpha.tolist()):
         reach = math.ceil(order * move + 40 * std)
@@ -160,12 +141,12 @@ def _(pair: Amplified, alpha: Array) -> Array:
                 for p, r in ((mixed, without), (without, mixed))
             )
             found[i] = (max(*both, 0.0) + 1e-12) / (order - 1)
-    once = divergences(pair.pair, _WHOLE)
+    once = divergences(pair, _WHOLE)
     return np.minimum(found, _of_curve_sampled(once, q, alpha))
 
 
 @divergences.register
-def _(pair: Concentrated, alpha: Array) -> Array:
+def _(pair: pairs.Concentrated, alpha: Array) -> Array:
     if pair.rate == 1:
         return pair.xi + pair.rho * alpha
     return np.minimum(
@@ -197,7 +178,7 @@ def _of_curve_sampled(once: Array, q: float, alpha: Array) -> Array:
 
 
 @divergences.register
-def _(pair: GaussianMixture, alpha: Array) -> Array:
+def _(pair: pairs.GaussianMixture, alpha: Array) -> Array:
     # that of the release that announces which of the Gaussians it is
     stay = math.log(max(1 - math.fsum(pair.chances), 1e-300))
     terms = [np.full(len(alpha), stay)]
@@ -207,20 +188,20 @@ def _(pair: GaussianMixture, alpha: Array) -> Array:
 
 
 @divergences.register
-def _(pair: Mixed, alpha: Array) -> Array:
+def _(pair: pairs.Mixed, alpha: Array) -> Array:
     terms = [np.log(weight) + (alpha - 1) * divergences(part, alpha) for weight, part in pair.parts]
     return np.asarray(np.maximum(special.logsumexp(terms, axis=0), 0.0) / (alpha - 1))
 
 
 @divergences.register
-def _(pair: Sampled, alpha: Array) -> Array:
+def _(pair: pairs.Sampled, alpha: Array) -> Array:
     # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute margin
     # as well.
     found = np.array([_sampled(pair, order) for order in alpha.tolist()])
     return found * (1 + _MARGIN) + 2e-15 * (1 + alpha) / (alpha - 1)
 
 
-def _sampled(pair: Sampled, order: float) -> float:
+def _sampled(pair: pairs.Sampled, order: float) -> float:
     q, z = pair.rate, pair.noise
     if pair.kind == "directed" and float(order).is_integer():
         return _binomial(q, z, int(order))
@@ -283,7 +264,7 @@ def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
 def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array:
     """The Renyi divergence of the composition, in the worse direction, at each order."""
     total = np.zeros(len(orders))
-    for pair, count in grouped(merge(counts), _RATIO, upper=True).items():
+    for pair, count in pairs.grouped(pairs.merge(counts), _RATIO, upper=True).items():
         total = total + count * _curve(pair, tuple(orders))
     return np.where(np.isnan(total), math.inf, total)  # of what is beyond floats nothing is known
 
@@ -328,8 +309,8 @@ def _least(
     """The least of ``at_orders(curve, orders)`` over orders, each of which gives a bound. Of many
     different releases the best order is searched for; of very many, close ones are grouped first.
     """
-    levels = merge(counts)
-    if not EXACT_LEVELS < len(levels) <= _MOST_EXACT:
+    levels = pairs.merge(counts)
+    if not pairs.EXACT_LEVELS < len(levels) <= _MOST_EXACT:
         return float(np.min(at_orders(curve(counts), ORDERS)))
 
     @cache

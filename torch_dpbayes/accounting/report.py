@@ -10,7 +10,7 @@ import numpy as np
 
 from . import renyi
 from .dominating_pairs import NonPrivate, Pair, added, dominating_pair
-from .events import DpEvent, Neighboring
+from .events import Neighboring
 from .history import History
 from .privacy_loss import apart, without_delta
 from .risk import Risk
@@ -89,20 +89,20 @@ def guarantee_in_words(history: History, delta: float) -> str:
 
 
 def by_labels(
-    charges: Iterable[tuple[DpEvent, int, str | None]], neighboring: Neighboring, delta: float
+    charges: Iterable[tuple[Any, ...]], neighboring: Neighboring, delta: float
 ) -> dict[str | None, tuple[float | None, int]]:
-    """Of each label the share of the cost, and the releases.
+    """Of each label the share of the cost, and the releases, from (event, count, label, ...).
 
     The cost that adds up is the Renyi divergence at the order which decides epsilon at ``delta``,
     without failures; the share is ``None`` if something was released without noise.
     """
     labels: dict[str | None, dict[Pair, int]] = {}
-    found: dict[str | None, tuple[float | None, int]] = {}
     total: dict[Pair, int] = {}
-    for event, count, label in charges:
+    for event, count, label, *_ in charges:
         more = {dominating_pair(event, neighboring): count}
         labels[label], total = added(labels.get(label, {}), more), added(total, more)
-        found[label] = None, sum(labels[label].values())
+    found: dict[str | None, tuple[float | None, int]]
+    found = {label: (None, sum(counts.values())) for label, counts in labels.items()}
     _, others = apart(total)
     if not others or NonPrivate() in others:
         return found
@@ -134,8 +134,7 @@ def spent_in_words(accountant: PrivacyAccountant) -> str:
 
 def bar(accountant: PrivacyAccountant) -> str:
     """Epsilon as a bar of HTML where there is a budget; nothing elsewhere."""
-    epsilon = _spent(accountant)
-    if accountant.epsilon is None or not math.isfinite(epsilon):
+    if accountant.epsilon is None or not math.isfinite(epsilon := _spent(accountant)):
         return ""
     share = min(1.0, epsilon / accountant.epsilon)
     return (

@@ -24,7 +24,7 @@ from scipy import special
 
 from . import renyi
 from .bounds import only_mu
-from .dominating_pairs import Array, NonPrivate, Pair, directions, largest_added_loss, merge
+from .dominating_pairs import Array, NonPrivate, Pair, directions, largest_added_sum, merge
 from .events import Method
 from .fft_composition import compose
 from .gdp import gaussian_delta, gaussian_epsilon
@@ -207,7 +207,7 @@ def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profi
 
 def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
     largest, both = largest_sum(counts), directions(counts)
-    added = math.fsum(n * largest_added_loss(pair) for pair, n in counts.items()) * (1 + 1e-15)
+    added = largest_added_sum(counts) * (1 + 1e-15)
     levels = merge(counts)
     if (mu := only_mu(levels)) is not None:
         at = points(gaussian_epsilon(mu, 1e-100), 5 * _POINTS)
@@ -229,12 +229,9 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
     a few is taken at each epsilon.
     """
     finest = max(float(np.ptp(loss_nodes(pair, 1e-20).losses)) for pair in levels) / _MOST_LOSSES
-    found = []
-    for delta in (*_DELTAS, None):
-        epsilon = 0.0 if delta is None else None
-        found += compose(
-            levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=True, finest=finest
-        )
+    options: dict[str, Any] = {"is_pilot": True, "finest": finest}
+    found = [compose(levels, reverse, delta=delta, **options) for delta in _DELTAS]
+    found.append(compose(levels, reverse, epsilon=0.0, **options))
     # of very small losses the bounds do not reach the smallest delta: then to one that they reach
     ends = (
         min(composition.upper_epsilon(target) for composition in found)
@@ -316,10 +313,8 @@ class Risk:
         )
 
 
-def assess(
-    history: History, *, prior: float, false_positive_rate: float, delta: float, epsilon: float
-) -> Risk:
-    """The risk of a history; ``epsilon`` is that at ``delta``."""
+def assess(history: History, *, prior: float, false_positive_rate: float, delta: float) -> Risk:
+    """The risk of a history."""
     curves = curves_of(history)
     rate = float(highest(curves, np.array([false_positive_rate]))[0])
     accused = prior * rate + (1 - prior) * false_positive_rate
@@ -331,7 +326,7 @@ def assess(
         posterior=prior * rate / accused,
         posterior_odds=prior / (1 - prior) * rate / false_positive_rate,
         best_guess=max(curve.best_guess(prior) for curve in curves),
-        epsilon=epsilon,
+        epsilon=history.epsilon(delta),
         delta=delta,
         gdp_mu=max(curve.mu(delta) for curve in curves),
         neighboring=history.settings.neighboring,

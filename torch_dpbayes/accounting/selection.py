@@ -31,18 +31,7 @@ from ..errors import ArgumentError
 from . import bounds, events
 from .calibration import counts_of
 from .dominating_pairs import Array
-from .events import (
-    SMALLEST_DELTA,
-    ComposedDpEvent,
-    DpEvent,
-    FailureDpEvent,
-    Neighboring,
-    NeighboringRelation,
-    PureDpEvent,
-    UserLevelDpEvent,
-    check_delta,
-    neighboring_relation,
-)
+from .events import DpEvent, Neighboring, NeighboringRelation
 from .risk import profiles, trade_offs
 
 _UNSEEN = 1e-32  # probability of larger K, which count as the largest
@@ -77,7 +66,11 @@ class Repetitions:
     @property
     def gamma(self) -> float:
         """The gamma at which the mean is ``mean``."""
-        return gamma_of(self.mean, self.shape)
+
+        def excess(log_gamma: float) -> float:
+            return _mean(math.exp(log_gamma), self.shape) - self.mean
+
+        return math.exp(optimize.brentq(excess, -600.0, -1e-9, xtol=1e-14))
 
     @property
     def _most(self) -> float:
@@ -105,14 +98,6 @@ class Repetitions:
         return len(last)
 
 
-def gamma_of(mean: float, shape: float) -> float:
-    """The gamma at which the mean of the law is ``mean``, above 1."""
-    found = optimize.brentq(
-        lambda log_gamma: _mean(math.exp(log_gamma), shape) - mean, -600.0, -1e-9, xtol=1e-14
-    )
-    return math.exp(found)
-
-
 def _mean(gamma: float, shape: float) -> float:
     if abs(shape) < 1e-12:
         return (1 - gamma) / gamma / -math.log(gamma)
@@ -138,8 +123,8 @@ def selection_epsilon(
         ``schedule``, the score is a function of what its run released and of public things, and
         nothing but the best run becomes known: not K, not the others, not their scores.
     """
-    delta = check_delta(delta)
-    neighboring = neighboring_relation(neighboring)
+    delta = events.check_delta(delta)
+    neighboring = events.neighboring_relation(neighboring)
     if not (counts := counts_of(schedule, neighboring)):
         return 0.0
     # K is drawn from nearly this law: every density is off by a factor of 1 +- _DRAWING at most,
@@ -154,7 +139,7 @@ def selection_epsilon(
         largest = max(largest, float(np.max(above / below)) * (1 + 1e-12))
     # The mean follows from gamma, whatever it was meant to be.
     share = least / (_mean(gamma, shape) * (1 + _DRAWING))
-    once = bounds.upper_epsilon(counts, share) if share >= SMALLEST_DELTA else math.inf
+    once = bounds.upper_epsilon(counts, share) if share >= events.SMALLEST_DELTA else math.inf
     return ((1 + shape) * math.log(largest) + once) * (1 + _DRAWING) + 4 * _DRAWING
 
 
@@ -171,7 +156,7 @@ def selection_event(
     """
     planned = list(schedule)
     parts = (part for event, _ in planned for part, _ in events.elementary(event, 1))
-    units = {isinstance(part, UserLevelDpEvent) for part in parts}
+    units = {isinstance(part, events.UserLevelDpEvent) for part in parts}
     if len(units) > 1:
         raise ArgumentError(
             "a schedule is of users or of records: put each event of it into a"
@@ -183,5 +168,5 @@ def selection_event(
             "a run of this schedule is not private at this delta, so its selection is not either:"
             " pass a larger delta, or a schedule without failures and releases without noise."
         )
-    selection = ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
-    return UserLevelDpEvent(selection) if True in units else selection
+    selection = events.ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)])
+    return events.UserLevelDpEvent(selection) if True in units else selection

@@ -148,8 +148,7 @@ class Session(History):
             self.refresh()
             begins = not self.is_adaptive
             finished = [block for block in self.blocks if self._is_finished(block, parts)]
-            budget = self.budget_for(parts, flag)
-            wanted = self._wanted(parts, label, flag, finished, budget)
+            wanted = self._wanted(parts, label, flag, finished)
             before = [row for block in finished for row in _settlement(block)]
             numbers = self._append([*before, *wanted])
         self.blocks = [block for block in self.blocks if block not in finished]
@@ -165,15 +164,10 @@ class Session(History):
         return block.left == 0 or is_idle or _fell_below(block, parts)
 
     def _wanted(
-        self,
-        parts: list[Part],
-        label: str | None,
-        flag: Flag,
-        finished: list[Block],
-        budget: Budget | None,
+        self, parts: list[Part], label: str | None, flag: Flag, finished: list[Block]
     ) -> list[Row]:
         """Blocks for ``parts``. May add to ``finished`` what has to be given back."""
-        size, kinds = self._size(parts, finished), [parts]
+        budget, size, kinds = self.budget_for(parts, flag), self._size(parts, finished), [parts]
         if any(block.left and _fell_below(block, parts) for block in finished):
             lower = [(events.lowered(part.event, _LOWERED), part.times) for part in parts]
             kinds.insert(0, [Part(event, n, self.pair(event)) for event, n in lower])
@@ -209,16 +203,13 @@ class Session(History):
 
     def _tell_cost(self, need: Mapping[Pair, int], begins: bool) -> None:
         """Says what it costs that this is a later job."""
-        budget = self.settings.budget
+        budget, left, in_one, advice = self.settings.budget, self.remaining(need), "", ""
         if budget is None:
-            _log.warning(
-                "%s had charges before this job and has no budget: epsilon is infinite.", self.path
-            )
+            why = "had charges before this job and has no budget: epsilon is infinite."
+            _log.warning("%s %s", self.path, why)
             return
-        left, in_one, advice = self.remaining(need), "", ""
         if begins:
-            whole = Budget(*budget, self.settings.method)
-            whole.restart(self.counts)
+            whole = Budget(*budget, self.settings.method, None, self.counts)
             in_one = f" ({whole.max_count(self.counts, need) - 1} in the first job)"
             advice = " To avoid this use one job, or adaptive=True from the start."
         _log.warning(

@@ -102,10 +102,8 @@ class Window(NamedTuple):
     upper_tilt: float
     lower: float
     upper: float
-    log_delta: float  # about that of the answer
     wanted_interval: float  # for the accuracy that was asked for
-    excess: float  # of log(delta) that mixtures aim at
-    fewest: int  # rates, and noises, of their grid
+    near: Near
 
 
 def choose_window(
@@ -130,10 +128,10 @@ def choose_window(
     total = sum(levels.values())
     sampled, others = scattered_of(levels)
     losses = _Losses(others if sampled else levels, reverse, tail)
-    near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
+    near = Near(1.0, -1.0, reverse, _PILOT_EXCESS, 2)
     for tilts in (_TILTS[::4], _TILTS) if sampled else (_TILTS,):
         if sampled:
-            mixed = mixtures(sampled, excess, fewest, near)
+            mixed = mixtures(sampled, near)
             if mixed is None:
                 losses, sampled = _Losses(levels, reverse, tail), []
             else:
@@ -145,9 +143,9 @@ def choose_window(
         if grows and asked_log_delta is not None:
             log_delta = asked_log_delta
         tilt = min(tilt, largest_tilt)
-        near = Near(tilt, log_delta, reverse)
-        excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
         fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
+        excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
+        near = Near(tilt, log_delta, reverse, excess, fewest)
     assert epsilon is not None and log_delta is not None
     if sampled:
         accuracy *= _MIXED_ACCURACY
@@ -189,11 +187,9 @@ def choose_window(
         upper_tilt=tilt + float(steps[top]),
         lower=lower,
         upper=upper,
-        log_delta=log_delta,
         # of smaller deltas an answer may be loose
         wanted_interval=wanted if log_delta > math.log(SMALLEST) else interval,
-        excess=excess,
-        fewest=fewest,
+        near=near,
     )
 
 
