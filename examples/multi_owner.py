@@ -9,9 +9,9 @@ given all records.
     python examples/multi_owner.py                       # starts the three processes itself
     torchrun --nproc-per-node 3 examples/multi_owner.py --data 'hospital_{}.csv'
 
-Without --data the records are synthetic, and the program also shows the posterior of somebody who
-has all of them. On three machines, give torchrun --nnodes 3, --node-rank, --master-addr and
---master-port, inside a private network: the messages are not encrypted.
+Without --data the records are synthetic, and the program also shows the posterior given all records
+together, without privacy. On three machines, give torchrun --nnodes 3, --node-rank, --master-addr
+and --master-port, inside a private network: the messages are not encrypted.
 
 The noise decides how far the chain moves in an iteration; the number of records does not. With far
 fewer records than the default the posterior is wider, and 1500 iterations are too few to cross it.

@@ -7,11 +7,11 @@ calibrated its predictions are.
     python examples/private_bnn.py --epsilon inf        # without noise: shows the cost of privacy
 
 Each step of DP-SGLD draws one Gaussian, which is both the privacy noise and the sampler's noise.
-The clip norm is the largest at which this noise is the sampler's own at temperature 1. The iterates
-of the second half of the run are the posterior samples; using them costs no further privacy. Inputs
-and targets are scaled by public constants, never by statistics of the private records. All printed
-results are for the test records, which count as public here. The program shows no loss or accuracy
-on the training records.
+The clip norm is chosen so that the noise for epsilon is exactly the noise that the sampler needs at
+temperature 1. The networks of the second half of the run are the posterior samples. Using them
+costs no further privacy. Inputs and targets are scaled by public constants, never by statistics of
+the private records. All printed results are for the test records, which count as public here. The
+program shows no loss or accuracy on the training records.
 """
 
 from __future__ import annotations

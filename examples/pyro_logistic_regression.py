@@ -5,13 +5,13 @@ from there, with one accountant for both.
     python examples/pyro_logistic_regression.py --data-root ROOT    # Adult, from ROOT/adult
     python examples/pyro_logistic_regression.py --plot logistic.png
 
-Every record is scaled by public constants to norm at most 1. So its gradient is at most 1, and its
-log-likelihood ratio is at most the distance moved: nothing is clipped, and DP-HMC samples the exact
-posterior. Epsilon decides the squared distance that a chain can travel, whatever the number of its
-iterations. The posterior becomes narrower with more records, so with few records a chain hardly
-leaves its start point (see n_eff). For the synthetic records the program also shows the posterior
-without privacy; on private data this would be a release. Adult is evaluated on its test records,
-which count as public here.
+Every record is scaled by public constants to norm at most 1. So the norm of its gradient is at most
+1, and its log-likelihood ratio is at most the distance moved: nothing is clipped, and DP-HMC
+samples the exact posterior. Epsilon limits the squared distance that a chain can travel, for any
+number of iterations. The posterior becomes narrower with more records, so with few records a chain
+hardly leaves its start point (see n_eff). For the synthetic records the program also shows the
+posterior without privacy; on private data this would be a release. Adult is evaluated on its test
+records, which count as public here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Trains a private linear classifier on wavelet features that need no private records.
+"""Trains a private linear classifier on wavelet features, which are computed from each picture
+alone.
 
     python examples/scattering_features.py            # scikit-learn's digits, some seconds
     python examples/scattering_features.py --dataset mnist --epsilon 2.93 --data-root ROOT
 
-The features of a picture depend only on this picture, so they cost nothing. One private release
-whitens them, for a hundredth of the budget; DP-SGHMC at temperature 0 spends the rest. After Tramèr
+The features of a picture depend only on this picture, so they cost no privacy. One private release,
+for a hundredth of the budget, whitens them. DP-SGHMC at temperature 0 spends the rest. After Tramèr
 and Boneh (2021), "Differentially private learning needs better features (or much more data)". All
 printed results are for the test pictures, which count as public here.
 """

@@ -14,13 +14,13 @@ class PrivacyCallback(StaysPrivate, Callback):
     """Logs ``epsilon``, ``clip_norm``, ``temperature`` and ``noise_multiplier`` after every epoch,
     in the progress bar too, and refuses a run that is not private.
 
-    ``make_private`` is given the network inside the ``LightningModule``, not the module itself, on
-    which Lightning writes while it trains. ``configure_optimizers`` returns the private optimizer,
-    and ``trainer.fit`` gets the private loader. One device: gradients of several are averaged by
-    Lightning without noise.
+    Pass the network inside the ``LightningModule`` to ``make_private``, not the module itself,
+    because Lightning writes to the module during training. ``configure_optimizers`` must return the
+    private optimizer, and ``trainer.fit`` needs the private loader. Train on one device: with
+    several, Lightning averages gradients without noise.
 
     Args:
-        engine: that made network, optimizer and loader private.
+        engine: the engine that made network, optimizer and loader private.
         delta: of the ε that is shown; None takes the budget's.
 
     Raises:
@@ -28,7 +28,7 @@ class PrivacyCallback(StaysPrivate, Callback):
         ValueError: when training starts: there is no δ.
 
     **Privacy.** ε is a function of public constants. The training loss that a module logs is
-    made of the records, without noise.
+    computed from the records, without noise.
     """
 
     framework = "Lightning"

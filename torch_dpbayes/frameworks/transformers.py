@@ -16,20 +16,20 @@ class PrivacyCallback(StaysPrivate, TrainerCallback):
     """Adds ``epsilon``, ``clip_norm``, ``temperature`` and ``noise_multiplier`` to what ``Trainer``
     logs, and refuses a run that is not private.
 
-    ``Trainer`` is given the private optimizer by ``optimizers=(optimizer, None)`` and the private
-    loader by a subclass whose ``get_train_dataloader`` returns it. The model's
-    ``accepts_loss_kwargs = False`` keeps it from dividing losses by a count over the batch.
+    Pass the private optimizer by ``optimizers=(optimizer, None)``. Write a subclass of ``Trainer``
+    whose ``get_train_dataloader`` returns the private loader. Set the model's ``accepts_loss_kwargs
+    = False``; otherwise ``Trainer`` divides losses by the number of labels in the batch.
 
     Args:
-        engine: that made model, optimizer and loader private.
+        engine: the engine that made model, optimizer and loader private.
         delta: of the ε that is shown; None takes the budget's.
 
     Raises:
         RuntimeError: when training starts: the loader or the optimizer is not the private one.
         ValueError: when training starts: there is no δ.
 
-    **Privacy.** ε is a function of public constants. The training loss in the same log is made of
-    the records, without noise.
+    **Privacy.** ε is a function of public constants. The training loss in the same log is computed
+    from the records, without noise.
     """
 
     framework = "Trainer"

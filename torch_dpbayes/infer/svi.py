@@ -45,8 +45,8 @@ _RECENT = 3  # iterate t counts about t³ times in the average
 class DPSVI:
     r"""Differentially private variational inference; it replaces ``pyro.infer.SVI``.
 
-    A step draws θ = T_φ(e), e ~ N(0, I), from the guide and a Poisson batch of the data plate's
-    records, releases one vector as long as θ, and moves the guide's parameters φ:
+    A step draws θ = T_φ(e), e ~ N(0, I), from the guide, and a Poisson batch of the data plate's
+    records. It releases one vector with the size of θ, and changes the guide's parameters φ:
 
     .. math::
         \tilde g = \frac1q\Big(-\sum_{i\in\mathrm{batch}}\mathrm{clip}_C\big(\nabla_\theta \log
@@ -56,8 +56,8 @@ class DPSVI:
 
     The noise has the d dimensions of θ; φ has at least 2d ("aligned" gradients). θ is in
     unconstrained space. The entropy H and the prior are exact. The guide holds an average of the
-    iterates: the t-th counts about t³ times. It is narrower than the posterior given the releases,
-    because it ignores the privacy noise. For intervals that include the noise use
+    iterates, in which the t-th has a weight of about t³. It is narrower than the posterior given
+    the releases, because it ignores the privacy noise. For intervals that include the noise use
     :func:`~torch_dpbayes.noise_aware.posterior`.
 
     Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,

@@ -93,8 +93,8 @@ def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
 
 
 def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFamily:
-    """Counts with mean ``"rate"`` ~ Gamma(shape, rate). Counts are clamped to [0, max_count], which
-    the posterior includes, and centred at max_count/2, which is then the bound.
+    """Counts with mean ``"rate"`` ~ Gamma(shape, rate). Counts are clamped to [0, max_count],
+    which the posterior includes. They are centred at max_count/2, which is then their bound.
     """
     for name, value in (("shape", shape), ("rate", rate), ("max_count", max_count)):
         check_positive(name, value, "a public number")

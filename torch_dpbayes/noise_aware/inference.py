@@ -112,7 +112,7 @@ def posterior(
         data: the model's arguments; features ``[n, d]`` and targets ``[n]`` of a GLM or Softmax.
             Arguments that the model observes are simulated; all others with a row for each record
             are covariates.
-        epsilon: ε of everything on the accountant after the run. None: the accountant's budget.
+        epsilon: the accountant's total ε after the run. None: the accountant's budget.
         delta: likewise.
         accountant: where the run is charged. None: a new one, for neighbours that replace one
             record.
@@ -195,7 +195,7 @@ def posterior_for_module(
             classes or means with more than 50 parameters is sampled by Hamiltonian chains
             (:mod:`~torch_dpbayes.noise_aware.last_layer`) if you pass no other options than the
             budget, ``num_data``, ``max_feature_norm``, ``num_releases`` (5) and ``num_simulated``
-            (6,000 or more). More than 500 parameters are sampled in no other way.
+            (6,000 or more). Layers with more than 500 parameters allow no other options.
 
     Raises: as for :func:`posterior`.
 
@@ -225,12 +225,13 @@ class Forecast:
     """What a run would yield.
 
     Attributes:
-        stddev: expected posterior standard deviations ``[d]`` in unconstrained space, for true
-            values drawn from the prior, of the latents that records read; sites sorted by name.
+        stddev: expected posterior standard deviations ``[d]`` of the latents that records read, in
+            unconstrained space, sites sorted by name. True values are drawn from the prior.
         prior_stddev: standard deviations of the prior, ``[d]``.
         clip_bound: for whitened scores near the true values.
         noise_multiplier: of all releases of scores together.
-        seconds: about, on one core, if only hierarchical models need chains.
+        seconds: estimated time on one core. A model that is not hierarchical, but needs chains,
+            takes longer.
     """
 
     stddev: Tensor

@@ -66,7 +66,7 @@ def sufficient_statistics(
             :class:`ExponentialFamily` of your own, or :class:`LinearRegression`.
         data: tensors of one length, one row a record; features ``[n, d]`` and targets ``[n]`` for
             linear regression.
-        epsilon: ε of everything on the accountant after the release. None: the accountant's budget.
+        epsilon: the accountant's total ε after the release. None: the accountant's budget.
         delta: likewise.
         accountant: where it is charged. None: a new one, for neighbours that replace one record.
         num_data: n, a public constant. None: taken from the data under replace-one, where it is

@@ -59,8 +59,9 @@ class Chain:
                 call, or a buffer that changed. The call is then not counted.
             DivergedError: a parameter is not finite.
 
-        **Privacy**: post-processing of the released iterate, no charge. Buffers must be as at the
-        first batch of a private model's loader, or else as at the first call.
+        **Privacy**: post-processing of the released iterate, no charge. Buffers must not have
+        changed since the first batch of the private loader (for other models: since the first
+        call).
         """
         if not hasattr(model, "_dpbayes_buffers") and self._buffers is None:
             buffers = model.named_buffers(remove_duplicate=False)
@@ -107,7 +108,7 @@ class Chain:
                 same ``thin``.
 
         Returns:
-            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
+            ``arviz.InferenceData``; with ArviZ 1 or later an ``xarray.DataTree``.
 
         Raises:
             ValueError: a chain has no sample, other parameters, another length or spacing.

@@ -64,7 +64,7 @@ class PosteriorSamples(Chain):
 
     Args:
         likelihood: "categorical", "bernoulli" or "normal". None: outputs of three columns or more
-            are categorical; for others, predictions ask for it.
+            are categorical; for other outputs, predictions raise an error that asks for it.
         burn_in: number of ``collect`` calls discarded at the beginning; None: the first half.
         thin: keep every ``thin``-th call after that. The attribute shows the current value.
         max_samples: the largest number of samples in memory, at least 2.
@@ -214,15 +214,15 @@ class PosteriorSamples(Chain):
         targets also quantiles and ``mutual_information``; other methods ignore it.
 
         T is too small if the network has memorised the records of ``loader``; other records avoid
-        this. A warning says if noise hides T: the standard deviation of log T is above half of its
-        prior one.
+        this. A warning says if noise hides T, that is, if the standard deviation of log T is above
+        half of that of its prior.
 
         Args:
             model, forward: as for :meth:`predict`. The model runs for each record alone; frozen
                 parameters and buffers count as public.
             loader: that of ``make_private``, or a ``DataLoader`` of a map-style data set; all
                 records are read once.
-            epsilon, delta: ε at δ of everything on the accountant afterwards. None: what
+            epsilon, delta: the accountant's total ε at δ after the calibration. None: what
                 ``make_private_with_epsilon(..., calibrate=0.02)`` reserved, else what the
                 accountant's budget has left.
             accountant: None: that of ``make_private``.
@@ -237,8 +237,8 @@ class PosteriorSamples(Chain):
 
         **Privacy.** A record's score lies in [-1, 1], and is zero where a value is not finite or
         a label is no class. Adding or removing a record moves each sum by at most 1, replacing one
-        by at most 2: ``GaussianDpEvent(z_k)`` for noise of standard deviation z_k, five together,
-        charged before the first is drawn. T is post-processing of the sums.
+        by at most 2. Five events ``GaussianDpEvent(z_k)``, for noise of standard deviation z_k, are
+        charged together, before the first sum is drawn. T is post-processing of the sums.
         """
         require_same_buffers(model, self._buffers)
         accountant, total = calibration.charged_to(loader, accountant, epsilon, delta)
