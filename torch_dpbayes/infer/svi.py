@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -31,6 +30,7 @@ from ..distributed import require_single_process
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
 from ..noise import GaussianNoise, can_hide, check_clip_bound, check_positive
 from ..noise_aware.budget import budget_of, public_num_data
+from ..processes import Lock
 from .guides import GaussianGuide
 
 _log = logging.getLogger("torch_dpbayes")
@@ -128,7 +128,7 @@ class DPSVI:
         self._average: dict[str, Tensor] = {}
         self._num_steps = 0
         self._noise = GaussianNoise()
-        self._lock = threading.RLock()  # of many threads one makes a step
+        self._lock = Lock()  # of many threads one makes a step
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
 
