@@ -5,6 +5,9 @@ Each is an error of Python's as well, so that ``except ValueError`` goes on to w
 
 from __future__ import annotations
 
+import re
+
+_ARRAYS = re.compile(r"(?s)(?<![\w.])(tensor|array)\(.*?(?:\)|\Z)")
 PAGE = "docs/troubleshooting.md"
 
 
@@ -23,7 +26,8 @@ class DPBayesError(Exception):
     code: str
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
-        super().__init__(message)
+        # an argument in the wrong place may hold records
+        super().__init__(_ARRAYS.sub(r"\1", message))
         self.code = code or type(self).code
         self.add_note(f"why: {PAGE}#{self.code}")
 
