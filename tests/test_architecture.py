@@ -8,7 +8,7 @@ from support.sources import ROOT, trees
 
 MAY_IMPORT = {
     "errors": "",
-    "processes": "",
+    "processes": "errors",
     "accounting": "",
     "noise": "",
     "metrics": "",

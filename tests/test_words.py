@@ -4,6 +4,7 @@ import io
 from contextlib import redirect_stderr
 from functools import partial
 
+import pytest
 import torch
 from support import steps
 from torch import nn
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import words
+from torch_dpbayes.errors import DPBayesError
 
 MODEL = dpb.ops.GLM("bernoulli", prior_std=0.5, max_feature_norm=1.0)
 
@@ -61,3 +63,23 @@ def test_what_takes_long_shows_how_far_it_is(monkeypatch):
     with redirect_stderr(terminal):
         target.sample(x, y)
     assert "drawing one posterior sample" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: dpb.ops.OnePosteriorSample(x),
+        lambda x: dpb.ops.GLM(prior_std=-x),
+        lambda x: dpb.noise_aware.sufficient_statistics(x, epsilon=1.0, delta=1e-5),
+        lambda x: dpb.PrivacyEngine(nn.Parameter(x)),
+        lambda x: dpb.noise_aware.posterior(MODEL, x, x[:, 0], epsilon=1.0, delta=1e-5, public=x),
+        lambda x: dpb.PosteriorSamples("normal", noise_std=x.numpy()),
+        lambda x: dpb.get_noise_multiplier(
+            target_epsilon=x, target_delta=1e-5, sample_rate=0.1, steps=5
+        ),
+    ],
+)
+def test_no_error_shows_the_numbers_of_an_argument_in_the_wrong_place(call):
+    with pytest.raises(DPBayesError) as error:
+        call(torch.full((3, 2), 77.125, dtype=torch.float64))
+    assert "77.1" not in str(error.value)

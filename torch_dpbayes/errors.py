@@ -5,6 +5,11 @@ Each is an error of Python's as well, so that ``except ValueError`` goes on to w
 
 from __future__ import annotations
 
+import re
+from collections import abc
+from contextlib import contextmanager
+
+_ARRAYS = re.compile(r"(?s)(?<![\w.])(tensor|array)\(.*?(?:\)|\Z)")
 PAGE = "docs/troubleshooting.md"
 
 
@@ -23,7 +28,8 @@ class DPBayesError(Exception):
     code: str
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
-        super().__init__(message)
+        # an argument in the wrong place may hold records
+        super().__init__(_ARRAYS.sub(r"\1", message))
         self.code = code or type(self).code
         self.add_note(f"why: {PAGE}#{self.code}")
 
@@ -59,6 +65,17 @@ class CheckpointError(ArgumentError):
     """The saved state is damaged, or belongs to another run, model or data set."""
 
     code = "checkpoint"
+
+
+@contextmanager
+def reading_state() -> abc.Iterator[None]:
+    """What fails inside was no complete state."""
+    try:
+        yield
+    except DPBayesError:
+        raise
+    except Exception as error:
+        raise CheckpointError("the state is damaged: load what state_dict() returned") from error
 
 
 class AuditError(ArgumentError):

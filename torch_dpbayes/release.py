@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -36,6 +35,7 @@ from .per_sample.derived import FixedTensors, holds_records
 from .per_sample.gradient_source import GradientSource
 from .per_sample.hooks import HooksGradientSource
 from .per_sample.operations import Delivery
+from .processes import Lock
 
 # of a sum, from which on float32 would round by more than 10⁻³·C
 _MANY_RECORDS = 2**14
@@ -196,7 +196,7 @@ class Release:
         self.query, self.num_data, self.sampling = query, num_data, sampling
         self.accountant, self.label = accountant, label
         self.noise = GaussianNoise(generator)
-        self.lock = threading.RLock()
+        self.lock = Lock()
         self._assume_independent = assume_independent
         self.source: GradientSource = HooksGradientSource(is_vouched=assume_independent)
         self.draws: PoissonSampler | None = None
@@ -256,7 +256,7 @@ class Release:
         """One that charges the same accountant and draws its own noise."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
-        new.query, new.noise, new.lock = copy(self.query), GaussianNoise(), threading.RLock()
+        new.query, new.noise, new.lock = copy(self.query), GaussianNoise(), Lock()
         if has_other_parameters:  # of a copied model, which needs hooks of its own
             new.source = HooksGradientSource(is_vouched=self._assume_independent)
             new._fixed = None

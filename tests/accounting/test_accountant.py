@@ -232,6 +232,11 @@ def test_serves_as_opacus_accountant():
     with pytest.raises(PrivacyBudgetExceeded):
         for _ in range(1000):
             accountant.step(noise_multiplier=1.0, sample_rate=0.25)
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    with pytest.raises(PrivacyBudgetExceeded):
+        optimizer.step()
+    assert all(p.grad is None for p in module.parameters())
 
 
 def test_opacus_accumulated_batches_are_refused():
@@ -242,12 +247,28 @@ def test_opacus_accumulated_batches_are_refused():
     class Adaptive(Optimizer):
         """Its noisy count of clipped records is a release that the hook does not see."""
 
-        accumulated_iterations, unclipped_num_std = 1, 2.0
+        accumulated_iterations = 1
+
+        def __init__(self):
+            self.unclipped_num_std = 2.0
+
+    class AdaptiveGhost(Optimizer):
+        accumulated_iterations = 1
+
+        def __init__(self):
+            self._adjusted_noise_multiplier = 2.0
 
     accountant = PrivacyAccountant()
-    for optimizer, why in ((Optimizer(), "BatchMemoryManager"), (Adaptive(), "adaptive clipping")):
+    for kind, why in (
+        (Optimizer, "BatchMemoryManager"),
+        (Adaptive, "adaptive clipping"),
+        (AdaptiveGhost, "adaptive clipping"),
+    ):
+        kind.params = [torch.nn.Parameter(torch.zeros(2))]
+        kind.params[0].grad = torch.ones(2)
         with pytest.raises(RuntimeError, match=why):
-            accountant.get_optimizer_hook_fn(0.1)(optimizer)
+            accountant.get_optimizer_hook_fn(0.1)(kind())
+        assert kind.params[0].grad is None  # Opacus put the noisy sum there before
     assert len(accountant) == 0
 
 

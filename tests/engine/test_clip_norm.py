@@ -130,6 +130,15 @@ def test_no_loader_over_private_records_is_taken_for_a_public_one(kind):
     for of in (data, Subset(Subset(data, range(9)), [1, 2]), ConcatDataset([data])):
         with refused("data-private"):
             norms_of(net, DataLoader(of, batch_size=8))
+    if kind is not list:
+        for batch in (
+            data.tensors,
+            data[:],
+            data[3:9],
+            next(iter(private(data=data, batch_size=8)[2])),
+        ):
+            with refused("data-private"):
+                norms_of(net, [batch])
     assert bool(kept) is (kind is list)
     for public in (rows(12), ConcatDataset([rows(6), rows(6)])):
         assert len(norms_of(net, DataLoader(public, batch_size=5))) == 12

@@ -33,9 +33,9 @@ def made(kind, named=True, lr=0.1, **options):
 # every option, or several, that is wrong where all the others are right
 REFUSED = [
     *((DPSGLD, {"lr": bad}) for bad in (0.0, math.nan, "fast", "free")),
-    *((DPSGLD, {"max_grad_norm": bad}) for bad in (-1.0, math.nan, 1e-20)),
+    *((DPSGLD, {"max_grad_norm": bad}) for bad in (-1.0, math.nan, 1e-20, 1e19)),
     *((DPSGLD, {"num_data": bad}) for bad in (0, 12.5, 9)),
-    *((DPSGLD, {"expected_batch_size": bad}) for bad in (0, 101)),
+    *((DPSGLD, {"expected_batch_size": bad}) for bad in (0, 101, 1e-38)),
     *((DPSGLD, {"noise_multiplier": bad}) for bad in (-0.1, math.inf)),
     *((DPSGLD, {"prior_std": bad}) for bad in (0.0, math.nan, "fan-in", None, torch.ones(3))),
     *((DPSGLD, {"prior_std": {"0": bad}}) for bad in ("wide", 0.0)),

@@ -340,6 +340,16 @@ def test_the_state_of_another_is_refused(state):
     assert len(fresh.accountant) == 0 and not any(fresh.state.values())
 
 
+@pytest.mark.parametrize("lost", ["param_groups", "state", "noise", "sensitivity_scale"])
+def test_a_damaged_state_is_refused(lost):
+    generator = torch.Generator().manual_seed(2**40)
+    optimizer = bare([zeros(2)], dpb.optim.DPSGFS, generator=generator)
+    state = optimizer.state_dict()
+    (state if lost in state else state["private_step"])[lost] = torch.zeros(3, dtype=torch.uint8)
+    with refused("argument" if lost == "sensitivity_scale" else "checkpoint"):
+        optimizer.load_state_dict(state)
+
+
 # -- bad input: nothing moves, nothing is charged --------------------------------------------------
 
 ROWS = torch.zeros(3, 2)

@@ -476,8 +476,8 @@ class PrivacyAccountant:
         """
         rate = events.sampling_rate(sample_rate)
 
-        def hook(optimizer: Any) -> None:
-            if hasattr(optimizer, "unclipped_num_std"):
+        def charge(optimizer: Any) -> None:
+            if {"unclipped_num_std", "_adjusted_noise_multiplier"} & vars(optimizer).keys():
                 raise StateError(
                     "Opacus' adaptive clipping also releases how many records it clips, and"
                     " charges too little for this: use another clipping."
@@ -489,6 +489,14 @@ class PrivacyAccountant:
                     " Opacus' BatchMemoryManager for batches that do not fit into memory."
                 )
             self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
+
+        def hook(optimizer: Any) -> None:
+            try:
+                charge(optimizer)
+            except BaseException:
+                for p in optimizer.params:
+                    p.grad = None  # where Opacus put the noisy sum before
+                raise
 
         return hook
 

@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 from ..errors import ArgumentError
 from ..noise import digest, seeded
+from ..per_sample.derived import holds_records
 from ..per_sample.nested import tensors_in
 
 _Positions = range | NDArray[np.int64]
@@ -36,6 +37,7 @@ _LOOKED_AT = 64  # records of a data set, from its first to its last
 # Data sets are known as long as they live, lists (which take no weak references) as long as a
 # loader that reads them.
 _private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_PRIVATE = "_dpbayes_private_data"  # a mark of memory
 _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 
@@ -138,13 +140,13 @@ class Arrangement:
 
     def __init__(self, dataset: Any) -> None:
         self._values: list[Any] = []
-        self._objects: list[Any] = []  # live on, so that no others get their identities
+        self.objects: list[Any] = []  # live on, so that no others get their identities
         self._look_at(dataset)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Arrangement) or self._values != other._values:
             return False
-        return all(map(operator.is_, self._objects, other._objects))
+        return all(map(operator.is_, self.objects, other.objects))
 
     def _look_at(self, dataset: Any) -> None:
         self._values.append(len(dataset))
@@ -157,11 +159,11 @@ class Arrangement:
             for part in _parts(dataset):
                 self._look_at(part)
         elif isinstance(dataset, list):
-            self._objects += dataset
+            self.objects += dataset
         else:
             parts = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
             self._values += map(writes_into, parts)
-            self._objects += parts
+            self.objects += parts
 
 
 def writes_into(value: Any) -> int:
@@ -205,14 +207,22 @@ def _leaves(dataset: Any, chosen: _Positions | None) -> Iterator[tuple[Any, _Pos
 
 
 def register_private(loader: DataLoader[Any]) -> None:
-    """Remember that the loader, and its data set, are private."""
+    """Remember that the loader, its data set and the tensors in that are private."""
     _private_loaders.add(loader)
+    for part in Arrangement(loader.dataset).objects:
+        if isinstance(part, Tensor) and part.layout is torch.strided:
+            setattr(part.untyped_storage(), _PRIVATE, True)
     with contextlib.suppress(TypeError):
         _private_data[id(loader.dataset)] = loader.dataset
 
 
 def reads_private_data(loader: Any) -> bool:
-    """Whether this is a private loader, or one over its data set, a part of that, or more."""
+    """Whether this is a private loader, or one over its data set, a part of that, or more; or a
+    tensor, or a part of one, in such a data set.
+    """
+    if isinstance(loader, Tensor):
+        is_dense = loader.layout is torch.strided
+        return holds_records(loader) or (is_dense and hasattr(loader.untyped_storage(), _PRIVATE))
     if isinstance(loader, DPDataLoader) or _private_data.get(id(loader)) is loader:
         return True
     if any(loader is private.dataset for private in _private_loaders):

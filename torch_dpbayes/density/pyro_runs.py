@@ -4,7 +4,6 @@ without parameters, and without checks whose errors depend on values.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn import Module, Parameter
 
 from ..errors import UnfitModel as UnfitModel
 from ..noise import fresh_generator
+from ..processes import Lock
 
 Model = Callable[..., Any]
 Trace = Any  # pyro.poutine.trace_struct.Trace
@@ -29,7 +29,7 @@ FLAVOURS = ("normal", "uniform", "binary", "counts")
 
 # Pyro keeps active effects in one list for all threads, and torch its global generator: one thread
 # at a time may use them.
-using_pyro = threading.RLock()
+using_pyro = Lock()
 
 
 class InvalidPoint(ArithmeticError):

@@ -15,6 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource
 from ..per_sample.gradient_source import GradientSource
+from ..per_sample.nested import tensors_in
 from ..per_sample.operations import Delivery
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -111,16 +112,20 @@ def simulate_gradient_norms(
     **Privacy.** Nothing is charged, so the records must be public or synthetic. Copies of private
     records are not recognised.
     """
-    if reads_private_data(public_or_synthetic_loader):
-        raise ArgumentError(
-            "this loader reads a data set that make_private or plan was given: use"
-            " private_clipped_fraction, or a new data set of public or synthetic records.",
-            code="data-private",
-        )
+
+    def public(what: Any) -> Any:
+        if any(map(reads_private_data, [what, *tensors_in(what)])):
+            raise ArgumentError(
+                "this loader reads a data set that make_private or plan was given: use"
+                " private_clipped_fraction, or a new data set of public or synthetic records.",
+                code="data-private",
+            )
+        return what
+
     attached = GradientSource.attached_to(module)
     source = BookkeepingGradientSource(module) if attached is None else attached
     try:
-        batches = public_or_synthetic_loader
+        batches = map(public, public(public_or_synthetic_loader))
         return torch.cat([_norms(module, source, batch, criterion) for batch in batches])
     finally:
         if attached is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -28,9 +27,17 @@ from ..batches.sampler import PoissonSampler
 from ..density import Model, RecordDensity
 from ..density.pyro_runs import frozen_ones_kept
 from ..distributed import require_single_process
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DivergedError,
+    StateError,
+    reading_state,
+)
 from ..noise import GaussianNoise, can_hide, check_clip_bound, check_positive
 from ..noise_aware.budget import budget_of, public_num_data
+from ..processes import Lock
 from .guides import GaussianGuide
 
 _log = logging.getLogger("torch_dpbayes")
@@ -128,7 +135,7 @@ class DPSVI:
         self._average: dict[str, Tensor] = {}
         self._num_steps = 0
         self._noise = GaussianNoise()
-        self._lock = threading.RLock()  # of many threads one makes a step
+        self._lock = Lock()  # of many threads one makes a step
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
 
@@ -257,7 +264,8 @@ class DPSVI:
         self._iterate = {n: p.detach().clone() for n, p in self._gaussian.parameters.items()}
         self._average = {name: value.clone() for name, value in self._iterate.items()}
         if self._saved is not None:
-            self._resume(self._saved)
+            with reading_state():
+                self._resume(self._saved)
         self._leaves, _ = tree_flatten((args, kwargs))  # kept, so that no other takes an identity
         self._identities = [*map(_identity, self._leaves)]
         self._num_data, self._density = count, density

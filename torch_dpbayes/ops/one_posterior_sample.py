@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,6 +15,7 @@ from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
+from ..processes import Lock
 from .certificates import Certificate, FiniteRunLangevin, Setting
 from .certificates.certificate import ROUND_UP
 from .certificates.close_draw import TooFar
@@ -28,7 +28,7 @@ from .tempering import LEAST_TEMPERING, PRECISION, epsilon_with, largest_temperi
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
 _ANOTHER = "make a new OnePosteriorSample with a larger epsilon or another accountant."
-_charging = threading.RLock()
+_charging = Lock()
 
 
 class OnePosteriorSample:

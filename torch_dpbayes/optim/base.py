@@ -25,7 +25,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
-from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError
+from ..errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    DivergedError,
+    StateError,
+    reading_state,
+)
 from ..release import GroupGradient, Layout, require_public
 from . import priors
 from .settings import DeclaredOptimizer
@@ -290,6 +296,10 @@ class PrivateOptimizer(DeclaredOptimizer):
             ValueError: the state belongs to another optimizer or to other parameters, or the
                 accountant does not contain the charges of the saved run.
         """
+        with reading_state():
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         private = state_dict.get("private_step")
         if private is None or private.get("algorithm") != type(self).__name__:
             other = "a non-private optimizer" if private is None else private.get("algorithm")

@@ -82,10 +82,11 @@ class Settings:
                 " sampling rate"
             )
         _require_positive("max_grad_norm", self.max_grad_norm)
-        if self.max_grad_norm < 1e-12:
+        # sums of squares over 2¹⁴ records, divided by the batch size, are floats
+        if not 1e-12 <= self.max_grad_norm <= 1e12 or batch < 1e-6:
             raise ArgumentError(
-                f"max_grad_norm = {self.max_grad_norm} is below what float32 norms can resolve; use"
-                " at least 1e-12"
+                f"max_grad_norm = {self.max_grad_norm} with expected_batch_size = {batch} is beyond"
+                " sums in float32: use 1e-12 to 1e12, and at least 1e-6"
             )
         _require_positive("noise_multiplier", z, or_zero=True)
         if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:

@@ -118,14 +118,17 @@ class DPSGFS(PrivateOptimizer):
         if trainable:
             self._query.extra_size(sum(p.numel() for p in trainable), trainable[0].device)
         if sensitivity_scale is not None:
-            like = self._current_layout().gradient
-            scale = torch.as_tensor(sensitivity_scale).detach().clone().to(like)
-            if scale.shape != like.shape or not bool((scale > 0).all() & (scale < math.inf).all()):
-                raise ArgumentError(
-                    "sensitivity_scale must be a vector of positive finite numbers, one for each of"
-                    f" {len(like)} trainable parameters, got shape {tuple(scale.shape)}"
-                )
-            self._query.set_scale(scale)
+            self._set_scale(sensitivity_scale)
+
+    def _set_scale(self, given: Tensor) -> None:
+        like = self._current_layout().gradient
+        scale = torch.as_tensor(given).detach().clone().to(like)
+        if scale.shape != like.shape or not bool((scale > 0).all() & (scale < math.inf).all()):
+            raise ArgumentError(
+                "sensitivity_scale must be a vector of positive finite numbers, one for each of"
+                f" {len(like)} trainable parameters, got shape {tuple(scale.shape)}"
+            )
+        self._query.set_scale(scale)
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:
         return FisherSum(
@@ -164,13 +167,11 @@ class DPSGFS(PrivateOptimizer):
         state["private_step"]["sensitivity_scale"] = self._query.scale
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for every private optimizer; sets F to the saved one."""
-        super().load_state_dict(state_dict)
-        scale = state_dict["private_step"]["sensitivity_scale"]
-        self._query.set_scale(
-            None if scale is None else scale.clone().to(self._current_layout().gradient)
-        )
+    def _load(self, state_dict: dict[str, Any]) -> None:  # sets F to the saved one
+        super()._load(state_dict)
+        self._query.set_scale(None)
+        if (scale := state_dict["private_step"]["sensitivity_scale"]) is not None:
+            self._set_scale(scale)
 
     # -- the step ----------------------------------------------------------------------------------
 

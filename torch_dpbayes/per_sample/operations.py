@@ -99,6 +99,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     raise operation.batch.refuse(f"{name}: {what}", remedy=operation.remedy())
 
 
+_STATISTICS = "Put the other network in eval mode; update_bn takes public records"
 _OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
 
 
@@ -149,6 +150,8 @@ class _Operation:
             raise batch.refuse("a gradient of the inputs is requested", "loss-backward", _OF_INPUTS)
         if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
+        if name == "batch_norm" and self.kwargs.get("training"):
+            raise batch.refuse("batch_norm takes statistics of the batch", remedy=_STATISTICS)
         if is_metric:  # values of earlier batches as they are: a running mean would keep all
             freed = [
                 v.free() if isinstance(v, Followed) and v._batch is not batch else v

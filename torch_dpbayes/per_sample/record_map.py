@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import DPBayesError
+from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
@@ -82,7 +82,7 @@ _OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "
 
 
 _compiler: Any = torch.compiler
-_lock, _flags = threading.Lock(), list[bool]()  # before each map that runs, in any thread
+_lock, _flags = Lock(), list[bool]()  # before each map that runs, in any thread
 _trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
 
 
