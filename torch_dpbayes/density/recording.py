@@ -18,13 +18,11 @@ from .pyro_runs import UnfitModel
 
 _aten = torch.ops.aten
 _MASKS = {torch.bool, torch.uint8}
-_VIEWS = {"aten.view", "aten._unsafe_view", "aten.expand", "aten.permute"}
 
 
 def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     """What ``function`` does to tensors of the shapes of ``inputs``, as a graph that writes into
-    none. It is without what ``vmap`` and ``grad`` leave behind: values that nothing reads, views of
-    a tensor in its own layout, the concatenation of one.
+    none.
 
     Raises:
         ValueError: values of the inputs decide about a shape, which the graph would keep.
@@ -42,22 +40,6 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
             varying.add(node)
         if _shape_follows(varying, node):
             raise UnfitModel(f"values decide about the shape of {node.target}")
-        source: Any = node.args[0] if node.args else None
-        if node.target is _aten.ones_like.default:
-            # a gradient begins with them; they take a shape alone, and need not wait for the value
-            like = node.meta["val"]
-            options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-            with graph.graph.inserting_before(node):
-                ones = graph.graph.call_function(_aten.ones.default, (list(like.shape),), options)
-            ones.meta = dict(node.meta)
-            node.replace_all_uses_with(ones)
-            continue
-        if node.target is _aten.cat.default and len(source) == 1:
-            (source,) = source
-        elif str(node.target).removesuffix(".default") not in _VIEWS:
-            continue
-        if _layout(node.meta["val"]) == _layout(source.meta["val"]):
-            node.replace_all_uses_with(source)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
@@ -70,10 +52,6 @@ def _shape_follows(varying: set[Any], node: Any) -> bool:
     if node.target is not _aten.index.Tensor:
         return node in varying
     return any(k in varying and k.meta["val"].dtype in _MASKS for k in node.args[1])
-
-
-def _layout(value: Tensor) -> tuple[Any, ...]:
-    return value.shape, value.stride(), value.storage_offset(), value.dtype
 
 
 def of_rows(graph: GraphModule, rows: Tensor) -> Any:
@@ -92,12 +70,9 @@ def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:
     theta = next(node for node in graph.graph.nodes if node.op == "placeholder")
     found: set[Any] = set()
     for node in theta.users:
-        if node.target is not torch.ops.aten.split_with_sizes.default or node.args != (
-            theta,
-            list(sizes),
-        ):
-            return [True] * len(sizes)
-        if any(user.target is not operator.getitem for user in node.users):
+        is_split = node.target is _aten.split_with_sizes.default
+        is_split = is_split and node.args == (theta, list(sizes))
+        if not is_split or any(user.target is not operator.getitem for user in node.users):
             return [True] * len(sizes)
         found |= {user.args[1] for user in node.users}
     return [number in found for number in range(len(sizes))]
@@ -105,18 +80,14 @@ def parts_read(graph: GraphModule, sizes: Sequence[int]) -> list[bool]:
 
 def most_bytes(graph: GraphModule, *inputs: Tensor) -> int:
     """The most memory that intermediate results of ``graph`` take at once."""
-    return _LiveBytes(graph).measure(*inputs)
-
-
-class _LiveBytes(Interpreter):
-    def measure(self, *inputs: Tensor) -> int:
-        # Not Interpreter.run: that makes a progress bar, whose lock Pyro's own progress bars may
-        # hold for ever in a process forked from theirs.
-        self.args_iter, self.env, most = iter(inputs), {}, 0
-        for node in self.graph.nodes:
-            self.env[node] = self.run_node(node)
-            storages = [t.untyped_storage() for t in self.env.values() if isinstance(t, Tensor)]
-            most = max(most, sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
-            for done in self.user_to_last_uses.get(node, ()):
-                del self.env[done]
-        return most
+    # Not Interpreter.run: that makes a progress bar, whose lock Pyro's own progress bars may hold
+    # for ever in a process forked from theirs.
+    run, most = Interpreter(graph), 0
+    run.args_iter, run.env = iter(inputs), {}
+    for node in graph.graph.nodes:
+        run.env[node] = run.run_node(node)
+        storages = [t.untyped_storage() for t in run.env.values() if isinstance(t, Tensor)]
+        most = max(most, sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+        for done in run.user_to_last_uses.get(node, ()):
+            del run.env[done]
+    return most
