@@ -57,11 +57,12 @@ class MadeUpRecords:
         found: dict[str, Any] = {}  # the first that has finite terms
         for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
             try:
-                terms = self._made(model, structure, flavour, spread)
-                if not terms.isfinite().all():
-                    continue
-                if self._has_digits(terms):
-                    return
+                with public_randomness():
+                    terms = self._made(model, structure, flavour, spread)
+                    if not terms.isfinite().all():
+                        continue
+                    if self._has_digits(terms):
+                        return
                 found = found or dict(self.__dict__)
             except UnfitModel:
                 raise
@@ -81,7 +82,6 @@ class MadeUpRecords:
             " let the model take arguments in one of these ranges and convert them."
         )
 
-    @public_randomness()
     def _made(self, model: Model, structure: Structure, flavour: str, spread: float) -> Tensor:
         """Terms of new rows at a new θ."""
         arguments = self._arguments
