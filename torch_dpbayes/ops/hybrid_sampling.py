@@ -143,7 +143,7 @@ def hybrid(
     with torch.no_grad():
         module.weights.copy_(start["weights"])
     if samples is None:
-        likelihood = {"bernoulli": "bernoulli", "gaussian": "normal"}.get(model.family)
+        likelihood: Any = {"bernoulli": "bernoulli", "gaussian": "normal"}.get(model.family)
         std = records.weight**-0.5 if likelihood == "normal" else None
         samples = PosteriorSamples(likelihood, max_samples=200, noise_std=std)
     for _ in range(epochs):
