@@ -10,7 +10,7 @@ the parameters, whatever the number of records.
 If one rank raises, every rank raises: it reports the error in its next message.
 
 The owners of a private chain use the same messages, but do not trust each other: they hide their
-sums by noise before they send them (``mcmc/owners.py``), and errors travel without their
+sums by noise before they send them (``mcmc/multi_owner.py``), and errors travel without their
 texts.
 """
 

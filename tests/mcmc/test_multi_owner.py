@@ -25,7 +25,7 @@ from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.density import clipped_ratio_sum
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, MultiOwnerHMC, MultiOwnerPenalty
 from torch_dpbayes.mcmc import kernel as kernel_module
-from torch_dpbayes.mcmc.owners import SharedRandomness
+from torch_dpbayes.mcmc.multi_owner import SharedRandomness
 
 DIMENSION = 3
 

@@ -375,5 +375,5 @@ def test_terms_of_many_parameters_where_vmap_cannot_and_where_one_fails():
         return row * theta
 
     rows, thetas = torch.arange(128.0)[None], torch.tensor([[2.0], [-1.0]])
-    found = Program(few, 64, few).of_thetas(thetas, [rows[0]], 64)
+    found = Program(few, rows, few).of_thetas(thetas, [rows[0]], 64)
     assert torch.equal(found[0], 2 * rows[0]) and bool(found[1].isnan().all())

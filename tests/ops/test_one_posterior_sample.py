@@ -26,7 +26,7 @@ from torch_dpbayes.accounting.events import (
 )
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.ops.nuts import no_u_turn
-from torch_dpbayes.ops.tempering import largest_tempering
+from torch_dpbayes.ops.one_posterior_sample import largest_tempering
 
 LOG_CONCAVE = ops.StronglyLogConcave()
 WALK = ops.Overdamped(5, 0.01)

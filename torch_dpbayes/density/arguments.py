@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ArgumentTypeError
+from ..per_sample.record_map import which_fail
 from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
@@ -24,7 +25,7 @@ ROWS_ONLY = (
 )
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Where vectors of the processor begin: elsewhere products are rounded otherwise."""
     own = tensor.detach()
     return own if own.layout != torch.strided or own.data_ptr() % 16 == 0 else own.clone()
@@ -71,7 +72,7 @@ class Arguments:
                     f"an argument of the model is a {type(leaf).__name__}: pass data as torch"
                     " tensors, torch.as_tensor(...)."
                 )
-        self._leaves = [_aligned(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [aligned(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.count_is_public, self.size = count_is_public, 0
         self.row_dims: dict[int, int] = {}
         self.shapes = {
@@ -154,3 +155,37 @@ def pick(rows: Sequence[Tensor], index: Sequence[int] | Tensor) -> list[Tensor]:
     """Copies of the rows with these numbers."""
     chosen = torch.as_tensor(index, dtype=torch.long)  # of an empty list, too
     return [row.index_select(0, chosen.to(row.device)) for row in rows]
+
+
+def replaced(rows: Sequence[Tensor], stand_ins: Sequence[Tensor], gone: Tensor) -> list[Tensor]:
+    """The rows, with stand-ins for those in the mask ``gone``."""
+    if not gone.any():
+        return list(rows)
+    (where,) = gone.nonzero(as_tuple=True)
+    return [
+        row.index_copy(0, where.to(row.device), other[: len(where)].to(row.dtype))
+        for row, other in zip(rows, stand_ins, strict=True)
+    ]
+
+
+def of_full_vectors(
+    function: Callable[[list[Tensor], int], Any], rows: list[Tensor], stand_ins: Sequence[Tensor]
+) -> tuple[Any, Tensor]:
+    """What ``function`` gives for the rows, filled up to as many as there are stand-ins, and a mask
+    of rows at which it fails, which are replaced: no other row changes, nor how it is rounded.
+    ``function`` takes rows and how many of them count.
+    """
+
+    def run(*own: Tensor) -> Any:
+        filled, count = list(own), len(own[0])
+        if count < len(stand_ins[0]):
+            pairs = zip(own, stand_ins, strict=True)
+            filled = [torch.cat([row, more[count:].to(row.dtype)]) for row, more in pairs]
+        return function(filled, count)
+
+    fails = torch.zeros(len(rows[0]), dtype=torch.bool, device=rows[0].device)
+    try:
+        return run(*rows), fails
+    except Exception:  # not of all rows: it runs on made-up ones
+        fails |= torch.tensor(which_fail(run, rows), device=fails.device)
+        return run(*replaced(rows, stand_ins, fails)), fails

@@ -54,33 +54,22 @@ class MadeUpRecords:
         self._arguments = arguments
         self._count = _ROWS if arguments.size != _ROWS else _ROWS + 3
         error: Exception | None = None
-        with_rounding: dict[str, Any] = {}  # the first that has finite terms
+        found: dict[str, Any] = {}  # the first that has finite terms
         for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
-            with public_randomness():
-                try:
-                    rows = arguments.made_up_rows(self._count, flavour)
-                    self.prior = Prior(model, *arguments.with_rows(rows), factors=structure.outside)
-                    uniform = torch.rand(
-                        self.prior.dimension, dtype=self.prior.dtype, device=self.prior.device
-                    )
-                    self.theta = spread * (2 * uniform - 1)
-                    self.prior.require_no_tensors_in(structure.factors, self.theta)
-                    self.terms = RecordTerms(model, arguments, structure, self.prior)
-                    self._rows = self._with_observations(model, structure, rows)
-                    terms = self.terms(self.theta, self._rows)
-                    is_finite = bool(terms.isfinite().all())
-                    has_digits = is_finite and self._has_digits(terms)
-                except UnfitModel:
-                    raise
-                except Exception as caught:
-                    error = error or caught
-                    continue
-            if has_digits:
-                return
-            if is_finite and not with_rounding:
-                with_rounding = dict(self.__dict__)
-        if with_rounding:
-            self.__dict__.update(with_rounding)
+            try:
+                with public_randomness():
+                    terms = self._made(model, structure, flavour, spread)
+                    if not terms.isfinite().all():
+                        continue
+                    if self._has_digits(terms):
+                        return
+                found = found or dict(self.__dict__)
+            except UnfitModel:
+                raise
+            except Exception as caught:
+                error = error or caught
+        if found:
+            self.__dict__.update(found)
             return
         if error is not None:
             raise UnfitModel(
@@ -92,6 +81,18 @@ class MadeUpRecords:
             "the log likelihood of synthetic rows (normal, uniform, 0/1 or counts) is not finite:"
             " let the model take arguments in one of these ranges and convert them."
         )
+
+    def _made(self, model: Model, structure: Structure, flavour: str, spread: float) -> Tensor:
+        """Terms of new rows at a new θ."""
+        arguments = self._arguments
+        rows = arguments.made_up_rows(self._count, flavour)
+        self.prior = prior = Prior(model, *arguments.with_rows(rows), factors=structure.outside)
+        uniform = torch.rand(prior.dimension, dtype=prior.dtype, device=prior.device)
+        self.theta = spread * (2 * uniform - 1)
+        prior.require_no_tensors_in(structure.factors, self.theta)
+        self.terms = RecordTerms(model, arguments, structure, prior)
+        self._rows = self._with_observations(model, structure, rows)
+        return self.terms(self.theta, self._rows)
 
     def _has_digits(self, terms: Tensor) -> bool:
         """Whether rounding hardly moves the ``terms`` of the rows: where large values cancel, as in
@@ -162,8 +163,7 @@ class MadeUpRecords:
             ) from error
         for j, (term, other_prior) in enumerate(each):
             _require_equal("all others are left out", term, expected[j : j + 1], other_prior, prior)
-        odd = last // 2
-        others = [j for j in range(last) if j != odd]
+        odd, others = last // 2, [j for j in range(last) if j != last // 2]
         for what, rows in self._odd_rows(everything, odd):
             try:
                 terms, other_prior = self._evaluated(rows)
@@ -175,7 +175,7 @@ class MadeUpRecords:
             )
             own = terms[odd]
             if not nearly_equal(alone, own) and (alone - own).abs() <= self._rounding(rows, odd):
-                alone = own
+                continue
             _require_equal(f"the others are left out and it {what}", alone, own, other_prior, prior)
 
     def _rounding(self, rows: list[Tensor], odd: int) -> float:
@@ -208,19 +208,15 @@ class MadeUpRecords:
             return result
 
         floating = [k for k, r in enumerate(rows) if r.is_floating_point() or r.is_complex()]
-        # On a GPU an index out of range would end the process.
-        whole = [
-            k
-            for k, row in enumerate(rows)
-            if k not in floating and row.dtype != torch.bool and row.device.type == "cpu"
-        ]
         for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
             yield "is not a number", altered(chosen, math.nan)
             yield "lacks some values", altered(chosen, math.nan, every=2)
             yield "is very large", altered(chosen, _LARGE)
             yield "is very small", altered(chosen, -_LARGE)
-        for k in whole:
-            yield "is very large", altered([k], min(_LARGE, torch.iinfo(rows[k].dtype).max))
+        for k, row in enumerate(rows):
+            # on a GPU an index out of range would end the process
+            if k not in floating and row.dtype != torch.bool and row.device.type == "cpu":
+                yield "is very large", altered([k], min(_LARGE, torch.iinfo(row.dtype).max))
 
 
 def _require_equal(

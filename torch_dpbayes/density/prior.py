@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.distributions import (
     Delta,
     MaskedDistribution,
@@ -31,7 +30,6 @@ from .pyro_runs import (
     improper,
     public_randomness,
     trace_at,
-    using_pyro,
     without_value_checks,
 )
 from .recording import of_rows, parts_read, recorded
@@ -90,12 +88,11 @@ class Prior:
         for name in sorted(latents):
             site = first.nodes[name]
             _require_proper(name, site)
-            self.transforms[name] = biject_to(site["fn"].support).inv
-            value = self.transforms[name](site["value"].detach())
-            other = biject_to(second.nodes[name]["fn"].support)
-            if not torch.equal(
-                self.transforms[name].inv(torch.ones_like(value)), other(torch.ones_like(value))
-            ):
+            to_support = biject_to(site["fn"].support)
+            self.transforms[name] = to_support.inv
+            value = to_support.inv(site["value"].detach())
+            ones, other = torch.ones_like(value), biject_to(second.nodes[name]["fn"].support)
+            if not torch.equal(to_support(ones), other(ones)):
                 raise UnfitModel(
                     f"the support of latent {name!r} changes between runs of the model: sample it"
                     " in a fixed support and scale the value."
@@ -128,23 +125,18 @@ class Prior:
                     f"latent {name!r} needs the unconstrained shape {tuple(shape)}, got"
                     f" {tuple(params[name].shape)}."
                 )
-        return torch.cat(
-            [params[name].detach().reshape(-1).to(self.device, self.dtype) for name in self._shapes]
-        )
+        values = (params[name].detach().reshape(-1) for name in self._shapes)
+        return torch.cat([value.to(self.device, self.dtype) for value in values])
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
         """Unconstrained values by site."""
-        values = theta.split(self._sizes)
-        return {
-            name: value.reshape(shape)
-            for (name, shape), value in zip(self._shapes.items(), values, strict=True)
-        }
+        parts = zip(self._shapes.items(), theta.split(self._sizes), strict=True)
+        return {name: part.reshape(shape) for (name, shape), part in parts}
 
     def constrain(self, theta: Tensor) -> dict[str, Tensor]:
         """Values by site, in the supports of the model's distributions."""
-        return {
-            name: self.transforms[name].inv(value) for name, value in self.unflatten(theta).items()
-        }
+        values = self.unflatten(theta)
+        return {name: self.transforms[name].inv(value) for name, value in values.items()}
 
     def read_by(self, function: Callable[[dict[str, Tensor]], Any]) -> Tensor:
         """As :meth:`read_in`, of a function of the values by site; all True where it cannot be
@@ -279,11 +271,10 @@ class Prior:
 
     def trace(self) -> Trace:
         """One run of the model."""
-        with using_pyro, poutine.block():
-            try:
-                return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)
-            except NotImplementedError as error:
-                raise improper(error) from error
+        try:
+            return trace_at(self._model, {}, self._args, self._kwargs)
+        except NotImplementedError as error:
+            raise improper(error) from error
 
 
 def _require_proper(name: str, site: Any) -> None:

@@ -30,8 +30,8 @@ _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the p
 class Program:
     """Tensor operations recorded for a fixed number of rows, and for a few of them."""
 
-    def __init__(self, graph: GraphModule, rows: int, few: GraphModule) -> None:
-        self.graph, self.rows, self._few = graph, rows, few
+    def __init__(self, graph: GraphModule, made_up: list[Tensor], few: GraphModule) -> None:
+        self.graph, self.made_up, self.rows, self._few = graph, made_up, len(made_up[0]), few
 
     def __call__(self, theta: Tensor, rows: Sequence[Tensor], count: int) -> Any:
         """One number for each of the first ``count`` of ``self.rows`` rows."""
@@ -68,9 +68,9 @@ class Program:
 class Gradients(Program):
     """The gradients of records: a program with results (rows, dimension)."""
 
-    def __init__(self, graph: GraphModule, rows: int, few: GraphModule) -> None:
+    def __init__(self, graph: GraphModule, made_up: list[Tensor], few: GraphModule) -> None:
         graph, self._layout = in_pieces(graph)
-        super().__init__(graph, rows, few)
+        super().__init__(graph, made_up, few)
 
     def __call__(self, theta: Tensor, rows: Sequence[Tensor], count: int) -> list[Piece]:
         """Those of the first ``count`` of ``self.rows`` rows, in pieces of their columns."""
@@ -84,39 +84,33 @@ class Recorder:
     """Makes programs for chunks of so many records, by running the model on made-up ones."""
 
     def __init__(self, made_up: MadeUpRecords, num_records: int) -> None:
-        self._made_up, self._in_dims = made_up, (None, *(0 for _ in made_up.few()))
-        self._num_records = num_records
-        self._row_terms = (self._of_row, self._of_row_with_own_tensors)
+        self._made_up, self._num_records = made_up, num_records
 
     def terms(self) -> Program:
         """A record's term."""
-        ways = [vmap(term, in_dims=self._in_dims) for term in self._row_terms]
-        return self._first_right(
-            Program,
-            ways,
-            lambda output, _, theta, rows: nearly_equal(output, self._made_up.terms(theta, rows)),
-        )
+
+        def is_right(found: Tensor, theta: Tensor, rows: list[Tensor]) -> bool:
+            return nearly_equal(found, self._made_up.terms(theta, rows))
+
+        return self._first_right(Program, lambda term: term, is_right)
 
     def gradients(self) -> Gradients:
         """The gradient of a record's term."""
-        ways = [vmap(grad(term), in_dims=self._in_dims) for term in self._row_terms]
 
-        def is_right(
-            pieces: list[Piece], weights: Tensor, theta: Tensor, rows: list[Tensor]
-        ) -> bool:
-            output = dense(pieces, len(theta))
+        def is_right(pieces: list[Piece], theta: Tensor, rows: list[Tensor]) -> bool:
+            found = dense(pieces, len(theta)).double()
+            weights = torch.linspace(0.5, 1.5, len(found), dtype=theta.dtype, device=theta.device)
             with torch.enable_grad():
                 point = theta.detach().requires_grad_()
-                (expected,) = torch.autograd.grad(
-                    (self._made_up.terms(point, rows) * weights).sum(), point
-                )
+                total = (self._made_up.terms(point, rows) * weights).sum()
+            (expected,) = torch.autograd.grad(total, point)
             # in float32 a product of a million rows is off by a thousandth
-            long, output = weights.double(), output.double()
-            size = float((long @ output.abs()).nan_to_num(0.0).max())
-            total = (long @ output).to(expected)
+            weights = weights.double()
+            size = float((weights @ found.abs()).nan_to_num(0.0).max())
+            total = (weights @ found).to(expected)
             return not expected.isfinite().all() or nearly_equal(total, expected, size)
 
-        return self._first_right(Gradients, ways, is_right)
+        return self._first_right(Gradients, grad, is_right)
 
     def _of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         with RecordsApart():
@@ -129,24 +123,20 @@ class Recorder:
     def _first_right(
         self,
         kind: type[AnyProgram],
-        ways: Sequence[Callable[..., Tensor]],
-        is_right: Callable[..., bool],
+        of_term: Callable[[Any], Callable[..., Tensor]],
+        is_right: Callable[[Any, Tensor, list[Tensor]], bool],
     ) -> AnyProgram:
         """The first way that can be recorded and agrees with Pyro on other made-up rows than
         it was recorded on.
         """
-        made_up, theta = self._made_up, self._made_up.theta
-        problems = []
-        for way in ways:
+        in_dims, problems = (None, *(0 for _ in self._made_up.few())), []
+        for term in (self._of_row, self._of_row_with_own_tensors):
             try:
                 with without_value_checks(), torch.no_grad():
-                    program = self._recorded(kind, way)
-                    other = theta.flip(0) * 0.7
-                    rows = made_up.rows(program.rows, start=3)
-                    weights = torch.linspace(
-                        0.5, 1.5, program.rows, dtype=theta.dtype, device=theta.device
-                    )
-                    if is_right(program(other, rows, program.rows), weights, other, rows):
+                    program = self._recorded(kind, vmap(of_term(term), in_dims=in_dims))
+                    theta = self._made_up.theta.flip(0) * 0.7
+                    rows = self._made_up.rows(program.rows, start=3)
+                    if is_right(program(theta, rows, program.rows), theta, rows):
                         return program
                 problems.append("it computes with numpy, or with .item()?")
             except Exception as error:
@@ -159,16 +149,15 @@ class Recorder:
 
     def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:
         """In chunks of about equal length that keep within the bound on memory."""
-        made_up, least = self._made_up, full_vectors(1)
-        few = made_up.rows(least)
-        of_few = recorded(way, made_up.theta, *few)
-        if self._num_records <= least:
-            return kind(of_few, least, of_few)
-        each = most_bytes(of_few, made_up.theta, *few) / least
-        limit = max(1, int(_CHUNK_BYTES / max(each, 1)))
-        chunks = math.ceil(self._num_records / limit)
-        count = full_vectors(math.ceil(self._num_records / chunks))
-        return kind(recorded(way, made_up.theta, *made_up.rows(count)), count, of_few)
+        theta, least = self._made_up.theta, full_vectors(1)
+        rows = self._made_up.rows(least)
+        graph = few = recorded(way, theta, *rows)
+        if self._num_records > least:
+            limit = max(1, int(_CHUNK_BYTES / max(most_bytes(few, theta, *rows) / least, 1)))
+            chunks = math.ceil(self._num_records / limit)
+            rows = self._made_up.rows(full_vectors(math.ceil(self._num_records / chunks)))
+            graph = recorded(way, theta, *rows)
+        return kind(graph, rows, few)
 
 
 class _TensorsOfTheRow(TorchFunctionMode):
@@ -189,11 +178,8 @@ class _TensorsOfTheRow(TorchFunctionMode):
         made = function(*args, **(kwargs or {}))
         if function not in _MAKING:
             return made
-        return (
-            made.logical_or(self._zero)
-            if made.dtype == torch.bool
-            else made + self._zero.to(made.dtype)
-        )
+        is_mask = made.dtype == torch.bool
+        return made.logical_or(self._zero) if is_mask else made + self._zero.to(made.dtype)
 
 
 _MAKING = {

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..per_sample.record_map import which_fail
-from .arguments import Arguments, full_vectors, pick
+from .arguments import Arguments, full_vectors, of_full_vectors, pick, replaced
 from .locality import MadeUpRecords
 from .pieces import dense, norms_of
 from .program import Program, Recorder
@@ -219,33 +218,13 @@ class RecordDensity:
         if not (self.is_valid if program is self._terms else self.has_gradients)(theta):
             raise InvalidPoint
 
-        def run(*rows: Tensor) -> Any:
-            """Of these, and of made-up ones up to the recorded number, which are left out."""
-            own, count = list(rows), len(rows[0])
-            if count < program.rows:
-                filling = zip(own, self.made_up.rows(program.rows - count), strict=True)
-                own = [torch.cat([row, more.to(row.dtype)]) for row, more in filling]
-            return program(theta, own, count)
-
         for start in range(0, self.num_records, program.rows):
             chunk = slice(start, min(start + program.rows, self.num_records))
-            rows = self._chunk(chunk)
-            try:
-                result = run(*rows)
-            except Exception:  # not of all rows: it runs on made-up ones at this θ
-                fails = torch.tensor(which_fail(run, rows), device=self.prior.device)
-                self._left_out[chunk] |= fails
-                result = run(*self._chunk(chunk))
+            rows, gone = [row[chunk] for row in self._rows], self._left_out[chunk]
+            rows = replaced(rows, program.made_up, gone)
+            result, fails = of_full_vectors(partial(program, theta), rows, program.made_up)
+            gone |= fails.to(gone.device)
             yield chunk, result
-
-    def _chunk(self, chunk: slice) -> list[Tensor]:
-        """Rows of the data, and made-up ones in place of those that are left out."""
-        rows = [row[chunk] for row in self._rows]
-        (gone,) = self._left_out[chunk].nonzero(as_tuple=True)
-        if len(gone):
-            filling = zip(rows, self.made_up.rows(len(gone)), strict=True)
-            rows = [r.index_copy(0, gone.to(r.device), more.to(r.dtype)) for r, more in filling]
-        return rows
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..per_sample.record_map import RecordMap, which_fail
-from .arguments import full_vectors
+from ..per_sample.record_map import RecordMap
+from .arguments import aligned, full_vectors, of_full_vectors
 from .pyro_runs import FLAVOURS, UnfitModel, made_up, public_randomness
 
-_ROWS_AT_ONCE = 2**16
+_ROWS_AT_ONCE, _MADE_UP = 2**16, 3
 
 
 class RecordStatistics:
@@ -36,7 +36,7 @@ class RecordStatistics:
         data: Sequence[Tensor],
         rows_at_once: int | None = None,
     ) -> None:
-        self._statistics, self._data = statistics, [arg.detach() for arg in data]
+        self._statistics, self._data = statistics, [aligned(arg) for arg in data]
         self._rows_at_once = rows_at_once or _ROWS_AT_ONCE
         self._made_up, self.size = self._tried()
 
@@ -57,38 +57,23 @@ class RecordStatistics:
         """
         count = len(self._data[0])
         whole = full_vectors(min(self._rows_at_once, count))
-        usual = [
-            some[torch.arange(whole, device=some.device) % len(some)] for some in self._made_up
+        stand_ins = [
+            some[torch.arange(whole, device=some.device) % _MADE_UP] for some in self._made_up
         ]
         for start in range(0, count, whole):
-            yield self._of_rows([arg[start : start + whole] for arg in self._data], usual)
-
-    def _of_rows(self, rows: list[Tensor], usual: list[Tensor]) -> Tensor:
-        """Filled up with ``usual`` ones, which also take the place of those that fail: how a row is
-        rounded depends on no other.
-        """
-
-        def run(*own: Tensor) -> Tensor:
-            count = len(own[0])
-            filled = [torch.cat([row, more[count:]]) for row, more in zip(own, usual, strict=True)]
-            return self._map(*filled)[:count]
-
-        try:
-            return run(*rows)
-        except Exception:
-            gone = torch.tensor(which_fail(run, rows), device=rows[0].device)
-            filling = zip(rows, usual, strict=True)
-            kept = [row.index_put((gone,), more[: len(row)][gone]) for row, more in filling]
-            return run(*kept).masked_fill(gone[:, None], 0.0)
+            rows = [arg[start : start + whole] for arg in self._data]
+            found, fails = of_full_vectors(
+                lambda filled, own: self._map(*filled)[:own], rows, stand_ins
+            )
+            yield found.masked_fill(fails[:, None], 0.0)
 
     def _tried(self) -> tuple[list[Tensor], int]:
         """Made-up rows, and the length of s(x) of them."""
         error: Exception | None = None
         for flavour in FLAVOURS:
             with public_randomness():
-                rows = [
-                    made_up(torch.Size([3, *arg.shape[1:]]), arg, flavour) for arg in self._data
-                ]
+                shapes = [torch.Size([_MADE_UP, *arg.shape[1:]]) for arg in self._data]
+                rows = [made_up(*each, flavour) for each in zip(shapes, self._data, strict=True)]
             try:
                 return rows, self._map(*rows).shape[1]
             except UnfitModel:

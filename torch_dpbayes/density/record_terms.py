@@ -78,18 +78,11 @@ class RecordTerms:
         records = trace.plate_to_symbol[structure.plate]
         factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
         for name in [*structure.discrete, *structure.observed]:
-            site = trace.nodes[name]
-            if not any(
-                frame.name == structure.plate and frame.size == count
-                for frame in site["cond_indep_stack"]
-            ):
+            site, plates = trace.nodes[name], trace.nodes[name]["cond_indep_stack"]
+            if (structure.plate, count) not in [(plate.name, plate.size) for plate in plates]:
                 raise UnfitModel(f"the data plate has to {self._take_size}.")
-            plates = frozenset(
-                trace.plate_to_symbol[frame.name]
-                for frame in site["cond_indep_stack"]
-                if frame.vectorized
-            )
-            factors.setdefault(plates, []).append(site["packed"]["log_prob"])
+            symbols = frozenset(trace.plate_to_symbol[p.name] for p in plates if p.vectorized)
+            factors.setdefault(symbols, []).append(site["packed"]["log_prob"])
         discrete = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         contracted = contract_tensor_tree(factors, discrete, ring=_LogSumExpRing())
 

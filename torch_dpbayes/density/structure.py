@@ -105,22 +105,19 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
 def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
     """Dimension and size of the data plate."""
     found: dict[str, set[tuple[int | None, int]]] = {}
-    for name, site in trace.nodes.items():
+    for site in trace.nodes.values():
         if site["type"] != "sample":
             continue
         if is_plate(site):
-            if (
-                site["fn"].subsample_size is not None
-                and site["fn"].subsample_size < site["fn"].size
-            ):
-                raise _subsamples(name)
+            asked = site["fn"].subsample_size
+            if asked is not None and asked < site["fn"].size:
+                raise _subsamples(site["name"])
             continue
         for frame in site["cond_indep_stack"]:
             if frame.full_size not in (None, frame.size):
                 raise _subsamples(frame.name)
-            found.setdefault(frame.name, set()).add(
-                (frame.dim if frame.vectorized else None, frame.size)
-            )
+            dim = frame.dim if frame.vectorized else None
+            found.setdefault(frame.name, set()).add((dim, frame.size))
     if plate not in found:
         others = f"its plates are {sorted(found)}" if found else "it has no plate"
         raise UnfitModel(

@@ -194,17 +194,14 @@ class DPSVI:
         """
         if self._density is None:
             raise StateError("there is no state before the first step.")
-        used = self.optim.optim_objs
+        used, parameters = self.optim.optim_objs, self._gaussian.parameters.values()
         with self._lock:
+            optim = [[s.state_dict() for s in _parts(used[p])] for p in parameters if p in used]
             state = {
                 "accountant": self._accountant.state_dict(),
                 "iterate": self._iterate,
                 "average": self._average,
-                "optim": [
-                    [part.state_dict() for part in _parts(used[p])]
-                    for p in self._gaussian.parameters.values()
-                    if p in used
-                ],
+                "optim": optim,
                 "num_steps": self._num_steps,
             }
             return copy.deepcopy(state)
@@ -233,12 +230,10 @@ class DPSVI:
     @property
     def _event(self) -> DpEvent:
         """Of one step."""
-        event, is_batch = noise_event(self._noise_multiplier), self._rate != 1
-        return (
-            PoissonSampledDpEvent(self._rate, event)
-            if is_batch and self._noise_multiplier
-            else event
-        )
+        event = noise_event(self._noise_multiplier)
+        if self._rate == 1 or not self._noise_multiplier:
+            return event
+        return PoissonSampledDpEvent(self._rate, event)
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the model and take hold of the data. Nothing is released, nothing charged."""

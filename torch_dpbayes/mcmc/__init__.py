@@ -8,7 +8,7 @@ new kernel copy ``penalty.py``.
 
 * ``kernel``: what all kernels share; ``proposals``: how a move is proposed;
 * ``chains``: Pyro's runner for several chains; ``mixing``: whether they have mixed;
-* ``owners``, ``multi_owner``: records of one owner, or of several;
+* ``multi_owner``: records of several owners;
 * ``planning``: noise for a budget, and how far a chain gets with it.
 """
 

@@ -30,11 +30,11 @@ from ..density.pyro_runs import using_pyro
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from ..noise import GaussianNoise, can_hide, check_clip_bound
 from .mixing import complaint_of, mixing_of
-from .owners import ManyOwners
 from .proposals import Moves, RandomWalk, free_move
 
 if TYPE_CHECKING:
     from .chains import Chain
+    from .multi_owner import ManyOwners
 
 _LATER: Any = None  # of what there is from setup() on
 _DRAWS = 100
@@ -306,10 +306,10 @@ class PrivateKernel(MCMCKernel):
                 )
             theta = self._prior.flatten(params)
             if not self._started or self._theta is None or not torch.equal(theta, self._theta):
-                self._log_prior = self._require_start(theta)
+                self._require_start(theta)
                 self._share_public_numbers(0)
                 self._start(theta)
-                self._theta, self._started = theta, True
+                self._theta, self._log_prior, self._started = theta, self._log_prior_at(theta), True
             theta, event = self._theta, self._event()
             if owners:
                 theta = owners.agreed_point(theta, self._accepted, event, self._accountant)
@@ -350,25 +350,19 @@ class PrivateKernel(MCMCKernel):
     def _uniforms(self) -> Iterator[float]:
         """Public numbers in (0, 1)."""
         while True:
-            normal = self._public.standard_normal(
-                _UNIFORMS, dtype=torch.float64, device=torch.device("cpu")
-            )
-            yield from torch.special.ndtr(normal).tolist()
+            yield from torch.special.ndtr(_normals(self._public, _UNIFORMS)).tolist()
 
     def _can_start(self, theta: Tensor) -> bool:
         return math.isfinite(self._log_prior_at(theta)) and self._is_valid(theta)
 
-    def _require_start(self, theta: Tensor) -> float:
-        """log p(θ) where a chain may start. A chain at a point without density would stay
-        there, at full price.
-        """
+    def _require_start(self, theta: Tensor) -> None:
+        """Refuse a point without density, where a chain would stay, at full price."""
         if not self._can_start(theta):
             raise ArgumentError(
                 "at the start the prior has no density or the model cannot be evaluated: pass"
                 " other initial_params=, in unconstrained space, for example zeros.",
                 code="pyro-start",
             )
-        return self._log_prior_at(theta)
 
     def _record(self, accepted: bool, log_ratio: float) -> None:
         self._log_ratios.append(log_ratio)
@@ -408,22 +402,15 @@ class PrivateKernel(MCMCKernel):
 
     def logging(self) -> OrderedDict[str, str]:
         """For the progress bar: ε, scale and rate of noisy acceptances. Nothing exact."""
-        return OrderedDict(
-            [
-                ("epsilon", self._spent()),
-                ("step size", f"{self._scale:.2e}"),
-                ("acc. rate", f"{self._accepted / max(self._counted, 1):.3f}"),
-            ]
-        )
-
-    def _spent(self) -> str:
-        """ε so far; composed when a quarter more iterations were made, for it may take long."""
-        computed, text = self._shown
-        if self._iteration < 1.25 * computed:
-            return f"> {text}"
-        delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
-        self._shown = self._iteration, f"{self._accountant.get_epsilon(delta):.3g}"
-        return self._shown[1]
+        computed, epsilon = self._shown
+        if self._iteration < 1.25 * computed:  # composing may take long
+            epsilon = f"> {epsilon}"
+        else:
+            delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
+            epsilon = f"{self._accountant.get_epsilon(delta):.3g}"
+            self._shown = self._iteration, epsilon
+        rate = f"{self._accepted / max(self._counted, 1):.3f}"
+        return OrderedDict(epsilon=epsilon) | {"step size": f"{self._scale:.2e}", "acc. rate": rate}
 
     def diagnostics(self) -> dict[str, Any]:
         """For the running chain, else for the last run of :class:`MCMC` or the last chain of
@@ -431,12 +418,12 @@ class PrivateKernel(MCMCKernel):
         ones), which draws followed a divergent move, the noisy log-likelihood ratios of all
         iterations, as charged, split R-hat and effective sample size.
         """
-        chains, after_warmup = self._draws_of_last_run(), self._log_ratios[self._warmup_steps :]
+        after_warmup = self._log_ratios[self._warmup_steps :]
         return {
             "acceptance rate": self._accepted / self._counted if self._counted else math.nan,
             "divergences": [k for k, ratio in enumerate(after_warmup) if math.isnan(ratio)],
             "noisy log ratios": list(self._log_ratios),
-            **mixing_of(chains, self._transforms),
+            **mixing_of(self._draws_of_last_run(), self._transforms),
         }
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
@@ -454,10 +441,10 @@ class PrivateKernel(MCMCKernel):
         Returns:
             values by site, in the supports of the model's distributions, (number of draws, ...).
         """
-        grouped = [_stacked(chain) for chain in self._chains if chain]
-        if group_by_chain or not grouped:
-            return grouped if group_by_chain else {}
-        return {name: torch.cat([chain[name] for chain in grouped]) for name in grouped[0]}
+        if group_by_chain:
+            return [_stacked(chain) for chain in self._chains if chain]
+        together = [draw for chain in self._chains for draw in chain]
+        return _stacked(together) if together else {}
 
     def __getstate__(self) -> dict[str, Any]:
         blank = object.__new__(type(self))
@@ -514,8 +501,7 @@ class PrivateKernel(MCMCKernel):
         )
 
     def _standard_normal(self, public: bool = False) -> float:
-        source = self._public if public else self._noise
-        return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
+        return float(_normals(self._public if public else self._noise, 1))
 
     def _propose(self, walk: RandomWalk, theta: Tensor) -> tuple[Tensor, float]:
         """θ' and log q(θ | θ') − log q(θ' | θ). A random walk moves the coordinates that records
@@ -591,6 +577,10 @@ class PrivateKernel(MCMCKernel):
         except Exception:  # depends on θ alone
             return -math.inf
         return value if not math.isnan(value) else -math.inf
+
+
+def _normals(source: GaussianNoise, size: int) -> Tensor:
+    return source.standard_normal(size, dtype=torch.float64, device=torch.device("cpu"))
 
 
 def _stacked(chain: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -19,19 +19,13 @@ from .linear_model import (
 )
 from .models import Constants
 
-_Elementwise = Callable[[Tensor], Tensor]
 # the mean as a function of the linear predictor, and its inverse
-_MEANS: dict[str, _Elementwise] = {
-    "bernoulli": torch.sigmoid,
-    "gaussian": torch.clone,
-    "poisson": torch.exp,
+_FAMILIES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "bernoulli": (torch.sigmoid, torch.logit),
+    "gaussian": (torch.clone, torch.clone),
+    "poisson": (torch.exp, torch.log),
 }
-_LINKS: dict[str, _Elementwise] = {
-    "bernoulli": torch.logit,
-    "gaussian": torch.clone,
-    "poisson": torch.log,
-}
-FAMILIES = tuple(_MEANS)
+FAMILIES = tuple(_FAMILIES)
 _LARGEST_EXPONENT = 600.0  # of a Poisson rate: finite, and beyond any clip
 
 
@@ -77,9 +71,9 @@ class GLM(LinearModel):
         noise_std: float | None = None,
         max_count: float | None = None,
     ) -> None:
-        if family not in FAMILIES:
+        if family not in _FAMILIES:
             raise ArgumentError(
-                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}: for"
+                f"family must be one of {', '.join(map(repr, _FAMILIES))}, got {family!r}: for"
                 " several classes use dpb.ops.Softmax, for other models a Pyro model with asserted"
                 " constants, or dpb.optim.DPSGLD."
             )
@@ -99,11 +93,10 @@ class GLM(LinearModel):
     def __repr__(self) -> str:
         stds = self._prior_std
         shown = f"{float(stds)}" if stds.dim() == 0 else f"<{len(stds)} values>"
-        parts = [f"{self._family!r}", f"prior_std={shown}"]
-        for name in ("max_feature_norm", "noise_std", "max_count"):
-            if (value := getattr(self, f"_{name}")) is not None:
-                parts.append(f"{name}={value:g}")
-        return f"GLM({', '.join(parts)})"
+        numbers = {"noise_std": self._noise_std, "max_count": self._max_count}
+        more = "".join(f", {name}={value:g}" for name, value in numbers.items() if value)
+        norm = f"{self._max_feature_norm:g}"
+        return f"GLM({self._family!r}, prior_std={shown}, max_feature_norm={norm}{more})"
 
     @property
     def family(self) -> str:
@@ -158,7 +151,7 @@ class GLM(LinearModel):
         return (num_features,)
 
     def _mean(self, predictors: Tensor) -> Tensor:
-        return _MEANS[self._family](predictors)
+        return _FAMILIES[self._family][0](predictors)
 
 
 @dataclass(eq=False)
@@ -176,14 +169,8 @@ class Records:
         total = torch.zeros_like(weights, dtype=torch.float64)
         given = [self.x, self.y] if self.bounds is None else [self.x, self.y, self.bounds]
         for x, y, *bounds in chunks_in_float64(*given):
-            u = chunked_predictors(x, weights)
-            if self.family == "bernoulli":
-                u.sigmoid_()
-            elif self.family == "poisson":
-                u.exp_()
-            u.sub_(y)
-            if self.weight != 1.0:
-                u.mul_(self.weight)
+            u = _FAMILIES[self.family][0](chunked_predictors(x, weights))
+            u.sub_(y).mul_(self.weight)
             for bound in bounds:
                 torch.clamp(u, -bound, bound, out=u)
             total += x.T @ u
@@ -200,7 +187,7 @@ class Records:
             return self._between(torch.zeros_like(u), u, y)
         # where the slope is at its bound; where there is none, the loss stays as it is
         reach = self.bounds.to(torch.float64) / self.weight
-        link, ends = _LINKS[self.family], {"neginf": -math.inf, "posinf": math.inf}
+        link, ends = _FAMILIES[self.family][1], {"neginf": -math.inf, "posinf": math.inf}
         lows = link(y - reach).nan_to_num(nan=low, **ends)
         highs = link(y + reach).nan_to_num(nan=high, **ends)
         start, end = torch.zeros_like(u).clamp(lows, highs), u.clamp(lows, highs)
@@ -210,7 +197,7 @@ class Records:
 
     def _slope(self, u: Tensor, y: Tensor) -> Tensor:
         """∂ℓ/∂u, clipped."""
-        slope = self.weight * (_MEANS[self.family](u) - y)
+        slope = self.weight * (_FAMILIES[self.family][0](u) - y)
         if self.bounds is None:
             return slope
         bounds = self.bounds.to(torch.float64)
@@ -228,11 +215,11 @@ class Records:
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         """log p(y_i | x_i, w) with its constants, ``[n]`` in float64, not clipped."""
-        u = chunked_predictors(self.x, weights)
-        y = self.y.to(torch.float64)
+        u, y = chunked_predictors(self.x, weights), self.y.to(torch.float64)
+        found = -self.loss_of(u, y)
         if self.family == "gaussian":
-            return -self.loss_of(u, y) + 0.5 * math.log(self.weight / (2 * math.pi))
-        return -self.loss_of(u, y) - (torch.lgamma(y + 1) if self.family == "poisson" else 0.0)
+            return found + 0.5 * math.log(self.weight / (2 * math.pi))
+        return found - torch.lgamma(y + 1) if self.family == "poisson" else found
 
     def loss_of(self, u: Tensor, y: Tensor) -> Tensor:
         """ℓ up to a constant, not clipped, of linear predictors and targets."""

@@ -27,8 +27,7 @@ from ..posterior import PosteriorSamples
 from .certificates import Certificate
 from .certificates.certificate import ROUND_UP
 from .glm import GLM
-from .one_posterior_sample import OnePosteriorSample
-from .tempering import epsilon_with
+from .one_posterior_sample import OnePosteriorSample, epsilon_with
 
 
 class Hybrid(NamedTuple):
@@ -123,11 +122,11 @@ def hybrid(
         history=[*accountant.history, (first.event, 1)],
         method=accountant.method,
     )
-    if "temperature" not in getattr(optimizer, "keywords", {}):
-        optimizer = partial(optimizer, temperature=1.0)  # else the given clip norm would decide it
+    # without a temperature the given clip norm would decide it
+    given = {"temperature": 1.0} | getattr(optimizer, "keywords", {}) | _prior_of(model)
     module, chain, private = PrivacyEngine(accountant).make_private(
         module=model.module(x.shape[1]).to(x),
-        optimizer=partial(optimizer, **_prior_of(model)),
+        optimizer=partial(optimizer, **given),
         data_loader=loader,
         max_grad_norm=max_grad_norm,
         noise_multiplier=noise,
@@ -144,11 +143,9 @@ def hybrid(
     with torch.no_grad():
         module.weights.copy_(start["weights"])
     if samples is None:
-        options: dict[str, dict[str, Any]] = {
-            "bernoulli": {"likelihood": "bernoulli"},
-            "gaussian": {"likelihood": "normal", "noise_std": records.weight**-0.5},
-        }
-        samples = PosteriorSamples(max_samples=200, **options.get(model.family, {}))
+        likelihood: Any = {"bernoulli": "bernoulli", "gaussian": "normal"}.get(model.family)
+        std = records.weight**-0.5 if likelihood == "normal" else None
+        samples = PosteriorSamples(likelihood, max_samples=200, noise_std=std)
     for _ in range(epochs):
         for inputs, outputs in private:
             chain.zero_grad()

@@ -66,7 +66,7 @@ class LinearModel(Model):
         """The rows ``[n, d]`` as the model sees them: scaled down to norm ``max_feature_norm``;
         zero where a value is not finite; in float64 if the input is, else float32.
         """
-        _require_matrix(features)
+        _require_dense("features", features, "[records, columns]", 2)
         dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
         clipped = torch.empty(features.shape, dtype=dtype, device=features.device)
         for rows, out in zip(features.detach().split(_CHUNK), clipped.split(_CHUNK), strict=True):
@@ -96,7 +96,7 @@ class LinearModel(Model):
         if len(data) != 2:
             raise ArgumentTypeError(f"pass two arguments, features and targets; got {len(data)}.")
         features, targets = data
-        _require_matrix(features)
+        _require_dense("features", features, "[records, columns]", 2)
         if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
             raise ArgumentError(
                 f"prior_std has {len(self._prior_std)} values, the features have"
@@ -104,11 +104,7 @@ class LinearModel(Model):
             )
         if features.shape[1] == 0:
             raise ArgumentError("the features have no columns, so there is no weight to sample")
-        if not _is_dense(targets) or targets.dim() != 1:
-            raise ArgumentError(
-                "targets must be a real dense tensor [n], one number per record, got"
-                f" {_describe(targets)}. One-hot or multi-output targets belong to other models."
-            )
+        _require_dense("targets", targets, "[n], one number per record", 1)
         if len(targets) != len(features):
             raise ArgumentError("features and targets differ in their number of records.")
         return features, targets
@@ -188,20 +184,14 @@ def require_representable(name: str, value: Any) -> None:
         )
 
 
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_complex() and value.layout == torch.strided
-
-
-def _require_matrix(features: Any) -> None:
-    if not _is_dense(features) or features.dim() != 2:
-        raise ArgumentError(
-            "features must be a real dense tensor [records, columns], such as from"
-            f" torch.as_tensor; got {_describe(features)}"
-        )
-
-
-def _describe(value: Any) -> str:
-    """For errors, without the number of records, which may be private."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"a tensor of shape [{', '.join(['n', *map(str, value.shape[1:])][: value.dim()])}]"
+def _require_dense(name: str, value: Any, wanted: str, dims: int) -> None:
+    """Raise, without the number of records, which may be private."""
+    shown = type(value).__name__
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and not value.is_complex() and value.dim() == dims:
+            return
+        shape = ["n", *map(str, value.shape[1:])][: value.dim()]
+        shown = f"a tensor of shape [{', '.join(shape)}]"
+    raise ArgumentError(
+        f"{name} must be a real dense tensor {wanted}, such as from torch.as_tensor; got {shown}"
+    )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import words
+from ..accounting import bounds, renyi
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_count
+from ..accounting.calibration import counts_of, crossing
+from ..accounting.dominating_pairs import Pair, added
+from ..accounting.events import DpEvent, Method, check_delta, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
 from ..processes import Lock
@@ -23,11 +27,11 @@ from .certificates.finite_run_langevin import StepTooLarge
 from .glm import GLM
 from .models import Model
 from .softmax import Softmax
-from .tempering import LEAST_TEMPERING, PRECISION, epsilon_with, largest_tempering
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
 _ANOTHER = "make a new OnePosteriorSample with a larger epsilon or another accountant."
+_LEAST_TEMPERING, _PRECISION = 1e-9, 1e-7  # the latter relative
 _charging = Lock()
 
 
@@ -95,18 +99,15 @@ class OnePosteriorSample:
         self._certificate, self._accountant = certificate, accountant
         self._epsilon, self._delta = epsilon, None if delta is None else check_delta(delta)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
-        if (
-            not self._is_count_public
-            and num_data is None
-            and certificate.needs_num_data(self._model)
-        ):
+        self._needs_num_data = certificate.needs_num_data(self._model)
+        if self._needs_num_data and num_data is None and not self._is_count_public:
             raise ArgumentError(
                 "the guarantee depends on the number of records, which is private here: pass"
                 " num_data=, an upper bound for every data set, or use"
                 " PrivacyAccountant(neighboring='replace_one').",
                 code="num-data",
             )
-        self._solved: dict[int | None, float] = {}
+        self._solved: dict[int | None, Setting] = {}  # by number of records
         self._last_num_data: int | None = None
 
     @property
@@ -159,24 +160,20 @@ class OnePosteriorSample:
         delta = self._delta if self._delta is not None else _DELTA_IN_WORDS
         proved, assumed = self._certificate.statement(self._model, setting)
         change = "replaced" if setting.neighboring == "replace_one" else "added or removed"
-        lines = [
-            (
+        nothing = "nothing about data, model or convergence; floating-point numbers count as real"
+        return "\n".join(
+            [
                 f"One posterior sample, certificate {type(self._certificate).__name__}, log"
-                f" likelihood tempered by rho = {setting.tempering:.6g}"
-            ),
-            (
+                f" likelihood tempered by rho = {setting.tempering:.6g}",
                 f"  one draw    {event}: epsilon = {alone.get_epsilon(delta):.5g} at delta ="
-                f" {delta:g} when one record is {change}; n draws cost n times this event"
-            ),
-            *(f"  proved      {line}" for line in proved),
-            *(f"  ASSUMED     {line}" for line in assumed),
-        ]
-        if not assumed:
-            lines.append(
-                "  assumed     nothing about data, model or convergence; floating-point numbers"
-                " count as real numbers"
-            )
-        return "\n".join(lines)
+                f" {delta:g} when one record is {change}; n draws cost n times this event",
+                *(f"  proved      {line}" for line in proved),
+                *(
+                    [f"  ASSUMED     {line}" for line in assumed]
+                    or [f"  assumed     {nothing} numbers"]
+                ),
+            ]
+        )
 
     # --- the release ------------------------------------------------------------------------------
 
@@ -215,19 +212,18 @@ class OnePosteriorSample:
 
     def _charge(self, event: DpEvent) -> None:
         label = f"one posterior sample ({type(self._certificate).__name__})"
+        target = f"the target epsilon = {self._epsilon} at delta = {self._delta}: {_ANOTHER}"
         with _charging:  # two draws at a time would each refuse the other
             if self._passes_target(event):
                 raise PrivacyBudgetExceeded(
-                    "n draws cost n releases, and one more would exceed the target epsilon ="
-                    f" {self._epsilon:g} at delta = {self._delta:g}: {_ANOTHER}"
+                    f"n draws cost n releases, and one more would exceed {target}"
                 )
             self._accountant.compose(event, label=label)
             # other threads and processes may charge the same accountant in between
             if self._passes_target():
                 raise PrivacyBudgetExceeded(
                     "Nothing was drawn, but the charge stays: together with other charges it"
-                    f" exceeds the target epsilon = {self._epsilon:g} at delta = {self._delta:g}:"
-                    f" {_ANOTHER}"
+                    f" exceeds {target}"
                 )
 
     def _passes_target(self, *more: DpEvent) -> bool:
@@ -251,29 +247,30 @@ class OnePosteriorSample:
         return found if self._is_count_public else stated
 
     def _setting(self, num_data: int | None = None) -> Setting:
-        if not self._certificate.needs_num_data(self._model):
+        """For so many records; None: the number that was stated, or that of the last draw."""
+        if not self._needs_num_data:
             num_data = None
-        else:
-            known = (num_data, self._num_data, self._last_num_data)
-            num_data = next((number for number in known if number is not None), None)
-            if num_data is None:
-                raise ArgumentError(
-                    "the guarantee depends on the number of records: pass OnePosteriorSample(...,"
-                    " num_data=N), or draw first.",
-                    code="num-data",
-                )
+        elif num_data is None:
+            num_data = self._num_data if self._last_num_data is None else self._last_num_data
+        if self._needs_num_data and num_data is None:
+            raise ArgumentError(
+                "the guarantee depends on the number of records: pass OnePosteriorSample(...,"
+                " num_data=N), or draw first.",
+                code="num-data",
+            )
         if num_data not in self._solved:
-            self._solved[num_data] = self._largest_tempering(num_data)
-        return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
+            self._solved[num_data] = self._solve(num_data)
+        return self._solved[num_data]
 
-    def _largest_tempering(self, num_data: int | None) -> float:
+    def _solve(self, num_data: int | None) -> Setting:
+        """With the largest tempering at which everything on the accountant meets the target."""
+        full = Setting(1.0, num_data, self._accountant.neighboring)
         if self._epsilon is None or self._delta is None:
-            return 1.0
+            return full
         costs = epsilon_with(self._accountant, self._delta)
 
         def event(tempering: float) -> DpEvent:
-            setting = Setting(tempering, num_data, self._accountant.neighboring)
-            return self._certificate.event(self._model, setting)
+            return self._certificate.event(self._model, full._replace(tempering=tempering))
 
         def cost(tempering: float) -> float:
             try:
@@ -285,7 +282,7 @@ class OnePosteriorSample:
 
         found = largest_tempering(cost, self._epsilon)
         if found is None:
-            event(LEAST_TEMPERING)  # raises if the certificate is what stopped it
+            event(_LEAST_TEMPERING)  # raises if the certificate is what stopped it
             raise ArgumentError(
                 f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after"
                 " earlier charges: use a larger epsilon, an empty accountant, or a certificate"
@@ -293,8 +290,8 @@ class OnePosteriorSample:
                 code="budget-spent",
             )
         with suppress(TooFar):  # raises if a step is what stopped it
-            event(min(1.0, found * (1 + 10 * PRECISION)))
-        return found
+            event(min(1.0, found * (1 + 10 * _PRECISION)))
+        return full._replace(tempering=found)
 
 
 def _as_model(model: Any, count_is_public: bool) -> Model:
@@ -314,3 +311,44 @@ def _as_model(model: Any, count_is_public: bool) -> Model:
             " dpb.noise_aware.posterior_for_module or dpb.PrivacyEngine."
         )
     return PyroModel(model, count_is_public=count_is_public)
+
+
+def epsilon_with(accountant: PrivacyAccountant, delta: float) -> Callable[..., float]:
+    """ε at ``delta`` of what the accountant holds now and of given events, as it computes it.
+
+    Raises:
+        ArgumentError: the accountant promises its budget as a whole, and nothing below it.
+    """
+    if accountant.is_later_job or accountant.guarantee != "fixed":
+        raise ArgumentError(
+            "after adaptive charges, or for a later job, the guarantee is always the accountant's"
+            " whole budget: leave out epsilon= and choose a certificate that fits the budget.",
+            code="budget-whole",
+        )
+    relation = accountant.neighboring
+    held = counts_of(accountant.history, relation)
+
+    def epsilon(*events: DpEvent) -> float:
+        counts = added(held, counts_of([(event, 1) for event in events], relation))
+        return _upper(frozenset(counts.items()), delta, accountant.method)
+
+    return epsilon
+
+
+@lru_cache(maxsize=64)  # before and after a charge the same is asked again
+def _upper(counts: frozenset[tuple[Pair, int]], delta: float, method: Method) -> float:
+    return (renyi if method == "rdp" else bounds).upper_epsilon(dict(counts), delta)
+
+
+def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float | None:
+    """The largest ρ in [1e-9, 1] at which ``cost(ρ)``, not falling and infinite where nothing is
+    certified, is at most ``epsilon``: to a relative precision of 1e-7 and never above. None: not
+    even the least is.
+    """
+
+    def excess(minus_log: float) -> float:  # nearly linear, as ε is nearly proportional to ρ
+        ratio = cost(math.exp(-minus_log)) / epsilon
+        return math.log(ratio) if ratio > 0 else -bounds.LARGEST_EXCESS
+
+    found = crossing(excess, 0.0, -math.log(_LEAST_TEMPERING), _PRECISION)
+    return None if found is None else math.exp(-found)
