@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, StateError
-from .processes import this_process
+from .processes import after_fork, this_process
 
 # Positions of callers' streams from which something was already drawn in this process: (what,
 # digest).
@@ -81,16 +81,14 @@ def seeded(seed: int) -> Iterator[None]:
     """Python's, NumPy's and torch's global random numbers are always the same inside, and go on
     afterwards as if nothing had been.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    before = [(kind, _global_state(kind)) for kind in (_CPU, *OF_RECORDS)]
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            yield
+        for begin in (torch.manual_seed, random.seed, np.random.seed):
+            begin(seed)
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        for kind, state in before:
+            _set_global_state(kind, state)
 
 
 class PrivateRandomness:
@@ -121,18 +119,14 @@ class PrivateRandomness:
     @contextmanager
     def __call__(self, devices: Iterable[_Kind], hides: Iterable[Tensor] = ()) -> Iterator[None]:
         """Of the processor and of the devices; ``hides`` is what the block computes with."""
-        with _lock_of_process():
+        with _lock:
             if _private_now:  # one block inside another
                 yield
                 return
             kinds: set[_Kind] = {_CPU}
-            for d in devices:
-                if isinstance(d, str) or d.type not in ("cpu", "meta"):
-                    kinds.add(d)
+            kinds.update(d for d in devices if isinstance(d, str) or d.type not in ("cpu", "meta"))
             self._begin(kinds, hides)
-            before = {}
-            for kind in kinds:
-                before[kind] = _global_state(kind)
+            before = [(kind, _global_state(kind)) for kind in kinds]
             try:
                 _private_now.append(self)
                 for kind in kinds:
@@ -148,7 +142,7 @@ class PrivateRandomness:
                 raise
             finally:
                 _private_now.clear()
-                for kind, state in before.items():
+                for kind, state in before:
                     _set_global_state(kind, state)
 
     def _begin(self, kinds: set[_Kind], hides: Iterable[Tensor]) -> None:
@@ -169,19 +163,19 @@ class PrivateRandomness:
             self._streams[kind] = _stream_from(key.digest(_ENTROPY_BYTES), kind)
 
 
-# Torch's global streams are one for all threads; a lock of the parent's may be held for ever.
-_locks: dict[tuple[int, int], threading.RLock] = {}
 _private_now: list[PrivateRandomness] = []
 _blocks_at: dict[bytes, int] = {}  # positions of callers' generators
+_lock = threading.RLock()  # torch's global streams are one for all threads
 
 
-def _lock_of_process() -> Any:
-    process = this_process()
-    if (lock := _locks.get(process)) is None:
-        _locks.clear()
-        _private_now.clear()
-        lock = _locks.setdefault(process, threading.RLock())
-    return lock
+def _begin_process() -> None:
+    """Another thread of the parent's may have held the lock when this child was forked."""
+    global _lock
+    _lock = threading.RLock()
+    _private_now.clear()
+
+
+after_fork(_begin_process)
 
 
 def _stream_from(entropy: bytes, kind: _Kind) -> Any:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 _forks = 0  # between the first process of this program and this one
+
+
+def after_fork(function: Callable[[], None]) -> None:
+    """Have ``function`` called in each forked child, where a system forks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
 
 
 def _count_fork() -> None:
@@ -12,8 +19,7 @@ def _count_fork() -> None:
     _forks += 1
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+after_fork(_count_fork)
 
 
 def this_process() -> tuple[int, int]:

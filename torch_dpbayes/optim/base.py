@@ -9,7 +9,6 @@ post-processing.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from abc import abstractmethod
@@ -20,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
 from ..errors import ArgumentTypeError, CheckpointError, DivergedError, StateError
@@ -85,8 +82,13 @@ class PrivateOptimizer(DeclaredOptimizer):
                 if closure is not None:
                     with torch.enable_grad():
                         loss = closure()
-                if hasattr(self, "grad_scale"):
-                    self._refuse_scaler()
+                if hasattr(self, "grad_scale"):  # a scaler leaves them behind when step() raises
+                    del self.__dict__["grad_scale"], self.__dict__["found_inf"]
+                    raise StateError(
+                        "GradScaler scales gradients before clipping, and skips a step if one"
+                        " record overflows: use torch.autocast with bfloat16 and no GradScaler.",
+                        code="grad-scaler",
+                    )
                 for group in self.param_groups:
                     require_public("a parameter group", group.values())
                 require_public("the optimizer's state", self.state.values())
@@ -120,26 +122,15 @@ class PrivateOptimizer(DeclaredOptimizer):
         return loss
 
     def _parameters(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        for group in self.param_groups:
-            found += group["params"]
-        return found
-
-    def _refuse_scaler(self) -> None:
-        for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
-            self.__dict__.pop(name, None)
-        raise StateError(
-            "GradScaler scales gradients before clipping, and skips a step if one record"
-            " overflows: use torch.autocast with bfloat16 and no GradScaler.",
-            code="grad-scaler",
-        )
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _current_layout(self) -> Layout:
         """Where the numbers of a step live, made anew when other parameters are trainable."""
         made_for: list[Any] = [self.release.ranks is not None]
         for group in self.param_groups:
-            for p in group["params"]:
-                made_for.append((id(group), id(p), p.requires_grad, p.dtype, p.device))
+            made_for += [
+                (id(group), id(p), p.requires_grad, p.dtype, p.device) for p in group["params"]
+            ]
         if self._layout is None or self._layout_made_for != made_for:
             if self._layout is None and self.release.draws is None:
                 for warning in self.unused_floor:
@@ -150,16 +141,15 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     def _cannot_overflow(self, layout: Layout, largest: float, slopes: list[Tensor] | None) -> bool:
         """Whether one step takes no number of this layout beyond what float32 holds."""
-        bound, steepest, settings = largest, 0.0, self._constants
-        if slopes is not None:
-            steepest = float(torch.stack(torch._foreach_norm(slopes)).amax())
+        bound, c = largest, self._constants
         for part in layout.groups:
             noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
-            scale: Any = (settings.num_data + 12 * noise) * settings.max_grad_norm
-            scale = scale / settings.expected_batch_size
-            pull = steepest if slopes is not None else largest / min(part.prior_stds) ** 2
-            lr = part.group["lr"]
-            bound = max(bound, scale, lr * scale, lr, pull, lr * pull)
+            scale = (c.num_data + 12 * noise) * c.max_grad_norm / c.expected_batch_size
+            if slopes is not None:
+                pull = float(torch.stack(torch._foreach_norm(slopes)).amax())
+            else:
+                pull = largest / min(part.prior_stds) ** 2
+            bound = max(bound, *(max(1.0, part.group["lr"]) * size for size in (scale, pull, 1.0)))
         return bound < _ORDINARY and (
             layout.is_plain or all(p.dtype is not torch.float16 for p in layout.parameters)
         )
@@ -183,13 +173,8 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Delete the gradients of the last backward pass, also per-record ones."""
-        parameters = self._parameters()
-        self.release.source.zero_grad(parameters)
-        if not set_to_none:
-            super().zero_grad(False)
-            return
-        for p in parameters:
-            p.grad = None
+        self.release.source.zero_grad(self._parameters())
+        super().zero_grad(set_to_none)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Opacus' ``BatchMemoryManager`` calls this before each part of a draw; ``do_skip`` means
@@ -203,38 +188,11 @@ class PrivateOptimizer(DeclaredOptimizer):
             )
         self.release.draws.delivered(is_part=True, is_last=not do_skip)
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Torch's wrapper of :meth:`step`, used only with a profiler or hooks: it takes a twentieth
-        of a small step.
-        """
-        watched = Optimizer.profile_hook_step(func)
-
-        @functools.wraps(func)
-        def step(self: PrivateOptimizer, *args: Any, **options: Any) -> Any:
-            if (
-                _profiler_enabled()
-                or self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-            ):
-                return watched(self, *args, **options)
-            return func(self, *args, **options)
-
-        return step
-
     def event(self, noise_multiplier: float) -> events.DpEvent:
         """The event of one step on a Poisson batch, in noise std / clip bound."""
         return self.release.event(noise_multiplier, "poisson")
 
     # -- groups, copies, checkpoints ---------------------------------------------------------------
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
-        super().add_param_group(param_group)
-        self._layout = None
-        self.release.forget_parts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateOptimizer:
         """A copy that charges the same accountant and draws its own noise."""
@@ -291,13 +249,11 @@ class PrivateOptimizer(DeclaredOptimizer):
                 accountant does not contain the charges of the saved run.
         """
         private = state_dict.get("private_step")
-        if private is None or private.get("algorithm") != type(self).__name__:
-            other = "a non-private optimizer" if private is None else private.get("algorithm")
-            raise CheckpointError(f"this is the state of {other}, not of {type(self).__name__}")
-        if not {"shapes", "accountant"} <= private.keys():
+        if private is None or not {"algorithm", "shapes", "accountant"} <= private.keys():
+            private = {"algorithm": "a non-private optimizer"}
+        if private["algorithm"] != type(self).__name__:
             raise CheckpointError(
-                "the state lacks the shapes of its parameters or what was charged: load what"
-                " state_dict() returned"
+                f"this is the state of {private['algorithm']}, not of {type(self).__name__}"
             )
         if private["shapes"] != self._shapes():
             raise CheckpointError(
@@ -354,8 +310,8 @@ class _Saved:
 
     def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
         self._optimizer, self._layout = optimizer, layout
-        self._parameters = [p.detach().clone() for p in layout.parameters]
         self._groups = [dict(group) for group in optimizer.param_groups]
+        self._parameters = [p.detach().clone() for p in layout.parameters]
         self._states = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
             for p in layout.parameters
@@ -363,27 +319,25 @@ class _Saved:
 
     def require_finite(self) -> None:
         """After the step: put everything back and raise if something is not finite."""
-        groups, state, layout = self._optimizer.param_groups, self._optimizer.state, self._layout
+        optimizer, layout = self._optimizer, self._layout
         options = (
             name
-            for group in groups
+            for group in optimizer.param_groups
             for name, value in group.items()
             if name != "prior_std" and isinstance(value, float) and not math.isfinite(value)
         )
         if not (broken := _not_finite(layout) or next(options, "")):
             return
-        for group, old_group in zip(groups, self._groups, strict=True):
+        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
-            group.update(old_group)
-        before = zip(layout.parameters, self._parameters, self._states, strict=True)
-        for p, old, old_state in before:
+            group.update(before)
+        for p, old, state in zip(layout.parameters, self._parameters, self._states, strict=True):
             p.copy_(old)
-            state[p].clear()
-            state[p].update(old_state)
+            optimizer.state[p] = state
         for part in layout.groups:
             part.kept.clear()  # built anew from the state
         raise DivergedError(
             f"{broken!r} is not finite after this step: use a smaller lr (now"
-            f" {', '.join(str(g['lr']) for g in groups)}). Parameters and state are unchanged; the"
-            " charge stays."
+            f" {', '.join(str(g['lr']) for g in optimizer.param_groups)}). Parameters and state are"
+            " unchanged; the charge stays."
         )
