@@ -27,7 +27,7 @@ from torch.utils.data import (
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
-from ..batches.datasets import records_digests, require_no_repeats
+from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader, users_collate
 from ..batches.sampler import PoissonSampler
 from ..batches.sampling_schemes import TruncatedPoissonSampler, Users, UserSampler
@@ -243,8 +243,6 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
             " random. Use a map-style data set (__len__ and __getitem__).",
             code="loader-iterable",
         )
-    if settings.user_ids is None:
-        require_no_repeats(data_loader.dataset)
     records: Any = data_loader.dataset
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler

@@ -128,6 +128,7 @@ class DeclaredOptimizer(Optimizer):
     _group_options: dict[str, Any] = {}  # noqa: RUF012
     # whether larger noise does not heat the samples: friction or step follow it
     _holds_temperature = False
+    _needs_temperature = False
     _is_made = False
     __signature__: ClassVar[inspect.Signature]  # help() shows it
 
@@ -164,6 +165,10 @@ class DeclaredOptimizer(Optimizer):
             num_data, expected_batch_size, bound, noise_multiplier, temperature, sampling
         )
         has_noise = settings.noise_multiplier > 0
+        if self._needs_temperature and settings.temperature == 0:
+            raise ArgumentError(
+                f"{type(self).__name__} needs a positive temperature; for temperature 0 use DPSGHMC"
+            )
         if self._derives_bound and settings.temperature == 0:
             raise ArgumentError(
                 "temperature=0 is plain DP-SGD: the sampler adds no noise, so no clip norm can be"
@@ -530,6 +535,14 @@ def require_flag(name: str, value: Any) -> None:
 def require_number(name: str, value: Any) -> None:
     if not isinstance(value, (float, int, Tensor, Real)):
         raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
+
+
+def require_fraction(name: str, value: Any) -> float:
+    """``value`` as a number in [0, 1)."""
+    require_number(name, value)
+    if not 0 <= value < 1:
+        raise ArgumentError(f"{name} must be in [0, 1), got {value}")
+    return float(value)
 
 
 def _require_positive(name: str, value: float, *, or_zero: bool = False) -> None:

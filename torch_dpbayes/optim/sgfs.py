@@ -18,7 +18,7 @@ from ..noise import add_gaussian, check_positive, digest, in_cache
 from ..per_sample.gradient_source import GradientSource
 from ..release import ClippedSum, GroupGradient, Layout
 from .base import PrivateOptimizer
-from .settings import Options, ReadOnly, require_number
+from .settings import Options, ReadOnly, require_fraction
 
 
 class DPSGFS(PrivateOptimizer):
@@ -86,7 +86,7 @@ class DPSGFS(PrivateOptimizer):
     ``RecordwiseBatchGaussianDpEvent(2z/√s)``; ``NonPrivateDpEvent()`` at z = 0.
     """
 
-    _holds_temperature = True
+    _holds_temperature = _needs_temperature = True
 
     def __init__(
         self,
@@ -101,20 +101,12 @@ class DPSGFS(PrivateOptimizer):
     ) -> None:
         if fisher not in ("full", "diagonal"):
             raise ArgumentError(f'fisher must be "full" or "diagonal", got {fisher!r}')
-        require_number("fisher_decay", fisher_decay)
-        if not 0 <= fisher_decay < 1:
-            raise ArgumentError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
-        self._fisher_share = check_positive("fisher_share", fisher_share)
-        if (temperature := options.get("temperature")) == 0:
-            raise ArgumentError(
-                "the step is proportional to the temperature, which must be positive, got"
-                f" {temperature}"
-            )
         if options.get("log_prior") is not None:
             raise ArgumentError(
                 "DPSGFS does not support log_prior=, because it needs the curvature: use prior_std="
             )
-        self._fisher, self._fisher_decay = fisher, float(fisher_decay)
+        self._fisher, self._fisher_decay = fisher, require_fraction("fisher_decay", fisher_decay)
+        self._fisher_share = check_positive("fisher_share", fisher_share)
         super().__init__(params, lr, **options)
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if trainable:
@@ -130,12 +122,8 @@ class DPSGFS(PrivateOptimizer):
             self._query.set_scale(scale)
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:
-        return FisherSum(
-            max_grad_norm,
-            expected_batch_size,
-            is_full=self._fisher == "full",
-            share=self._fisher_share,
-        )
+        is_full, share = self._fisher == "full", self._fisher_share
+        return FisherSum(max_grad_norm, expected_batch_size, is_full=is_full, share=share)
 
     @property
     def _query(self) -> FisherSum:
@@ -185,11 +173,8 @@ class DPSGFS(PrivateOptimizer):
         moment = self._query.second_moment(layout)
         if state.get("fisher", torch.empty(0)).shape != moment.shape:
             start = torch.full_like(layout.gradient, self.max_grad_norm**2)
-            state["fisher"], state["fisher_steps"] = (
-                (start if self._fisher == "diagonal" else torch.diag(start)),
-                0,
-            )
-            state["fisher_noise"] = 0.0
+            state["fisher"] = start if self._fisher == "diagonal" else torch.diag(start)
+            state["fisher_steps"], state["fisher_noise"] = 0, 0.0
         fisher: Tensor = state["fisher"].to(moment)
         state["fisher"] = fisher
         beta = max(1 - self._fisher_decay, 1 / (state["fisher_steps"] + 2))
@@ -214,9 +199,8 @@ class DPSGFS(PrivateOptimizer):
         """Σ: the variance of the privacy noise in N·ĝ."""
         if part.group["lr"] == 0:  # takes no step, whatever the noise was
             return 0.0
-        return (
-            part.noise_multiplier * self.max_grad_norm * self.num_data / self.expected_batch_size
-        ) ** 2
+        noise = part.noise_multiplier * self.max_grad_norm  # the order of products counts
+        return (noise * self.num_data / self.expected_batch_size) ** 2
 
     def _step_diagonal(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
         weight, sizes = self._curvature_weight(), [len(part.gradient) for part in parts]
@@ -238,11 +222,8 @@ class DPSGFS(PrivateOptimizer):
                     part.gradient, information, scale.square(), _spread(part, priors)
                 ):
                     gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
-            torch._foreach_add_(
-                part.parameters,
-                part.gradients,
-                alpha=-2 * temperature * self.num_data / weight,
-            )
+            alpha = -2 * temperature * self.num_data / weight
+            torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
     def _step_full(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
         def over_parts(value: Callable[[GroupGradient], float]) -> Tensor:
@@ -267,16 +248,12 @@ class DPSGFS(PrivateOptimizer):
         ]
         matrix.diagonal().add_(torch.cat(prior))
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
-        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (
-            1 - still
-        )
-        for part, piece in zip(
-            parts, step.split([len(part.gradient) for part in parts]), strict=True
-        ):
+        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0]
+        pieces = (step * (1 - still)).split([len(part.gradient) for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
             part.gradient.copy_(piece)
-            torch._foreach_add_(
-                part.parameters, part.gradients, alpha=-2 * temperature * self.num_data
-            )
+            alpha = -2 * temperature * self.num_data
+            torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
 
 def _spread(
