@@ -294,12 +294,8 @@ class Release:
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)
         if not math.isfinite(smallest):  # every lr is 0: nothing of the sums is used
             layout.buffer.zero_()
-        elif self.ranks is None:
-            self._charge(smallest)
-            stream = self.noise.next_stream(layout.device, self._hidden(layout, settings))
-            self.query.add_noise(layout, smallest, stream)
         else:
-            self._take_together(layout, settings, smallest, others, self.ranks)
+            self._charge_and_release(layout, settings, smallest, others)
         if self.draws is not None:
             self.draws.mark_used()
         if (independence := self.query.independence or self.source.independence) != self._stated:
@@ -347,12 +343,32 @@ class Release:
         self._is_pending = not is_last
         return is_last
 
-    def _hidden(self, layout: Layout, settings: Settings) -> Iterable[Tensor | str]:
-        """All that a release is made of, on which a stream of the caller's generator depends."""
-        if self.noise.generator is None:
-            return ()
-        multipliers = [group.noise_multiplier for group in layout.groups]
-        return (repr((settings(), multipliers)), layout.buffer, *layout.parameters)
+    def _charge_and_release(
+        self, layout: Layout, settings: Settings, smallest: float, others: list[str]
+    ) -> None:
+        """S/B in the buffer. Of several ranks, rank 0 adds the noise to its own sum."""
+        ranks, error = self.ranks, None
+        is_first = ranks is None or ranks.rank == 0
+        try:
+            # a ledger is charged by rank 0, in memory every rank keeps a record
+            self._charge(smallest, is_mine=is_first or self.accountant.path is None)
+            hides: Iterable[Tensor | str] = ()
+            if self.noise.generator is not None and is_first:  # all that the release is made of
+                multipliers = [group.noise_multiplier for group in layout.groups]
+                described = repr((settings(), multipliers))
+                hides = (*others, described, layout.buffer, *layout.parameters)
+            stream = self.noise.next_stream(layout.device, hides)
+            self.query.add_noise(layout, smallest, stream if is_first else None)
+        except Exception as reason:
+            if ranks is None:
+                raise
+            error = reason
+            layout.buffer.zero_()
+            layout.failed.fill_(1.0)
+        if ranks is not None:
+            ranks.all_reduce(layout.buffer)
+            if float(layout.failed) > 0:
+                ranks.raise_together(error)
 
     # -- the charge --------------------------------------------------------------------------------
 
@@ -412,7 +428,7 @@ class Release:
                     "steps are charged at sensitivity 2C, without amplification: it is not known"
                     " how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
         _, event, cost = self._last_event
         if isinstance(draws, RandomAllocationSampler) and draws.is_charged(cost):
@@ -441,30 +457,6 @@ class Release:
         own = None if self.noise.generator is None else digest([layout.buffer]).hex()
         sums = ranks.check_consistent(STEP, facts, beside=own, norm=norm)
         return [] if own is None else [repr(sums)]
-
-    def _take_together(
-        self,
-        layout: Layout,
-        settings: Settings,
-        smallest: float,
-        others: list[str],
-        ranks: Ranks,
-    ) -> None:
-        """Charge, add the one Gaussian to rank 0's sum, and add up the ranks'."""
-        error = None
-        try:
-            # a ledger is charged by rank 0, in memory every rank keeps a record
-            self._charge(smallest, is_mine=ranks.rank == 0 or self.accountant.path is None)
-            hides = [*others, *self._hidden(layout, settings)] if ranks.rank == 0 else ()
-            stream = self.noise.next_stream(layout.device, hides)
-            self.query.add_noise(layout, smallest, stream if ranks.rank == 0 else None)
-        except Exception as reason:
-            error = reason
-            layout.buffer.zero_()
-            layout.failed.fill_(1.0)
-        ranks.all_reduce(layout.buffer)
-        if float(layout.failed) > 0:
-            ranks.raise_together(error)
 
     # -- a count beside the steps ------------------------------------------------------------------
 

@@ -261,7 +261,7 @@ def test_a_batch_without_records_is_like_that_of_one(kind):
         assert type(batch) is type(collate(records))
         assert (x.dtype, x.shape, y.dtype) == (torch.float32, (len(given), 3), torch.int64)
     with refused("argument-type"):
-        RecordwiseCollate(lambda records: Fixed(x=records[0][0]), records[:1])
+        RecordwiseCollate(lambda records: Fixed(x=records[0][0][None]), records[:1])
 
 
 def test_no_record_decides_what_becomes_of_the_values_of_others():

@@ -19,8 +19,7 @@ from ..optim.base import PrivateOptimizer
 from ..per_sample.gradient_source import GradientSource
 from ..release import Layout
 from .bounds import Array, LowerBound
-from .result import AuditResult
-from .transcripts import Inclusion, draw_inclusion, from_scores, generator_of
+from .transcripts import AuditResult, Inclusion, draw_inclusion, from_scores, generator_of
 
 _WHITE_BOX = (
     "white-box: canaries are gradients of norm C, all else is known; clipping is not tested"
@@ -118,13 +117,8 @@ class AuditedEngine(PrivacyEngine):
 
     attach: Callable[[PrivateOptimizer, PoissonLoader], None]
 
-    def make_private(self, **options: Any) -> Any:
-        return self._attached(*super().make_private(**options))
-
-    def make_private_with_epsilon(self, **options: Any) -> Any:
-        return self._attached(*super().make_private_with_epsilon(**options))
-
-    def _attached(self, model: Any, optimizer: PrivateOptimizer, loader: PoissonLoader) -> Any:
+    def _made_private(self, *options: Any, **target: Any) -> Any:
+        model, optimizer, loader = super()._made_private(*options, **target)
         self.attach(optimizer, loader)
         return model, optimizer, loader
 

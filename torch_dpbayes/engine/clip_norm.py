@@ -118,7 +118,7 @@ def simulate_gradient_norms(
             code="data-private",
         )
     attached = GradientSource.attached_to(module)
-    source = BookkeepingGradientSource(module) if attached is None else attached
+    source = attached or BookkeepingGradientSource(module)
     try:
         batches = public_or_synthetic_loader
         return torch.cat([_norms(module, source, batch, criterion) for batch in batches])
