@@ -5,6 +5,8 @@ Each is an error of Python's as well, so that ``except ValueError`` goes on to w
 
 from __future__ import annotations
 
+from functools import partial
+
 PAGE = "docs/troubleshooting.md"
 
 
@@ -28,7 +30,7 @@ class DPBayesError(Exception):
         self.add_note(f"why: {PAGE}#{self.code}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _made_again, (type(self), str(self), self.code)
+        return partial(type(self), code=self.code), (str(self),)
 
 
 class ArgumentError(DPBayesError, ValueError):
@@ -107,7 +109,3 @@ class LossError(DPBayesError, RuntimeError):
 
 class StepError(DPBayesError, RuntimeError):
     """The gradients of a step do not belong to the loader's batch."""
-
-
-def _made_again(kind: type[DPBayesError], message: str, code: str) -> DPBayesError:
-    return kind(message, code=code)

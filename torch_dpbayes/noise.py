@@ -17,8 +17,9 @@ import math
 import os
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -46,6 +47,7 @@ _ENTROPY_BYTES = 8 + 4 * 624
 # whose global random numbers they are: a device's of torch, Python's or NumPy's
 _Kind = torch.device | str
 OF_RECORDS = ("python", "numpy")  # beside torch's, from which data sets draw
+_ON_HOST: tuple[_Kind, ...] = (_CPU, *OF_RECORDS)
 
 
 def stream_position(generator: torch.Generator) -> bytes:
@@ -81,14 +83,14 @@ def seeded(seed: int) -> Iterator[None]:
     """Python's, NumPy's and torch's global random numbers are always the same inside, and go on
     afterwards as if nothing had been.
     """
-    before = [(kind, _global_state(kind)) for kind in (_CPU, *OF_RECORDS)]
+    before = [(put, get()) for get, put in map(_access, _ON_HOST)]
     try:
         for begin in (torch.manual_seed, random.seed, np.random.seed):
             begin(seed)
         yield
     finally:
-        for kind, state in before:
-            _set_global_state(kind, state)
+        for put, state in before:
+            put(state)
 
 
 class PrivateRandomness:
@@ -126,15 +128,16 @@ class PrivateRandomness:
             kinds: set[_Kind] = {_CPU}
             kinds.update(d for d in devices if isinstance(d, str) or d.type not in ("cpu", "meta"))
             self._begin(kinds, hides)
-            before = [(kind, _global_state(kind)) for kind in kinds]
+            access = {kind: _access(kind) for kind in kinds}
+            before = [(put, get()) for get, put in access.values()]
             try:
                 _private_now.append(self)
-                for kind in kinds:
-                    _set_global_state(kind, self._streams[kind])
+                for kind, (_, put) in access.items():
+                    put(self._streams[kind])
                 seed = torch.default_generator.initial_seed()
                 yield
-                for kind in kinds:
-                    self._streams[kind] = _global_state(kind)
+                for kind, (get, _) in access.items():
+                    self._streams[kind] = get()
                 if torch.default_generator.initial_seed() != seed:
                     self._streams.clear()
             except BaseException:
@@ -142,8 +145,8 @@ class PrivateRandomness:
                 raise
             finally:
                 _private_now.clear()
-                for kind, state in before:
-                    _set_global_state(kind, state)
+                for put, state in before:
+                    put(state)
 
     def _begin(self, kinds: set[_Kind], hides: Iterable[Tensor]) -> None:
         """Have a stream for each device: of a caller's generator a new one for every block."""
@@ -186,30 +189,23 @@ def _stream_from(entropy: bytes, kind: _Kind) -> Any:
     return _generator_from(entropy, kind).get_state()
 
 
-def _global_state(kind: _Kind) -> Any:
+def _access(kind: _Kind) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """How the state of global random numbers is read, and how it is set."""
     if isinstance(kind, str):
-        return random.getstate() if kind == "python" else np.random.get_state()
+        of_numpy = np.random.get_state, np.random.set_state
+        return (random.getstate, random.setstate) if kind == "python" else of_numpy
     if kind.type == "cpu":
-        return torch.default_generator.get_state()
-    of = () if kind.type == "mps" else (kind,)
-    return torch.get_device_module(kind).get_rng_state(*of)
-
-
-def _set_global_state(kind: _Kind, state: Any) -> None:
-    if isinstance(kind, str):
-        random.setstate(state) if kind == "python" else np.random.set_state(state)
-    elif kind.type == "cpu":
-        torch.default_generator.set_state(state)
-    else:
-        of = () if kind.type == "mps" else (kind,)
-        torch.get_device_module(kind).set_rng_state(state, *of)
+        return torch.default_generator.get_state, torch.default_generator.set_state
+    module, of = torch.get_device_module(kind), () if kind.type == "mps" else (kind,)
+    return partial(module.get_rng_state, *of), lambda state: module.set_rng_state(state, *of)
 
 
 def seed_worker(seed: int) -> None:
     """Begin the global random numbers of a loader's worker, of whose seed torch uses 32 bits."""
-    for kind in (_CPU, *OF_RECORDS):
+    for kind in _ON_HOST:
         key = hashlib.shake_256(f"worker {seed} {kind}".encode())
-        _set_global_state(kind, _stream_from(key.digest(_ENTROPY_BYTES), kind))
+        _, put = _access(kind)
+        put(_stream_from(key.digest(_ENTROPY_BYTES), kind))
 
 
 class GaussianNoise:

@@ -110,11 +110,6 @@ class Layout:
         flats = self.gradient.split(totals)
         self.groups = [GroupGradient(m, flat) for m, flat in zip(members, flats, strict=True)]
 
-    @property
-    def smallest_noise_multiplier(self) -> float:
-        """z that the release is charged for; infinite where nothing is taken from the data."""
-        return min(map(attrgetter("noise_multiplier"), self.groups))
-
 
 class ClippedSum:
     """Σ clip(g_i), of which every step releases S = Σ clip(g_i) + zC·ξ.
@@ -288,7 +283,7 @@ class Release:
             return False
         if self._fixed is not None:
             self._fixed.require_unchanged()
-        smallest = layout.smallest_noise_multiplier
+        smallest: float = min(map(attrgetter("noise_multiplier"), layout.groups))
         if self.noise.generator is not None and math.isfinite(smallest):
             self.noise.require_usable(layout.device)
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)

@@ -102,7 +102,7 @@ class GradientCanaries:
         """Add the log likelihood ratios of the release that ``layout`` holds. A canary that is in
         moves its Gaussian of standard deviation z by 1 with probability q.
         """
-        if layout.smallest_noise_multiplier == 0:
+        if min(group.noise_multiplier for group in layout.groups) == 0:
             raise AuditError("the run has no noise, so its ε is infinite and cannot be refuted")
         total = (layout.gradient * self._batch_size - self._others) / self._bound
         seen = total.cpu().double().numpy()[self._along] * self._signs

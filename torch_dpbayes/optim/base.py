@@ -15,6 +15,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -122,15 +124,14 @@ class PrivateOptimizer(DeclaredOptimizer):
         return loss
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        return [*chain.from_iterable(map(itemgetter("params"), self.param_groups))]
 
     def _current_layout(self) -> Layout:
         """Where the numbers of a step live, made anew when other parameters are trainable."""
         made_for: list[Any] = [self.release.ranks is not None]
         for group in self.param_groups:
-            made_for += [
-                (id(group), id(p), p.requires_grad, p.dtype, p.device) for p in group["params"]
-            ]
+            for p in group["params"]:
+                made_for.append((id(group), id(p), p.requires_grad, p.dtype, p.device))
         if self._layout is None or self._layout_made_for != made_for:
             if self._layout is None and self.release.draws is None:
                 for warning in self.unused_floor:
@@ -149,7 +150,8 @@ class PrivateOptimizer(DeclaredOptimizer):
                 pull = float(torch.stack(torch._foreach_norm(slopes)).amax())
             else:
                 pull = largest / min(part.prior_stds) ** 2
-            bound = max(bound, *(max(1.0, part.group["lr"]) * size for size in (scale, pull, 1.0)))
+            longest = max(1.0, part.group["lr"])
+            bound = max(bound, longest, longest * scale, longest * pull)
         return bound < _ORDINARY and (
             layout.is_plain or all(p.dtype is not torch.float16 for p in layout.parameters)
         )
@@ -198,16 +200,12 @@ class PrivateOptimizer(DeclaredOptimizer):
         """A copy that charges the same accountant and draws its own noise."""
         copy = object.__new__(type(self))
         memo[id(self)] = copy
-        shared = {
-            k: v
-            for k, v in self.__dict__.items()
-            if k.startswith("_") and not k.startswith("_optimizer_")
-        }
-        copy.__dict__.update(shared)
+        for name, value in vars(self).items():
+            if name.startswith("_") and not name.startswith("_optimizer_"):
+                setattr(copy, name, value)
         Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
-        is_other = any(
-            a is not b for a, b in zip(self._parameters(), copy._parameters(), strict=True)
-        )
+        pairs = zip(self._parameters(), copy._parameters(), strict=True)
+        is_other = any(own is not copied for own, copied in pairs)
         copy.release = self.release.duplicate(has_other_parameters=is_other)
         copy._layout = None
         return copy
@@ -291,7 +289,7 @@ def _largest_norm(layout: Layout) -> float:
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
     # NaN if any is
-    largest = sum(map(float, norms)) if len(norms) <= 4 else float(torch.stack(norms).sum())
+    largest = float(torch.stack(norms).sum())
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
         raise DivergedError(
             f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"
