@@ -5,7 +5,7 @@ Each is an error of Python's as well, so that ``except ValueError`` goes on to w
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 
 PAGE = "docs/troubleshooting.md"
 
@@ -30,7 +30,7 @@ class DPBayesError(Exception):
         self.add_note(f"why: {PAGE}#{self.code}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), code=self.code), (str(self),)
+        return functools.partial(type(self), code=self.code), (str(self),)
 
 
 class ArgumentError(DPBayesError, ValueError):

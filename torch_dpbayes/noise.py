@@ -126,7 +126,9 @@ class PrivateRandomness:
                 yield
                 return
             kinds: set[_Kind] = {_CPU}
-            kinds.update(d for d in devices if isinstance(d, str) or d.type not in ("cpu", "meta"))
+            for kind in devices:
+                if isinstance(kind, str) or kind.type not in ("cpu", "meta"):
+                    kinds.add(kind)
             self._begin(kinds, hides)
             access = {kind: _access(kind) for kind in kinds}
             before = [(put, get()) for get, put in access.values()]

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import is_available, is_initialized
 
 from .accounting import events
 from .accounting.accountant import PrivacyAccountant
@@ -277,7 +278,7 @@ class Release:
         ``settings`` gives those on which the law of the release depends, and ranks must agree on
         ``norm``, that of the parameters.
         """
-        if self.ranks is None and not self._is_alone:
+        if self.ranks is None and not self._is_alone and is_available() and is_initialized():
             require_single_process()
         if not self._collect(layout):
             return False

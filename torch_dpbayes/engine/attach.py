@@ -101,7 +101,8 @@ def made_private(
     if optimizer.derives_clip_norm:
         _log.info("%s", optimizer.release.bound_from)
     warnings = [of_collate] if of_collate else []
-    before = _accountants.get(module, lambda: accountant)()
+    known = _accountants.get(module)
+    before = accountant if known is None else known()
     # which may hold charges that this new accountant does not
     if (
         not len(accountant)

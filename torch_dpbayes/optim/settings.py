@@ -372,9 +372,9 @@ class DeclaredOptimizer(Optimizer):
 
     def _trained_groups(self) -> list[dict[str, Any]]:
         """Groups that are not frozen; all of them if every one is."""
-        return [
-            group for group in self.param_groups if any(p.requires_grad for p in group["params"])
-        ] or self.param_groups
+        requires_grad = attrgetter("requires_grad")
+        groups = self.param_groups
+        return [g for g in groups if any(map(requires_grad, g["params"]))] or groups
 
     def _settings(self) -> dict[str, Any]:
         """On which the law of a release depends."""
@@ -419,12 +419,12 @@ class DeclaredOptimizer(Optimizer):
         """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite if
         every lr is 0.
         """
-        return min(self._langevin(group) for group in self._trained_groups())
+        return min(map(self._langevin, self._trained_groups()))
 
     @property
     def effective_noise_multiplier(self) -> float:
         """The current z, for which a step is charged; the smallest over the groups."""
-        return min(self._multiplier(group) for group in self._trained_groups())
+        return min(map(self._multiplier, self._trained_groups()))
 
     @property
     def effective_temperature(self) -> float:
@@ -445,7 +445,7 @@ class DeclaredOptimizer(Optimizer):
         """
         if self.noise_multiplier == 0:
             return math.inf
-        return min(self._free_lr(group) for group in self._trained_groups())
+        return min(map(self._free_lr, self._trained_groups()))
 
     @property
     def unused_noise(self) -> str:
