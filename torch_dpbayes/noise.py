@@ -353,7 +353,9 @@ def stream_of_key(
     Streams of two callers that overlap give independent generators, unless they stand at the same
     position, which is used once in a process.
     """
-    use_position(what, generator)
+    position = stream_position(generator)
+    _refuse_used(what, position)
+    _used_positions.add((what, position))
     key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device)
     found = hashlib.shake_256(key.cpu().numpy().tobytes())
     for part in parts:
@@ -371,15 +373,6 @@ def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
             own = value.detach().cpu().contiguous().reshape(-1)
             found.update(own.view(torch.uint8).numpy().data)
     return found.digest()
-
-
-def use_position(what: str, generator: torch.Generator) -> None:
-    """Note that ``what`` is drawn from where a caller's generator stands, or refuse because
-    it was before, in this process.
-    """
-    position = stream_position(generator)
-    _refuse_used(what, position)
-    _used_positions.add((what, position))
 
 
 def _refuse_used(what: str, position: bytes) -> None:

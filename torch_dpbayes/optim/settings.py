@@ -134,7 +134,13 @@ class DeclaredOptimizer(Optimizer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__signature__ = _signature_of(cls)
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
+            # with those that it hands on
+            _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
+            names = {p.name for p in own}
+            own = [*own[:-1], *(p for p in common if p.name not in names)]
+        cls.__signature__ = inspect.Signature(own)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         _require_arguments(cls, args, options)
@@ -497,16 +503,6 @@ class DeclaredOptimizer(Optimizer):
 
     def _repr_html_(self) -> str:
         return words.html(self, self._numbers, self.accountant)
-
-
-def _signature_of(cls: type[DeclaredOptimizer]) -> inspect.Signature:
-    """The arguments of a sampler, with those that it hands on."""
-    _, *own = inspect.signature(cls.__init__).parameters.values()
-    if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
-        _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
-        names = {p.name for p in own}
-        own = [*own[:-1], *(p for p in common if p.name not in names)]
-    return inspect.Signature(own)
 
 
 def _require_arguments(

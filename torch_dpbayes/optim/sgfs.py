@@ -281,9 +281,7 @@ class FisherSum(ClippedSum):
     (zC²/σ_F)², the weight of the second moment; ``scale`` is F, by which gradients are divided
     before they are clipped, None for 1.
 
-    **Privacy.** Adding or removing a record moves the sum by at most C and the second moment by at
-    most C² in Frobenius norm: √(1+ϕ)/z standard deviations together. Replacing one moves them by
-    √s/z with s = 4 for ϕ ≤ ½ and 2 + 2ϕ + 1/(2ϕ) beyond.
+    **Privacy.** Their sensitivity is at :class:`DPSGFS`.
     """
 
     def __init__(
