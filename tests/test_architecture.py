@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "ops": "accounting noise per_sample batches optim density posterior engine words",
 }
 # files that may import from a room though theirs as a whole may not
-EXCEPTIONS = {("optim/fisher_sum.py", "per_sample")}
+EXCEPTIONS = {("optim/sgfs.py", "per_sample")}
 GROUND = {"errors", "processes"}  # of all
 MAY_IMPORT = {
     room: {*below.split(), *(GROUND if room not in GROUND else ())}

@@ -60,10 +60,8 @@ def require_single_process() -> None:
 def refuse_wrapped(module: nn.Module) -> None:
     """Raise where another library adds up gradients of this model over ranks."""
     for name, part in module.named_modules():
-        if (
-            isinstance(part, DistributedDataParallel)
-            or type(part).__name__ == "FullyShardedDataParallel"
-        ):
+        is_sharded = type(part).__name__ == "FullyShardedDataParallel"
+        if isinstance(part, DistributedDataParallel) or is_sharded:
             where = "the module" if not name else f"module {name!r}"
             raise ArgumentTypeError(
                 f"{where} is wrapped in {type(part).__name__}, which averages gradients without"
@@ -147,18 +145,15 @@ class Ranks:
         rounding. An error ``shows_values`` only where they do not depend on the records. Returns
         every rank's ``beside``, which may differ.
         """
-        own = _Message(place, dict(facts or {}), beside, norm)
-        rows = self._exchange(own)
+        rows = self._exchange(_Message(place, dict(facts or {}), beside, norm))
         if any(row.error for row in rows):
             self._raise_first_of(rows, None)
         first = rows[0]
         for rank, row in enumerate(rows):
             if row.place != first.place:
                 self._raise(
-                    RankError(
-                        f"rank {rank} is in {row.place}, rank 0 in {first.place}: every rank must"
-                        " make the same calls."
-                    )
+                    f"rank {rank} is in {row.place}, rank 0 in {first.place}: every rank must make"
+                    " the same calls."
                 )
         for rank, row in enumerate(rows):
             known = {**first.facts, **row.facts}
@@ -168,15 +163,13 @@ class Ranks:
             if names:
                 what = " and in ".join(names)
                 if shows_values:
-                    what, values = names[0], [str(r.facts.get(names[0])) for r in (row, first)]
-                    if sum(map(len, values)) < _SHOWN:
-                        what += " ({}, on rank 0 {})".format(*values)
+                    own, other = row.facts.get(names[0]), first.facts.get(names[0])
+                    values = f"({own}, on rank 0 {other})"
+                    what = f"{names[0]} {values}" if len(values) < _SHOWN else names[0]
                 self._raise(
-                    RankError(
-                        f"rank {rank} and rank 0 differ in {what}: use the same model, settings"
-                        " and accountant on all ranks, or load one checkpoint everywhere. Nothing"
-                        " was charged."
-                    )
+                    f"rank {rank} and rank 0 differ in {what}: use the same model, settings and"
+                    " accountant on all ranks, or load one checkpoint everywhere. Nothing was"
+                    " charged."
                 )
         return [row.beside for row in rows]
 
@@ -191,12 +184,10 @@ class Ranks:
 
     def all_reduce(self, buffer: Tensor) -> None:
         """buffer ← Σ over the ranks, the same bits on all of them."""
+        group = self._group if buffer.is_cuda else self._talk
         timeout = () if self._timeout is None or not buffer.is_cuda else (self._timeout,)
         with self._answering():
-            work = dist.all_reduce(
-                buffer, group=self._group if buffer.is_cuda else self._talk, async_op=True
-            )
-            if work is not None:
+            if (work := dist.all_reduce(buffer, group=group, async_op=True)) is not None:
                 work.wait(*timeout)
 
     def _exchange(self, own: _Message) -> list[_Message]:
@@ -256,9 +247,7 @@ class Ranks:
         name, _, text = described.partition(": ")
         if name == PrivacyBudgetExceeded.__name__:
             self._raise(PrivacyBudgetExceeded(text))
-        self._raise(
-            RankError(f"rank {rank} failed, so no rank takes this step. {name} there: {text}")
-        )
+        self._raise(f"rank {rank} failed, so no rank takes this step. {name} there: {text}")
 
     def _described(self, error: BaseException) -> str:
         name = type(error).__name__
@@ -272,7 +261,8 @@ class Ranks:
         return "See the error in that process."
 
     @staticmethod
-    def _raise(error: Exception) -> NoReturn:
+    def _raise(error: Exception | str) -> NoReturn:
+        error = RankError(error) if isinstance(error, str) else error
         setattr(error, _KNOWN, True)
         raise error
 

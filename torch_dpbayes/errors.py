@@ -5,6 +5,7 @@ Each is an error of Python's as well, so that ``except ValueError`` goes on to w
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import abc
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class DPBayesError(Exception):
         self.add_note(f"why: {PAGE}#{self.code}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _made_again, (type(self), str(self), self.code)
+        return functools.partial(type(self), code=self.code), (str(self),)
 
 
 class ArgumentError(DPBayesError, ValueError):
@@ -124,7 +125,3 @@ class LossError(DPBayesError, RuntimeError):
 
 class StepError(DPBayesError, RuntimeError):
     """The gradients of a step do not belong to the loader's batch."""
-
-
-def _made_again(kind: type[DPBayesError], message: str, code: str) -> DPBayesError:
-    return kind(message, code=code)

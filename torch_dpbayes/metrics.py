@@ -88,11 +88,11 @@ def reliability_curve(
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
     bins = torch.bucketize(confidence, edges[1:-1])
     count = torch.bincount(bins, minlength=num_bins)
-    return ReliabilityCurve(
-        torch.bincount(bins, weights=confidence.double(), minlength=num_bins) / count,
-        torch.bincount(bins, weights=correct, minlength=num_bins) / count,
-        count,
+    confidence, correct = (
+        torch.bincount(bins, weights=values, minlength=num_bins) / count
+        for values in (confidence.double(), correct)
     )
+    return ReliabilityCurve(confidence, correct, count)
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor, num_bins: int = 15) -> float:
@@ -113,17 +113,12 @@ def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> floa
         in_distribution, out_of_distribution: one-dimensional scores, such as predictive entropy or
             mutual information, which are higher for records unlike the training data.
     """
-    for name, scores in (
-        ("in_distribution", in_distribution),
-        ("out_of_distribution", out_of_distribution),
-    ):
-        scores = _tensor(scores)
+    inside, outside = (_tensor(t).double().cpu() for t in (in_distribution, out_of_distribution))
+    for name, scores in (("in_distribution", inside), ("out_of_distribution", outside)):
         if scores.dim() != 1 or len(scores) == 0 or bool(scores.isnan().any()):
             raise ArgumentError(
                 f"{name} must be a one-dimensional tensor of at least one score, without NaN."
             )
-    both = out_of_distribution, in_distribution
-    outside, inside = (_tensor(t).double().cpu() for t in both)
     counted = mannwhitneyu(outside.numpy(), inside.numpy(), method="asymptotic").statistic
     return float(counted) / (len(outside) * len(inside))
 

@@ -17,8 +17,9 @@ import math
 import os
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, StateError
-from .processes import this_process
+from .processes import after_fork, this_process
 
 # Positions of callers' streams from which something was already drawn in this process: (what,
 # digest).
@@ -46,6 +47,7 @@ _ENTROPY_BYTES = 8 + 4 * 624
 # whose global random numbers they are: a device's of torch, Python's or NumPy's
 _Kind = torch.device | str
 OF_RECORDS = ("python", "numpy")  # beside torch's, from which data sets draw
+_ON_HOST: tuple[_Kind, ...] = (_CPU, *OF_RECORDS)
 
 
 def stream_position(generator: torch.Generator) -> bytes:
@@ -81,16 +83,14 @@ def seeded(seed: int) -> Iterator[None]:
     """Python's, NumPy's and torch's global random numbers are always the same inside, and go on
     afterwards as if nothing had been.
     """
-    python, numpy = random.getstate(), np.random.get_state()
+    before = [(put, get()) for get, put in map(_access, _ON_HOST)]
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            yield
+        for begin in (torch.manual_seed, random.seed, np.random.seed):
+            begin(seed)
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        for put, state in before:
+            put(state)
 
 
 class PrivateRandomness:
@@ -121,26 +121,25 @@ class PrivateRandomness:
     @contextmanager
     def __call__(self, devices: Iterable[_Kind], hides: Iterable[Tensor] = ()) -> Iterator[None]:
         """Of the processor and of the devices; ``hides`` is what the block computes with."""
-        with _lock_of_process():
+        with _lock:
             if _private_now:  # one block inside another
                 yield
                 return
             kinds: set[_Kind] = {_CPU}
-            for d in devices:
-                if isinstance(d, str) or d.type not in ("cpu", "meta"):
-                    kinds.add(d)
+            for kind in devices:
+                if isinstance(kind, str) or kind.type not in ("cpu", "meta"):
+                    kinds.add(kind)
             self._begin(kinds, hides)
-            before = {}
-            for kind in kinds:
-                before[kind] = _global_state(kind)
+            access = {kind: _access(kind) for kind in kinds}
+            before = [(put, get()) for get, put in access.values()]
             try:
                 _private_now.append(self)
-                for kind in kinds:
-                    _set_global_state(kind, self._streams[kind])
+                for kind, (_, put) in access.items():
+                    put(self._streams[kind])
                 seed = torch.default_generator.initial_seed()
                 yield
-                for kind in kinds:
-                    self._streams[kind] = _global_state(kind)
+                for kind, (get, _) in access.items():
+                    self._streams[kind] = get()
                 if torch.default_generator.initial_seed() != seed:
                     self._streams.clear()
             except BaseException:
@@ -148,8 +147,8 @@ class PrivateRandomness:
                 raise
             finally:
                 _private_now.clear()
-                for kind, state in before.items():
-                    _set_global_state(kind, state)
+                for put, state in before:
+                    put(state)
 
     def _begin(self, kinds: set[_Kind], hides: Iterable[Tensor]) -> None:
         """Have a stream for each device: of a caller's generator a new one for every block."""
@@ -169,19 +168,19 @@ class PrivateRandomness:
             self._streams[kind] = _stream_from(key.digest(_ENTROPY_BYTES), kind)
 
 
-# Torch's global streams are one for all threads; a lock of the parent's may be held for ever.
-_locks: dict[tuple[int, int], threading.RLock] = {}
 _private_now: list[PrivateRandomness] = []
 _blocks_at: dict[bytes, int] = {}  # positions of callers' generators
+_lock = threading.RLock()  # torch's global streams are one for all threads
 
 
-def _lock_of_process() -> Any:
-    process = this_process()
-    if (lock := _locks.get(process)) is None:
-        _locks.clear()
-        _private_now.clear()
-        lock = _locks.setdefault(process, threading.RLock())
-    return lock
+def _begin_process() -> None:
+    """Another thread of the parent's may have held the lock when this child was forked."""
+    global _lock
+    _lock = threading.RLock()
+    _private_now.clear()
+
+
+after_fork(_begin_process)
 
 
 def _stream_from(entropy: bytes, kind: _Kind) -> Any:
@@ -192,30 +191,23 @@ def _stream_from(entropy: bytes, kind: _Kind) -> Any:
     return _generator_from(entropy, kind).get_state()
 
 
-def _global_state(kind: _Kind) -> Any:
+def _access(kind: _Kind) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """How the state of global random numbers is read, and how it is set."""
     if isinstance(kind, str):
-        return random.getstate() if kind == "python" else np.random.get_state()
+        of_numpy = np.random.get_state, np.random.set_state
+        return (random.getstate, random.setstate) if kind == "python" else of_numpy
     if kind.type == "cpu":
-        return torch.default_generator.get_state()
-    of = () if kind.type == "mps" else (kind,)
-    return torch.get_device_module(kind).get_rng_state(*of)
-
-
-def _set_global_state(kind: _Kind, state: Any) -> None:
-    if isinstance(kind, str):
-        random.setstate(state) if kind == "python" else np.random.set_state(state)
-    elif kind.type == "cpu":
-        torch.default_generator.set_state(state)
-    else:
-        of = () if kind.type == "mps" else (kind,)
-        torch.get_device_module(kind).set_rng_state(state, *of)
+        return torch.default_generator.get_state, torch.default_generator.set_state
+    module, of = torch.get_device_module(kind), () if kind.type == "mps" else (kind,)
+    return partial(module.get_rng_state, *of), lambda state: module.set_rng_state(state, *of)
 
 
 def seed_worker(seed: int) -> None:
     """Begin the global random numbers of a loader's worker, of whose seed torch uses 32 bits."""
-    for kind in (_CPU, *OF_RECORDS):
+    for kind in _ON_HOST:
         key = hashlib.shake_256(f"worker {seed} {kind}".encode())
-        _set_global_state(kind, _stream_from(key.digest(_ENTROPY_BYTES), kind))
+        _, put = _access(kind)
+        put(_stream_from(key.digest(_ENTROPY_BYTES), kind))
 
 
 class GaussianNoise:
@@ -361,7 +353,9 @@ def stream_of_key(
     Streams of two callers that overlap give independent generators, unless they stand at the same
     position, which is used once in a process.
     """
-    use_position(what, generator)
+    position = stream_position(generator)
+    _refuse_used(what, position)
+    _used_positions.add((what, position))
     key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device)
     found = hashlib.shake_256(key.cpu().numpy().tobytes())
     for part in parts:
@@ -379,15 +373,6 @@ def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
             own = value.detach().cpu().contiguous().reshape(-1)
             found.update(own.view(torch.uint8).numpy().data)
     return found.digest()
-
-
-def use_position(what: str, generator: torch.Generator) -> None:
-    """Note that ``what`` is drawn from where a caller's generator stands, or refuse because
-    it was before, in this process.
-    """
-    position = stream_position(generator)
-    _refuse_used(what, position)
-    _used_positions.add((what, position))
 
 
 def _refuse_used(what: str, position: bytes) -> None:

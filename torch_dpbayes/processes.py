@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -34,6 +35,12 @@ class _HeldAtFork(Lock):
 _locks = WeakSet[Lock]()
 
 
+def after_fork(function: Callable[[], None]) -> None:
+    """Have ``function`` called in each forked child, where a system forks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
 def _begin_child() -> None:
     global _forks
     _forks += 1
@@ -44,8 +51,7 @@ def _begin_child() -> None:
             lock.__class__ = _HeldAtFork
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_child)
+after_fork(_begin_child)
 
 
 def this_process() -> tuple[int, int]:

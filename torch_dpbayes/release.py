@@ -69,14 +69,12 @@ class GroupGradient:
         self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     def current_options(self) -> list[Any]:
-        """The group's options, numbers in place of tensors, which may be changed in place."""
-        found = []
-        for name, value in self.group.items():
-            if name != "params":
-                is_tensor = isinstance(value, Tensor)
-                plain = dict(value) if isinstance(value, dict) else value
-                found.append(value.tolist() if is_tensor else plain)
-        return found
+        """The group's options, copied where they may be changed in place."""
+        return [
+            value.tolist() if isinstance(value, Tensor) else copy(value)
+            for name, value in self.group.items()
+            if name != "params"
+        ]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``flat`` by pieces that are shaped like the parameters."""
@@ -112,11 +110,6 @@ class Layout:
         totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]
         flats = self.gradient.split(totals)
         self.groups = [GroupGradient(m, flat) for m, flat in zip(members, flats, strict=True)]
-
-    @property
-    def smallest_noise_multiplier(self) -> float:
-        """z that the release is charged for; infinite where nothing is taken from the data."""
-        return min(map(attrgetter("noise_multiplier"), self.groups))
 
 
 class ClippedSum:
@@ -204,7 +197,7 @@ class Release:
         self._fixed: FixedTensors | None = None
         self._delivery: Delivery | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
-        self.bound_from = ""
+        self.bound_from, self._is_warned = "", False
         self.watch: Callable[[Layout], None] | None = None
         self.start_afresh()
 
@@ -215,7 +208,6 @@ class Release:
         self._last_event: tuple[Any, events.DpEvent, float] | None = None
         self._stated = ""  # on what the accountant was told that independence of records rests
         self._compared_pass = -1  # of the loader, in which the ranks compared their histories
-        self._warned = False
 
     def forget_parts(self) -> None:
         """The next part begins a new sum."""
@@ -247,9 +239,8 @@ class Release:
         draws.before_delivery = before_delivery
         rank = 0 if self.ranks is None else self.ranks.rank
         source.randomness = PrivateRandomness(self.noise.generator, rank)
-        self._delivery = None
-        if source.follows:
-            self._delivery = Delivery(self.query.expected_batch_size, source.randomness)
+        shown = self.query.expected_batch_size
+        self._delivery = Delivery(shown, source.randomness) if source.follows else None
         draws.delivery = self._delivery
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
@@ -276,8 +267,8 @@ class Release:
         extra = self.query.extra_size(sum(p.numel() for p in parameters), parameters[0].device)
         if self._fixed is not None:  # look at the fixed ones themselves once
             self._fixed.look_closely()
-        records, is_shared = self.query.expected_batch_size, self.ranks is not None
-        return Layout(members, extra, records, is_shared=is_shared)
+        records = self.query.expected_batch_size
+        return Layout(members, extra, records, is_shared=self.ranks is not None)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -293,18 +284,14 @@ class Release:
             return False
         if self._fixed is not None:
             self._fixed.require_unchanged()
-        smallest = layout.smallest_noise_multiplier
+        smallest: float = min(map(attrgetter("noise_multiplier"), layout.groups))
         if self.noise.generator is not None and math.isfinite(smallest):
             self.noise.require_usable(layout.device)
         others = [] if self.ranks is None else self._agree(layout, settings, norm, self.ranks)
         if not math.isfinite(smallest):  # every lr is 0: nothing of the sums is used
             layout.buffer.zero_()
-        elif self.ranks is None:
-            self._charge(smallest)
-            stream = self.noise.next_stream(layout.device, self._hidden(layout, settings))
-            self.query.add_noise(layout, smallest, stream)
         else:
-            self._take_together(layout, settings, smallest, others, self.ranks)
+            self._charge_and_release(layout, settings, smallest, others)
         if self.draws is not None:
             self.draws.mark_used()
         if (independence := self.query.independence or self.source.independence) != self._stated:
@@ -320,22 +307,20 @@ class Release:
         """Add Σ clip(g_i) of the batch to the buffer, every record once; False while parts of the
         draw are outstanding.
         """
-        is_last, draws = True, self.draws
-        if draws is not None:
-            is_last = draws.use()
-            if draws.draw != self._pending_draw:  # parts of another draw never join this one
-                self._is_pending, self._pending_draw = False, draws.draw
+        draws = self.draws
+        is_last = draws is None or draws.use()
+        if draws is not None and draws.draw != self._pending_draw:
+            # parts of another draw never join this one
+            self._is_pending, self._pending_draw = False, draws.draw
         if not self._is_pending:
             layout.buffer.zero_()
             self._is_pending, self._pending_records = True, 0
         records = self.query.collect(self.source, layout)
         self._pending_records += records
         if draws is not None:
-            is_strange = (
-                self._delivery is not None and self.source.batch is not self._delivery.batch
-            )
-            is_all = records == draws.part_size
-            is_all &= not is_last or self._pending_records == draws.size
+            delivery, total = self._delivery, self._pending_records
+            is_strange = delivery is not None and self.source.batch is not delivery.batch
+            is_all = records == draws.part_size and (not is_last or total == draws.size)
             if is_strange or not is_all:
                 raise StepError(
                     "the gradients of this step do not belong to the private loader's batch, with"
@@ -343,8 +328,7 @@ class Release:
                     " step().",
                     code="step-records",
                 )
-        # neighbouring data sets may be one record longer or shorter, and must not be told apart by
-        # an error
+        # no error may tell neighbouring data sets apart, one record longer or shorter
         elif self.sample_rate == 1 and abs(records - self.num_data) > 1:
             raise StateError(
                 f"expected_batch_size = num_data = {self.num_data} declares full batches, but this"
@@ -355,12 +339,32 @@ class Release:
         self._is_pending = not is_last
         return is_last
 
-    def _hidden(self, layout: Layout, settings: Settings) -> Iterable[Tensor | str]:
-        """All that a release is made of, on which a stream of the caller's generator depends."""
-        if self.noise.generator is None:
-            return ()
-        multipliers = [group.noise_multiplier for group in layout.groups]
-        return (repr((settings(), multipliers)), layout.buffer, *layout.parameters)
+    def _charge_and_release(
+        self, layout: Layout, settings: Settings, smallest: float, others: list[str]
+    ) -> None:
+        """S/B in the buffer. Of several ranks, rank 0 adds the noise to its own sum."""
+        ranks, error = self.ranks, None
+        is_first = ranks is None or ranks.rank == 0
+        try:
+            # a ledger is charged by rank 0, in memory every rank keeps a record
+            self._charge(smallest, is_mine=is_first or self.accountant.path is None)
+            hides: Iterable[Tensor | str] = ()
+            if self.noise.generator is not None and is_first:  # all that the release is made of
+                multipliers = [group.noise_multiplier for group in layout.groups]
+                described = repr((settings(), multipliers))
+                hides = (*others, described, layout.buffer, *layout.parameters)
+            stream = self.noise.next_stream(layout.device, hides)
+            self.query.add_noise(layout, smallest, stream if is_first else None)
+        except Exception as reason:
+            if ranks is None:
+                raise
+            error = reason
+            layout.buffer.zero_()
+            layout.failed.fill_(1.0)
+        if ranks is not None:
+            ranks.all_reduce(layout.buffer)
+            if float(layout.failed) > 0:
+                ranks.raise_together(error)
 
     # -- the charge --------------------------------------------------------------------------------
 
@@ -414,13 +418,13 @@ class Release:
         if self._last_event is None or self._last_event[0] != made_for:
             event = self.event(noise_multiplier, self.sampling, draws)
             self._last_event = made_for, event, self._cost(*made_for)
-            if isinstance(event, events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
-                self._warned = True
+            if isinstance(event, events.UnspecifiedBatchGaussianDpEvent) and not self._is_warned:
+                self._is_warned = True
                 warnings.warn(
                     "steps are charged at sensitivity 2C, without amplification: it is not known"
                     " how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
         _, event, cost = self._last_event
         if isinstance(draws, RandomAllocationSampler) and draws.is_charged(cost):
@@ -446,34 +450,9 @@ class Release:
         if self.accountant.path is None and self._compared_pass != self.draws.passes:
             self._compared_pass = self.draws.passes
             facts["the number of releases that their accountants hold"] = len(self.accountant)
-        is_seeded = self.noise.generator is not None
-        own = digest([layout.buffer]).hex() if is_seeded else None
+        own = None if self.noise.generator is None else digest([layout.buffer]).hex()
         sums = ranks.check_consistent(STEP, facts, beside=own, norm=norm)
-        return [repr(sums)] if is_seeded else []
-
-    def _take_together(
-        self,
-        layout: Layout,
-        settings: Settings,
-        smallest: float,
-        others: list[str],
-        ranks: Ranks,
-    ) -> None:
-        """Charge, add the one Gaussian to rank 0's sum, and add up the ranks'."""
-        error = None
-        try:
-            # a ledger is charged by rank 0, in memory every rank keeps a record
-            self._charge(smallest, is_mine=ranks.rank == 0 or self.accountant.path is None)
-            hides = [*others, *self._hidden(layout, settings)] if ranks.rank == 0 else ()
-            stream = self.noise.next_stream(layout.device, hides)
-            self.query.add_noise(layout, smallest, stream if ranks.rank == 0 else None)
-        except Exception as reason:
-            error = reason
-            layout.buffer.zero_()
-            layout.failed.fill_(1.0)
-        ranks.all_reduce(layout.buffer)
-        if float(layout.failed) > 0:
-            ranks.raise_together(error)
+        return [] if own is None else [repr(sums)]
 
     # -- a count beside the steps ------------------------------------------------------------------
 
@@ -518,8 +497,7 @@ class Release:
         Raises:
             ValueError: it does not, or the saved run's batches would be drawn again.
         """
-        draws = self._drawn_again(saved)
-        if draws is not None:
+        if (draws := self._drawn_again(saved)) is not None:
             draws.require_position(saved["sampler"])
         accountant, releases = self.accountant, len(self.accountant)
         speaks = self.ranks is None or self.ranks.rank == 0
@@ -566,11 +544,9 @@ def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
     members: list[Member] = []
     for i, group in enumerate(groups):
         given = group.get("param_names", [f"{j} of group {i}" for j in range(len(group["params"]))])
-        trainable = [
-            (name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad
-        ]
-        if trainable:
-            members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
+        named = [pair for pair in zip(given, group["params"], strict=True) if pair[1].requires_grad]
+        if named:
+            members.append((group, [name for name, _ in named], [p for _, p in named]))
     if not members:
         raise StateError("all parameters are frozen: there is nothing to sample")
     if len({p.device for _, _, parameters in members for p in parameters}) > 1:
@@ -584,9 +560,7 @@ def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
 def require_public(what: str, values: Iterable[Any]) -> None:
     """Refuse values of a batch among those that a step uses beside the noisy gradient."""
     for value in values:
-        if value is None or isinstance(value, (float, int, str, list)):  # nearly all of them
-            continue
-        if isinstance(value, (dict, Mapping)):  # to ask for the first alone is faster
+        if isinstance(value, Mapping):
             require_public(what, value.values())
         elif isinstance(value, torch.Tensor) and holds_records(value):
             raise StepError(

@@ -25,7 +25,7 @@ from torch_dpbayes.accounting.mechanisms import DiscreteGaussianDpEvent, Epsilon
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon, selection_event
 from torch_dpbayes.ops.certificates import Setting
-from torch_dpbayes.optim.fisher_sum import FisherSum
+from torch_dpbayes.optim.sgfs import FisherSum
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 

@@ -20,7 +20,6 @@ from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from torch_dpbayes.batches.poisson_loader import (
-    CollateWithEmpty,
     RecordwiseCollate,
     require_own_memory,
 )
@@ -192,7 +191,7 @@ def test_no_record_decides_which_fields_a_batch_has():
     for records in ([rare, usual], [usual, rare]):
         with refused("loader-collate"):
             RecordwiseCollate(default_collate)(records)
-    function = CollateWithEmpty(default_collate, usual)
+    function = RecordwiseCollate(default_collate, [usual])
     function([usual, usual])
     for other in (rare, {"x": "1", "weight": 0.5}):
         with refused("loader-collate"):
@@ -255,18 +254,18 @@ def test_a_batch_without_records_is_like_that_of_one(kind):
         return kind(*map(torch.stack, zip(*records, strict=True)))
 
     records = [(torch.randn(3), torch.tensor(1)) for _ in range(4)]
-    alike = CollateWithEmpty(collate, records[0])
+    alike = RecordwiseCollate(collate, records[:1])
     for given in (records, []):
         batch = alike(given)
         x, y = batch.values() if isinstance(batch, UserDict) else batch
         assert type(batch) is type(collate(records))
         assert (x.dtype, x.shape, y.dtype) == (torch.float32, (len(given), 3), torch.int64)
     with refused("argument-type"):
-        CollateWithEmpty(lambda records: Fixed(x=records[0][0]), records[0])
+        RecordwiseCollate(lambda records: Fixed(x=records[0][0][None]), records[:1])
 
 
 def test_no_record_decides_what_becomes_of_the_values_of_others():
     """Numbers of Python, the first one an int."""
-    collate = CollateWithEmpty(default_collate, (torch.zeros(1), 0))
+    collate = RecordwiseCollate(default_collate, [(torch.zeros(1), 0)])
     _, y = collate([(torch.zeros(1), number) for number in (0.9, 0, 0.9)])
     assert y.tolist() == [0.9, 0.0, 0.9]

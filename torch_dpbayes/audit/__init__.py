@@ -1,8 +1,7 @@
 """Audits: measured lower bounds on what a release reveals."""
 
-from .result import AuditResult
 from .training_run import one_run
-from .transcripts import from_scores, repeated
+from .transcripts import AuditResult, from_scores, repeated
 
 __all__ = ["AuditResult", "from_scores", "one_run", "repeated"]
 

@@ -19,8 +19,7 @@ from ..optim.base import PrivateOptimizer
 from ..per_sample.gradient_source import GradientSource
 from ..release import Layout
 from .bounds import Array, LowerBound
-from .result import AuditResult
-from .transcripts import Inclusion, draw_inclusion, from_scores, generator_of
+from .transcripts import AuditResult, Inclusion, draw_inclusion, from_scores, generator_of
 
 _WHITE_BOX = (
     "white-box: canaries are gradients of norm C, all else is known; clipping is not tested"
@@ -103,7 +102,7 @@ class GradientCanaries:
         """Add the log likelihood ratios of the release that ``layout`` holds. A canary that is in
         moves its Gaussian of standard deviation z by 1 with probability q.
         """
-        if layout.smallest_noise_multiplier == 0:
+        if min(group.noise_multiplier for group in layout.groups) == 0:
             raise AuditError("the run has no noise, so its ε is infinite and cannot be refuted")
         total = (layout.gradient * self._batch_size - self._others) / self._bound
         seen = total.cpu().double().numpy()[self._along] * self._signs
@@ -118,13 +117,8 @@ class AuditedEngine(PrivacyEngine):
 
     attach: Callable[[PrivateOptimizer, PoissonLoader], None]
 
-    def make_private(self, **options: Any) -> Any:
-        return self._attached(*super().make_private(**options))
-
-    def make_private_with_epsilon(self, **options: Any) -> Any:
-        return self._attached(*super().make_private_with_epsilon(**options))
-
-    def _attached(self, model: Any, optimizer: PrivateOptimizer, loader: PoissonLoader) -> Any:
+    def _made_private(self, *options: Any, **target: Any) -> Any:
+        model, optimizer, loader = super()._made_private(*options, **target)
         self.attach(optimizer, loader)
         return model, optimizer, loader
 

@@ -146,9 +146,8 @@ class PoissonLoader(DPDataLoader):
             if before.generator is not None:
                 before.require_own_process()
                 generator = before.generator
-        self.recordwise = RecordwiseCollate(users_collate(data_loader))
         record = dataset[0]
-        collate_fn: Any = CollateWithEmpty(self.recordwise, record)
+        self.recordwise = collate_fn = RecordwiseCollate(users_collate(data_loader), [record])
         if not BatchedDataset.fits(dataset):
             require_own_memory(dataset, record, self.recordwise)
         sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
@@ -171,9 +170,9 @@ class PoissonLoader(DPDataLoader):
             batched = BatchedDataset(dataset, collate_fn)
             self._batched = DataLoader(batched, collate_fn=unchanged, **settings)
         if data_loader.num_workers == 0 and not is_alone:
-            collate_fn = _DeliveringCollate(collate_fn, sampler, self._private_numbers)
+            settings["collate_fn"] = _DeliveringCollate(collate_fn, sampler, self._private_numbers)
         # num_workers is read-only here, and torch's __init__ would set it
-        self.__setstate__(vars(DataLoader(dataset, collate_fn=collate_fn, **settings)))
+        self.__setstate__(vars(DataLoader(dataset, **{"collate_fn": collate_fn, **settings})))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -314,11 +313,22 @@ def _layout(part: Any) -> str:
 class RecordwiseCollate:
     """Gives a collate function each record alone, so that no batch mixes records. One that keeps
     records apart, as torch's own does and the user vouches of others, is given whole batches.
+
+    A batch without records is ``like`` that of others, as is the nesting of all batches.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self, collate_fn: Callable[[list[Any]], Any], like: list[Any] | None = None
+    ) -> None:
         self.wrapped_collator_fn = collate_fn
-        self._is_vouched = False
+        self._is_vouched, self._nesting = False, ""
+        if like is None:
+            return
+        batch = self(like)
+        for leaf in list(leaves_in(batch)) or [None]:
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                raise _no_empty_batch(like[0], f"there is a value of type {type(leaf).__name__}")
+        self._empty, self._nesting = map_tensors(batch, itemgetter(slice(0, 0))), nesting_of(batch)
 
     @property
     def is_torchs(self) -> bool:
@@ -331,7 +341,11 @@ class RecordwiseCollate:
         return True
 
     def __call__(self, records: Any) -> Any:
+        if self._nesting and not records:
+            return map_tensors(self._empty, torch.clone)
         batch = self._batch_of(records)
+        if self._nesting and nesting_of(batch) != self._nesting:
+            raise ArgumentError(_FIELDS, code="loader-collate")
         if any(t.requires_grad for t in tensors_in(batch)):
             raise ArgumentError(
                 "the data set or collate_fn makes tensors that require grad, and would train"
@@ -393,31 +407,6 @@ class RecordwiseCollate:
         ):
             raise ArgumentError(_DIFFERS, code="loader-collate")
         return "" if is_repeatable else _RANDOM
-
-
-class CollateWithEmpty:
-    """Makes a batch without records, too, like that of one record.
-
-    Raises:
-        ArgumentError: it cannot be made.
-    """
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], record: Any) -> None:
-        self.wrapped_collator_fn, batch = collate_fn, collate_fn([record])
-        leaves = list(leaves_in(batch))
-        for leaf in leaves or [None]:
-            if not isinstance(leaf, Tensor) or not leaf.dim():
-                raise _no_empty_batch(record, f"there is a value of type {type(leaf).__name__}")
-        self._empty = map_tensors(batch, itemgetter(slice(0, 0)))
-        self._nesting = nesting_of(batch)
-
-    def __call__(self, records: list[Any]) -> Any:
-        if not records:
-            return map_tensors(self._empty, torch.clone)
-        batch = self.wrapped_collator_fn(records)
-        if nesting_of(batch) != self._nesting:
-            raise ArgumentError(_FIELDS, code="loader-collate")
-        return batch
 
 
 def require_own_memory(dataset: Any, record: Any, collate_fn: Callable[[list[Any]], Any]) -> None:

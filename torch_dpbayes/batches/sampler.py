@@ -122,7 +122,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     generator = property(attrgetter("_user_generator"))  # nobody's but the sampler's: None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.generator is not None or self.ranks is not None:
+        if self._is_shared:
             raise ArgumentTypeError(
                 "a private loader with your own generator, or on several ranks, cannot be copied:"
                 " both would draw the same batches. Use PrivacyEngine.make_private on a"
@@ -165,11 +165,14 @@ class PoissonSampler(UniformWithReplacementSampler):
             self._process = this_process()
             self._begin()
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether a copy would draw the same batches."""
+        return self.generator is not None or self.ranks is not None
+
     def require_own_process(self) -> None:
         """Raise in a forked child whose draws would be its parent's."""
-        if this_process() != self._process and (
-            self.generator is not None or self.ranks is not None
-        ):
+        if this_process() != self._process and self._is_shared:
             raise StateError(
                 "this private loader was made in another process, and a forked child draws the same"
                 " batches. Call make_private inside the child on a DataLoader with another"
@@ -271,7 +274,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             source = torch.Generator("cpu").set_state(self._waiting[0])
         state = source.get_state()
         stream = stream_of_key("a batch", source, ["a batch"], "cpu")
-        if self._waiting:
+        if self._waiting:  # not before: it may have raised
             self._waiting.popleft()
         return self._share(self._joining(stream), state)
 
@@ -373,9 +376,8 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         """The event of ``steps_per_charge`` Gaussian sums over draws, of this noise multiplier."""
-        return (
-            gaussian if self.sample_rate == 1 else PoissonSampledDpEvent(self.sample_rate, gaussian)
-        )
+        rate = self.sample_rate
+        return gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
 
     def position(self) -> dict[str, Any]:
         """Where the caller's generator stood before each draw that waits for a step, and stands."""
@@ -389,14 +391,12 @@ class PoissonSampler(UniformWithReplacementSampler):
     def require_position(self, position: dict[str, Any]) -> None:
         """Raise unless the draws that waited at ``position`` can be drawn again."""
         own = self.position()
-        if position.keys() != own.keys():
+        is_unfinished = len(position["states"]) > 1
+        if position.keys() != own.keys() or (is_unfinished and position["of"] != own["of"]):
             raise CheckpointError(
-                "the saved run drew its batches in another way: pass its sampling= to make_private."
-            )
-        if len(position["states"]) > 1 and position["of"] != own["of"]:
-            raise CheckpointError(
-                "the saved run has an unfinished draw or pass, for other data or batches: keep"
-                " data and batch size, or leave out generator=."
+                "the saved run drew its batches in another way, or has an unfinished draw or pass"
+                " of other data or batches: keep data, batch size and sampling=, or leave out"
+                " generator=."
             )
 
     def resume(self, position: dict[str, Any]) -> None:

@@ -146,16 +146,13 @@ class RandomAllocationSampler(PoissonSampler):
             self._begin_allocation()
 
     def position(self) -> dict[str, Any]:
-        return super().position() | {
-            "released": self._released,
-            "charged_noise": self._charged_noise,
-        }
+        own = {"released": self._released, "charged_noise": self._charged_noise}
+        return super().position() | own
 
     def _waiting_states(self) -> list[torch.Tensor]:
         """All batches of a pass are drawn from one state."""
-        if self._allocation_state is not None:
-            return [self._allocation_state]
-        return [*self._waiting]
+        state = self._allocation_state
+        return [*self._waiting] if state is None else [state]
 
     def resume(self, position: dict[str, Any]) -> None:
         super().resume(position)

@@ -27,8 +27,9 @@ from torch.utils.data import (
 from .. import __version__
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
-from ..batches.datasets import records_digests, require_no_repeats
+from ..batches.datasets import records_digests
 from ..batches.poisson_loader import PoissonLoader, users_collate
+from ..batches.sampler import PoissonSampler
 from ..batches.sampling_schemes import TruncatedPoissonSampler, Users, UserSampler
 from ..distributed import MAKE_PRIVATE, Ranks, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
@@ -41,8 +42,7 @@ from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.model_check import check_layers, check_model
 from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
 from ..release import options_of
-from .optimizers import build, build_calibrated
-from .plan import Plan, little_left, plan_of
+from .plan import Run
 from .settings import SCHEMES, Settings
 
 # where a model's steps were charged last
@@ -54,16 +54,11 @@ _CHARGED_ELSEWHERE = (
 _log = logging.getLogger("torch_dpbayes")
 
 
-def planned(settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None) -> Plan:
-    """What a run will cost and sample; nothing is changed."""
+def run_of(settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None) -> Run:
+    """A run and its loader; nothing is changed."""
     accountant = settings.accountant(found)
     target = settings.target(accountant)
-    loader = private_loader(settings, ranks)
-    if target is None:
-        built = build(settings, loader, accountant, settings.noise_multiplier)
-    else:
-        built, _ = build_calibrated(settings, loader, accountant, target, None)
-    return plan_of(settings, built, loader, accountant, target)
+    return Run(settings, private_loader(settings, ranks), accountant, target, ranks)
 
 
 def made_private(
@@ -78,21 +73,16 @@ def made_private(
     """
     module = settings.module
     refuse_wrapped(module)
-    accountant = settings.accountant(found)
-    target = settings.target(accountant)
-    loader = private_loader(settings, ranks)
-    draws = loader.sampler_of_draws
-    if target is None:
-        optimizer = build(settings, loader, accountant, settings.noise_multiplier)
-    else:
-        optimizer, floor = build_calibrated(settings, loader, accountant, target, ranks)
-        if optimizer.noise_multiplier < floor:
-            raise ArgumentError(
-                f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier};"
-                f" epsilon = {target} after {settings.epochs} epochs needs at least"
-                f" {floor:.4f}: build it with that, or pass a factory",
-                code="optimizer-settings",
-            )
+    run = run_of(settings, found, ranks)
+    loader, draws, accountant = run.loader, run.draws, run.accountant
+    optimizer, floor = run.optimizer()
+    if optimizer.noise_multiplier < floor:
+        raise ArgumentError(
+            f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier};"
+            f" epsilon = {run.target} after {settings.epochs} epochs needs at least"
+            f" {floor:.4f}: build it with that, or pass a factory",
+            code="optimizer-settings",
+        )
     require_own_streams(optimizer, loader)
     is_vouched = settings.assume_independent_records
     of_collate = loader.recordwise.require_same_alone(loader.dataset, is_vouched=is_vouched)
@@ -103,16 +93,22 @@ def made_private(
     except BaseException:
         source.remove()
         raise
-    fixed = FixedTensors(module)
     module.__dict__.pop("_dpbayes_buffers", None)  # of an earlier training
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.release.bind(source, draws, fixed, parameters, is_alone=is_alone)
+    optimizer.release.bind(source, draws, FixedTensors(module), parameters, is_alone=is_alone)
 
     _log.info("records are kept apart %s", source.independence)
     if optimizer.derives_clip_norm:
         _log.info("%s", optimizer.release.bound_from)
     warnings = [of_collate] if of_collate else []
-    if _was_charged_elsewhere(module, accountant):
+    known = _accountants.get(module)
+    before = accountant if known is None else known()
+    # which may hold charges that this new accountant does not
+    if (
+        not len(accountant)
+        and before is not accountant
+        and (before is None or before.path is not None or len(before))
+    ):
         accountant.note(_CHARGED_ELSEWHERE)
         warnings.append(
             f"{_CHARGED_ELSEWHERE}. Use that accountant, PrivacyEngine(accountant), or a new model."
@@ -125,25 +121,14 @@ def made_private(
             f"the data loader now draws {draws.batches}: each of {number} {what} joins a batch"
             f" with probability {loader.sample_rate:.6g}, {len(loader)} batches a pass{divided}"
         )
-    if target is not None:
-        plan = plan_of(settings, optimizer, loader, accountant, target)
-        warnings += [*little_left(accountant, plan), *plan.warnings]
+    if run.target is not None:
+        warnings += run.warnings(optimizer)
     elif settings.noise_multiplier is not None:
         warnings += optimizer.unused_floor
     if ranks is None or ranks.rank == 0:
         for warning in warnings:
             _log.warning("%s", warning)
     return optimizer, loader
-
-
-def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> bool:
-    """Whether the model may have been trained on an accountant that this new one does not hold."""
-    if module not in _accountants or len(accountant):
-        return False
-    before = _accountants[module]()
-    return before is None or (
-        before is not accountant and (before.path is not None or len(before) > 0)
-    )
 
 
 def _source_for(settings: Settings[Any], loader: PoissonLoader) -> GradientSource:
@@ -197,29 +182,24 @@ def _check_consistent(
     """
     module: nn.Module = settings.module
     accountant, sampler = optimizer.accountant, loader.sampler_of_draws
-    noise = optimizer.release.noise.generator
     saved = accountant.state_dict()
     # in memory each rank's accountant is a job of its own, with the same history
     history = [repr(charge) for charge in accountant.history]
-    kept = saved["ledger"] or {**saved, "history": history, "job": None}
     tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
-    ranks.require_backend_for(next(module.parameters()).device)
-    generators = (
-        None if noise is None else stream_position(noise),
-        None if sampler.generator is None else stream_position(sampler.generator),
-    )
+    device = next(module.parameters()).device
+    ranks.require_backend_for(device)
+    versions = f"{__version__}, {torch.__version__}, {opacus.__version__}"
+    budget = accountant.epsilon, accountant.delta, accountant.method, accountant.neighboring
     ranks.compare(
         {
-            "the versions of torch_dpbayes, torch and opacus": (
-                f"{__version__}, {torch.__version__}, {opacus.__version__}"
-            ),
+            "the versions of torch_dpbayes, torch and opacus": versions,
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,
             "the way in which batches are drawn": repr(sampler.event(GaussianDpEvent(1.0))),
             "the parameters' names, shapes or types": [
                 (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
             ],
-            "the kind of device": next(module.parameters()).device.type,
+            "the kind of device": device.type,
             "the initial parameters or buffers (call torch.manual_seed before the model is"
             " built, or load one state_dict)": digest(tensors).hex(),
             "the algorithm": type(optimizer).__name__,
@@ -228,15 +208,16 @@ def _check_consistent(
                 (options_of(group), len(group["params"])) for group in optimizer.param_groups
             ],
             "loss_reduction": settings.loss_reduction,
-            "the accountant's settings": (
-                accountant.epsilon,
-                accountant.delta,
-                accountant.method,
-                accountant.neighboring,
+            "the accountant's settings": budget,
+            "the accountant's history (open a ledger file on every rank, on one machine)": (
+                saved["ledger"] or {**saved, "history": history, "job": None}
             ),
-            "the accountant's history (open a ledger file on every rank, on one machine)": (kept),
         }
     )
+    generators = [
+        None if generator is None else stream_position(generator)
+        for generator in (optimizer.release.noise.generator, sampler.generator)
+    ]
     digests = records_digests(loader.dataset, users_collate(loader))
     secrets = {  # no error shows them
         "the records or their order (pass the whole data set on every rank)": digests,
@@ -263,10 +244,8 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
             " random. Use a map-style data set (__len__ and __getitem__).",
             code="loader-iterable",
         )
-    if settings.user_ids is None:
-        require_no_repeats(data_loader.dataset)
+    records: Any = data_loader.dataset
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
-        records: Any = data_loader.dataset
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
         if isinstance(draws, UserSampler):  # batches stay as large, not the rate of users
             rate *= draws.users.counted_records / len(records)
@@ -281,24 +260,14 @@ def private_loader(settings: Settings[Any], ranks: Ranks | None) -> PoissonLoade
             " batches of this expected size.",
             code="loader-sampler",
         )
-    dataset: Any = data_loader.dataset
-    num_data = len(dataset)
     sampler: Any = data_loader.sampler
-    if (
-        type(sampler) not in (SequentialSampler, RandomSampler)
-        or getattr(sampler, "replacement", False)
-        or len(sampler) != num_data
-    ):
+    is_known = type(sampler) in (SequentialSampler, RandomSampler)
+    if not is_known or getattr(sampler, "replacement", False) or len(sampler) != len(records):
         raise ArgumentError(
             f"{type(sampler).__name__} does not visit every record once per pass: leave out"
             " sampler=, also on several ranks, and use torch.utils.data.Subset for a part of the"
             " data.",
             code="loader-sampler",
-        )
-    if data_loader.batch_size > num_data:
-        raise ArgumentError(
-            f"batch_size = {data_loader.batch_size} is larger than the data set ({num_data}"
-            f" records): use batch_size={num_data}"
         )
     return _drawing(settings, data_loader.batch_size, ranks)
 
@@ -307,29 +276,27 @@ def _drawing(settings: Settings[Any], batch_size: float, ranks: Ranks | None) ->
     """The loader that draws batches of about this size."""
     data_loader, most = settings.data_loader, settings.max_batch_size
     dataset: Any = data_loader.dataset
-    size = len(dataset)
+    size, draws = len(dataset), partial(SCHEMES[settings.sampling])
     if settings.user_ids is not None:
         users = Users(settings.user_ids, size, settings.records_per_user)
-        counted = users.counted_records
-        if batch_size > counted:
-            raise ArgumentError(
-                f"batch_size = {batch_size:g} is more than the {counted} records that all users"
-                " have together: pass a smaller one, or a larger records_per_user="
-            )
-        draws_of_users = partial(UserSampler, users=users)
-        return PoissonLoader(data_loader, batch_size / counted, ranks, draws_of_users)
+        size, draws = users.counted_records, partial(UserSampler, users=users)
+    if batch_size > size:
+        raise ArgumentError(
+            f"batch_size = {batch_size:g} is larger than the {size} records that can join a batch:"
+            " pass a smaller one, or a larger records_per_user="
+        )
     if most is not None and most < batch_size:
         raise ArgumentError(
             f"max_batch_size = {most} is below the batch size {batch_size:g}, so most draws would"
             " be cut: pass a smaller batch_size, or a larger max_batch_size"
         )
-    scheme = settings.sampling if batch_size < size else "poisson"  # all records: one for all
-    if scheme == "fixed_size":
+    if settings.user_ids is None and batch_size == size:  # all records: one scheme for all
+        draws = partial(PoissonSampler)
+    elif settings.sampling == "fixed_size":
         batch_size = round(batch_size)
-    elif scheme == "random_allocation":
+    elif settings.sampling == "random_allocation":
         batch_size = size / math.ceil(size / batch_size - 1e-9)
-    draws = SCHEMES[scheme]
-    if most is not None and batch_size < size:
+    elif most is not None:
         draws = partial(TruncatedPoissonSampler, max_batch_size=most)
     return PoissonLoader(data_loader, batch_size / size, ranks, draws)
 

@@ -12,6 +12,7 @@ from ..accounting import events
 from ..batches.datasets import reads_private_data
 from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError, ArgumentTypeError
+from ..noise import check_positive
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource
 from ..per_sample.gradient_source import GradientSource
@@ -68,9 +69,8 @@ def private_clipped_fraction(
             "pass the model, optimizer and loader that one PrivacyEngine.make_private call returned"
         )
     noise_multiplier = events.gaussian_noise_multiplier(noise_multiplier)
-    bound = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
-    if not 0 < bound < float("inf"):
-        raise ArgumentError(f"max_grad_norm must be positive and finite, got {bound}")
+    given = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
+    bound = check_positive("max_grad_norm", given)
     # a draw of its own: the caller's pass over the data goes on undisturbed
     loader = data_loader.aside()
     draws = loader.sampler_of_draws
@@ -123,7 +123,7 @@ def simulate_gradient_norms(
         return what
 
     attached = GradientSource.attached_to(module)
-    source = BookkeepingGradientSource(module) if attached is None else attached
+    source = attached or BookkeepingGradientSource(module)
     try:
         batches = map(public, public(public_or_synthetic_loader))
         return torch.cat([_norms(module, source, batch, criterion) for batch in batches])

@@ -1,4 +1,6 @@
-"""What a run will cost and sample, known before anything is spent."""
+"""The optimizer of a private run, the noise that its budget needs, and what the run will cost and
+sample, known before anything is spent.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,17 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
+from ..accounting.calibration import noise_multiplier_for, total_multiplier
+from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from ..batches.poisson_loader import PoissonLoader
+from ..batches.sampler import PoissonSampler
+from ..distributed import CALIBRATION, Ranks
+from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..posterior.calibration import event_of as event_of_calibration
-from .optimizers import event_of
 from .settings import Settings, is_held
 
 _ALL = 0.995  # of a target, from which on it counts as used
@@ -87,81 +94,258 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Lines on what the user may want to change."""
-        lines = [self._unused_target, self._too_much_noise]
+        lines, target, hot = [], self.target_epsilon, self.effective_temperature
+        # a filter guarantees the whole budget, however much of it is used
+        if target is not None and self.unused_noise and self.epsilon <= target * _ALL:
+            lines.append(
+                f"epsilon = {target:.4g} was asked for, but at temperature {self.temperature:.4g}"
+                f" the sampler's own noise decides: {self.epsilon:.2g} at the end. The rest would"
+                f" be used with {self.unused_noise}."
+            )
+        # All gradients of a run, clipped and in one direction, move the parameters by lr·C·steps;
+        # the noise moves them by about lr·zC·√(parameters·steps)/B.
+        walk = self.effective_noise_multiplier * math.sqrt(self.num_parameters)
+        if math.inf > walk > self.sample_rate * self.num_data * math.sqrt(self.steps):
+            lines.append(
+                "the noise of all steps is larger than all clipped gradients together: this"
+                " budget cannot train the model. Use more records, larger batches, fewer trained"
+                " parameters or a larger epsilon"
+            )
+        elif self.temperature is None and hot > 1:
+            lines.append(
+                f"the noise samples temperature {hot:.4g}, hotter than the posterior."
+                f" max_grad_norm = {self.max_grad_norm / math.sqrt(hot):.4g} would sample 1 (leave"
+                " it out), as would a smaller lr or larger batches"
+            )
         if self.delta * self.num_data >= 1:
             lines.append(
                 f"delta = {self.delta:.3g} is no smaller than 1 / {self.num_data} records: a"
                 " program that publishes one of them would satisfy this. Set it well below"
             )
-        return [line for line in lines if line]
+        return lines
+
+
+@dataclass(frozen=True)
+class Run:
+    """A private run before it begins. ``target``: ε of everything on the accountant at its end;
+    None where the noise is given.
+    """
+
+    settings: Settings[Any]
+    loader: PoissonLoader
+    accountant: PrivacyAccountant
+    target: float | None
+    ranks: Ranks | None
 
     @property
-    def _unused_target(self) -> str:
-        """What of the target will not be used, and how it could be."""
-        if self.target_epsilon is None or not self.unused_noise:
-            return ""
-        if self.epsilon > self.target_epsilon * _ALL:
-            return ""  # a filter guarantees the whole budget, however much of it is used
-        return (
-            f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature"
-            f" {self.temperature:.4g} the sampler's own noise decides: {self.epsilon:.2g} at the"
-            f" end. The rest would be used with {self.unused_noise}."
+    def draws(self) -> PoissonSampler:
+        """The loader's sampler."""
+        return self.loader.sampler_of_draws
+
+    @property
+    def delta(self) -> float:
+        """δ of the run."""
+        return self.settings.delta(self.accountant)
+
+    def optimizer(self) -> tuple[PrivateOptimizer, float]:
+        """The optimizer, and the floor with which its passes on top of the accountant's history
+        stay within the target; 0 without one.
+
+        Raises:
+            ValueError, TypeError: optimizer, target and accountant do not go together.
+        """
+        if self.target is None:
+            return self._built(self.settings.noise_multiplier), 0.0
+        self._require_within_budget(self.target)
+        if (share := self.settings.calibrate) is not None:
+            if self.ranks is not None:
+                raise ArgumentError(
+                    "calibrate= reads all records in one process, but several ranks share them:"
+                    " leave it out, and call samples.calibrate in a separate process"
+                )
+            whole = total_multiplier(self.accountant, self.target, self.delta)
+            self.draws.reserved = whole / math.sqrt(share)
+
+        def plain(noise_multiplier: float) -> DpEvent:
+            return self.draws.event(GaussianDpEvent(noise_multiplier))
+
+        is_built = isinstance(self.settings.optimizer, PrivateOptimizer)
+        floor = None if is_built else self._enough_noise(plain)
+        built = self._built(floor)
+        event = partial(self.event, built)
+        if floor is None or event(floor) != plain(floor):
+            # it was built with noise of its own, or releases more than the gradient
+            floor = self._enough_noise(event)
+            built = built if is_built else self._built(floor)
+        return built, floor
+
+    def event(self, optimizer: PrivateOptimizer, noise_multiplier: float) -> DpEvent:
+        """What this optimizer will be charged on these draws, for as many steps as are charged
+        together.
+        """
+        return optimizer.release.event(noise_multiplier, self.draws.scheme, self.draws)
+
+    def _require_within_budget(self, epsilon: float) -> None:
+        accountant, delta = self.accountant, self.delta
+        budget = accountant.epsilon, accountant.delta
+        if accountant.epsilon is not None and accountant.delta is not None:
+            if epsilon > accountant.epsilon or delta > accountant.delta:
+                raise ArgumentError(
+                    f"the target ({epsilon}, {delta}) exceeds the accountant's budget {budget},"
+                    " which includes what was spent before: pass a target_epsilon= and"
+                    " target_delta= within it",
+                    code="budget-target",
+                )
+        if is_held(accountant) and (epsilon, delta) != budget:
+            raise ArgumentError(
+                f"this accountant's guarantee is always its whole budget, {budget}: pass that as"
+                " the target, or use make_private. accountant.summary() says why.",
+                code="budget-whole",
+            )
+
+    @property
+    def _after(self) -> list[DpEvent]:
+        """What is kept for the end of the run."""
+        return [] if self.draws.reserved is None else [event_of_calibration(self.draws.reserved)]
+
+    def _enough_noise(self, event: Callable[[float], DpEvent]) -> float:
+        """The least noise multiplier at which all passes fit."""
+        found = partial(self._calibrated, event, self.loader.num_charges(self.settings.passes))
+        # a ledger may be charged meanwhile, and other machines may round differently
+        return found() if self.ranks is None else self.ranks.from_rank_0(CALIBRATION, found)
+
+    def _calibrated(self, event: Callable[[float], DpEvent], steps: int) -> float:
+        accountant, after = self.accountant, self._after
+
+        def fits(noise_multiplier: float) -> bool:
+            if not after:
+                return accountant.remaining(event(noise_multiplier)) >= steps
+            run = SelfComposedDpEvent(event(noise_multiplier), steps)
+            return accountant.remaining(ComposedDpEvent([run, *after])) >= 1
+
+        low = 0.01
+        if self.target is not None and not is_held(accountant):
+            low = noise_multiplier_for(
+                event,
+                target_epsilon=self.target,
+                target_delta=self.delta,
+                steps=steps,
+                neighboring=accountant.neighboring,
+                history=[*accountant.history, *((later, 1) for later in after)],
+                method=accountant.method,
+            )
+        high = low
+        # the budget is kept by another rule than the one that the target is priced by: method
+        # "rdp", or a filter
+        while not fits(high):
+            low, high = high, 2 * high
+            if high > 1e7:
+                raise ArgumentError(
+                    f"nothing is left of the accountant's budget for {steps} steps, however large"
+                    " the noise",
+                    code="budget-spent",
+                )
+        while high > 1.0005 * low:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
+
+    def plan(self, optimizer: PrivateOptimizer) -> Plan:
+        """What the passes will cost and sample, on top of the accountant's history."""
+        module = self.settings.module
+        return Plan(
+            **{name: getattr(optimizer, name) for name in _OF_OPTIMIZER},
+            num_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+            sample_rate=self.loader.sample_rate,
+            steps=self.settings.passes * len(self.loader),
+            delta=self.delta,
+            target_epsilon=self.target,
+            calibration_noise_multiplier=self.draws.reserved,
+            lr=max(float(group["lr"]) for group in optimizer.param_groups),
+            epsilon_at_end=self._epsilon_at_end(optimizer),
         )
 
-    @property
-    def _too_much_noise(self) -> str:
-        hot = self.effective_temperature
-        # All gradients of a run, clipped and in one direction, move the parameters by lr·C·steps;
-        # the noise moves them by about lr·zC·√(parameters·steps)/B.
-        walk = self.effective_noise_multiplier * math.sqrt(self.num_parameters)
-        if math.inf > walk > self.sample_rate * self.num_data * math.sqrt(self.steps):
-            return (
-                "the noise of all steps is larger than all clipped gradients together: this"
-                " budget cannot train the model. Use more records, larger batches, fewer trained"
-                " parameters or a larger epsilon"
+    def _epsilon_at_end(self, optimizer: PrivateOptimizer) -> Callable[[], float]:
+        """ε as of now, whatever the accountant is charged before it is asked for."""
+        accountant, delta = self.accountant, self.delta
+        if accountant.guarantee == "filter":
+            return partial(float, accountant.get_epsilon(delta))
+        if is_held(accountant):
+            epsilon = accountant.epsilon if delta == accountant.delta else None
+            return partial(float, math.inf if epsilon is None else epsilon)
+        z = optimizer.effective_noise_multiplier
+        released = [(charge.event, charge.count) for charge in accountant.history]
+        if math.isfinite(z):
+            # a built optimizer hears of it from make_private only
+            charges = self.loader.num_charges(self.settings.passes)
+            released.append((self.event(optimizer, z), charges))
+        released += [(event, 1) for event in self._after]
+
+        of = {name: getattr(accountant, name) for name in ("method", "neighboring", "unit")}
+        return partial(_epsilon_of, released, of, delta)
+
+    def warnings(self, optimizer: PrivateOptimizer) -> list[str]:
+        """Lines on what the user may want to change, and a target that was mostly spent before."""
+        plan, accountant = self.plan(optimizer), self.accountant
+        if self.target is None or not len(accountant) or is_held(accountant):
+            return plan.warnings
+        if (spent := accountant.get_epsilon(self.delta)) < _MOST * self.target:
+            return plan.warnings
+        return [
+            f"of epsilon = {self.target:.4g}, the target of everything on this accountant,"
+            f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}."
+            " To give this run its own share pass additional_epsilon= instead.",
+            *plan.warnings,
+        ]
+
+    def _built(self, noise_multiplier: float | None) -> PrivateOptimizer:
+        """The optimizer that a factory makes for this model and loader, or the built one if its
+        values agree.
+        """
+        accountant, module, optimizer = (
+            self.accountant,
+            self.settings.module,
+            self.settings.optimizer,
+        )
+        given: dict[str, Any] = {
+            "max_grad_norm": self.settings.max_grad_norm,
+            "noise_multiplier": noise_multiplier,
+            "num_data": self.draws.num_samples,
+            "expected_batch_size": self.loader.expected_batch_size,
+        }
+        stated = {name: value for name, value in given.items() if value is not None}
+        built: Any = optimizer
+        if not isinstance(optimizer, PrivateOptimizer):
+            _check_factory(optimizer, {**stated, "accountant": accountant})
+            parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+            if not parameters:
+                raise ArgumentError(
+                    "all parameters of the model are frozen: there is nothing to sample"
+                )
+            # of other schemes nothing may be assumed before the release knows the draws
+            sampling = "poisson" if self.draws.scheme == "poisson" else None
+            built = optimizer(parameters, **stated, sampling=sampling, accountant=accountant)
+        if not isinstance(built, PrivateOptimizer):
+            raise _not_private(f"{type(built).__name__}, which the factory made,")
+        if built.accountant is not accountant:
+            raise ArgumentError(
+                "engine and optimizer have different accountants: build the optimizer with"
+                " accountant=engine.accountant, or with the accountant= that a factory gets",
+                code="optimizer-settings",
             )
-        if self.temperature is None and hot > 1:
-            return (
-                f"the noise samples temperature {hot:.4g}, hotter than the posterior."
-                f" max_grad_norm = {self.max_grad_norm / math.sqrt(hot):.4g} would sample 1 (leave"
-                " it out), as would a smaller lr or larger batches"
+        for name, value in stated.items():
+            if not math.isclose(getattr(built, name), value, rel_tol=1e-9):
+                raise _differs(name, getattr(built, name), value)
+        mine = {id(p) for group in built.param_groups for p in group["params"] if p.requires_grad}
+        theirs = {id(p) for p in module.parameters() if p.requires_grad}
+        if mine != theirs:
+            raise ArgumentError(
+                "the optimizer must have exactly the model's trainable parameters, because a"
+                " gradient is clipped over all of them: use parameter groups for different"
+                " settings, and requires_grad_(False) to freeze",
+                code="optimizer-parameters",
             )
-        return ""
-
-
-def plan_of(
-    settings: Settings[Any],
-    optimizer: PrivateOptimizer,
-    loader: PoissonLoader,
-    accountant: PrivacyAccountant,
-    target_epsilon: float | None,
-) -> Plan:
-    """What the passes will cost and sample, on top of the accountant's history."""
-    epochs, delta = settings.passes, settings.delta(accountant)
-    z, reserved = optimizer.effective_noise_multiplier, loader.sampler_of_draws.reserved
-    # as of now: the accountant may be charged before epsilon is asked for
-    released = [(charge.event, charge.count) for charge in accountant.history]
-    if math.isfinite(z):
-        # a built optimizer hears of it from make_private only
-        released.append((event_of(optimizer, loader, z), loader.num_charges(epochs)))
-    if reserved is not None:
-        released.append((event_of_calibration(reserved), 1))
-    of = {name: getattr(accountant, name) for name in ("method", "neighboring", "unit")}
-    at_end = partial(_epsilon_of, released, of, delta)
-    if is_held(accountant):
-        at_end = partial(float, _limit(accountant, delta))
-
-    return Plan(
-        **{name: getattr(optimizer, name) for name in _OF_OPTIMIZER},
-        num_parameters=sum(p.numel() for p in settings.module.parameters() if p.requires_grad),
-        sample_rate=loader.sample_rate,
-        steps=epochs * len(loader),
-        delta=delta,
-        target_epsilon=target_epsilon,
-        calibration_noise_multiplier=reserved,
-        lr=max(float(group["lr"]) for group in optimizer.param_groups),
-        epsilon_at_end=at_end,
-    )
+        return built
 
 
 def _epsilon_of(released: list[tuple[DpEvent, int]], of: dict[str, Any], delta: float) -> float:
@@ -171,23 +355,30 @@ def _epsilon_of(released: list[tuple[DpEvent, int]], of: dict[str, Any], delta: 
     return accountant.get_epsilon(delta)
 
 
-def _limit(accountant: PrivacyAccountant, delta: float) -> float:
-    """Epsilon of an accountant whose guarantee is a limit."""
-    if accountant.guarantee == "filter":
-        return accountant.get_epsilon(delta)
-    is_budget = accountant.epsilon is not None and delta == accountant.delta
-    return accountant.epsilon if accountant.epsilon is not None and is_budget else math.inf
+def _check_factory(optimizer: Any, called_with: dict[str, Any]) -> None:
+    """Raise if it makes no private optimizer, or if the call would replace its own arguments."""
+    made = optimizer
+    while isinstance(made, partial):
+        made = made.func
+    is_class = isinstance(made, type) and issubclass(made, Optimizer)
+    if not callable(made) or (is_class and not issubclass(made, PrivateOptimizer)):
+        raise _not_private(made.__name__ if is_class else type(made).__name__)
+    own = optimizer.keywords if isinstance(optimizer, partial) else {}
+    for name, value in called_with.items():
+        if own.get(name, value) != value:
+            raise _differs(name, own[name], value)
 
 
-def little_left(accountant: PrivacyAccountant, plan: Plan) -> list[str]:
-    """A line where most of a target was spent before; none elsewhere."""
-    if plan.target_epsilon is None or len(accountant) == 0 or is_held(accountant):
-        return []
-    spent = accountant.get_epsilon(plan.delta)
-    if spent < _MOST * plan.target_epsilon:
-        return []
-    return [
-        f"of epsilon = {plan.target_epsilon:.4g}, the target of everything on this accountant,"
-        f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}. To"
-        " give this run its own share pass additional_epsilon= instead."
-    ]
+def _differs(name: str, own: Any, here: Any) -> ArgumentError:
+    return ArgumentError(
+        f"the optimizer was built with {name} = {own}, but here it is {here}",
+        code="optimizer-settings",
+    )
+
+
+def _not_private(what: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"{what} is not private: pass optimizer=partial(torch_dpbayes.optim.DPSGLD, lr=0.25), or"
+        " another of torch_dpbayes.optim; lr is that of SGD",
+        code="optimizer-not-private",
+    )

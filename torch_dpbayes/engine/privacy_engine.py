@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Never, Unpack
 
 import torch
@@ -19,10 +19,10 @@ from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateErr
 from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
 from ..posterior import files
-from ..posterior.outputs import require_same_buffers
-from .attach import made_private, planned
+from ..posterior.outputs import difference_of, require_same_buffers
+from .attach import made_private, run_of
 from .plan import Plan
-from .settings import Examples, ModuleT, OptimizerFactory, Options, Settings, settings_of
+from .settings import Examples, ModuleT, OptimizerFactory, Options, settings_of
 
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
 _WRITER = "PrivacyEngine.save_checkpoint"
@@ -151,7 +151,15 @@ class PrivacyEngine:
         if not {_MODULE, _OPTIMIZER} <= state.keys():
             raise CheckpointError(f"{os.fspath(path)} was not written by {_WRITER}")
         of_module = state.pop(_MODULE)
-        _require_same_tensors(of_module, module)  # before charges are taken over
+        saved, own = (
+            {name: getattr(value, "shape", torch.Size()) for name, value in of.items()}
+            for of in (of_module, module.state_dict())
+        )
+        if saved != own:  # before charges are taken over
+            raise CheckpointError(
+                f"the checkpoint is of another network: {difference_of(saved, own)}. Load it into"
+                " the network that was saved; nothing was changed."
+            )
         optimizer.load_state_dict(state.pop(_OPTIMIZER))
         module.load_state_dict(of_module)
         return state
@@ -247,8 +255,7 @@ class PrivacyEngine:
         """
         given = dict(locals())  # before another name is bound
         del given["self"]
-        with self._ranks or self._alone():
-            return self._made_private(settings_of(given | given.pop("others")))
+        return self._made_private(given | given.pop("others"))
 
     def make_private_with_epsilon(
         self,
@@ -284,19 +291,14 @@ class PrivacyEngine:
             ValueError: nothing of the target is left, the target exceeds the accountant's budget,
                 or the ``noise_multiplier`` of a built optimizer is too small.
         """
-        with self._ranks or self._alone():
-            if target_epsilon is None and additional_epsilon is None:
-                message = "target_epsilon is needed, or additional_epsilon"
-                raise ArgumentTypeError(message)
-            settings = settings_of(
-                options,
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                epochs=epochs,
-                additional_epsilon=additional_epsilon,
-                calibrate=calibrate,
-            )
-            return self._made_private(settings)
+        return self._made_private(
+            options,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            epochs=epochs,
+            additional_epsilon=additional_epsilon,
+            calibrate=calibrate,
+        )
 
     def plan(
         self,
@@ -321,34 +323,18 @@ class PrivacyEngine:
             additional_epsilon=additional_epsilon,
             calibrate=calibrate,
         )
-        return planned(settings, self._accountant, self._ranks)
+        run = run_of(settings, self._accountant, self._ranks)
+        return run.plan(run.optimizer()[0])
 
-    def _made_private(
-        self, settings: Settings[ModuleT]
-    ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
-        optimizer, loader = made_private(
-            settings, self._accountant, self._ranks, is_alone=self._is_alone
-        )
-        self._accountant = optimizer.accountant
-        return settings.module, optimizer, loader
-
-    def _alone(self) -> AbstractContextManager[None]:
-        if not self._is_alone:
+    def _made_private(self, options: Mapping[str, Any], **target: Any) -> Any:
+        if self._ranks is None and not self._is_alone:
             require_single_process()
-        return nullcontext()
-
-
-def _require_same_tensors(saved: Mapping[str, Any], module: nn.Module) -> None:
-    """Raises unless what was saved has the names and shapes of the module's tensors."""
-    own = module.state_dict()
-    for name in [*saved, *own]:
-        sides = [
-            "missing" if name not in state else list(getattr(state[name], "shape", ()))
-            for state in (saved, own)
-        ]
-        if sides[0] != sides[1]:
-            raise CheckpointError(
-                f"the checkpoint is of another network: {name!r} is {sides[0]} in the file and"
-                f" {sides[1]} in the module. Load it into the network that was saved; nothing was"
-                " changed."
+        with self._ranks or nullcontext():
+            if target and target["target_epsilon"] is target["additional_epsilon"] is None:
+                raise ArgumentTypeError("target_epsilon is needed, or additional_epsilon")
+            settings = settings_of(options, **target)
+            optimizer, loader = made_private(
+                settings, self._accountant, self._ranks, is_alone=self._is_alone
             )
+            self._accountant = optimizer.accountant
+            return settings.module, optimizer, loader

@@ -16,6 +16,7 @@ from ..batches.sampling_schemes import FixedSizeSampler, RandomAllocationSampler
 from ..errors import ArgumentError, ArgumentTypeError
 from ..optim.base import PrivateOptimizer
 from ..optim.settings import Options as OfOptimizers
+from ..optim.settings import require_flag
 from ..per_sample.mapped_forward import Loss
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -80,18 +81,33 @@ class Settings(Generic[ModuleT]):
     calibrate: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_batches()
-        mode = self.grad_sample_mode
-        if mode not in (None, "bookkeeping", "vmap", "hooks"):
+        targets, most = (self.target_epsilon, self.additional_epsilon), self.max_batch_size
+        has_target = targets != (None, None)
+        if None not in targets:
+            raise ArgumentError(
+                "target_epsilon is for everything on the accountant, additional_epsilon for this"
+                " run: pass one of them"
+            )
+        if has_target and self.noise_multiplier is not None:
+            raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
+        if (share := self.calibrate) is not None:
+            if not has_target or not isinstance(share, int | float) or not 0 < share < 1:
+                raise ArgumentError(
+                    f"calibrate={share!r} is a share of the target, as .02: pass it with"
+                    " target_epsilon or additional_epsilon"
+                )
+            if self.user_ids is not None:
+                raise ArgumentError(
+                    "calibrate= protects records, but user_ids= protects users: leave one out"
+                )
+        if self.epochs is not None:
+            positive_count(self.epochs, "epochs")
+        if self.grad_sample_mode not in (None, "bookkeeping", "vmap", "hooks"):
             raise ArgumentError(
                 'grad_sample_mode must be "bookkeeping" (the default, as Opacus\' "ghost"), "vmap"'
-                f' or "hooks", got {mode!r}'
+                f' or "hooks", got {self.grad_sample_mode!r}'
             )
-        if not isinstance(self.assume_independent_records, bool):
-            raise ArgumentTypeError(
-                "assume_independent_records must be True or False, got"
-                f" {self.assume_independent_records!r}"
-            )
+        require_flag("assume_independent_records", self.assume_independent_records)
         if self.loss is not None and not callable(self.loss):
             raise ArgumentTypeError(
                 f"loss must be a function of output and targets, got {self.loss!r}"
@@ -100,37 +116,12 @@ class Settings(Generic[ModuleT]):
             raise ArgumentError(
                 "loss= keeps records apart by construction: leave out assume_independent_records"
             )
-        target = self.additional_epsilon if self.target_epsilon is None else self.target_epsilon
-        if self.target_epsilon is not None and self.additional_epsilon is not None:
-            raise ArgumentError(
-                "target_epsilon is for everything on the accountant, additional_epsilon for this"
-                " run: pass one of them"
-            )
-        if target is not None and self.noise_multiplier is not None:
-            raise ArgumentError("target_epsilon sets the floor: leave out noise_multiplier")
-        if self.calibrate is not None:
-            self._check_calibrate(self.calibrate, has_target=target is not None)
-        if self.epochs is not None:
-            positive_count(self.epochs, "epochs")
-
-    def _check_calibrate(self, share: float, *, has_target: bool) -> None:
-        if not has_target or not isinstance(share, int | float) or not 0 < share < 1:
-            raise ArgumentError(
-                f"calibrate={share!r} is a share of the target, as .02: pass it with target_epsilon"
-                " or additional_epsilon"
-            )
-        if self.user_ids is not None:
-            raise ArgumentError(
-                "calibrate= protects records, but user_ids= protects users: leave one out"
-            )
-
-    def _check_batches(self) -> None:
         if self.sampling not in SCHEMES:
             raise ArgumentError(
                 f"sampling must be one of {', '.join(map(repr, SCHEMES))}, got {self.sampling!r}"
             )
-        most = self.max_batch_size
-        if self.user_ids is not None and (self.sampling != "poisson" or most is not None):
+        is_other = self.sampling != "poisson"
+        if self.user_ids is not None and (is_other or most is not None):
             raise ArgumentError(
                 "user_ids= draws users by Poisson sampling: leave out sampling= and max_batch_size="
             )
@@ -139,13 +130,12 @@ class Settings(Generic[ModuleT]):
                 "records_per_user= needs user_ids=, the id of each record's user in the order of"
                 " the data set"
             )
-        if most is None:
-            return
-        if self.sampling != "poisson":
+        if most is not None and is_other:
             raise ArgumentError(
                 f"max_batch_size cuts Poisson draws: leave it out with sampling={self.sampling!r}"
             )
-        positive_count(most, "max_batch_size")
+        if most is not None:
+            positive_count(most, "max_batch_size")
 
     def accountant(self, found: PrivacyAccountant | None) -> PrivacyAccountant:
         """The engine's accountant, else a built optimizer's, else a new one with the target as its
@@ -158,20 +148,16 @@ class Settings(Generic[ModuleT]):
             found = self.optimizer.accountant
         unit: Unit = "record" if self.user_ids is None else "user"
         if found is None:
-            epsilon = self.target_epsilon
-            epsilon = self.additional_epsilon if epsilon is None else epsilon
+            stated = self.target_epsilon is not None
+            epsilon = self.target_epsilon if stated else self.additional_epsilon
             delta = None if epsilon is None else self.target_delta
             return PrivacyAccountant(epsilon, delta, unit=unit)
         if found.unit == unit:
             return found
-        if unit == "user":
-            raise ArgumentError(
-                "user_ids= protects users, but this accountant protects records: pass"
-                ' PrivacyEngine(PrivacyAccountant(..., unit="user"))'
-            )
         raise ArgumentError(
-            "this accountant protects users: pass user_ids=, the id of each record's user in the"
-            " order of the data set"
+            f"this accountant protects {found.unit}s: users need both user_ids=, the id of each"
+            " record's user in the order of the data set, and"
+            ' PrivacyEngine(PrivacyAccountant(..., unit="user"))'
         )
 
     @property

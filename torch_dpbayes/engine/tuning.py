@@ -90,12 +90,10 @@ def best_of_runs(
     library's log lines and warnings are suppressed. ``summary()`` states what the guarantee and the
     best run assume.
     """
-    choices = list(candidates)
-    if not choices:
+    if not (choices := list(candidates)):
         raise ArgumentError("candidates are empty: give at least one setting.")
-    delta = check_delta(delta)
-    repetitions = Repetitions(mean_runs, shape)
-    planned: Schedule = [(event, count) for event, count in schedule]
+    delta, repetitions = check_delta(delta), Repetitions(mean_runs, shape)
+    planned = [(event, count) for event, count in schedule]
     event = selection_event(planned, repetitions, delta, accountant.neighboring)
     accountant.compose(event, label="selection")
     accountant.note(_STATEMENT)
@@ -103,7 +101,7 @@ def best_of_runs(
     source = random.SystemRandom()
     best: BestRun[Candidate, Result] | None = None
     notes: tuple[str, ...] = ()
-    seen: list[Any] = []
+    seen: list[nn.Parameter] = []
     # generators would tell afterwards how many runs there were, and log lines meanwhile
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _silence():
         for _ in range(repetitions.draw()):
@@ -193,15 +191,13 @@ class _PlannedAccountant(PrivacyAccountant):
         )
 
 
-def _require_fresh(result: Any, seen: list[Any]) -> None:
+def _require_fresh(result: Any, seen: list[nn.Parameter]) -> None:
     """A module that two runs trained is not the result of one."""
     parts = result if isinstance(result, tuple | list) else [result]
-    modules = [part for part in parts if isinstance(part, nn.Module)]
-    for module in modules:
-        own = {id(parameter) for parameter in module.parameters()}
-        if any(own & {id(p) for p in other.parameters()} for other in seen):
-            raise StateError(
-                "two runs returned the same model, so they did not start anew: build the model"
-                " inside train(). Nothing is returned."
-            )
-    seen += modules
+    own = [p for part in parts if isinstance(part, nn.Module) for p in part.parameters()]
+    if {id(p) for p in own} & {id(p) for p in seen}:
+        raise StateError(
+            "two runs returned the same model, so they did not start anew: build the model"
+            " inside train(). Nothing is returned."
+        )
+    seen += own

@@ -9,20 +9,19 @@ post-processing.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
 from ..errors import (
@@ -91,8 +90,13 @@ class PrivateOptimizer(DeclaredOptimizer):
                 if closure is not None:
                     with torch.enable_grad():
                         loss = closure()
-                if hasattr(self, "grad_scale"):
-                    self._refuse_scaler()
+                if hasattr(self, "grad_scale"):  # a scaler leaves them behind when step() raises
+                    del self.__dict__["grad_scale"], self.__dict__["found_inf"]
+                    raise StateError(
+                        "GradScaler scales gradients before clipping, and skips a step if one"
+                        " record overflows: use torch.autocast with bfloat16 and no GradScaler.",
+                        code="grad-scaler",
+                    )
                 for group in self.param_groups:
                     require_public("a parameter group", group.values())
                 require_public("the optimizer's state", self.state.values())
@@ -126,19 +130,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         return loss
 
     def _parameters(self) -> list[Tensor]:
-        found: list[Tensor] = []
-        for group in self.param_groups:
-            found += group["params"]
-        return found
-
-    def _refuse_scaler(self) -> None:
-        for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
-            self.__dict__.pop(name, None)
-        raise StateError(
-            "GradScaler scales gradients before clipping, and skips a step if one record"
-            " overflows: use torch.autocast with bfloat16 and no GradScaler.",
-            code="grad-scaler",
-        )
+        return [*chain.from_iterable(map(itemgetter("params"), self.param_groups))]
 
     def _current_layout(self) -> Layout:
         """Where the numbers of a step live, made anew when other parameters are trainable."""
@@ -156,16 +148,16 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     def _cannot_overflow(self, layout: Layout, largest: float, slopes: list[Tensor] | None) -> bool:
         """Whether one step takes no number of this layout beyond what float32 holds."""
-        bound, steepest, settings = largest, 0.0, self._constants
-        if slopes is not None:
-            steepest = float(torch.stack(torch._foreach_norm(slopes)).amax())
+        bound, c = largest, self._constants
         for part in layout.groups:
             noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
-            scale: Any = (settings.num_data + 12 * noise) * settings.max_grad_norm
-            scale = scale / settings.expected_batch_size
-            pull = steepest if slopes is not None else largest / min(part.prior_stds) ** 2
-            lr = part.group["lr"]
-            bound = max(bound, scale, lr * scale, lr, pull, lr * pull)
+            scale = (c.num_data + 12 * noise) * c.max_grad_norm / c.expected_batch_size
+            if slopes is not None:
+                pull = float(torch.stack(torch._foreach_norm(slopes)).amax())
+            else:
+                pull = largest / min(part.prior_stds) ** 2
+            longest = max(1.0, part.group["lr"])
+            bound = max(bound, longest, longest * scale, longest * pull)
         return bound < _ORDINARY and (
             layout.is_plain or all(p.dtype is not torch.float16 for p in layout.parameters)
         )
@@ -189,13 +181,8 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Delete the gradients of the last backward pass, also per-record ones."""
-        parameters = self._parameters()
-        self.release.source.zero_grad(parameters)
-        if not set_to_none:
-            super().zero_grad(False)
-            return
-        for p in parameters:
-            p.grad = None
+        self.release.source.zero_grad(self._parameters())
+        super().zero_grad(set_to_none)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Opacus' ``BatchMemoryManager`` calls this before each part of a draw; ``do_skip`` means
@@ -209,53 +196,22 @@ class PrivateOptimizer(DeclaredOptimizer):
             )
         self.release.draws.delivered(is_part=True, is_last=not do_skip)
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Torch's wrapper of :meth:`step`, used only with a profiler or hooks: it takes a twentieth
-        of a small step.
-        """
-        watched = Optimizer.profile_hook_step(func)
-
-        @functools.wraps(func)
-        def step(self: PrivateOptimizer, *args: Any, **options: Any) -> Any:
-            if (
-                _profiler_enabled()
-                or self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-            ):
-                return watched(self, *args, **options)
-            return func(self, *args, **options)
-
-        return step
-
     def event(self, noise_multiplier: float) -> events.DpEvent:
         """The event of one step on a Poisson batch, in noise std / clip bound."""
         return self.release.event(noise_multiplier, "poisson")
 
     # -- groups, copies, checkpoints ---------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
-        super().add_param_group(param_group)
-        self._layout = None
-        self.release.forget_parts()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateOptimizer:
         """A copy that charges the same accountant and draws its own noise."""
         copy = object.__new__(type(self))
         memo[id(self)] = copy
-        shared = {
-            k: v
-            for k, v in self.__dict__.items()
-            if k.startswith("_") and not k.startswith("_optimizer_")
-        }
-        copy.__dict__.update(shared)
+        for name, value in vars(self).items():
+            if name.startswith("_") and not name.startswith("_optimizer_"):
+                setattr(copy, name, value)
         Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
-        is_other = any(
-            a is not b for a, b in zip(self._parameters(), copy._parameters(), strict=True)
-        )
+        pairs = zip(self._parameters(), copy._parameters(), strict=True)
+        is_other = any(own is not copied for own, copied in pairs)
         copy.release = self.release.duplicate(has_other_parameters=is_other)
         copy._layout = None
         return copy
@@ -301,13 +257,11 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         private = state_dict.get("private_step")
-        if private is None or private.get("algorithm") != type(self).__name__:
-            other = "a non-private optimizer" if private is None else private.get("algorithm")
-            raise CheckpointError(f"this is the state of {other}, not of {type(self).__name__}")
-        if not {"shapes", "accountant"} <= private.keys():
+        if private is None or not {"algorithm", "shapes", "accountant"} <= private.keys():
+            private = {"algorithm": "a non-private optimizer"}
+        if private["algorithm"] != type(self).__name__:
             raise CheckpointError(
-                "the state lacks the shapes of its parameters or what was charged: load what"
-                " state_dict() returned"
+                f"this is the state of {private['algorithm']}, not of {type(self).__name__}"
             )
         if private["shapes"] != self._shapes():
             raise CheckpointError(
@@ -345,7 +299,7 @@ def _largest_norm(layout: Layout) -> float:
     dtype = None if layout.is_plain else layout.dtype
     norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
     # NaN if any is
-    largest = sum(map(float, norms)) if len(norms) <= 4 else float(torch.stack(norms).sum())
+    largest = float(torch.stack(norms).sum())
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
         raise DivergedError(
             f"parameter {broken!r} is not finite, so every gradient would count as zero: load a"
@@ -364,8 +318,8 @@ class _Saved:
 
     def __init__(self, optimizer: Optimizer, layout: Layout) -> None:
         self._optimizer, self._layout = optimizer, layout
-        self._parameters = [p.detach().clone() for p in layout.parameters]
         self._groups = [dict(group) for group in optimizer.param_groups]
+        self._parameters = [p.detach().clone() for p in layout.parameters]
         self._states = [
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
             for p in layout.parameters
@@ -373,27 +327,25 @@ class _Saved:
 
     def require_finite(self) -> None:
         """After the step: put everything back and raise if something is not finite."""
-        groups, state, layout = self._optimizer.param_groups, self._optimizer.state, self._layout
+        optimizer, layout = self._optimizer, self._layout
         options = (
             name
-            for group in groups
+            for group in optimizer.param_groups
             for name, value in group.items()
             if name != "prior_std" and isinstance(value, float) and not math.isfinite(value)
         )
         if not (broken := _not_finite(layout) or next(options, "")):
             return
-        for group, old_group in zip(groups, self._groups, strict=True):
+        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
-            group.update(old_group)
-        before = zip(layout.parameters, self._parameters, self._states, strict=True)
-        for p, old, old_state in before:
+            group.update(before)
+        for p, old, state in zip(layout.parameters, self._parameters, self._states, strict=True):
             p.copy_(old)
-            state[p].clear()
-            state[p].update(old_state)
+            optimizer.state[p] = state
         for part in layout.groups:
             part.kept.clear()  # built anew from the state
         raise DivergedError(
             f"{broken!r} is not finite after this step: use a smaller lr (now"
-            f" {', '.join(str(g['lr']) for g in groups)}). Parameters and state are unchanged; the"
-            " charge stays."
+            f" {', '.join(str(g['lr']) for g in optimizer.param_groups)}). Parameters and state are"
+            " unchanged; the charge stays."
         )

@@ -73,36 +73,33 @@ class Settings:
     sampling: str | None
 
     def __post_init__(self) -> None:
-        n, batch, z = self.num_data, self.expected_batch_size, self.noise_multiplier
-        object.__setattr__(self, "num_data", events.positive_count(n, "num_data"))
-        _require_positive("expected_batch_size", batch)
-        if float(batch) > n:
+        n, z = events.positive_count(self.num_data, "num_data"), self.noise_multiplier
+        object.__setattr__(self, "num_data", n)
+        for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature"):
+            if (value := getattr(self, name)) is not None:
+                _require_positive(name, value, or_zero=name in ("noise_multiplier", "temperature"))
+                object.__setattr__(self, name, float(value))
+        batch = self.expected_batch_size
+        if batch > n:
             raise ArgumentError(
-                f"expected_batch_size = {batch} is larger than num_data = {n}: their ratio is the"
+                f"expected_batch_size = {batch:g} is larger than num_data = {n}: their ratio is the"
                 " sampling rate"
             )
-        _require_positive("max_grad_norm", self.max_grad_norm)
         # sums of squares over 2¹⁴ records, divided by the batch size, are floats
         if not 1e-12 <= self.max_grad_norm <= 1e12 or batch < 1e-6:
             raise ArgumentError(
                 f"max_grad_norm = {self.max_grad_norm} with expected_batch_size = {batch} is beyond"
                 " sums in float32: use 1e-12 to 1e12, and at least 1e-6"
             )
-        _require_positive("noise_multiplier", z, or_zero=True)
         if z and not events.gaussian_noise_multiplier(z) < _LARGEST_NOISE_MULTIPLIER:
             raise ArgumentError(
                 f"noise_multiplier = {z:g} is noise std / clip bound, and so large that steps"
                 f" would overflow: use a value below {_LARGEST_NOISE_MULTIPLIER:g}"
             )
-        if self.temperature is not None:
-            _require_positive("temperature", self.temperature, or_zero=True)
         if self.sampling not in (None, "poisson", "recordwise"):
             raise ArgumentError(
                 f'sampling must be "poisson", "recordwise" or None, got {self.sampling!r}'
             )
-        for name in ("expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, float(value))
 
 
 _NAMES = tuple(Settings.__dataclass_fields__)
@@ -133,12 +130,19 @@ class DeclaredOptimizer(Optimizer):
     _group_options: dict[str, Any] = {}  # noqa: RUF012
     # whether larger noise does not heat the samples: friction or step follow it
     _holds_temperature = False
+    _needs_temperature = False
     _is_made = False
     __signature__: ClassVar[inspect.Signature]  # help() shows it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.__signature__ = _signature_of(cls)
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
+            # with those that it hands on
+            _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
+            names = {p.name for p in own}
+            own = [*own[:-1], *(p for p in common if p.name not in names)]
+        cls.__signature__ = inspect.Signature(own)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         _require_arguments(cls, args, options)
@@ -168,26 +172,26 @@ class DeclaredOptimizer(Optimizer):
         settings = Settings(
             num_data, expected_batch_size, bound, noise_multiplier, temperature, sampling
         )
+        has_noise = settings.noise_multiplier > 0
+        if self._needs_temperature and settings.temperature == 0:
+            raise ArgumentError(
+                f"{type(self).__name__} needs a positive temperature; for temperature 0 use DPSGHMC"
+            )
         if self._derives_bound and settings.temperature == 0:
             raise ArgumentError(
                 "temperature=0 is plain DP-SGD: the sampler adds no noise, so no clip norm can be"
                 " derived. Pass max_grad_norm=1.0"
             )
-        if self._derives_bound and settings.noise_multiplier == 0:
+        if self._derives_bound and not has_noise:
             raise ArgumentError(
                 "without noise no max_grad_norm can be derived: pass target_epsilon to"
                 " make_private_with_epsilon, noise_multiplier=, or max_grad_norm="
             )
-        is_free = self._derives_bound or settings.noise_multiplier == 0 or isinstance(lr, str)
-        if temperature is None and is_free:
+        if temperature is None and (self._derives_bound or not has_noise or isinstance(lr, str)):
             settings = replace(settings, temperature=1.0)
         if log_prior is not None and not callable(log_prior):
             raise ArgumentTypeError(f"log_prior must be a function, got {log_prior!r}")
-        if not isinstance(assume_independent_records, bool):
-            raise ArgumentTypeError(
-                "assume_independent_records must be True or False, got"
-                f" {assume_independent_records!r}"
-            )
+        require_flag("assume_independent_records", assume_independent_records)
         self._constants, self._log_prior = settings, log_prior
         self.release = Release(  # what stands between batches and the noisy gradient
             self._make_query(settings.max_grad_norm, settings.expected_batch_size),
@@ -312,8 +316,8 @@ class DeclaredOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
         if isinstance(lr := param_group.get("lr"), str):
-            group = {**self.defaults, **param_group}
-            param_group = {**param_group, "lr": self._resolved(lr, group)}
+            resolved = self._resolved(lr, {**self.defaults, **param_group})
+            param_group = {**param_group, "lr": resolved}
         require_public("a parameter group", param_group.values())
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -347,10 +351,10 @@ class DeclaredOptimizer(Optimizer):
             raise ArgumentError(
                 "log_prior replaces the Gaussian prior: leave out prior_std and prior_mean"
             )
-        require_number("prior_mean", group["prior_mean"])
+        for name in ("prior_mean", "lr"):
+            require_number(name, group[name])
         if not math.isfinite(group["prior_mean"]):
             raise ArgumentError(f"prior_mean must be finite, got {group['prior_mean']}")
-        require_number("lr", group["lr"])
         if not 0 <= group["lr"] < _LARGEST_LR:
             raise ArgumentError(
                 f"lr = {group['lr']} is negative, not finite, or so large that a step overflows"
@@ -376,9 +380,9 @@ class DeclaredOptimizer(Optimizer):
 
     def _trained_groups(self) -> list[dict[str, Any]]:
         """Groups that are not frozen; all of them if every one is."""
-        return [
-            group for group in self.param_groups if any(p.requires_grad for p in group["params"])
-        ] or self.param_groups
+        requires_grad = attrgetter("requires_grad")
+        groups = self.param_groups
+        return [g for g in groups if any(map(requires_grad, g["params"]))] or groups
 
     def _settings(self) -> dict[str, Any]:
         """On which the law of a release depends."""
@@ -423,12 +427,12 @@ class DeclaredOptimizer(Optimizer):
         """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite if
         every lr is 0.
         """
-        return min(self._langevin(group) for group in self._trained_groups())
+        return min(map(self._langevin, self._trained_groups()))
 
     @property
     def effective_noise_multiplier(self) -> float:
         """The current z, for which a step is charged; the smallest over the groups."""
-        return min(self._multiplier(group) for group in self._trained_groups())
+        return min(map(self._multiplier, self._trained_groups()))
 
     @property
     def effective_temperature(self) -> float:
@@ -449,7 +453,7 @@ class DeclaredOptimizer(Optimizer):
         """
         if self.noise_multiplier == 0:
             return math.inf
-        return min(self._free_lr(group) for group in self._trained_groups())
+        return min(map(self._free_lr, self._trained_groups()))
 
     @property
     def unused_noise(self) -> str:
@@ -495,49 +499,48 @@ class DeclaredOptimizer(Optimizer):
     def __repr__(self) -> str:
         """The current numbers, and what is spent."""
         try:
-            numbers = self._numbers
+            return words.one_line(self, self._numbers, self.accountant)
         except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be
-            numbers = {"invalid": str(error)}
-        return words.one_line(self, numbers, self.accountant)
+            return words.one_line(self, {"invalid": str(error)}, self.accountant)
 
     def _repr_html_(self) -> str:
         return words.html(self, self._numbers, self.accountant)
-
-
-def _signature_of(cls: type[DeclaredOptimizer]) -> inspect.Signature:
-    """The arguments of a sampler, with those that it hands on."""
-    _, *own = inspect.signature(cls.__init__).parameters.values()
-    if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD and "Unpack" in str(own[-1]):
-        _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
-        names = {p.name for p in own}
-        own = [*own[:-1], *(p for p in common if p.name not in names)]
-    return inspect.Signature(own)
 
 
 def _require_arguments(
     cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     """Say in plain words which arguments are missing."""
-    signature = cls.__signature__
     try:
-        given = {*signature.bind_partial(*args, **options).arguments, *options}
+        given = {*cls.__signature__.bind_partial(*args, **options).arguments, *options}
     except TypeError as error:
         raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
     # a subclass that hands on what it is given has no names for it
-    needed = ("lr", "num_data", "expected_batch_size")
-    missing = [name for name in needed if name not in given and name in signature.parameters]
-    if missing:
-        more = [name for name in missing if name != "lr"]
-        where = " to PrivacyEngine().make_private, which knows the rest" if more else ""
-        also = f"also needs {', '.join(missing)}" if more else "needs lr"
+    needed = {"lr", "num_data", "expected_batch_size"} & cls.__signature__.parameters.keys()
+    if missing := sorted(needed - given, reverse=True):
         raise ArgumentTypeError(
-            f"{cls.__name__} {also}: pass optimizer=partial({cls.__name__}, lr=0.1){where}"
+            f"{cls.__name__} also needs {', '.join(missing)}: pass"
+            f" optimizer=partial({cls.__name__}, lr=0.1) to PrivacyEngine().make_private, which"
+            " knows the rest"
         )
+
+
+def require_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True or False, got {value!r}")
 
 
 def require_number(name: str, value: Any) -> None:
     if not isinstance(value, (float, int, Tensor, Real)):
         raise ArgumentTypeError(f"{name} must be a number, got {value!r}")
+
+
+def require_fraction(name: str, value: Any) -> float:
+    """``value`` as a number in [0, 1)."""
+    require_number(name, value)
+    if not 0 <= value < 1:
+        raise ArgumentError(f"{name} must be in [0, 1), got {value}")
+    return float(value)
 
 
 def _require_positive(name: str, value: float, *, or_zero: bool = False) -> None:

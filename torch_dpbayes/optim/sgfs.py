@@ -5,18 +5,20 @@ Fisher information.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
-from ..noise import check_positive, in_cache
-from ..release import GroupGradient
+from ..accounting.events import neighboring_relation
+from ..errors import ArgumentError, StateError
+from ..noise import add_gaussian, check_positive, digest, in_cache
+from ..per_sample.gradient_source import GradientSource
+from ..release import ClippedSum, GroupGradient, Layout
 from .base import PrivateOptimizer
-from .fisher_sum import FisherSum
-from .settings import Options, ReadOnly, require_number
+from .settings import Options, ReadOnly, require_fraction
 
 
 class DPSGFS(PrivateOptimizer):
@@ -84,7 +86,7 @@ class DPSGFS(PrivateOptimizer):
     ``RecordwiseBatchGaussianDpEvent(2z/√s)``; ``NonPrivateDpEvent()`` at z = 0.
     """
 
-    _holds_temperature = True
+    _holds_temperature = _needs_temperature = True
 
     def __init__(
         self,
@@ -99,20 +101,12 @@ class DPSGFS(PrivateOptimizer):
     ) -> None:
         if fisher not in ("full", "diagonal"):
             raise ArgumentError(f'fisher must be "full" or "diagonal", got {fisher!r}')
-        require_number("fisher_decay", fisher_decay)
-        if not 0 <= fisher_decay < 1:
-            raise ArgumentError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
-        self._fisher_share = check_positive("fisher_share", fisher_share)
-        if (temperature := options.get("temperature")) == 0:
-            raise ArgumentError(
-                "the step is proportional to the temperature, which must be positive, got"
-                f" {temperature}"
-            )
         if options.get("log_prior") is not None:
             raise ArgumentError(
                 "DPSGFS does not support log_prior=, because it needs the curvature: use prior_std="
             )
-        self._fisher, self._fisher_decay = fisher, float(fisher_decay)
+        self._fisher, self._fisher_decay = fisher, require_fraction("fisher_decay", fisher_decay)
+        self._fisher_share = check_positive("fisher_share", fisher_share)
         super().__init__(params, lr, **options)
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if trainable:
@@ -131,12 +125,8 @@ class DPSGFS(PrivateOptimizer):
         self._query.set_scale(scale)
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:
-        return FisherSum(
-            max_grad_norm,
-            expected_batch_size,
-            is_full=self._fisher == "full",
-            share=self._fisher_share,
-        )
+        is_full, share = self._fisher == "full", self._fisher_share
+        return FisherSum(max_grad_norm, expected_batch_size, is_full=is_full, share=share)
 
     @property
     def _query(self) -> FisherSum:
@@ -184,11 +174,8 @@ class DPSGFS(PrivateOptimizer):
         moment = self._query.second_moment(layout)
         if state.get("fisher", torch.empty(0)).shape != moment.shape:
             start = torch.full_like(layout.gradient, self.max_grad_norm**2)
-            state["fisher"], state["fisher_steps"] = (
-                (start if self._fisher == "diagonal" else torch.diag(start)),
-                0,
-            )
-            state["fisher_noise"] = 0.0
+            state["fisher"] = start if self._fisher == "diagonal" else torch.diag(start)
+            state["fisher_steps"], state["fisher_noise"] = 0, 0.0
         fisher: Tensor = state["fisher"].to(moment)
         state["fisher"] = fisher
         beta = max(1 - self._fisher_decay, 1 / (state["fisher_steps"] + 2))
@@ -213,9 +200,8 @@ class DPSGFS(PrivateOptimizer):
         """Σ: the variance of the privacy noise in N·ĝ."""
         if part.group["lr"] == 0:  # takes no step, whatever the noise was
             return 0.0
-        return (
-            part.noise_multiplier * self.max_grad_norm * self.num_data / self.expected_batch_size
-        ) ** 2
+        noise = part.noise_multiplier * self.max_grad_norm  # the order of products counts
+        return (noise * self.num_data / self.expected_batch_size) ** 2
 
     def _step_diagonal(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
         weight, sizes = self._curvature_weight(), [len(part.gradient) for part in parts]
@@ -237,11 +223,8 @@ class DPSGFS(PrivateOptimizer):
                     part.gradient, information, scale.square(), _spread(part, priors)
                 ):
                     gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
-            torch._foreach_add_(
-                part.parameters,
-                part.gradients,
-                alpha=-2 * temperature * self.num_data / weight,
-            )
+            alpha = -2 * temperature * self.num_data / weight
+            torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
     def _step_full(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
         def over_parts(value: Callable[[GroupGradient], float]) -> Tensor:
@@ -266,16 +249,12 @@ class DPSGFS(PrivateOptimizer):
         ]
         matrix.diagonal().add_(torch.cat(prior))
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
-        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (
-            1 - still
-        )
-        for part, piece in zip(
-            parts, step.split([len(part.gradient) for part in parts]), strict=True
-        ):
+        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0]
+        pieces = (step * (1 - still)).split([len(part.gradient) for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
             part.gradient.copy_(piece)
-            torch._foreach_add_(
-                part.parameters, part.gradients, alpha=-2 * temperature * self.num_data
-            )
+            alpha = -2 * temperature * self.num_data
+            torch._foreach_add_(part.parameters, part.gradients, alpha=alpha)
 
 
 def _spread(
@@ -296,3 +275,103 @@ def _at_least(fisher: Tensor, floor: float) -> Tensor:
         return fisher
     values, vectors = torch.linalg.eigh(fisher)
     return (vectors * values.clamp(min=floor)) @ vectors.T
+
+
+class FisherSum(ClippedSum):
+    """(Σ g_i, Σ g_i g_iᵀ) of clipped gradients, or Σ g_i∘g_i for the diagonal. ``share`` is ϕ =
+    (zC²/σ_F)², the weight of the second moment; ``scale`` is F, by which gradients are divided
+    before they are clipped, None for 1.
+
+    **Privacy.** Their sensitivity is at :class:`DPSGFS`.
+    """
+
+    def __init__(
+        self, max_grad_norm: float, expected_batch_size: float, *, is_full: bool, share: float
+    ) -> None:
+        super().__init__(max_grad_norm, expected_batch_size)
+        self.is_full, self.share = is_full, share
+        self.scale: Tensor | None = None
+        self.scale_digest = ""
+
+    def set_scale(self, scale: Tensor | None) -> None:
+        """Exchange F."""
+        self.scale = scale
+        self.scale_digest = "" if scale is None else digest([scale], 64).hex()
+
+    def extra_size(self, num_parameters: int, device: torch.device) -> int:
+        if not self.is_full:
+            return num_parameters
+        # buffer, estimate, and three matrices in float64
+        needed, available = 48 * num_parameters**2, _available_memory(device)
+        if needed > available:
+            raise ArgumentError(
+                f'fisher="full" works on {num_parameters} x {num_parameters} matrices, about'
+                f" {needed / 2**30:.1f} GiB in all of {available / 2**30:.1f} GiB available: use"
+                ' fisher="diagonal", or freeze parameters by requires_grad_(False).'
+            )
+        return num_parameters**2
+
+    def second_moment(self, layout: Layout) -> Tensor:
+        """The second moment in the buffer, in its shape."""
+        size = len(layout.gradient)
+        return layout.extra.view(size, size) if self.is_full else layout.extra
+
+    def fisher_noise(self, noise_multiplier: float) -> float:
+        """σ_F = zC²/√ϕ."""
+        return noise_multiplier * self.max_grad_norm**2 / math.sqrt(self.share)
+
+    def collect(self, source: GradientSource, layout: Layout) -> int:
+        if self.scale is not None:
+            if len(self.scale) != len(layout.gradient):
+                raise StateError(
+                    "the trainable parameters changed since sensitivity_scale was given: build"
+                    " the optimizer again"
+                )
+            self.scale = self.scale.to(layout.gradient)
+        return source.add_clipped_sum(
+            layout.named,
+            self.max_grad_norm,
+            layout.pieces,
+            scale=self.scale,
+            second_moment=self.second_moment(layout),
+        )
+
+    def add_noise(self, layout: Layout, smallest: float, stream: torch.Generator | None) -> None:
+        super().add_noise(layout, smallest, stream)
+        if stream is None:
+            layout.extra.div_(self.expected_batch_size)
+        # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2
+        # beside it
+        else:
+            std = self.fisher_noise(smallest)
+            add_gaussian(layout.extra, std, self.expected_batch_size, stream)
+        if self.scale is not None:
+            layout.gradient.mul_(self.scale)
+
+    def equivalent_noise_multiplier(
+        self, noise_multiplier: float, *, is_full: bool, sampling: str | None, neighboring: str
+    ) -> float:
+        share = self.share
+        swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
+        is_replacement = neighboring_relation(neighboring) == "replace_one"
+        # a swap in a batch that was cut is charged at twice the distance, which is further
+        is_drawn = sampling in ("poisson", "truncated_poisson", "random_allocation", "users")
+        is_swap = is_replacement if is_full else not is_drawn
+        return (
+            2 * noise_multiplier / math.sqrt(swap)
+            if is_swap
+            else noise_multiplier / math.sqrt(1 + share)
+        )
+
+
+def _available_memory(device: torch.device) -> int:
+    """Bytes that can be allocated there without pushing others out."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(
+                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
+            )
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..noise import in_cache
 from ..release import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options, require_number
+from .settings import Options, require_fraction
 
 
 class DPSGHMC(PrivateOptimizer):
@@ -73,9 +73,7 @@ class DPSGHMC(PrivateOptimizer):
                     " noise_multiplier, temperature and max_grad_norm, all above 0"
                 )
         else:  # under this name torch's schedulers cycle it
-            require_number("momentum", momentum)
-            if not 0 <= momentum < 1:
-                raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
+            require_fraction("momentum", momentum)
             self._group_options = {"momentum": momentum}
         self._momentum = momentum
         super().__init__(params, lr, **options)
@@ -94,10 +92,7 @@ class DPSGHMC(PrivateOptimizer):
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
         """m of a group."""
-        momentum = group["momentum"]
-        if isinstance(momentum, str) or not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum must be in [0, 1), got {momentum!r}")
-        return float(momentum)
+        return require_fraction("momentum", group["momentum"])
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         if not self._is_matched:
@@ -121,11 +116,10 @@ class DPSGHMC(PrivateOptimizer):
                 if lr != before and before > 0:
                     velocity.mul_(math.sqrt(lr / before))
                 part.group["velocity_lr"] = lr
-            friction = 0.0
             if not self._is_matched:
                 friction = self._friction(part.group)
-            elif lr > 0:
-                friction = self._matching_friction(part.group, part.noise_multiplier)
+            else:
+                friction = self._matching_friction(part.group, part.noise_multiplier) if lr else 0.0
             for v, gradient in in_cache(velocity, part.gradient):
                 v.mul_(1 - friction).add_(gradient, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)

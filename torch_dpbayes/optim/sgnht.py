@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from ..noise import check_positive, in_cache
 from ..release import GroupGradient
 from .base import PrivateOptimizer
-from .settings import Options, ReadOnly, require_number
+from .settings import Options, ReadOnly, require_fraction
 
 # Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
 # α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
@@ -61,7 +61,7 @@ class DPSGNHT(PrivateOptimizer):
     sensitivity and event are those of :class:`DPSGLD`.
     """
 
-    _holds_temperature = True
+    _holds_temperature = _needs_temperature = True
 
     def __init__(
         self,
@@ -72,15 +72,7 @@ class DPSGNHT(PrivateOptimizer):
         thermostat_gain: float = 0.01,
         **options: Unpack[Options],
     ) -> None:
-        require_number("momentum", momentum)
-        if not 0 <= momentum < 1:
-            raise ArgumentError(f"momentum must be in [0, 1), got {momentum}")
-        if (temperature := options.get("temperature")) == 0:
-            raise ArgumentError(
-                f"a thermostat needs a positive temperature, got {temperature}; for temperature 0"
-                " use DPSGHMC"
-            )
-        self._momentum = float(momentum)
+        self._momentum = require_fraction("momentum", momentum)
         self._thermostat_gain = check_positive("thermostat_gain", thermostat_gain)
         super().__init__(params, lr, **options)
 

@@ -17,11 +17,12 @@ class Chain:
     """A bounded set of samples."""
 
     def __init__(self, burn_in: int | None = None, thin: int = 1, max_samples: int = 100) -> None:
-        for name, value, smallest in (
-            ("burn_in", 0 if burn_in is None else burn_in, 0),
-            ("thin", thin, 1),
-            ("max_samples", max_samples, 2),
-        ):
+        given = {
+            "burn_in": 0 if burn_in is None else burn_in,
+            "thin": thin,
+            "max_samples": max_samples,
+        }
+        for (name, value), smallest in zip(given.items(), (0, 1, 2), strict=True):
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
                 raise ArgumentError(
                     f"{name} must be an integer, at least {smallest} (collect() calls), got"
@@ -140,9 +141,7 @@ def _checked_parameters(model: nn.Module, before: dict[str, torch.Size]) -> dict
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
     if not parameters:
-        raise SamplesError(
-            "The model has no trainable parameter, so there is no posterior sample to collect."
-        )
+        raise SamplesError("The model has no trainable parameter to collect.")
     if before and shapes != before:
         raise SamplesError(
             "This model has other trainable parameters than the model collected before:"
@@ -151,8 +150,7 @@ def _checked_parameters(model: nn.Module, before: dict[str, torch.Size]) -> dict
     for name, p in parameters.items():
         if not torch.isfinite(p).all():
             raise DivergedError(
-                f"Parameter {name!r} has non-finite values: the chain diverged, usually because lr"
-                " is too large. This sample was not collected; restart from finite parameters"
-                " with a smaller lr."
+                f"Parameter {name!r} is not finite: the chain diverged, usually because lr is too"
+                " large. This sample was not collected; restart with a smaller lr."
             )
     return parameters

@@ -24,6 +24,7 @@ Transform = Callable[[Tensor], Tensor]
 Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
 Inputs = Tensor | Iterable[Any]
 Sample = dict[str, Tensor]
+Reduce = Callable[[Iterator[Tensor]], Tensor]  # of the outputs under one sample after another
 
 _NO_BATCHES = (
     "x must be a tensor whose first dimension is the record (torch.as_tensor of an array), or a"
@@ -39,7 +40,7 @@ def evaluate(
     model: nn.Module,
     x: Inputs,
     forward: Forward | None,
-    reduce: Callable[[Iterator[Tensor]], Tensor],
+    reduce: Reduce,
     dim: int = 0,
     *,
     is_alone: bool = False,
@@ -78,7 +79,8 @@ def evaluate(
                 f"The model returned a {type(output).__name__}; predictions need one tensor with"
                 " one row per record: pass for example forward=lambda model, x: model(x).logits."
             )
-        return _require_rows(output, _records_in(batch))
+        tensors = (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0)
+        return _require_rows(output, len(next(tensors, ())))
 
     def of_all(batch: Any) -> Iterator[Tensor]:
         for sample in samples:
@@ -138,21 +140,20 @@ def target_of(batch: Any) -> Tensor:
     return found[0]
 
 
-def transformed(outputs: Iterable[Tensor], transform: Transform | None) -> Iterator[Tensor]:
-    """``transform`` of the output under each sample."""
-    for output in outputs:
-        yield output if transform is None else _require_rows(transform(output), len(output))
+def of_transformed(transform: Transform | None, reduce: Reduce) -> Reduce:
+    """``reduce`` of the transforms of the outputs."""
+    if transform is None:
+        return reduce
+    return lambda found: reduce(_require_rows(transform(o), len(o)) for o in found)
 
 
-def average(points: Iterable[Tensor]) -> Tensor:
+def average(found: Iterator[Tensor]) -> Tensor:
     """The average over samples, of which one is held at a time beside a sum in double precision,
     or single where a device (Apple's) has no other.
     """
-    found = iter(points)
     first = next(found)
     wide = torch.float32 if first.device.type == "mps" else torch.float64
-    total = first.to(torch.promote_types(first.dtype, wide))
-    count = 1
+    total, count = first.to(torch.promote_types(first.dtype, wide)), 1
     for point in found:
         total = total + point
         count += 1
@@ -172,14 +173,14 @@ def _require_rows(result: Any, rows: int) -> Tensor:
 
 def difference_of(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> str:
     """In which parameters two models differ."""
-    parts = []
-    if missing := [name for name in before if name not in now]:
-        parts.append(f"missing {', '.join(missing[:3])}")
-    if added := [name for name in now if name not in before]:
-        parts.append(f"added {', '.join(added[:3])}")
-    for name in [name for name in before if name in now and before[name] != now[name]][:3]:
-        parts.append(f"{name} was {list(before[name])} and is {list(now[name])}")
-    return "; ".join(parts)
+    missing = [f"missing {name}" for name in before if name not in now]
+    added = [f"added {name}" for name in now if name not in before]
+    changed = [
+        f"{name} was {list(before[name])} and is {list(now[name])}"
+        for name in before
+        if before[name] != now.get(name, before[name])
+    ]
+    return "; ".join(missing[:3] + added[:3] + changed[:3])
 
 
 class _Called(nn.Module):
@@ -226,11 +227,6 @@ def _moved(batch: Any, device: torch.device, *, copy: bool = False) -> Any:
     if not any(isinstance(t, Tensor) for t in pytree.tree_leaves(batch)):
         raise ArgumentTypeError(_NO_BATCHES)
     return pytree.tree_map(lambda t: t.to(device, copy=copy) if isinstance(t, Tensor) else t, batch)
-
-
-def _records_in(batch: Any) -> int:
-    tensors = (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0)
-    return len(next(tensors, ()))
 
 
 def _each_alone(function: Callable[[Any], Tensor], batch: Any) -> Tensor:

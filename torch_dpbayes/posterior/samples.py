@@ -123,15 +123,11 @@ class PosteriorSamples(Chain):
         """
         if isinstance(draws, Mapping):
             whole = {
-                name: torch.atleast_1d(v)
-                if isinstance(v, Tensor)
-                else torch.stack([torch.as_tensor(each) for each in v])
+                name: torch.atleast_1d(v) if isinstance(v, Tensor) else [*map(torch.as_tensor, v)]
                 for name, v in draws.items()
             }
-            counts = {len(value) for value in whole.values()}
-            kept = [
-                {name: v[k] for name, v in whole.items()} for k in range(min(counts, default=0))
-            ]
+            counts = {len(values) for values in whole.values()}
+            kept = [{n: v[k] for n, v in whole.items()} for k in range(min(counts, default=0))]
         else:
             kept = [{name: v.detach() for name, v in draw.items()} for draw in draws]
             counts = {len(kept)}
@@ -243,19 +239,18 @@ class PosteriorSamples(Chain):
         require_same_buffers(model, self._buffers)
         accountant, total = calibration.charged_to(loader, accountant, epsilon, delta)
 
-        def compact(of: Likelihood, forms: Tensor) -> Tensor:
-            return of.compact(forms)
+        def compact(batch: Any) -> Tensor:
+            return self._by_likelihood(
+                model, [batch], forward, lambda of, forms: of.compact(forms), is_private=True
+            )
 
         def score_of(batches: Iterable[Any]) -> Callable[[float], float]:
-            targets, forms = [], []
-            for batch in batches:
-                targets.append(outputs.target_of(batch))
-                forms.append(self._by_likelihood(model, [batch], forward, compact, is_private=True))
-            if not targets:
+            pairs = [(outputs.target_of(batch), compact(batch)) for batch in batches]
+            if not pairs:
                 raise SamplesError("the loader holds no record to calibrate on")
-            found = torch.cat(forms)
-            of = likelihood_of(self.likelihood, found.shape, self.noise_std)
-            return calibration.score_of(of, found, torch.cat(targets))
+            targets, forms = map(torch.cat, zip(*pairs, strict=True))
+            of = likelihood_of(self.likelihood, forms.shape, self.noise_std)
+            return calibration.score_of(of, forms, targets)
 
         records = PoissonLoader.every_record(loader)
         # what does not suit is found before the charge, on a record without values
@@ -263,16 +258,13 @@ class PosteriorSamples(Chain):
         try:
             accountant.compose(calibration.event_of(total), label="calibration of predictions")
         except PrivacyBudgetExceeded as refused:
-            instead = "the share of calibrate= is used up: calibrate once, after the planned steps"
-            if epsilon is not None:
-                instead = f"epsilon={epsilon:g} is for everything on it: pass a smaller value"
             raise PrivacyBudgetExceeded(
-                "calibrating would exceed the accountant's budget; nothing was released:"
-                f" {instead}."
+                "calibrating would exceed the accountant's budget; nothing was released. Calibrate"
+                " once, after the planned steps; epsilon= is for everything on the accountant."
             ) from refused
         is_normal = self.likelihood == "normal"
-        t, std = calibration.estimate(score_of(records), total, is_normal)
         unit = 2 if is_normal else 1  # of t in log T
+        t, std = calibration.estimate(score_of(records), total, is_normal)
         self._temperature = math.exp(unit * t)
         if std > calibration.UNDETERMINED:
             warnings.warn(
@@ -321,11 +313,8 @@ class PosteriorSamples(Chain):
         """
         if transform == "likelihood":
             return self._by_likelihood(model, x, forward)
-
-        def averaged(found: Iterator[Tensor]) -> Tensor:
-            return outputs.average(outputs.transformed(found, transform))
-
-        return outputs.evaluate(self._samples, model, x, forward, averaged)
+        average = outputs.of_transformed(transform, outputs.average)
+        return outputs.evaluate(self._samples, model, x, forward, average)
 
     def outputs(
         self,
@@ -341,10 +330,8 @@ class PosteriorSamples(Chain):
         **Privacy**: post-processing.
         """
 
-        def stacked(found: Iterator[Tensor]) -> Tensor:
-            return torch.stack(tuple(outputs.transformed(found, transform)))
-
-        return outputs.evaluate(self._samples, model, x, forward, stacked, dim=1)
+        stack = outputs.of_transformed(transform, lambda found: torch.stack(tuple(found)))
+        return outputs.evaluate(self._samples, model, x, forward, stack, dim=1)
 
     def log_likelihood(
         self, model: nn.Module, x: Inputs, y: Tensor, *, forward: Forward | None = None
