@@ -17,8 +17,8 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import MethodWrapperType
 from typing import Any
 
@@ -78,8 +78,7 @@ _TORCHS_WORDS = {
 }
 
 # In torch's errors on programs, and not on the values of a record.
-_OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),)
-
+_OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
 
 _compiler: Any = torch.compiler
 _lock, _flags = threading.Lock(), list[bool]()  # before each map that runs, in any thread
@@ -239,17 +238,16 @@ class RecordMap(TorchFunctionMode):
         outside = _outside(func, (*args, *kwargs.values()))
         if outside:
             _require_public(outside)
-        if not _is_harmless(func) or "generator" in kwargs:
+        if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
                 func = F.grouped_mm  # for which it stands while torch traces
             _require_nothing_hidden(func, args, kwargs)
-            found = self._special(func, args, kwargs)
-            if found is not NotImplemented:
-                return found
         try:
-            result = func(*args, **kwargs)
+            result = self._special(func, args, kwargs) if is_special else None
+            if result is None:
+                result = func(*args, **kwargs)
         except Exception as error:
-            result = self._of_those_that_run(func, args, kwargs)
+            result = self._of_those_that_run(FUNCTIONS.get(func, func), args, kwargs)
             if result is None:
                 self._error = error
                 raise
@@ -258,7 +256,7 @@ class RecordMap(TorchFunctionMode):
             # its gradient would be neither clipped nor noisy
             trained = [t for t in outside if t.requires_grad]
             if trained and isinstance(result, (Tensor, tuple, list)):
-                raise OutsideTensor(getattr(func, "__name__", str(func)), trained[0])
+                raise OutsideTensor(name_of(func), trained[0])
         self._track(result)
         return result
 
@@ -357,51 +355,43 @@ class RecordMap(TorchFunctionMode):
         return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result where it is not what vmap would give; NotImplemented where it is."""
+        """The result where it is not what vmap would give; None where it is."""
+        first = args[0] if args else None
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func in _ROW_BY_ROW and self._leaves:
-            if (found := self._loss(func, args, kwargs)) is not None:
-                return found
-        if func in FUNCTIONS:
-            try:
-                with self:
-                    found = FUNCTIONS[func](*args, **kwargs)
-            except Exception as error:
-                found = self._of_those_that_run(FUNCTIONS[func], args, kwargs)
-                if found is None:
-                    self._error = error
-                    raise
-            if found is not None:
-                return found
-        # asked for by gradient checkpointing; gradients are taken anyway
-        if func == _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
-            return None
-        if func == _REQUIRES_GRAD and is_batchedtensor(args[0]):
-            return get_unwrapped(args[0]).requires_grad  # then its hook is refused, not left out
-        if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
-            return args[0]
-        if func is Tensor.__repr__ and is_of_records(args[0]):
-            t = args[0]
-            return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
-        if func in _EMPTY:
-            own = self._own(func(*args, **kwargs))
-            self._track(own)
-            return own
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
-        return NotImplemented
+        if func in _EMPTY:
+            return self._own(func(*args, **kwargs))
+        # asked for by gradient checkpointing; gradients are taken anyway
+        if func == _REQUIRE_GRAD and not is_gradtrackingtensor(first):
+            return False
+        if func == _REQUIRES_GRAD and is_batchedtensor(first):
+            return get_unwrapped(first).requires_grad  # then its hook is refused, not left out
+        if func is Tensor.requires_grad_ and is_batchedtensor(first):
+            return first
+        if func is Tensor.__repr__ and is_of_records(first):
+            return f"tensor(of one record, size={tuple(first.shape)}, dtype={first.dtype})"
+        found = None
+        if func in _ROW_BY_ROW and self._leaves:
+            found = self._loss(func, args, kwargs)
+        if found is None and func in FUNCTIONS:
+            with self:
+                found = FUNCTIONS[func](*args, **kwargs)
+        return found
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """A loss of one record, found with those of all others; None where that would not do."""
         options = {name: value for name, value in kwargs.items() if value is not None}
         how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
-        if len(args) != 2 or how not in ("mean", "sum") or not all(map(is_batchedtensor, args)):
-            return None
-        is_mapped = any(isinstance(value, Tensor) for value in options.values())  # or outside it
-        if is_mapped or not options.keys().isdisjoint(("size_average", "reduce")):
-            return None
-        if not is_row_by_row(func, args[0].shape, args[1].shape, options):
+        if (
+            len(args) != 2
+            or how not in ("mean", "sum")
+            or not all(map(is_batchedtensor, args))
+            or any(isinstance(value, Tensor) for value in options.values())  # mapped or outside
+            or not options.keys().isdisjoint(("size_average", "reduce"))
+            or not is_row_by_row(func, args[0].shape, args[1].shape, options)
+        ):
             return None
 
         def run(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -443,27 +433,27 @@ class RecordMap(TorchFunctionMode):
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
-class as_traced:
+@contextmanager
+def as_traced() -> Iterator[None]:
     """Run as while torch traces a program. Hooks on saved tensors are not called, which would see,
     and could mix, what the backward pass of all records needs; ``checkpoint`` therefore runs its
     function once. ``transformers`` builds every attention mask, and looks at no values of tokens,
     for which each record may have another answer.
     """
-
-    def __enter__(self) -> None:
-        with _lock:
-            _flags.append(_compiler._is_compiling_flag)
-            _compiler._is_compiling_flag = True
-        self._is_tracing = _trace_hooks(True)
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        is_traced = _trace_hooks(self._is_tracing)
+    with _lock:
+        _flags.append(_compiler._is_compiling_flag)
+        _compiler._is_compiling_flag = True
+    was_tracing = _trace_hooks(True)
+    try:
+        yield
+    finally:
+        is_traced = _trace_hooks(was_tracing)
         with _lock:
             before = _flags.pop()
             if not _flags:  # the last map of all threads; the others found the flag set
                 _compiler._is_compiling_flag = before
-        if kind is None and not is_traced:  # by torch.compiler.reset()
-            raise CannotBeMapped("it resets torch's compiler: remove this from forward")
+    if not is_traced:  # by torch.compiler.reset()
+        raise CannotBeMapped("it resets torch's compiler: remove this from forward")
 
 
 def is_of_records(t: Any) -> bool:
@@ -496,15 +486,6 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
 _ITERATE = (tuple.__iter__, list.__iter__)
-_ANY_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
-_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
-# They may go by numbers that nobody compares with the size of a table, in the memory of all
-# records, as may those of private names and of backward passes.
-_UNCHECKED = frozenset(
-    "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm roll grid_sampler"
-    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve searchsorted binary_cross_entropy"
-    " linalg_householder_product orgqr".split()
-)
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
@@ -519,15 +500,9 @@ _DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
 _LOOKED_AT = frozenset(
     (
         *(_RESIZES | _INDEX_FILLS | _EMPTY | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS),
-        *(
-            *_OF_ALL_RECORDS,
-            *_DIMENSIONS,
-            _REQUIRES_GRAD,
-            _REQUIRE_GRAD,
-            Tensor.requires_grad_,
-            Tensor.__repr__,
-        ),
-        *(torch.segment_reduce, F.scaled_dot_product_attention, F.multi_head_attention_forward),
+        *(*_OF_ALL_RECORDS, *_DIMENSIONS, _REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_),
+        *(F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.segment_reduce),
+        Tensor.__repr__,
     )
 )
 
@@ -574,24 +549,16 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
             f"{func.__name__} at an index, or with a value, that a record holds would write into"
             " other records: write torch.where(torch.arange(n) == index, value, x)"
         )
-    if not (is_torchs(func) or isinstance(func, _ANY_OPERATORS)):
+    if isinstance(func, _OPERATORS):
+        raise CannotBeMapped(
+            f"operator {func} is called itself: the library cannot see whether it mixes or stores"
+            " records. Write the corresponding function of torch"
+        )
+    if not (is_torchs(func) or isinstance(func, torch._ops.OperatorBase)):
         raise CannotBeMapped(
             f"{name_of(func)} is not a function of torch: the library cannot see what it does to"
             " whole batches"
         )
-    if isinstance(func, _OPERATORS):
-        name = str(func)
-        source, bare, *_ = name.split(".")
-        if source not in _TORCHS_OPERATORS:
-            raise CannotBeMapped(
-                f"operator {name} is not part of torch: the library cannot see whether it mixes or"
-                " stores records"
-            )
-        if bare in _UNCHECKED or bare.startswith("_") or "_backward" in bare:
-            raise CannotBeMapped(
-                f"operator {name} may read other records: write the corresponding function of"
-                " torch.nn.functional"
-            )
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
     if func in _OF_ALL_RECORDS or (func in _DIMENSIONS and table.dim() < _DIMENSIONS[func]):
         raise CannotBeMapped(
