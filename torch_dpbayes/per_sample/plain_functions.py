@@ -47,8 +47,9 @@ def _recurrent(one_layer: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...
                 outputs.append(found[0])
                 states[k] = found[1]
             steps = torch.cat(outputs, -1)
-        last = [states] if isinstance(hx, Tensor) else zip(*states, strict=True)
-        return (steps.transpose(0, 1) if batch_first else steps, *map(torch.stack, last))
+        last: Any = [states] if isinstance(hx, Tensor) else zip(*states, strict=True)
+        output = steps.transpose(0, 1) if batch_first else steps
+        return (output, *(torch.stack(list(state)) for state in last))
 
     return run
 
