@@ -29,18 +29,17 @@ def _items(value: Any) -> dict[Any, Any] | None:
         return None
     if isinstance(value, Mapping):
         return dict(value)
-    return {name: getattr(value, name) for name in _fields(value)} or None
-
-
-def _fields(value: Any) -> list[str]:
-    """Names of a dataclass instance's fields."""
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return [field.name for field in dataclasses.fields(value)] if is_instance else []
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} or None
 
 
 def _holds_items_only(value: Any, items: Mapping[Any, Any]) -> bool:
     """Whether a container keeps nothing else, as a cached property made of all records."""
-    return getattr(value, "__dict__", {}).keys() <= {*items, *_fields(value)}
+    return getattr(value, "__dict__", {}).keys() <= {
+        *items,
+        *getattr(value, "__dataclass_fields__", ()),
+    }
 
 
 def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
@@ -97,7 +96,9 @@ def leaves_in(value: Any) -> Iterator[Any]:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors among them."""
-    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
+    for leaf in leaves_in(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 class Nested:

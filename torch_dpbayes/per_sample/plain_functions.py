@@ -110,7 +110,9 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         labels = targets.masked_fill(wrong, 0)
         with torch._C.DisableTorchFunction():
             found = function(log_probs, labels, input_lengths, target_lengths, *rest, **options)
-        return found.masked_fill((wrong & is_read).any(), math.nan)
+        is_bad = wrong & is_read
+        are_rows = found.dim() > 0 and targets.dim() > 1
+        return found.masked_fill(is_bad.any(-1) if are_rows else is_bad.any(), math.nan)
 
     return run
 
@@ -118,21 +120,18 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def embedding_bag(
     indices: Tensor,
     weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
+    *,
     mode: str = "mean",
-    sparse: bool = False,
     per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
     padding_idx: int | None = None,
+    **options: Any,
 ) -> Tensor | None:
     """As ``F.embedding_bag`` of equally long bags; not where torch refuses these options, or they
     mix records.
     """
-    is_refused = offsets is not None or (per_sample_weights is not None and mode != "sum")
-    is_refused |= max_norm is not None or scale_grad_by_freq or indices.numel() == 0
+    is_refused = per_sample_weights is not None and mode != "sum"
+    is_refused |= any(options.get(name) is not None for name in ("offsets", "max_norm"))
+    is_refused |= options.get("scale_grad_by_freq", False) or indices.numel() == 0
     if is_refused or mode not in ("sum", "mean", "max"):
         return None
     found = F.embedding(indices, weight)  # (bags, places, numbers)

@@ -17,8 +17,8 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import MethodWrapperType
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
 # every layer
 from torch._C import _functorch as functorch
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -233,8 +233,6 @@ class RecordMap(TorchFunctionMode):
                 "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
             )
         outside = _outside(func, (*args, *kwargs.values()))
-        if outside:
-            _require_public(outside)
         if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
                 func = F.grouped_mm  # for which it stands while torch traces
@@ -275,7 +273,7 @@ class RecordMap(TorchFunctionMode):
             if is_inner or is_gradtrackingtensor(t) or is_batchedtensor(inside):
                 raise InnerTransform("whole batches are needed inside a torch.func transform")
             if inside is t:
-                _require_public((t,))
+                _require_public(t)
                 outside.append(t.expand(self.records, *t.shape))
             else:
                 dim = functorch.maybe_get_bdim(t)
@@ -308,7 +306,7 @@ class RecordMap(TorchFunctionMode):
         what they hold of all.
         """
         for generation in (0, 2):  # most of what is in reference cycles is young
-            if all(reference() is None for reference in self._tracked):
+            if not [True for reference in self._tracked if reference() is not None]:
                 return []
             gc.collect(generation)
         return [t for reference in self._tracked if (t := reference()) is not None]
@@ -414,27 +412,27 @@ class RecordMap(TorchFunctionMode):
         return _with_plain_attention(function, (query, key, value, attn_mask, *rest), kw)
 
 
-@contextmanager
-def as_traced() -> Iterator[None]:
+class as_traced:
     """Run as while torch traces a program. Hooks on saved tensors are not called, which would see,
     and could mix, what the backward pass of all records needs; ``checkpoint`` therefore runs its
     function once. ``transformers`` builds every attention mask, and looks at no values of tokens,
     for which each record may have another answer.
     """
-    with _lock:
-        _flags.append(_compiler._is_compiling_flag)
-        _compiler._is_compiling_flag = True
-    was_tracing = _trace_hooks(True)
-    try:
-        yield
-    finally:
-        is_traced = _trace_hooks(was_tracing)
+
+    def __enter__(self) -> None:
+        with _lock:
+            _flags.append(_compiler._is_compiling_flag)
+            _compiler._is_compiling_flag = True
+        self._is_tracing = _trace_hooks(True)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        is_traced = _trace_hooks(self._is_tracing)
         with _lock:
             before = _flags.pop()
             if not _flags:  # the last map of all threads; the others found the flag set
                 _compiler._is_compiling_flag = before
-    if not is_traced:  # by torch.compiler.reset()
-        raise CannotBeMapped("it resets torch's compiler: remove this from forward")
+        if kind is None and not is_traced:  # by torch.compiler.reset()
+            raise CannotBeMapped("it resets torch's compiler: remove this from forward")
 
 
 def is_of_records(t: Any) -> bool:
@@ -458,7 +456,6 @@ _EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
-_ITERATE = (tuple.__iter__, list.__iter__)
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
@@ -547,6 +544,8 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 def require_no_modes() -> None:
     """Refuse modes of the caller's: they see tensors that hold all records."""
+    if not (_len_torch_dispatch_stack() or _len_torch_function_stack()):
+        return
     names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
     if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(
@@ -555,14 +554,13 @@ def require_no_modes() -> None:
         )
 
 
-def _require_public(outside: Iterable[Tensor]) -> None:
+def _require_public(outside: Tensor) -> None:
     """Refuse what was computed from records of other batches, or from several of this one."""
-    for tensor in outside:
-        if holds_records(tensor):
-            raise CannotBeMapped(
-                "it uses a tensor that was computed from other or several records: leave it out,"
-                " or compute it from each record alone"
-            )
+    if holds_records(outside):
+        raise CannotBeMapped(
+            "it uses a tensor that was computed from other or several records: leave it out, or"
+            " compute it from each record alone"
+        )
 
 
 def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
@@ -576,15 +574,16 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
             if not (is_batchedtensor(value) or is_gradtrackingtensor(value)):
+                _require_public(value)
                 found.append(value)
         elif kind in _WITHOUT_CODE:
             continue
         elif kind is slice:
             found += _outside(func, (value.start, value.stop, value.step))
-        elif isinstance(value, (tuple, list)) and kind.__iter__ in _ITERATE:
+        elif isinstance(value, (tuple, list)) and kind.__iter__ in (tuple.__iter__, list.__iter__):
             found += _outside(func, value)
         elif isinstance(value, Tensor):
-            _require_public((value,))
+            _require_public(value)
             raise CannotBeMapped(
                 f"it computes with a {kind.__name__}, a tensor class with its own code: use plain"
                 " tensors"
