@@ -236,9 +236,9 @@ def test_outputs_of_dataclasses_and_dictionaries(mode):
 class WithMean(dict):
     """A mapping that keeps what was made of all records beside its items."""
 
-    def __init__(self, **items):
-        super().__init__(**items)
-        self.mean = items["x"]
+    def __init__(self, items=(), **more):
+        super().__init__(items, **more)
+        self.mean = self["x"]
 
 
 ARGUMENTS = {

@@ -28,13 +28,7 @@ from .arithmetic import full_precision
 from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import (
-    CannotBeMapped,
-    InnerTransform,
-    RecordMap,
-    as_traced,
-    require_no_modes,
-)
+from .record_map import CannotBeMapped, InnerTransform, RecordMap, as_traced, require_no_modes
 
 
 class UsedElsewhere(CannotBeMapped):
@@ -75,7 +69,7 @@ class BookkeepingGradientSource(GradientSource):
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []  # of parameters, with a row for each record
         self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
-        self._versions: list[tuple[Tensor, int]] = []  # of parameters, in the last forward pass
+        self._versions: list[tuple[str, Tensor, int]] = []  # parameters, in the last forward pass
         self._layers = [
             _Layer(self, name, layer)
             for name, layer in module.named_modules()
@@ -110,7 +104,7 @@ class BookkeepingGradientSource(GradientSource):
         moved = [layer for layer in self._layers if outside & {p for _, p in layer.known}]
         for layer in moved:
             if layer.module is self.mapped.module:  # both stand in one place
-                self.mapped.original, self.mapped.had_own = layer.original, layer.had_own
+                self.mapped.original, self.mapped.own = layer.original, layer.own
             else:
                 layer.remove()
             self._layers.remove(layer)
@@ -126,16 +120,9 @@ class BookkeepingGradientSource(GradientSource):
                     " optimizer.zero_grad() after other backward passes.",
                     code="step-unclipped",
                 )
-        for name, t, version in self._held:
+        for name, t, version in (*self._held, *self._versions):
             if t._version != version:
                 raise StepError(_WRITTEN.format(name, "backward() and step()"), code="step-changed")
-        for p, version in self._versions:
-            if p._version != version:
-                raise StepError(
-                    "a parameter was changed between forward() and step() (max_norm of an"
-                    " embedding?): change it before the forward pass or after the step",
-                    code="step-changed",
-                )
         found: list[Contribution] = []
         calls: dict[_Layer, list[layers.Call]] = {}
         for layer, what in self._noted:
@@ -196,7 +183,7 @@ class BookkeepingGradientSource(GradientSource):
         leaves = [layer.anchor for layer in self._layers]
         self._versions = []
         for parameter in self._parameters:
-            self._versions.append((parameter, parameter._version))
+            self._versions.append(("a parameter", parameter, parameter._version))
             if parameter.requires_grad:
                 leaves.append(parameter)
         try:
@@ -212,9 +199,10 @@ class BookkeepingGradientSource(GradientSource):
                 self._copies = []
                 copies: list[Tensor] = []
                 for p in direct:  # of a clone: what the model may write stays out of the parameter
-                    copies.append(p.detach().clone().expand(n, *p.shape).requires_grad_())
-                    self._copies.append((p, copies[-1]))
-                    self._versions.append((copies[-1], copies[-1]._version))
+                    copy = p.detach().clone().expand(n, *p.shape).requires_grad_()
+                    copies.append(copy)
+                    self._copies.append((p, copy))
+                    self._versions.append(("a parameter", copy, copy._version))
                 self.record_map = record_map = RecordMap(n)
                 found = record_map(of_one, [*rows, *copies])
         finally:
@@ -227,7 +215,7 @@ class BookkeepingGradientSource(GradientSource):
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
         for t in what if isinstance(what, tuple) else what.held:
-            self._held.append((layer.name, t, t._version))
+            self._held.append((layer.tensors, t, t._version))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and no data."""
@@ -272,6 +260,7 @@ class _Layer(ReplacedForward):
 
     def __init__(self, source: BookkeepingGradientSource, name: str, module: nn.Module) -> None:
         self.source, self.name, self.kind = source, name, layers.KINDS[type(module)]
+        self.tensors = f"the input of layer {name!r}, or the gradient of its output,"
         self.known = [(n, p) for n, p in module._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
@@ -290,15 +279,14 @@ class _Layer(ReplacedForward):
             for name, p in self.known:
                 is_trained |= p.requires_grad
                 if parameters.get(name) is not p:
-                    if not self.source.mapped.is_checking:
-                        raise StepError(COPIED, code="model-copied")
-                    # by functional_call, most likely
-                    raise UsedElsewhere(COPIED, (p for _, p in self.known))
+                    if self.source.mapped.is_checking:  # by functional_call, most likely
+                        raise self._used_elsewhere(COPIED)
+                    raise StepError(COPIED, code="model-copied")
         if not is_trained:
             return self.original(*args, **kwargs)
         given = (*args, *kwargs.values())
         if len(given) != 1 or not isinstance(given[0], Tensor):
-            raise UsedElsewhere("with arguments besides its input", (p for _, p in self.known))
+            raise self._used_elsewhere("with arguments besides its input")
         own = vars(self.module)
         is_changed = any([own.get(name) is not value for name, value in self.settings.items()])
         if is_changed or type(self.module).forward is not self.kind.forward:
@@ -306,7 +294,10 @@ class _Layer(ReplacedForward):
         try:
             return record_map.call_batched(self._record, given)
         except InnerTransform as error:
-            raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
+            raise self._used_elsewhere(str(error)) from error
+
+    def _used_elsewhere(self, how: str) -> UsedElsewhere:
+        return UsedElsewhere(how, (p for _, p in self.known))
 
     def _record(self, whole: Tensor) -> Tensor:
         """The whole batch at once; several rows of one record are several calls."""
@@ -331,9 +322,8 @@ class _Layer(ReplacedForward):
             nonlocal is_done
             require_first_backward(is_done or step != source.step)
             if inputs[0]._version != version:
-                raise StepError(
-                    _WRITTEN.format(self.name, "forward() and backward()"), code="step-changed"
-                )
+                error = _WRITTEN.format(self.tensors, "forward() and backward()")
+                raise StepError(error, code="step-changed")
             for name, p in self.known:
                 if p._backward_hooks:
                     raise StepError(
@@ -382,8 +372,8 @@ class _Start(torch.autograd.Function):
 
 
 _WRITTEN = (
-    "the input of layer {!r}, or the gradient of its output, was changed in place between {}: write"
-    " x = x + y instead of x += y, F.relu(x) instead of F.relu_(x)"
+    "{} was changed in place between {}: write x = x + y instead of x += y, F.relu(x) instead of"
+    " F.relu_(x); change parameters before the forward pass or after the step"
 )
 _CHANGED = (
     "the class of layer {!r}, its forward() or a setting (eps, stride) changed after the model"

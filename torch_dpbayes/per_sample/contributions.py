@@ -78,8 +78,7 @@ class Product(Contribution):
     """
 
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
-        self.inputs, self.backprops = inputs, backprops
-        self.held = (inputs, backprops)
+        self.inputs, self.backprops = self.held = inputs, backprops
 
     def norm(self) -> Tensor:
         if self.norms is None:
@@ -88,20 +87,30 @@ class Product(Contribution):
         return self.norms
 
     @property
-    @abstractmethod
     def key(self) -> tuple[Any, ...]:
         """Of layers whose norms can be taken together it is equal."""
+        return (id(self),)
+
+    def numbers(self) -> float:
+        """Of the temporaries of one record; infinity where a layer is taken alone."""
+        return math.inf
 
     @abstractmethod
-    def set_norms(self, alike: Sequence[Any]) -> None:
-        """Norms, and sizes, of layers with the key of this one."""
+    def norms_and_sizes(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms and sizes of such inputs and output gradients, of one such layer or several."""
 
-    def note_norms(self, alike: Sequence[Product], norms: Tensor, sizes: Tensor) -> None:
-        """Of all records of the first layer, then of the second and so on."""
+    def set_norms(self, alike: Sequence[Any]) -> None:
+        """Norms and sizes of layers with the key of this one, some at a time."""
         n, dtype = len(self.backprops), wide(self.backprops)
-        rows = (t.to(dtype).view(len(alike), n).unbind() for t in (norms, sizes))
-        for layer, norm, size in zip(alike, *rows, strict=True):
-            layer.norms, layer.size = norm, size
+        piece = arithmetic.machine_of(self.backprops.device).piece
+        step = max(1, int(piece // (self.numbers() * n)))
+        for start in range(0, len(alike), step):
+            some = alike[start : start + step]
+            a, g = (beside(t) for t in ([x.inputs for x in some], [x.backprops for x in some]))
+            found = self.norms_and_sizes(a, g)
+            rows = (t.to(dtype).view(len(some), n).unbind() for t in found)
+            for layer, norm, size in zip(some, *rows, strict=True):
+                layer.norms, layer.size = norm, size
 
     def keep_only(self, keep: Tensor) -> None:
         self.inputs, self.backprops = _kept(self.inputs, keep), _kept(self.backprops, keep)
@@ -147,21 +156,22 @@ class Outer(Product):
         kept = self.weight is None, self.bias is None
         return self.backprops.shape, self.inputs.shape, self.backprops.dtype, kept
 
-    def set_norms(self, alike: Sequence[Outer]) -> None:
-        machine = arithmetic.machine_of(self.backprops.device)
-        (n, positions, width), width_in = self.backprops.shape, self.inputs.shape[2]
-        found_by, each = _gram_norms, positions * 2 * (2 * positions + width + width_in)
-        if not machine.has_double and self.backprops.dtype != torch.float64:
-            found_by, each = _instantiated_norms, 2 * width * (width_in + 1)
-        together = max(1, machine.piece // (each * n))
-        for start in range(0, len(alike), together):
-            some = alike[start : start + together]
-            g, a = (beside(t) for t in ([x.backprops for x in some], [x.inputs for x in some]))
-            found = [found_by(self, *some_records) for some_records in pieces(each, g, a)]
-            norms, sizes = (beside(f) for f in zip(*found, strict=True))
-            if self._is_split:
-                norms = norms + LOST_IN_SPLIT * sizes
-            self.note_norms(some, norms, sizes)
+    def _by_gram(self) -> bool:
+        has_double = arithmetic.machine_of(self.backprops.device).has_double
+        return has_double or self.backprops.dtype == torch.float64
+
+    def numbers(self) -> float:
+        (_, positions, width), width_in = self.backprops.shape, self.inputs.shape[2]
+        if self._by_gram():
+            return positions * 2 * (2 * positions + width + width_in)
+        return 2 * width * (width_in + 1)
+
+    def norms_and_sizes(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+        found_by = _gram_norms if self._by_gram() else _instantiated_norms
+        parts = pieces(int(self.numbers()), backprops, inputs)
+        found = [found_by(self, *some_records) for some_records in parts]
+        norms, sizes = (beside(f) for f in zip(*found, strict=True))
+        return norms + LOST_IN_SPLIT * sizes if self._is_split else norms, sizes
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -186,14 +196,12 @@ class Outer(Product):
             g, a = g.flatten(0, -2), a.flatten(0, -2)
         if self.weight is not None and (weight := out.get(self.weight)) is not None:
             weight = weight.view(self.weight.shape)
+            weight = weight.t() if self.is_transposed else weight
             if not self._is_split or g.dtype != torch.float32:
-                a = in_type(a, g.dtype)
-                left, right = (a, g) if self.is_transposed else (g, a)
-                weight.addmm_(left.t(), right)
+                weight.addmm_(g.t(), in_type(a, g.dtype))
             else:  # the factors in g stay exact
                 for term in split(g):
-                    left, right = (a, term) if self.is_transposed else (term, a)
-                    weight.add_(arithmetic.product(left.t(), right))
+                    weight.add_(arithmetic.product(term.t(), a))
         if self.bias is not None and (bias := out.get(self.bias)) is not None:
             bias.add_(g.sum(0))
 
@@ -324,13 +332,9 @@ class Tied(Product):
         self.linear, self.tokens, self.parameters = linear, tokens, tokens.parameters
         self.held = (*linear.held, *tokens.held)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (id(self),)
-
-    def set_norms(self, alike: Sequence[Any]) -> None:
-        n, rows, places = len(self.inputs), self.tokens.rows, self.tokens.tokens
-        a, g, e = (t.view(n, -1, t.shape[-1]) for t in (self.inputs, self.backprops, rows))
+    def norms_and_sizes(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+        n, rows, places = len(inputs), self.tokens.rows, self.tokens.tokens
+        a, g, e = (t.view(n, -1, t.shape[-1]) for t in (inputs, backprops, rows))
         places, positions = places.view(n, 1, -1), g.shape[1]
         widths = 2 * positions + a.shape[2] + g.shape[2] + 2 * e.shape[1]
         found = []
@@ -349,7 +353,7 @@ class Tied(Product):
                 norm += LOST_IN_SPLIT * size
             found.append((norm, size + other))
         norms, sizes = (beside(f) for f in zip(*found, strict=True))
-        self.note_norms([self], norms, sizes)
+        return norms, sizes
 
     def per_record(self) -> dict[Tensor, Tensor]:
         return _added([self.linear.per_record(), self.tokens.per_record()])

@@ -41,8 +41,9 @@ REMEDIES = {
         " with F.cross_entropy(..., label_smoothing=)"
     ),
     "loss-reduced": (
-        "After the mean you may multiply a loss by fixed Python numbers and add losses. Compute"
-        " everything else before the mean, for each record"
+        "After the mean you may multiply a loss by fixed Python numbers and add losses (no"
+        " GradScaler; what is not finite counts as zero). Compute everything else before the mean,"
+        " for each record"
     ),
     "loss-rows": (
         "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss= that draws"

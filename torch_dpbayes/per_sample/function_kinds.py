@@ -34,9 +34,11 @@ METADATA = names(
     "shape dtype device ndim layout is_cuda is_cpu is_sparse itemsize nbytes is_nested",
     "is_quantized is_meta is_mps is_xpu is_mkldnn names size dim ndimension numel nelement",
     "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
-    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
+    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad requires_grad",
 )
 NUMBERS = frozenset(f.__name__ for f in LOOKS) | {"__iter__"}
+# No computation with the values.
+SPECIAL = NUMBERS | names("grad grad_fn requires_grad_ _is_all_true backward __repr__ __str__")
 # To another place or type, also where tensors without values cannot go.
 TO_ELSEWHERE = names(
     "to cpu cuda pin_memory contiguous clone detach data float double half bfloat16 long int",
@@ -55,8 +57,12 @@ LOSSES = frozenset(
     for name in dir(F)
     if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
 ) | {"kl_div"}
+# Their mean divides by the weights that they are given.
+WEIGHTED = names("cross_entropy nll_loss mse_loss l1_loss")
 # Some of those that draw no random numbers.
-DRAW_NOTHING = LINEAR | SIZES | TO_ELSEWHERE | {f.__name__ for f in BY_ELEMENT | OF_CLASSES}
+DRAW_NOTHING = (
+    SPECIAL | LINEAR | SIZES | TO_ELSEWHERE | {f.__name__ for f in BY_ELEMENT | OF_CLASSES}
+)
 
 _NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
 

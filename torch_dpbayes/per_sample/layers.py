@@ -71,15 +71,17 @@ def linear(
 def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     if len(calls) > 1:
         return together([convolution(module, [call]) for call in calls])
-    geometry, (inputs, g) = Geometry(module), calls[0]
-    if geometry.weight is None:
-        return PerRecord(geometry.per_record(inputs, g, "unfold"))
-    a, g = geometry.padded(inputs.to(g.dtype)), g.contiguous()
-    way, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g)
-    if is_kept:
+    part = Convolution(module, *calls[0])
+    a, g = part.inputs, part.backprops
+    part.way, is_kept = choose_convolution(part.numel, part.groups, a, g)
+    if is_kept or part.weight is None:
         with arithmetic.tf32(g.device) if is_reduced(g) else nullcontext():
-            return PerRecord(geometry.per_record(a, g, way))
-    return Convolution(geometry, a, g, way)
+            return PerRecord(part.instantiated(a, g, part.way))
+    # Gram matrices have a bound that only float32 keeps
+    part.is_reduced = is_reduced(g) and part.way != "gram"
+    if part.is_reduced and g.dtype == torch.float32:
+        part.inputs, part.backprops = part.held = arithmetic.cut(a), arithmetic.cut(g)
+    return part
 
 
 def embedding(module: nn.Module, calls: Sequence[Call]) -> Contribution:
@@ -113,26 +115,32 @@ def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
 # -- convolutions ----------------------------------------------------------------------------------
 
 
-class Geometry:
-    """The arithmetic of one convolution layer."""
+class Convolution(Product):
+    """A convolution, held as what went in, padded, and the gradient of what came out, where its
+    per-record gradients are too large to be kept.
 
-    def __init__(self, module: nn.Module) -> None:
+    Where its norms are found in TensorFloat-32, the record's gradient is that of its inputs and
+    output gradients cut to that type: products of these are exact, in the norm as in the sum, which
+    is made in float32.
+    """
+
+    is_reduced, way = False, "unfold"
+
+    def __init__(self, module: nn.Module, inputs: Tensor, backprops: Tensor) -> None:
         assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
         self.weight, self.bias = trainable(module, "weight"), trainable(module, "bias")
         self.parameters = tuple(p for p in (self.weight, self.bias) if p is not None)
         self.shape, self.numel = module.weight.shape, module.weight.numel()
         self.kernel, self.stride = module.kernel_size, module.stride
         self.dilation, self.groups = module.dilation, module.groups
-        self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         # torch pads by zeros itself where both sides are alike
-        is_even = self._mode == "constant" and not isinstance(module.padding, str)
-        self._pad = [] if is_even else list(module._reversed_padding_repeated_twice)
+        is_even = mode == "constant" and not isinstance(module.padding, str)
         self.padding = [int(p) for p in module.padding] if is_even else [0] * len(self.kernel)
-        # how many positions an input takes part in
-        self.overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))
-
-    def padded(self, inputs: Tensor) -> Tensor:
-        return torch._C._nn.pad(inputs, self._pad, self._mode) if any(self._pad) else inputs
+        pad = [] if is_even else list(module._reversed_padding_repeated_twice)
+        inputs = inputs.to(backprops.dtype)
+        inputs = torch._C._nn.pad(inputs, pad, mode) if any(pad) else inputs
+        super().__init__(inputs, backprops.contiguous())
 
     def weight_gradient(self, inputs: Tensor, backprops: Tensor, records: int = 1) -> Tensor:
         """Σ over all rows; with ``records`` > 1 these are channels and the groups of one
@@ -181,83 +189,64 @@ class Geometry:
             for u, g in self._as_linear(inputs, backprops):
                 yield torch.bmm(g.transpose(1, 2), u).view(-1, self.numel)
 
-    def per_record(self, inputs: Tensor, backprops: Tensor, way: str) -> dict[Tensor, Tensor]:
+    def instantiated(self, inputs: Tensor, backprops: Tensor, way: str) -> dict[Tensor, Tensor]:
         gradients = {}
         if self.weight is not None:
-            parts = list(self.instantiate(inputs, backprops, way))
-            gradients[self.weight] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            gradients[self.weight] = beside(list(self.instantiate(inputs, backprops, way)))
         if self.bias is not None:
             gradients[self.bias] = backprops.flatten(2).sum(2)
         return gradients
 
-    def norms(self, inputs: Tensor, backprops: Tensor, way: str) -> tuple[Tensor, Tensor]:
+    def per_record(self) -> dict[Tensor, Tensor]:
+        return self.instantiated(*self.widened(), "unfold")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        kind = self.shape, self.stride, self.padding, self.dilation, self.groups
+        how = repr(kind), self.bias is None, self.way, self.is_reduced
+        return self.inputs.shape, self.backprops.shape, self.backprops.dtype, how
+
+    def numbers(self) -> float:
+        if not arithmetic.machine_of(self.backprops.device).is_accelerator:
+            return math.inf
+        return self.inputs[0].numel() + self.backprops[0].numel()
+
+    def norms_and_sizes(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+        a, g = inputs.to(wide(inputs)), backprops.to(wide(backprops))
+        with arithmetic.tf32(g.device) if self.is_reduced else nullcontext():
+            norms, sizes = self._of_gram(a, g) if self.way == "gram" else self._of_gradients(a, g)
+        if self.bias is not None:
+            norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
+        return norms, sizes
+
+    def _of_gradients(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
         """Every record's norm of the weight's gradient, and at least the sum of the norms of its
         terms.
         """
-        if way != "gram":
-            parts = self.instantiate(inputs, backprops, way)
-            norms = [torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in parts]
-            of_inputs, of_outputs = (
-                torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide(t))
-                for t in (inputs, backprops)
-            )
-            return beside(norms), of_inputs * of_outputs * math.sqrt(self.overlap)
+        gradients = self.instantiate(inputs, backprops, self.way)
+        norms = [torch.linalg.vector_norm(g, dim=1, dtype=wide(g)) for g in gradients]
+        of_inputs, of_outputs = (
+            torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=wide(t))
+            for t in (inputs, backprops)
+        )
+        # how many positions an input takes part in
+        overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))
+        return beside(norms), of_inputs * of_outputs * math.sqrt(overlap)
+
+    def _of_gram(self, inputs: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
         assert self.weight is not None
         found = [Outer(self.weight, None, u, g) for u, g in self._as_linear(inputs, backprops)]
         norms = [part.norm() for part in found]  # and with them sizes
         sizes = [part.size for part in found if part.size is not None]
         norm, size = (beside(t).view(-1, self.groups) for t in (norms, sizes))
-        if self.groups == 1:
-            return norm[:, 0], size[:, 0]
         return torch.linalg.vector_norm(norm, dim=1), size.sum(1)
 
-
-class Convolution(Product):
-    """A convolution that is too large for its per-record gradients to be kept.
-
-    Where its norms are found in TensorFloat-32, the record's gradient is that of its inputs and
-    output gradients cut to that type: products of these are exact, in the norm as in the sum, which
-    is made in float32.
-    """
-
-    def __init__(self, geometry: Geometry, inputs: Tensor, backprops: Tensor, way: str) -> None:
-        # Gram matrices have a bound that only float32 keeps
-        self.is_reduced = is_reduced(backprops) and way != "gram"
-        if self.is_reduced and backprops.dtype == torch.float32:
-            inputs, backprops = arithmetic.cut(inputs), arithmetic.cut(backprops)
-        super().__init__(inputs, backprops)
-        self.geometry, self.parameters, self.way = geometry, geometry.parameters, way
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        of, dtype = self.geometry, self.backprops.dtype
-        kind = of.shape, of.stride, of.padding, of.dilation, of.groups, of.bias is None, self.way
-        return self.inputs.shape, self.backprops.shape, dtype, repr(kind), self.is_reduced
-
-    def set_norms(self, alike: Sequence[Convolution]) -> None:
-        machine = arithmetic.machine_of(self.backprops.device)
-        numbers = self.inputs.numel() + self.backprops.numel()
-        step = max(1, machine.piece // numbers) if machine.is_accelerator else 1
-        for start in range(0, len(alike), step):
-            some = alike[start : start + step]
-            a, g = (beside(t) for t in ([x.inputs for x in some], [x.backprops for x in some]))
-            a, g = a.to(wide(a)), g.to(wide(g))
-            with arithmetic.tf32(g.device) if self.is_reduced else nullcontext():
-                norms, sizes = self.geometry.norms(a, g, self.way)
-            if self.geometry.bias is not None:
-                norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
-            self.note_norms(some, norms, sizes)
-
-    def per_record(self) -> dict[Tensor, Tensor]:
-        return self.geometry.per_record(*self.widened(), "unfold")
-
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        weight, bias = self.geometry.weight, self.geometry.bias
         g = weighted(self.backprops, factor)
-        if weight is not None and weight in out:
-            out[weight].add_(self.geometry.weight_gradient(self.inputs.to(g.dtype), g).flatten())
-        if bias is not None and bias in out:
-            out[bias].add_(g.flatten(2).sum(2).sum(0))
+        if self.weight is not None and self.weight in out:
+            out[self.weight].add_(self.weight_gradient(self.inputs.to(g.dtype), g).flatten())
+        if self.bias is not None and self.bias in out:
+            out[self.bias].add_(g.flatten(2).sum(2).sum(0))
 
 
 def is_reduced(backprops: Tensor) -> bool:

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,27 +58,17 @@ class ReplacedForward(ABC):
     """Takes the place of a module's ``forward`` until :meth:`remove`."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
-        self.had_own = "forward" in module.__dict__
-        # no method, which accelerate would bind to the module
+        self.module, self.own = module, module.__dict__.get("forward")
+        # no bound methods: accelerate would bind the first to the module, and pickle would look up
+        # the second by its name, which is taken
+        self.original: Callable[..., Any] = self.own or partial(type(module).forward, module)
         module.__dict__["forward"] = partial(self.forward)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A bound method is pickled by its name, which is taken."""
-        return {k: v for k, v in self.__dict__.items() if k != "original" or self.had_own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not self.had_own:
-            self.original = MethodType(type(self.module).forward, self.module)
 
     def remove(self) -> None:
         """Give the module its own ``forward`` back."""
-        if self.had_own:
-            self.module.__dict__["forward"] = self.original
-        else:
-            self.module.__dict__.pop("forward", None)
+        self.module.__dict__.pop("forward", None)
+        if self.own is not None:
+            self.module.__dict__["forward"] = self.own
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,13 +214,12 @@ class MappedForward(ReplacedForward):
                     for t in given.tensors
                 ]
             one_args, one_kwargs = given.rebuilt(tensors)
-            positional = one_args[: len(args)]
             with around:
                 if direct:
                     own = dict(zip(direct, slices[len(rows) :], strict=True))
-                    output = self._run_with(own, positional, one_kwargs)
+                    output = self._run_with(own, one_args[: len(args)], one_kwargs)
                 else:
-                    output = self.original(*positional, **one_kwargs)
+                    output = self.original(*one_args[: len(args)], **one_kwargs)
                 if targets is not None:
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_args[len(args) :]))
@@ -249,16 +237,16 @@ class MappedForward(ReplacedForward):
             return result.rebuilt(
                 [t.squeeze(1) if t.dim() > 1 else t.sum() / divisor for t in whole]
             )
-        batch.loss_reduction = how
-        batch.leaves = leaves
+        batch.loss_reduction, batch.leaves = how, leaves
         are_rows = self.rows_of_scalars
         if len(are_rows) != len(found) or targets is not None:
             are_rows = (False,) * len(found)
         outputs = []
         for t, is_row in zip(found, are_rows, strict=True):
-            is_loss = t.dim() == 1 and not is_row
-            t = t.unsqueeze(1) if t.dim() == 1 and is_row else t
-            outputs.append(Followed(t, batch, None, how) if is_loss else Followed(t, batch))
+            if t.dim() == 1 and not is_row:
+                outputs.append(Followed(t, batch, None, how))  # a loss
+            else:
+                outputs.append(Followed(t.unsqueeze(1) if t.dim() == 1 else t, batch))
         return result.rebuilt(outputs)
 
     def _around(self) -> AbstractContextManager[Any]:
@@ -266,7 +254,7 @@ class MappedForward(ReplacedForward):
         keep to one record.
         """
         is_compiled = False
-        changing: list[tuple[nn.Module, str]] = []
+        made: list[tuple[nn.Module, str]] = []  # by torch's own code, in every pass
         modules: list[nn.Module | None] = [self.module]
         seen: set[nn.Module] = set()
         for module in modules:  # modules() calls itself for each
@@ -291,7 +279,7 @@ class MappedForward(ReplacedForward):
                 )
             is_compiled |= _is_compiled(module)
             if isinstance(module, nn.RNNBase):
-                changing += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
+                made += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, (BasePruningMethod, WeightNorm)):
                     if module is self.module:
@@ -299,11 +287,9 @@ class MappedForward(ReplacedForward):
                             "a hook makes its weight (pruning or weight norm): make"
                             " nn.Sequential(model) private"
                         )
-                    made = hook.name if isinstance(hook, WeightNorm) else hook._tensor_name
-                    changing.append((module, made))
-        if is_compiled or changing:
-            return _as_written(self.around, is_compiled, changing)
-        return self.around
+                    name = hook.name if isinstance(hook, WeightNorm) else hook._tensor_name
+                    made.append((module, name))
+        return _as_written(self.around, is_compiled, made) if is_compiled or made else self.around
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
         """The batch, the rows of all tensors with dimensions, and how many records there are."""
@@ -394,14 +380,12 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _as_written(
-    around: AbstractContextManager[Any],
-    is_compiled: bool,
-    changing: list[tuple[nn.Module, str]],
+    around: AbstractContextManager[Any], is_compiled: bool, made: list[tuple[nn.Module, str]]
 ) -> Iterator[None]:
     """Compiled modules run as they are written. Modules get back what torch's own code sets on them
     in every pass: weights under ``torch.nn.utils.prune``, lists of weights of recurrent layers.
     """
-    before = [(module, name, vars(module).get(name)) for module, name in changing]
+    before = [(module, name, vars(module).get(name)) for module, name in made]
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     with around, eager:
         yield

@@ -52,15 +52,11 @@ def check_layers(module: nn.Module) -> None:
                 code="model-lazy",
             )
     for name, layer in module.named_modules():
-        if isinstance(layer, torch.jit.ScriptModule):
-            reason = (
-                "is compiled by TorchScript, so the library cannot inspect it: use the module"
-                " itself"
-            )
         # torch's own classes only: what a subclass does shows in the map
-        elif isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn."):
-            if not layer.training and layer.track_running_stats:
-                continue
+        is_norm = isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn.")
+        if isinstance(layer, torch.jit.ScriptModule):
+            reason = "is compiled by TorchScript, so it cannot be inspected: use the module itself"
+        elif is_norm and (layer.training or not layer.track_running_stats):
             reason = (
                 "mixes records: use torch.nn.LayerNorm, or GroupNorm by model ="
                 " opacus.validators.ModuleValidator.fix(model). To keep pretrained statistics:"
@@ -168,20 +164,19 @@ class _Comparison:
         """Compare; parameters that are used outside of their layers move into the map."""
         self.source.mapped.is_checking = True
         try:
-            while True:
-                try:
-                    self._require_equal()
-                    return
-                except UsedElsewhere as found:
-                    if not self.source.take_into_map(found.parameters):
-                        outside = set(found.parameters)
-                        names = [n for n, p in self.module.named_parameters() if p in outside]
-                        raise ModelError(
-                            f"parameters {names} get no gradient from the model's forward pass:"
-                            " freeze with requires_grad_(False) what the model does not use; return"
-                            " beside the output what only the loss uses",
-                            code="model-unused",
-                        ) from None
+            self._require_equal()
+        except UsedElsewhere as found:
+            if self.source.take_into_map(found.parameters):
+                self.run()
+                return
+            outside = set(found.parameters)
+            names = [n for n, p in self.module.named_parameters() if p in outside]
+            raise ModelError(
+                f"parameters {names} get no gradient from the model's forward pass: freeze with"
+                " requires_grad_(False) what the model does not use; return beside the output what"
+                " only the loss uses",
+                code="model-unused",
+            ) from None
         finally:
             self.source.mapped.is_checking = False
 

@@ -19,32 +19,38 @@ TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device)
 
 
-def _children(value: Any) -> Sequence[Any] | None:
-    """The values in a tuple, list, mapping or dataclass; None for anything else."""
+def _items(value: Any) -> dict[Any, Any] | None:
+    """The values in a tuple, list, mapping or dataclass, by place or name; None for anything
+    else.
+    """
     if isinstance(value, (tuple, list)):
-        return value
+        return dict(enumerate(value))
     if isinstance(value, _PLAIN):
         return None
     if isinstance(value, Mapping):
-        return list(value.values())
-    return [getattr(value, name) for name in _fields(value)] if _fields(value) else None
+        return dict(value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} or None
 
 
-def _fields(value: Any) -> list[str]:
-    """Names of a dataclass instance's fields."""
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return [field.name for field in dataclasses.fields(value)] if is_instance else []
+def _holds_items_only(value: Any, items: Mapping[Any, Any]) -> bool:
+    """Whether a container keeps nothing else, as a cached property made of all records."""
+    return getattr(value, "__dict__", {}).keys() <= {
+        *items,
+        *getattr(value, "__dataclass_fields__", ()),
+    }
 
 
-def _with_children(value: Any, children: Sequence[Any]) -> Any:
+def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     """The same container with other values."""
+    kind: Any = type(value)
     try:
         if isinstance(value, (tuple, list)):
-            return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+            return kind(*items.values()) if hasattr(value, "_fields") else kind(items.values())
         is_mapping = isinstance(value, Mapping)
-        items = dict(zip(value if is_mapping else _fields(value), children, strict=True))
-        if not _holds_items_only(value):  # what else it keeps may be made of its old tensors
-            return type(value)(items) if is_mapping else type(value)(**items)
+        if not _holds_items_only(value, items):  # what else it keeps may be made of old tensors
+            return kind(items) if is_mapping else kind(**items)
         whole: Any = copy.copy(value)
         for key, child in items.items():
             if is_mapping:
@@ -53,8 +59,8 @@ def _with_children(value: Any, children: Sequence[Any]) -> Any:
                 object.__setattr__(whole, key, child)
     except Exception as error:
         raise ArgumentTypeError(
-            f"a {type(value).__name__} cannot hold other tensors than its own"
-            f" ({type(error).__name__}): use tuples, lists, dicts or dataclasses of tensors"
+            f"a {kind.__name__} cannot hold other tensors than its own ({type(error).__name__}):"
+            " use tuples, lists, dicts or dataclasses of tensors"
         ) from None
     return whole
 
@@ -65,34 +71,26 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    if (kind := type(value)) is tuple or kind is list:  # the usual ones, quickly
-        return kind(
-            [function(v) if isinstance(v, Tensor) else map_tensors(v, function) for v in value]
-        )
-    if kind is dict:
-        return {key: map_tensors(child, function) for key, child in value.items()}
-    children = _children(value)
-    if children is None:
+    if (items := _items(value)) is None:
         return value
-    return _with_children(value, [map_tensors(child, function) for child in children])
+    return _with_items(value, {key: map_tensors(v, function) for key, v in items.items()})
 
 
 def nesting_of(value: Any) -> Any:
     """The types and names of what holds other values, and which of the others are tensors."""
-    children = None if isinstance(value, Tensor) else _children(value)
-    if children is None:
+    items = None if isinstance(value, Tensor) else _items(value)
+    if items is None:
         return isinstance(value, Tensor)
-    names = list(value) if isinstance(value, Mapping) else []
-    return type(value), names, [nesting_of(child) for child in children]
+    return type(value), [(key, nesting_of(child)) for key, child in items.items()]
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
     """The tensors that :func:`map_tensors` finds, and what holds no other values."""
-    children = None if isinstance(value, Tensor) else _children(value)
-    if children is None:
+    items = None if isinstance(value, Tensor) else _items(value)
+    if items is None:
         yield value
     else:
-        for child in children:
+        for child in items.values():
             yield from leaves_in(child)
 
 
@@ -118,34 +116,27 @@ class Nested:
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._keeps_strangers = keeps_strangers
-        self._shell: Any = None
         self._spec: Any = None  # of a call's arguments, none of which holds others
+        leaves: list[Any] = []
         if type(value) is tuple and len(value) == 2 and type(value[1]) is dict:
             leaves, spec = flatten(value)
             self._spec = spec if type(spec) is tuple else None
         self.is_plain = self._spec is not None
-        if not self.is_plain:
-            self._shell = self._taken(value)
-            return
-        for k, leaf in enumerate(leaves):
+        for k, leaf in enumerate(leaves if self.is_plain else ()):
             if isinstance(leaf, Tensor):
                 self.tensors.append(leaf)
                 leaves[k] = _PLACE
-        self._shell = leaves
+        self._shell: Any = leaves if self.is_plain else self._taken(value)
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return _PLACE
-        if (kind := type(value)) is tuple or kind is list:
-            return kind([self._taken(child) for child in value])
-        if kind is dict:
-            return {key: self._taken(child) for key, child in value.items()}
         if isinstance(value, _PLAIN):
             return value
-        children = _children(value) if _holds_items_only(value) else None
-        if children is not None:
-            return _with_children(value, [self._taken(child) for child in children])
+        items = _items(value)
+        if items is not None and _holds_items_only(value, items):
+            return _with_items(value, {key: self._taken(child) for key, child in items.items()})
         self.strangers.append(value)
         return value if self._keeps_strangers else None
 
@@ -160,24 +151,19 @@ class Nested:
         return map_tensors(self._shell, lambda _: next(remaining))
 
 
-def _holds_items_only(value: Any) -> bool:
-    """Whether a container keeps nothing else, as a cached property made of all records."""
-    known = set(_fields(value)) | (value.keys() if isinstance(value, dict) else set())
-    return getattr(value, "__dict__", {}).keys() <= known
-
-
 _PLACE = torch.empty(0)  # of a tensor
 
 
 def holds_plain_sequence(value: Any) -> bool:
     """Whether several numbers or texts stand in a container: one for each record, most likely."""
-    if isinstance(value, (Tensor, torch.Size)) or not (items := _children(value)):
+    items = None if isinstance(value, (Tensor, torch.Size)) else _items(value)
+    if not items:
         return False
     are_plain = all(
         isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)
-        for item in items
+        for item in items.values()
     )
-    return (are_plain and len(items) > 1) or any(map(holds_plain_sequence, items))
+    return (are_plain and len(items) > 1) or any(map(holds_plain_sequence, items.values()))
 
 
 # -- synthetic records -----------------------------------------------------------------------------

@@ -9,10 +9,9 @@ that the result of record i is made of record i. The end is a mean or sum over t
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -27,7 +26,7 @@ from . import function_kinds as kinds
 from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
 from .nested import map_tensors
-from .plain_functions import gaussian_nll, is_row_by_row, losses_at_once
+from .plain_functions import FUNCTIONS, gaussian_nll, is_row_by_row, losses_at_once
 from .record_map import (
     CannotBeMapped,
     RecordMap,
@@ -83,9 +82,6 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     try:
         if name == "backward" or name in kinds.METADATA:
             return operation.run()
-        if name in _SPECIAL or name in kinds.DRAW_NOTHING:
-            with as_traced():
-                return operation.run()
         with as_traced(), operation.private_numbers():
             return operation.run()
     except CannotBeMapped as error:
@@ -144,33 +140,27 @@ class _Operation:
             if f.grad_fn is not None:
                 raise batch.refuse("a torch.autograd.Function was applied to the outputs")
         require_no_modes()
-        if name in _SPECIAL:
+        if name in kinds.SPECIAL:
             return self._special()
-        if name == "requires_grad_":
-            raise batch.refuse("a gradient of the inputs is requested", "loss-backward", _OF_INPUTS)
         if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if name == "batch_norm" and self.kwargs.get("training"):
             raise batch.refuse("batch_norm takes statistics of the batch", remedy=_STATISTICS)
         if is_metric:  # values of earlier batches as they are: a running mean would keep all
-            freed = [
-                v.free() if isinstance(v, Followed) and v._batch is not batch else v
-                for v in self.leaves
-            ]
-            return _Operation(
-                self.function, name, self.args, self.kwargs, freed, self.spec, batch
-            )._sealed()
+            for k, v in enumerate(self.leaves):
+                if isinstance(v, Followed) and v._batch is not batch:
+                    self.leaves[k] = v.free()
+            self.followed = [f for f in self.followed if f._batch is batch]
+            return self._sealed()
         for value in self.others:
             self._check_constant(value)
-        is_moved = name in kinds.TO_ELSEWHERE and self.args[0] is first and first._how != "sealed"
-        if is_moved and len(self.followed) == 1:
+        is_only = len(self.followed) == 1 and self.args[0] is first
+        if name in kinds.TO_ELSEWHERE and is_only and first._how != "sealed":
             # rows have a dimension more than memory_format is for
             options = {k: v for k, v in self.kwargs.items() if k != "memory_format"}
             return first.like(self.function(first._rows, *self.args[1:], **options))
         if self.has_reduced:
             return self._on_reduced()
-        if self.kwargs.get("max_norm") is not None:
-            raise batch.refuse("max_norm changes its weight in place")
         if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
             return self._loss()
         is_alone = len(self.args) == 1 and not self.kwargs
@@ -186,10 +176,7 @@ class _Operation:
     def _special(self) -> Any:
         """What is no computation with the values."""
         name, first, batch = self.name, self.followed[0], self.batch
-        is_attribute = not isinstance(self.function, FunctionType)
-        if name == "requires_grad" and is_attribute:
-            return self.function(first)
-        if name == "grad" and is_attribute:
+        if name == "grad" and not isinstance(self.function, FunctionType):
             return None
         if name == "_is_all_true":  # asked by torch.distributions, to raise an error
             return torch.tensor(True)
@@ -199,8 +186,6 @@ class _Operation:
             return self._backward()
         if name == "backward":
             return self._backward(*self.args[1:], **self.kwargs)
-        if name == "grad_fn":
-            raise batch.refuse("grad_fn is read", "loss-backward")
         if name in ("__repr__", "__str__"):
             return f"Followed(shape={tuple(first.shape)}, values after backward())"
         if name in kinds.NUMBERS:
@@ -209,7 +194,7 @@ class _Operation:
                 " them",
                 "loss-number",
             )
-        raise batch.refuse(f"torch.autograd.{name} of the batch", "loss-backward", _OF_INPUTS)
+        raise batch.refuse(f"{name} of the batch is asked for", "loss-backward", _OF_INPUTS)
 
     def _called(self, values: Iterable[Tensor]) -> Any:
         """The function with tensors in place of the followed ones."""
@@ -247,6 +232,8 @@ class _Operation:
 
     def private_numbers(self) -> AbstractContextManager[None]:
         """In which what the function draws is unknown."""
+        if self.name in kinds.DRAW_NOTHING:
+            return nullcontext()
         rows = [f._rows for f in self.followed if not f._rows.is_meta]  # as sealed values are
         return self.batch.randomness({r.device for r in rows}, rows)
 
@@ -264,29 +251,26 @@ class _Operation:
 
     def _loss(self) -> Any:
         """A loss whose mean has a divisor that shapes alone decide."""
-        batch, name, first = self.batch, self.name, self.followed[0]
+        batch, name = self.batch, self.name
         kwargs = dict(self.kwargs)
         how = kwargs.pop("reduction", "mean")
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             raise batch.refuse(f"{name}: size_average and reduce are deprecated", "loss-option")
-        if name == "cross_entropy" and first.shape[1:2] == (1,):
+        if name == "cross_entropy" and self.followed[0].shape[1:2] == (1,):
             raise batch.refuse(
                 "cross_entropy of one column is always 0",
                 "loss-constant",
                 "For one logit write F.binary_cross_entropy_with_logits(out.squeeze(-1), y)",
             )
-        is_weighted = name in ("cross_entropy", "nll_loss", "mse_loss", "l1_loss")
-        if how == "mean" and is_weighted and kwargs.get("weight") is not None:
+        divides = name == "ctc_loss" or (
+            name in kinds.WEIGHTED and kwargs.get("weight") is not None
+        )
+        if how == "mean" and divides:
+            what, given = ("lengths", "...") if name == "ctc_loss" else ("weights", "..., weight=w")
             raise batch.refuse(
-                f"{name}(weight=) divides by the weights of the records in the batch",
+                f"{name} divides by the {what} of the records in the batch",
                 "loss-divisor",
-                f"Write F.{name}(out, y, weight=w, reduction='none').mean()",
-            )
-        if how == "mean" and name == "ctc_loss":
-            raise batch.refuse(
-                "ctc_loss divides by the lengths of the targets",
-                "loss-divisor",
-                "Write F.ctc_loss(..., reduction='none').mean()",
+                f"Write F.{name}({given}, reduction='none').mean()",
             )
         self.kwargs = {**kwargs, "reduction": "none"}
         if (whole := self._at_once(kwargs)) is not None:
@@ -322,20 +306,14 @@ class _Operation:
                 whole.append(value[:1].expand(len(log_probs._rows), *value.shape[1:]))
             else:
                 raise self.batch.refuse("ctc_loss: a target or length is not of this batch")
-        # a label that is no class would be looked up in the memory of another record
-        labels = whole[1].reshape(len(whole[1]), -1)
-        place = torch.arange(labels.shape[1], device=labels.device)
-        wrong = (labels < 0) | (labels >= log_probs.shape[2])
-        whole[:2] = [whole[0].movedim(1, 0), labels.masked_fill(wrong, 0)]
+        whole[:2] = [whole[0].movedim(1, 0), whole[1].reshape(len(whole[1]), -1)]
+        options["reduction"] = "none"
 
         def run(log_probs: Tensor, *rows: Tensor) -> Tensor:
-            found: Tensor = self.function(log_probs.movedim(0, 1), *rows, **options)
+            found: Tensor = FUNCTIONS[self.function](log_probs.movedim(0, 1), *rows, **options)
             return found
 
-        options["reduction"] = "none"
-        each = of_those_that_run(run, whole)
-        is_read = place < whole[3].reshape(-1, 1)
-        return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
+        return of_those_that_run(run, whole).unsqueeze(1)
 
     def _at_once(self, options: dict[str, Any]) -> Tensor | None:
         """The losses, where outputs and labels are rows in dimension 0."""
@@ -361,14 +339,10 @@ class _Operation:
     def _mapped(self) -> Any:
         """The function of each record as a batch of one, and its shape for a whole batch."""
         failure: Exception | None = None
-        for place, has_constants in [(p, c) for c in (False, True) for p in self._sizes()]:
+        for many, one in self._variants():
             on_meta, single = list(self.leaves), list(self.leaves)
-            if place is not None:  # len(x) written into a size is the number of records
-                on_meta[place] = self.leaves[place] // self.batch.shown * PRIME
-                single[place] = self.leaves[place] // self.batch.shown
-            self._replace_positions(on_meta, single)
-            if has_constants and not self._replace_constants(on_meta, single):
-                continue
+            for k in many:
+                on_meta[k], single[k] = many[k], one[k]
             try:
                 shapes, is_same, _ = kinds.shapes_of(self.function, self.spec, on_meta)
                 break
@@ -382,7 +356,7 @@ class _Operation:
         places = [k for k, v in enumerate(single) if isinstance(v, Followed)]
         nesting: Any | None = None
 
-        def one(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        def of_one(rows: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal nesting
             values = list(single)
             for k, row in zip(places, rows, strict=True):
@@ -393,7 +367,7 @@ class _Operation:
 
         rows = [single[k]._rows for k in places]
         try:
-            found = RecordMap(len(rows[0]), leaves=False)(one, rows)
+            found = RecordMap(len(rows[0]), leaves=False)(of_one, rows)
         except Exception:
             if self._is_detached():
                 return self._sealed()
@@ -434,38 +408,39 @@ class _Operation:
             return Followed(rows, self.batch, None, self.name)
         return None
 
-    def _sizes(self) -> list[int | None]:
-        """Where the number of records may stand among sizes, the likeliest first; or nowhere."""
-        if self.name not in kinds.SIZES:
-            return [None]
-        places = [k for k, v in enumerate(self.leaves) if type(v) is int]
-        may_be = [k for k in places if (v := self.leaves[k]) > 0 and v % self.batch.shown == 0]
-        is_first = bool(may_be) and may_be[0] == places[0]
-        return [*may_be[:1], None, *may_be[1:]] if is_first else [None, *may_be]
-
-    def _replace_positions(self, on_meta: list[Any], single: list[Any]) -> None:
-        """In ``out[torch.arange(len(out)), y]`` every record takes its own row."""
-        if self.name != "__getitem__":
-            return
+    def _variants(self) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
+        """Arguments that may stand for all records, the likeliest first: those of a prime number of
+        records, and those of one, by their places.
+        """
         shown, device = self.batch.shown, self.followed[0].device
-        for k, v in enumerate(self.leaves):
+        every = range(shown)
+        many: dict[int, Any] = {}
+        one: dict[int, Any] = {}
+        for k, v in enumerate(self.leaves if self.name == "__getitem__" else ()):
             if isinstance(v, Tensor):
                 is_all = type(v) is Tensor and v.dtype == torch.long and v.shape == (shown,)
-                is_all = is_all and torch.equal(v, torch.arange(shown, device=v.device))
+                is_all = is_all and v.tolist() == [*every]
             else:
-                is_all = v == range(shown)
-            if is_all:
-                on_meta[k] = torch.empty(PRIME, dtype=torch.long, device="meta")
-                single[k] = torch.zeros(1, dtype=torch.long, device=device)
-
-    def _replace_constants(self, on_meta: list[Any], single: list[Any]) -> bool:
-        """A tensor such as ``torch.ones(len(x), 3)``, with one and the same row for each record."""
-        is_any = False
-        for k, v in enumerate(self.leaves):
-            if is_constant(v, self.batch):
-                on_meta[k] = v[:1].to("meta").expand(PRIME, *v.shape[1:])
-                single[k], is_any = v[:1], True
-        return is_any
+                is_all = v == every
+            if is_all:  # out[torch.arange(len(out)), y]: each record takes its own row
+                many[k] = torch.empty(PRIME, dtype=torch.long, device="meta")
+                one[k] = torch.zeros(1, dtype=torch.long, device=device)
+        sizes: list[int | None] = [None]
+        if self.name in kinds.SIZES:  # len(x) written into a size is the number of records
+            places = [k for k, v in enumerate(self.leaves) if type(v) is int]
+            may_be = [k for k in places if (v := self.leaves[k]) > 0 and v % shown == 0]
+            sizes = [None, *may_be]
+            if may_be[:1] == places[:1]:
+                sizes[:2] = reversed(sizes[:2])
+        # torch.ones(len(x), 3), with one and the same row for each record
+        constants = [k for k, v in enumerate(self.leaves) if is_constant(v, self.batch)]
+        for is_constant_used in (False, True)[: 1 + bool(constants)]:
+            for k in constants if is_constant_used else ():
+                one[k] = row = self.leaves[k][:1]
+                many[k] = row.to("meta").expand(PRIME, *row.shape[1:])
+            for place in sizes:
+                size = {} if place is None else {place: self.leaves[place] // shown}
+                yield {**many, **{k: n * PRIME for k, n in size.items()}}, {**one, **size}
 
     # -- values that several records made, and what follows a reduction ----------------------------
 
@@ -512,16 +487,9 @@ class _Operation:
         if not (is_one and is_fixed and name in kinds.LINEAR):
             if self._is_detached():
                 return self._sealed()
-            if any(f._how is None for f in self.followed):
-                raise batch.refuse(f"{name}: a mean or sum over records meets single records")
             what = f"{name} of a reduced loss"
-            if name in ("isnan", "isfinite"):
-                what = f"{name}(loss) before backward() (what is not finite counts as zero)"
-            elif name in kinds.LINEAR and is_one:
-                what = (
-                    "a reduced loss is multiplied by or added to a tensor (GradScaler does this;"
-                    " for a constant write a Python number)"
-                )
+            if any(f._how is None for f in self.followed):
+                what = f"{name}: a mean or sum over records meets single records"
             raise batch.refuse(what, "loss-reduced")
         if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *self.others)):
             if self._is_detached():
@@ -579,8 +547,3 @@ class _Operation:
             _engine_run_backward(*given, allow_unreachable=True, accumulate_grad=True)
         finally:
             batch.close()
-
-
-_SPECIAL = kinds.NUMBERS | kinds.names(
-    "requires_grad grad _is_all_true backward grad_fn __repr__ __str__"
-)

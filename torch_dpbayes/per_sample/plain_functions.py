@@ -17,43 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
-from torch.nn import _reduction as _Reduction
+from torch._decomp import decompositions as rnn
 
 
-def lstm_cell(
-    input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, *biases: Any
-) -> tuple[Tensor, Tensor]:
-    i, f, g, o = _gates(input, hx[0], w_ih, w_hh, *biases).chunk(4, -1)
-    cell = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
-    return o.sigmoid() * cell.tanh(), cell
-
-
-def gru_cell(
-    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-) -> Tensor:
-    r, z, n = F.linear(input, w_ih, b_ih).chunk(3, -1)
-    hr, hz, hn = F.linear(hx, w_hh, b_hh).chunk(3, -1)
-    update = (z + hz).sigmoid()
-    return (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * hx
-
-
-def rnn_tanh_cell(*args: Any) -> Tensor:
-    return _gates(*args).tanh()
-
-
-def rnn_relu_cell(*args: Any) -> Tensor:
-    return _gates(*args).relu()
-
-
-def _gates(
-    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-) -> Tensor:
-    return F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh)
-
-
-def _recurrent(cell: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """A recurrent layer of torch for inputs that are not packed, step by step."""
-    has_memory = cell is lstm_cell
+def _recurrent(one_layer: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """A recurrent network for inputs that are not packed, of torch's decomposition of a layer."""
 
     def run(
         input: Tensor,
@@ -66,32 +34,32 @@ def _recurrent(cell: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        states: tuple[Tensor, ...] = tuple(hx) if has_memory else (hx,)
-        directions = 2 if bidirectional else 1
-        each = len(weights) // (num_layers * directions)
-        steps = list(input.transpose(0, 1) if batch_first else input)
-        last: list[Any] = []
-        for layer in range(num_layers):
-            found = []
-            for direction in range(directions):
-                place = layer * directions + direction
-                w_ih, w_hh, *rest = weights[place * each : (place + 1) * each]
-                biases, projection = (rest[:2], rest[2:]) if has_biases else ([], rest)
-                state = tuple(s[place] for s in states)
-                outputs = []
-                for x in reversed(steps) if direction else steps:
-                    new = cell(x, state if has_memory else state[0], w_ih, w_hh, *biases)
-                    state = tuple(new) if has_memory else (new,)
-                    if projection:
-                        state = (F.linear(state[0], projection[0]), state[1])
-                    outputs.append(state[0])
-                found.append(outputs[::-1] if direction else outputs)
-                last.append(state)
-            steps = [torch.cat(at, -1) for at in zip(*found, strict=True)]
-            if layer < num_layers - 1 and dropout > 0 and train:
-                steps = list(F.dropout(torch.stack(steps), dropout))
-        output = torch.stack(steps, 1 if batch_first else 0)
-        return (output, *(torch.stack(s) for s in zip(*last, strict=True)))
+        steps = input.transpose(0, 1) if batch_first else input
+        states = list(hx) if isinstance(hx, Tensor) else list(zip(*hx, strict=True))
+        directions, each = (2 if bidirectional else 1), len(weights) // len(states)
+        for place in range(0, len(states), directions):
+            if place and dropout > 0 and train:
+                steps = F.dropout(steps, dropout)
+            outputs = []
+            for k in range(place, place + directions):
+                own = weights[k * each : (k + 1) * each]
+                found = one_layer(steps, states[k], own, has_biases, reverse=k > place)
+                outputs.append(found[0])
+                states[k] = found[1]
+            steps = torch.cat(outputs, -1)
+        last: Any = [states] if isinstance(hx, Tensor) else zip(*states, strict=True)
+        output = steps.transpose(0, 1) if batch_first else steps
+        return (output, *(torch.stack(list(state)) for state in last))
+
+    return run
+
+
+def _cell(one_layer: Callable[..., Any]) -> Callable[..., Any]:
+    """A cell is one step of a layer."""
+
+    def run(input: Tensor, hx: Any, *weights: Any) -> Any:
+        own = [w for w in weights if w is not None]
+        return one_layer(input[None], hx, own, len(own) > 2)[1]
 
     return run
 
@@ -142,7 +110,9 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         labels = targets.masked_fill(wrong, 0)
         with torch._C.DisableTorchFunction():
             found = function(log_probs, labels, input_lengths, target_lengths, *rest, **options)
-        return found.masked_fill((wrong & is_read).any(), math.nan)
+        is_bad = wrong & is_read
+        are_rows = found.dim() > 0 and targets.dim() > 1
+        return found.masked_fill(is_bad.any(-1) if are_rows else is_bad.any(), math.nan)
 
     return run
 
@@ -150,30 +120,26 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def embedding_bag(
     indices: Tensor,
     weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
+    *,
     mode: str = "mean",
-    sparse: bool = False,
     per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
     padding_idx: int | None = None,
+    **options: Any,
 ) -> Tensor | None:
     """As ``F.embedding_bag`` of equally long bags; not where torch refuses these options, or they
     mix records.
     """
-    is_refused = offsets is not None or (per_sample_weights is not None and mode != "sum")
-    is_refused |= max_norm is not None or scale_grad_by_freq or indices.numel() == 0
+    is_refused = per_sample_weights is not None and mode != "sum"
+    is_refused |= any(options.get(name) is not None for name in ("offsets", "max_norm"))
+    is_refused |= options.get("scale_grad_by_freq", False) or indices.numel() == 0
     if is_refused or mode not in ("sum", "mean", "max"):
         return None
     found = F.embedding(indices, weight)  # (bags, places, numbers)
     if per_sample_weights is not None:
         found = found * per_sample_weights.unsqueeze(-1)
-    is_there = torch.ones_like(indices, dtype=torch.bool)
+    there = torch.ones_like(indices, dtype=torch.bool).unsqueeze(-1)
     if padding_idx is not None:
-        is_there = indices != padding_idx % len(weight)
-    there = is_there.unsqueeze(-1)
+        there = (indices != padding_idx % len(weight)).unsqueeze(-1)
     count = there.sum(1)
     if mode == "max":
         largest = torch.where(there, found, -math.inf).max(1).values
@@ -211,48 +177,38 @@ def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
     return (labels.unsqueeze(-1) == classes).long()
 
 
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float | None = 0.0,
-) -> Tensor | None:
-    """As ``F.cross_entropy``; NaN for a label that is no class, where torch raises an error."""
-    if target.is_floating_point() or size_average is not None or reduce is not None:
-        return None
-    classes = input.shape[0 if input.dim() == 1 else 1]
-    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    labels = target.masked_fill(wrong, 0)
-    how: Any = _Reduction.get_enum(reduction)
-    if label_smoothing is None:
-        found = torch._C._nn.nll_loss_nd(input, labels, weight, how, ignore_index)
-    else:
-        found = torch._C._nn.cross_entropy_loss(
-            input, labels, weight, how, ignore_index, label_smoothing
-        )
-    return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
+def _of_classes(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """A loss of classes; NaN for a label that is no class, where torch raises an error."""
+
+    def run(input: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor | None:
+        if target.is_floating_point():
+            return None
+        ignored = options.get("ignore_index", rest[2] if len(rest) > 2 else -100)
+        classes = input.shape[0 if input.dim() == 1 else 1]
+        wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+        with torch._C.DisableTorchFunction():
+            found = function(input, target.masked_fill(wrong, 0), *rest, **options)
+        return _without(wrong, found)
+
+    return run
 
 
 def binary_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    reduce: Any = None,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, *rest: Any, **options: Any
 ) -> Tensor | None:
     """As ``F.binary_cross_entropy``; NaN of what is no probability, where torch raises an error."""
-    if size_average is not None or reduce is not None or input.shape != target.shape:
+    if input.shape != target.shape:
         return None
     wrong = ~((input >= 0) & (input <= 1) & (target >= 0) & (target <= 1))
-    how: Any = _Reduction.get_enum(reduction)
     inside = input.masked_fill(wrong, 0.5), target.masked_fill(wrong, 0.5)
-    found = torch._C._nn.binary_cross_entropy(*inside, weight, how)
-    return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
+    with torch._C.DisableTorchFunction():
+        found = F.binary_cross_entropy(*inside, *rest, **options)
+    return _without(wrong, found)
+
+
+def _without(wrong: Tensor, losses: Tensor) -> Tensor:
+    """NaN in place of losses of wrong arguments, or of their mean or sum."""
+    return losses.masked_fill(wrong if losses.shape == wrong.shape else wrong.any(), math.nan)
 
 
 def gaussian_nll(
@@ -347,6 +303,13 @@ def losses_at_once(
     return found if shape[1] == 1 else found.unflatten(0, shape[:2])
 
 
+_layer = rnn.one_layer_rnn
+_RECURRENT: tuple[tuple[Any, Any, Callable[..., Any]], ...] = (
+    (torch.lstm_cell, torch.lstm, rnn.one_layer_lstm),
+    (torch.gru_cell, torch.gru, partial(_layer, hidden_fn=rnn.gru_cell)),
+    (torch.rnn_tanh_cell, torch.rnn_tanh, partial(_layer, hidden_fn=rnn.rnn_cell(torch.tanh))),
+    (torch.rnn_relu_cell, torch.rnn_relu, partial(_layer, hidden_fn=rnn.rnn_cell(torch.relu))),
+)
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch._is_all_true: _is_all_true,  # noqa: SLF001
     F.embedding: embedding,
@@ -361,19 +324,13 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.grid_sampler_3d: _grid(torch.grid_sampler_3d),
     torch.roll: roll,
     Tensor.roll: roll,
-    F.nll_loss: partial(cross_entropy, label_smoothing=None),
-    F.cross_entropy: cross_entropy,
+    F.nll_loss: _of_classes(F.nll_loss),
+    F.cross_entropy: _of_classes(F.cross_entropy),
     F.binary_cross_entropy: binary_cross_entropy,
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
     F.gaussian_nll_loss: gaussian_nll,
     F.rrelu: rrelu,
-    torch.lstm_cell: lstm_cell,
-    torch.gru_cell: gru_cell,
-    torch.rnn_tanh_cell: rnn_tanh_cell,
-    torch.rnn_relu_cell: rnn_relu_cell,
-    torch.lstm: _recurrent(lstm_cell),
-    torch.gru: _recurrent(gru_cell),
-    torch.rnn_tanh: _recurrent(rnn_tanh_cell),
-    torch.rnn_relu: _recurrent(rnn_relu_cell),
+    **{cell: _cell(one_layer) for cell, _, one_layer in _RECURRENT},
+    **{network: _recurrent(one_layer) for _, network, one_layer in _RECURRENT},
 }

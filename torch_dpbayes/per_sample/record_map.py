@@ -78,9 +78,9 @@ _TORCHS_WORDS = {
 }
 
 # In torch's errors on programs, and not on the values of a record.
-_OF_PROGRAMS = (*("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),)
+_OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
 
-
+torch.func.vmap(torch.clone)(torch.zeros(1))  # loads the batching rules
 _compiler: Any = torch.compiler
 _lock, _flags = Lock(), list[bool]()  # before each map that runs, in any thread
 _trace_hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
@@ -120,8 +120,8 @@ def in_plain_words(error: Exception) -> str:
 def without_values(error: Exception) -> str:
     """The same, but for what the values of a record may have caused: that is not repeated."""
     text = in_plain_words(error)
-    is_of_program = any(words in text for words in _OF_PROGRAMS)
-    if isinstance(error, DPBayesError) or text not in str(error) or is_of_program:
+    is_ours = isinstance(error, DPBayesError) or text not in str(error)
+    if is_ours or any(words in text for words in _OF_PROGRAMS):
         return text
     return f"it fails on the values of a record ({type(error).__name__})"
 
@@ -161,8 +161,8 @@ def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
     except Exception:
         if count == 1:
             return [True]
-        halves = (slice(count // 2), slice(count // 2, count))
-        return [each for half in halves for each in which_fail(run, [t[half] for t in rows])]
+        half = count // 2
+        return which_fail(run, [t[:half] for t in rows]) + which_fail(run, [t[half:] for t in rows])
     return [False] * count
 
 
@@ -198,15 +198,12 @@ class RecordMap(TorchFunctionMode):
         self._level: int | None = None
         self._error: Exception | None = None  # inside, which the model may have caught
         self._tracked: list[weakref.ref[Tensor]] = []  # what no record may leave behind
-        _load_rules()
 
     def __call__(
         self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """``function`` of every record's slices of ``tensors``; results have records in dimension
-        0.
-
-        Random numbers differ between records.
+        """``function`` of every record's slices of ``tensors``, with random numbers of its own;
+        results have records in dimension 0.
         """
         require_no_modes()
         inside: list[Tensor] = []
@@ -233,21 +230,17 @@ class RecordMap(TorchFunctionMode):
         kwargs = kwargs or {}
         if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
-                "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
-                " at once: leave it out"
+                "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
             )
         outside = _outside(func, (*args, *kwargs.values()))
-        if outside:
-            _require_public(outside)
-        if not _is_harmless(func) or "generator" in kwargs:
+        if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
                 func = F.grouped_mm  # for which it stands while torch traces
             _require_nothing_hidden(func, args, kwargs)
-            found = self._special(func, args, kwargs)
-            if found is not NotImplemented:
-                return found
         try:
-            result = func(*args, **kwargs)
+            result = self._special(func, args, kwargs) if is_special else None
+            if result is None:
+                result = func(*args, **kwargs)
         except Exception as error:
             result = self._of_those_that_run(func, args, kwargs)
             if result is None:
@@ -258,7 +251,7 @@ class RecordMap(TorchFunctionMode):
             # its gradient would be neither clipped nor noisy
             trained = [t for t in outside if t.requires_grad]
             if trained and isinstance(result, (Tensor, tuple, list)):
-                raise OutsideTensor(getattr(func, "__name__", str(func)), trained[0])
+                raise OutsideTensor(name_of(func), trained[0])
         self._track(result)
         return result
 
@@ -280,7 +273,7 @@ class RecordMap(TorchFunctionMode):
             if is_inner or is_gradtrackingtensor(t) or is_batchedtensor(inside):
                 raise InnerTransform("whole batches are needed inside a torch.func transform")
             if inside is t:
-                _require_public((t,))
+                _require_public(t)
                 outside.append(t.expand(self.records, *t.shape))
             else:
                 dim = functorch.maybe_get_bdim(t)
@@ -312,15 +305,11 @@ class RecordMap(TorchFunctionMode):
         """Tensors of the finished map that are still alive. In the next one, every record would see
         what they hold of all.
         """
-        alive: list[Tensor] = []
-        for generation in (None, 0, 2):  # most of what is in reference cycles is young
-            alive.clear()
-            if generation is not None:
-                gc.collect(generation)
-            alive = [t for reference in self._tracked if (t := reference()) is not None]
-            if not alive:
-                break
-        return alive
+        for generation in (0, 2):  # most of what is in reference cycles is young
+            if not [True for reference in self._tracked if reference() is not None]:
+                return []
+            gc.collect(generation)
+        return [t for reference in self._tracked if (t := reference()) is not None]
 
     def _own(self, empty: Tensor) -> Tensor:
         """Memory for each record, into which a model may write or draw. It holds zeros: what was
@@ -343,13 +332,11 @@ class RecordMap(TorchFunctionMode):
         if not places or is_in_place(name_of(func), kwargs):
             return None
 
-        def one(*slices: Tensor) -> Tensor:
-            given = list(values)
-            for k, v in zip(places, slices, strict=True):
-                given[k] = v
-            args, kwargs = tree_unflatten(given, spec)
-            found: Tensor = func(*args, **kwargs)
-            return found
+        def one(*slices: Tensor) -> Any:
+            given = dict(enumerate(values)) | dict(zip(places, slices, strict=True))
+            args, kwargs = tree_unflatten(list(given.values()), spec)
+            found = FUNCTIONS[func](*args, **kwargs) if func in FUNCTIONS else None
+            return func(*args, **kwargs) if found is None else found
 
         with suppress(Exception):
             each = [values[k] for k in places]
@@ -357,51 +344,41 @@ class RecordMap(TorchFunctionMode):
         return None
 
     def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result where it is not what vmap would give; NotImplemented where it is."""
+        """The result where it is not what vmap would give; None where it is."""
+        first: Any = args[0] if args else None
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func in _ROW_BY_ROW and self._leaves:
-            if (found := self._loss(func, args, kwargs)) is not None:
-                return found
-        if func in FUNCTIONS:
-            try:
-                with self:
-                    found = FUNCTIONS[func](*args, **kwargs)
-            except Exception as error:
-                found = self._of_those_that_run(FUNCTIONS[func], args, kwargs)
-                if found is None:
-                    self._error = error
-                    raise
-            if found is not None:
-                return found
-        # asked for by gradient checkpointing; gradients are taken anyway
-        if func == _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
-            return None
-        if func == _REQUIRES_GRAD and is_batchedtensor(args[0]):
-            return get_unwrapped(args[0]).requires_grad  # then its hook is refused, not left out
-        if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
-            return args[0]
-        if func is Tensor.__repr__ and is_of_records(args[0]):
-            t = args[0]
-            return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
-        if func in _EMPTY:
-            own = self._own(func(*args, **kwargs))
-            self._track(own)
-            return own
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
-        return NotImplemented
+        if func in _EMPTY:
+            return self._own(func(*args, **kwargs))
+        # asked for by gradient checkpointing; gradients are taken anyway
+        if func == _REQUIRE_GRAD and not is_gradtrackingtensor(first):
+            return False
+        if func == _REQUIRES_GRAD and is_batchedtensor(first):
+            return get_unwrapped(first).requires_grad  # then its hook is refused, not left out
+        if func is Tensor.requires_grad_ and is_batchedtensor(first):
+            return first
+        if func is Tensor.__repr__ and is_of_records(first):
+            return f"tensor(of one record, size={tuple(first.shape)}, dtype={first.dtype})"
+        found = self._loss(func, args, kwargs) if func in _ROW_BY_ROW and self._leaves else None
+        if found is None and func in FUNCTIONS:
+            with self:
+                found = FUNCTIONS[func](*args, **kwargs)
+        return found
 
     def _loss(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """A loss of one record, found with those of all others; None where that would not do."""
         options = {name: value for name, value in kwargs.items() if value is not None}
         how, of_labels = options.pop("reduction", "mean"), func in OF_CLASSES
-        if len(args) != 2 or how not in ("mean", "sum") or not all(map(is_batchedtensor, args)):
-            return None
-        is_mapped = any(isinstance(value, Tensor) for value in options.values())  # or outside it
-        if is_mapped or not options.keys().isdisjoint(("size_average", "reduce")):
-            return None
-        if not is_row_by_row(func, args[0].shape, args[1].shape, options):
+        if (
+            len(args) != 2
+            or how not in ("mean", "sum")
+            or not all(map(is_batchedtensor, args))
+            or any(isinstance(value, Tensor) for value in options.values())  # mapped or outside
+            or not options.keys().isdisjoint(("size_average", "reduce"))
+            or not is_row_by_row(func, args[0].shape, args[1].shape, options)
+        ):
             return None
 
         def run(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -416,31 +393,23 @@ class RecordMap(TorchFunctionMode):
         return None
 
     def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        *rest: Any,
-        **kw: Any,
+        self, query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **kw: Any
     ) -> Tensor:
         """Fused attention has no batching rule on every device: it runs on the whole batch where
         each operand has one row of (heads, positions, width).
         """
-        operands: list[Tensor] = [query, key, value]
+        function, operands = F.scaled_dot_product_attention, [query, key, value]
         if attn_mask is not None:
             operands.append(attn_mask[(None,) * (4 - attn_mask.dim())])
 
         def run(*tensors: Tensor) -> Tensor:
             q, k, v, *mask = (t.squeeze(1) for t in tensors)
-            found = F.scaled_dot_product_attention(q, k, v, *(mask or (None,)), *rest, **kw)
-            return found.unsqueeze(1)
+            return function(q, k, v, *(mask or (None,)), *rest, **kw).unsqueeze(1)
 
         if self._leaves and all(t.dim() == 4 and t.shape[0] == 1 for t in operands):
             with suppress(InnerTransform):
                 return self.call_batched(run, operands)
-        args = (query, key, value, attn_mask, *rest)
-        return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
+        return _with_plain_attention(function, (query, key, value, attn_mask, *rest), kw)
 
 
 class as_traced:
@@ -467,20 +436,12 @@ class as_traced:
 
 
 def is_of_records(t: Any) -> bool:
-    """Whether this is a tensor that stands for one of each record; it may be tracked by transforms
-    inside.
-    """
+    """Whether a tensor, which transforms inside may track, stands for one of each record."""
     if not isinstance(t, Tensor):
         return False
     while is_gradtrackingtensor(t):
         t = get_unwrapped(t)
     return is_batchedtensor(t)
-
-
-@functools.cache
-def _load_rules() -> None:
-    """torch.func.vmap has batching rules that come with its first call."""
-    torch.func.vmap(torch.clone)(torch.zeros(1))
 
 
 # -- torch functions inside a map -----------------------------------------------------------------
@@ -495,16 +456,6 @@ _EMPTY |= {Tensor.new_empty, Tensor.new_empty_strided}
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _WITHOUT_CODE = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 _WITHOUT_CALLERS = frozenset(("builtins", "torch", "numpy"))  # modules
-_ITERATE = (tuple.__iter__, list.__iter__)
-_ANY_OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
-_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
-# They may go by numbers that nobody compares with the size of a table, in the memory of all
-# records, as may those of private names and of backward passes.
-_UNCHECKED = frozenset(
-    "embedding index_fill index_fill_ ctc_loss segment_reduce native_batch_norm roll grid_sampler"
-    " grid_sampler_2d grid_sampler_3d linalg_ldl_solve searchsorted binary_cross_entropy"
-    " linalg_householder_product orgqr".split()
-)
 _ROW_BY_ROW = BY_ELEMENT | OF_CLASSES
 _OF_ALL_RECORDS = (
     *(torch._is_any_true, torch._ctc_loss, torch.linalg.ldl_solve),
@@ -513,30 +464,16 @@ _OF_ALL_RECORDS = (
 # The least dimensions of a record's arguments: of fewer vmap makes a table of all records.
 _DIMENSIONS = {torch.searchsorted: 1, torch.linalg.householder_product: 2}
 _DIMENSIONS |= {torch.orgqr: 2, Tensor.orgqr: 2}
-
-
 # Functions of which arguments, or the result, are looked at.
-_LOOKED_AT = frozenset(
-    (
-        *(_RESIZES | _INDEX_FILLS | _EMPTY | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS),
-        *(
-            *_OF_ALL_RECORDS,
-            *_DIMENSIONS,
-            _REQUIRES_GRAD,
-            _REQUIRE_GRAD,
-            Tensor.requires_grad_,
-            Tensor.__repr__,
-        ),
-        *(torch.segment_reduce, F.scaled_dot_product_attention, F.multi_head_attention_forward),
-    )
-)
+_LOOKED_AT = frozenset((_REQUIRES_GRAD, _REQUIRE_GRAD, Tensor.requires_grad_, Tensor.__repr__))
+_LOOKED_AT |= {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_LOOKED_AT |= {torch.segment_reduce, *_OF_ALL_RECORDS, *_DIMENSIONS}
+_LOOKED_AT |= _RESIZES | _INDEX_FILLS | _EMPTY | _ROW_BY_ROW | FUNCTIONS.keys() | LOOKS
 
 
 @functools.lru_cache(4096)
 def _is_harmless(func: Any) -> bool:
-    """Whether a function is torch's, of Python or C++, and keeps records apart as vmap runs it,
-    whatever it is given.
-    """
+    """Whether it is torch's, and keeps records apart as vmap runs it, whatever it is given."""
     return func not in _LOOKED_AT and is_torchs(func)
 
 
@@ -549,53 +486,39 @@ class RecordsApart(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _is_harmless(func) or "generator" in kwargs:
             _require_nothing_hidden(func, args, kwargs)
+        found = None
         if func in FUNCTIONS:
             with self:
                 found = FUNCTIONS[func](*args, **kwargs)
-            if found is not None:
-                return found
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if found is None else found
 
 
 def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
     """Refuse what would run below the map, where tensors hold all records, or out of sight."""
+    name = name_of(func)
     if kwargs.get("generator") is not None:
         raise CannotBeMapped(
             "it draws from its own generator, which gives each record different numbers: draw"
             " fixed numbers in __init__, into a buffer"
         )
     if func in _RESIZES:
-        raise CannotBeMapped(
-            f"it resizes a tensor in memory ({func.__name__}), next to other records: make a new"
-            " tensor, for example with F.pad"
-        )
+        raise CannotBeMapped(f"{name} resizes a tensor in memory: make a new one, as by F.pad")
     if func in _INDEX_FILLS and any(map(is_of_records, (*args[2:], *kwargs.values()))):
         raise CannotBeMapped(
-            f"{func.__name__} at an index, or with a value, that a record holds would write into"
+            f"{name} at an index, or with a value, that a record holds would write into"
             " other records: write torch.where(torch.arange(n) == index, value, x)"
         )
-    if not (is_torchs(func) or isinstance(func, _ANY_OPERATORS)):
+    if isinstance(func, _OPERATORS):
+        raise CannotBeMapped(f"it calls operator {func}: write the corresponding torch function")
+    if not (is_torchs(func) or isinstance(func, torch._ops.OperatorBase)):
         raise CannotBeMapped(
-            f"{name_of(func)} is not a function of torch: the library cannot see what it does to"
+            f"{name} is not a function of torch: the library cannot see what it does to"
             " whole batches"
         )
-    if isinstance(func, _OPERATORS):
-        name = str(func)
-        source, bare, *_ = name.split(".")
-        if source not in _TORCHS_OPERATORS:
-            raise CannotBeMapped(
-                f"operator {name} is not part of torch: the library cannot see whether it mixes or"
-                " stores records"
-            )
-        if bare in _UNCHECKED or bare.startswith("_") or "_backward" in bare:
-            raise CannotBeMapped(
-                f"operator {name} may read other records: write the corresponding function of"
-                " torch.nn.functional"
-            )
     table = args[0] if args else kwargs.get("sorted_sequence", kwargs.get("input"))
     if func in _OF_ALL_RECORDS or (func in _DIMENSIONS and table.dim() < _DIMENSIONS[func]):
         raise CannotBeMapped(
-            f"{func.__name__} reads several records at once: write t.any(), F.ctc_loss,"
+            f"{name} reads several records at once: write t.any(), F.ctc_loss,"
             " torch.linalg.solve or a < b instead"
         )
     if func is F.embedding and kwargs.get("max_norm") is not None:
@@ -603,18 +526,15 @@ def _require_nothing_hidden(func: Any, args: Any, kwargs: Any) -> None:
     if func is torch.segment_reduce and kwargs.get("unsafe"):
         raise CannotBeMapped("segment_reduce(unsafe=True) may read other records: leave it out")
     if func in LOOKS and is_of_records(args[0]):
+        raise CannotBeMapped(f"it reads a number from the records ({name}): compute with tensors")
+    # it, or one inside it, may say itself what it does to a whole batch
+    own: Any = args[0] if args and isinstance(func, torch._ops.HigherOrderOperator) else None
+    is_function = isinstance(own, type) and issubclass(own, torch.autograd.Function)
+    if is_function and not own.__module__.startswith("torch."):
         raise CannotBeMapped(
-            f"it reads a number from the records ({func.__name__}): compute with tensors"
-            " (torch.where)"
+            f"{own.__name__} is a custom autograd.Function: the library cannot see its rules for"
+            " whole batches"
         )
-    if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
-        own = args[0]  # it, or one inside it, may say itself what it does to a whole batch
-        is_function = issubclass(own, torch.autograd.Function)
-        if is_function and not own.__module__.startswith("torch."):
-            raise CannotBeMapped(
-                f"{own.__name__} is a custom autograd.Function: the library cannot see its rules"
-                " for whole batches"
-            )
 
 
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
@@ -634,14 +554,13 @@ def require_no_modes() -> None:
         )
 
 
-def _require_public(outside: Iterable[Tensor]) -> None:
+def _require_public(outside: Tensor) -> None:
     """Refuse what was computed from records of other batches, or from several of this one."""
-    for tensor in outside:
-        if holds_records(tensor):
-            raise CannotBeMapped(
-                "it uses a tensor that was computed from other or several records: leave it out,"
-                " or compute it from each record alone"
-            )
+    if holds_records(outside):
+        raise CannotBeMapped(
+            "it uses a tensor that was computed from other or several records: leave it out, or"
+            " compute it from each record alone"
+        )
 
 
 def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
@@ -655,27 +574,25 @@ def _outside(func: Any, values: Iterable[Any]) -> list[Tensor]:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
             if not (is_batchedtensor(value) or is_gradtrackingtensor(value)):
+                _require_public(value)
                 found.append(value)
         elif kind in _WITHOUT_CODE:
             continue
         elif kind is slice:
             found += _outside(func, (value.start, value.stop, value.step))
-        elif isinstance(value, (tuple, list)) and kind.__iter__ in _ITERATE:
+        elif isinstance(value, (tuple, list)) and kind.__iter__ in (tuple.__iter__, list.__iter__):
             found += _outside(func, value)
         elif isinstance(value, Tensor):
-            _require_public((value,))
+            _require_public(value)
             raise CannotBeMapped(
                 f"it computes with a {kind.__name__}, a tensor class with its own code: use plain"
                 " tensors"
             )
-        elif not (isinstance(value, (type, int, float, str)) or _is_without_code(value, kind)):
+        elif not isinstance(value, (type, int, float, str)) and (
+            callable(value) or kind.__module__.partition(".")[0] not in _WITHOUT_CALLERS
+        ):
             raise CannotBeMapped(
-                f"it gives {getattr(func, '__name__', func)} a {kind.__name__} to call, and the"
+                f"it gives {name_of(func)} a {kind.__name__} to call, and the"
                 " library cannot see what it does: call it yourself, and pass numbers"
             )
     return found
-
-
-def _is_without_code(value: Any, kind: type) -> bool:
-    """Whether torch runs nothing of the caller's where it is given such a value."""
-    return not callable(value) and kind.__module__.partition(".")[0] in _WITHOUT_CALLERS
