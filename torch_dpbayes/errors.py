@@ -5,7 +5,6 @@ Each is an error of Python's as well, so that ``except ValueError`` goes on to w
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import abc
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ class DPBayesError(Exception):
         self.add_note(f"why: {PAGE}#{self.code}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return functools.partial(type(self), code=self.code), (str(self),)
+        return _made_again, (type(self), str(self), self.code)
 
 
 class ArgumentError(DPBayesError, ValueError):
@@ -125,3 +124,7 @@ class LossError(DPBayesError, RuntimeError):
 
 class StepError(DPBayesError, RuntimeError):
     """The gradients of a step do not belong to the loader's batch."""
+
+
+def _made_again(kind: type[DPBayesError], message: str, code: str) -> DPBayesError:
+    return kind(message, code=code)
