@@ -169,7 +169,7 @@ class Release:
         lock: held from before :meth:`take` until its result was used. Between these the layout of a
             second thread's step would hold a sum without noise.
         watch: is told of every release, with the layout that holds it.
-        bound_from: what a derived clip norm was derived from.
+        bound_from: where the clip norm is from, with temperature and noise; empty if not stated.
 
     **Privacy.** A release is charged before its noise is drawn. A refused charge raises, and
     nothing is released.

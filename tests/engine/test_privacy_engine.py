@@ -144,6 +144,16 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
     assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
 
 
+@pytest.mark.parametrize(("bound", "origin"), [(None, "derived"), (1.0, "as given")])
+def test_the_summary_says_clip_norm_temperature_and_noise(bound, origin):
+    engine, net, optimizer, loader = with_epsilon(max_grad_norm=bound, target_epsilon=3.0, epochs=1)
+    train(net, optimizer, loader, 1)
+    summary = engine.accountant.summary()
+    assert f"clip norm {optimizer.max_grad_norm:.4g}, {origin}" in summary
+    assert f"temperature {optimizer.effective_temperature:.4g}, noise multiplier" in summary
+    assert f"noise multiplier {optimizer.effective_noise_multiplier:.4g}" in summary
+
+
 def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
     accountant = dpb.PrivacyAccountant()
     given = {"optimizer": partial(dpb.optim.DPSGLD, lr="free", temperature=1.0), "epochs": 2}

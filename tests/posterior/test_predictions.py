@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections import UserDict
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,3 +246,22 @@ def test_draws_of_a_linear_model(model, shape, likelihood, options):
 def test_numbers_of_draws_that_differ_are_refused(draws):
     with pytest.raises(dpb.DPBayesError):
         PosteriorSamples.from_draws(draws)
+
+
+def test_an_object_with_logits_counts_as_its_logits():
+    class Named(nn.Linear):
+        def forward(self, words=None, labels=None):
+            return SimpleNamespace(loss=None, logits=super().forward(words))
+
+    named, plain, x = Named(3, 4), nn.Linear(3, 4), torch.randn(5, 3)
+    plain.load_state_dict(named.state_dict())
+    samples = PosteriorSamples(burn_in=0)
+    samples.collect(named)
+    expected = samples.predict(plain, x)
+    for batches in (x, [(x, x[:, 0])], [{"words": x, "labels": x[:, 0]}]):
+        close(samples.predict(named, batches), expected)
+    regression = PosteriorSamples("normal", burn_in=0, noise_std=0.5)
+    regression.collect(named)
+    y = torch.randn(5, 4)
+    found = [regression.log_likelihood(model, x, y) for model in (named, plain)]
+    close(*found)

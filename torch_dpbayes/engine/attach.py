@@ -98,8 +98,13 @@ def made_private(
     optimizer.release.bind(source, draws, FixedTensors(module), parameters, is_alone=is_alone)
 
     _log.info("records are kept apart %s", source.independence)
-    if optimizer.derives_clip_norm:
-        _log.info("%s", optimizer.release.bound_from)
+    if not optimizer.derives_clip_norm:
+        optimizer.release.bound_from = (
+            f"clip norm {optimizer.max_grad_norm:.4g}, as given: temperature"
+            f" {optimizer.effective_temperature:.4g}, noise multiplier"
+            f" {optimizer.effective_noise_multiplier:.4g} at the first lr"
+        )
+    _log.info("%s", optimizer.release.bound_from)
     warnings = [of_collate] if of_collate else []
     known = _accountants.get(module)
     before = accountant if known is None else known()

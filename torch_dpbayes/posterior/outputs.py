@@ -77,7 +77,7 @@ def evaluate(
         if not isinstance(output, Tensor):
             raise ArgumentTypeError(
                 f"The model returned a {type(output).__name__}; predictions need one tensor with"
-                " one row per record: pass for example forward=lambda model, x: model(x).logits."
+                " one row per record: pass for example forward=lambda model, x: model(x)[0]."
             )
         tensors = (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0)
         return _require_rows(output, len(next(tensors, ())))
@@ -209,17 +209,21 @@ def _batches(x: Inputs) -> Iterable[Any]:
 
 
 def output_of(model: nn.Module, batch: Any) -> Any:
+    """The model's output, or its ``logits``, as models of transformers return them."""
+    inputs: Sequence[Any] = [batch]
+    named: Mapping[str, Any] = {}
     if isinstance(batch, Mapping):
-        taken = named_inputs(model, {k: v for k, v in batch.items() if k not in TARGETS})
-        if not taken:
+        inputs = []
+        named = named_inputs(model, {k: v for k, v in batch.items() if k not in TARGETS})
+        if not named:
             raise ArgumentTypeError(
                 f"the model accepts none of {', '.join(map(str, batch))} by name: pass"
                 ' forward=lambda model, batch: model(batch["..."]).'
             )
-        return model(**taken)
-    if isinstance(batch, (tuple, list)):
-        return model(*(batch[:-1] if len(batch) > 1 else batch))
-    return model(batch)
+    elif isinstance(batch, (tuple, list)):
+        inputs = batch[:-1] if len(batch) > 1 else batch
+    output = model(*inputs, **named)
+    return getattr(output, "logits", output)
 
 
 def _moved(batch: Any, device: torch.device, *, copy: bool = False) -> Any:

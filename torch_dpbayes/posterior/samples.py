@@ -298,8 +298,9 @@ class PosteriorSamples(Chain):
                 \theta_s))`. By default the likelihood decides; ``torch.exp`` is for
                 log-probabilities, ``None`` for the output itself. It must keep the first dimension,
                 and needs no likelihood.
-            forward: ``(model, batch) -> output`` if the model returns no tensor or takes its inputs
-                in another way, such as ``lambda model, batch: model(**batch).logits``.
+            forward: ``(model, batch) -> output`` if the model returns neither a tensor nor an
+                object with ``logits``, or takes its inputs in another way, such as ``lambda model,
+                batch: model(**batch[0]).logits`` for batches ``(dict, y)``.
 
         Returns:
             The average, ``[n, ...]``, on the model's device, in the transformed output's dtype.
