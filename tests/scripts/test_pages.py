@@ -183,7 +183,7 @@ BEGINNER = """\
 import torch_dpbayes as dpb
 engine = dpb.PrivacyEngine()
 net, opt, loader = engine.make_private_with_epsilon(
-    module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.25), data_loader=loader,
+    module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.5), data_loader=loader,
     target_epsilon=3, target_delta=1e-5, epochs=20)
 samples = dpb.PosteriorSamples()
 for epoch in range(20):
