@@ -206,6 +206,8 @@ def test_too_much_friction_names_the_lr_that_works(make):
                 optimizer.step()
     optimizer.step()
     assert len(optimizer.accountant) == 1
+    if make is DPSGNHT:  # its thermostat starts where it matches the noise
+        assert optimizer.friction == pytest.approx(0.999, abs=0.1)
 
 
 def test_a_full_fisher_that_does_not_fit_is_refused_before_it_is_allocated():
