@@ -9,6 +9,7 @@ post-processing.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from abc import abstractmethod
@@ -21,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..accounting import events
 from ..errors import (
@@ -181,8 +184,13 @@ class PrivateOptimizer(DeclaredOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Delete the gradients of the last backward pass, also per-record ones."""
-        self.release.source.zero_grad(self._parameters())
-        super().zero_grad(set_to_none)
+        parameters = self._parameters()
+        self.release.source.zero_grad(parameters)
+        if not set_to_none:
+            super().zero_grad(False)
+            return
+        for p in parameters:
+            p.grad = None
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Opacus' ``BatchMemoryManager`` calls this before each part of a draw; ``do_skip`` means
@@ -195,6 +203,27 @@ class PrivateOptimizer(DeclaredOptimizer):
                 code="loader-memory-manager",
             )
         self.release.draws.delivered(is_part=True, is_last=not do_skip)
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's wrapper of :meth:`step`, used only with a profiler or hooks: it takes a twentieth
+        of a small step.
+        """
+        watched = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: PrivateOptimizer, *args: Any, **options: Any) -> Any:
+            if (
+                _profiler_enabled()
+                or self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+            ):
+                return watched(self, *args, **options)
+            return func(self, *args, **options)
+
+        return step
 
     def event(self, noise_multiplier: float) -> events.DpEvent:
         """The event of one step on a Poisson batch, in noise std / clip bound."""
