@@ -188,7 +188,8 @@ def test_what_a_container_keeps_beside_its_tensors_is_not_that_of_the_first_reco
 
 def test_no_record_decides_which_fields_a_batch_has():
     rare, usual = ({"x": torch.zeros(1), **more} for more in ({}, {"weight": 0.5}))
-    for records in ([rare, usual], [usual, rare]):
+    long = {"x": torch.zeros(2), "weight": 0.5}
+    for records in ([rare, usual], [usual, rare], [usual, long]):
         with refused("loader-collate"):
             RecordwiseCollate(default_collate)(records)
     function = RecordwiseCollate(default_collate, [usual])

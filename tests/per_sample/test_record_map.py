@@ -332,6 +332,7 @@ REFUSED = {
     "caught error": catching,
     "validity of all records": lambda h: -h if torch._is_any_true(h > 1e6) else h,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
+    "seed": lambda h: (torch.manual_seed(0), h * torch.rand_like(h))[1],
     "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
     "item": lambda h: h / max(1.0, h.norm().item()),
@@ -468,6 +469,18 @@ def test_a_mode_around_the_model_is_refused(make, model):
         (x,) = delivered(torch.randn(4, 6))
         with pytest.raises(CannotBeMapped), mode():
             net(x)
+
+
+def test_rows_that_torch_puts_behind_others_leave_the_map():
+    """A convolution with a weight for each record has the records in dimension 1."""
+    weights = torch.randn(4, 3, 2, 1, 1, requires_grad=True)
+    record_map = RecordMap(4)
+
+    def function(slices):
+        return [record_map.call_batched(torch.clone, [F.conv2d(*slices)])]
+
+    (found,) = record_map(function, [torch.ones(4, 1, 2, 1, 1), weights])
+    torch.testing.assert_close(found.flatten(1), weights.flatten(2).sum(2))
 
 
 def test_a_layer_with_code_of_its_own_stays_in_the_map():

@@ -49,6 +49,7 @@ _RANDOM = (
     " mixup, are drawn for every record"
 )
 _FIELDS = "records have different fields: put a number in place of missing values"
+_SHAPES = "records have different shapes: pad them in the data set to one public length"
 _DIFFERS = (
     "collate_fn gets each record alone, and so makes a different batch of synthetic records: do"
     " not use other records or their number, as mixup does, or vouch by"
@@ -360,7 +361,12 @@ class RecordwiseCollate:
         if any(nesting != nestings[0] for nesting in nestings):  # torch takes the first for all
             raise ArgumentError(_FIELDS, code="loader-collate")
         if self._is_vouched or is_plain:
-            return self.wrapped_collator_fn(records)
+            try:
+                return self.wrapped_collator_fn(records)
+            except RuntimeError as error:  # whose text has shapes of records
+                if "equal size" in str(error):
+                    raise ArgumentError(_SHAPES, code="loader-collate") from None
+                raise
         if isinstance(records, list):
             parts = [self.wrapped_collator_fn([record]) for record in records]
             # what is no tensor is the same for all records

@@ -196,6 +196,7 @@ class BookkeepingGradientSource(GradientSource):
                     return of_one(rows), leaves
             hides = *rows, *self._parameters
             with self.randomness({t.device for t in hides}, hides):
+                seed = torch.default_generator.initial_seed()
                 self._copies = []
                 copies: list[Tensor] = []
                 for p in direct:  # of a clone: what the model may write stays out of the parameter
@@ -205,6 +206,8 @@ class BookkeepingGradientSource(GradientSource):
                     self._versions.append(("a parameter", copy, copy._version))
                 self.record_map = record_map = RecordMap(n)
                 found = record_map(of_one, [*rows, *copies])
+                if torch.default_generator.initial_seed() != seed:
+                    raise CannotBeMapped(_SEEDED)
         finally:
             self.record_map = None
         if kept := record_map.kept():
@@ -371,6 +374,10 @@ class _Start(torch.autograd.Function):
         return None, None, None
 
 
+_SEEDED = (
+    "it calls torch.manual_seed, so each record's random numbers are known, and follow its place in"
+    " the batch: seed the program, not the model"
+)
 _WRITTEN = (
     "{} was changed in place between {}: write x = x + y instead of x += y, F.relu(x) instead of"
     " F.relu_(x); change parameters before the forward pass or after the step"

@@ -414,10 +414,10 @@ def _scalar(loss: Any) -> Tensor:
     with torch._C.DisableTorchFunction():  # a look through a map takes long
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
             return loss.reshape(())
-    what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise LossError(
         f"the loss of one record must be a scalar floating-point tensor, got {what}: sum its"
-        " entries",
+        " entries, and compute it from the output without argmax or comparisons",
         code="loss-vector",
     )
 

@@ -276,8 +276,10 @@ class RecordMap(TorchFunctionMode):
                 _require_public(t)
                 outside.append(t.expand(self.records, *t.shape))
             else:
-                dim = functorch.maybe_get_bdim(t)
-                outside.append(inside if dim == 0 else inside.movedim(dim, 0))
+                if dim := functorch.maybe_get_bdim(t):
+                    with torch._C.DisableTorchFunction():  # the rows are from inside
+                        inside = inside.movedim(dim, 0)
+                outside.append(inside)
         assert level is not None
         stack = functorch.pop_dynamic_layer_stack()
         try:
