@@ -296,6 +296,14 @@ class Asked:
 
 
 TRAINED = torch.ones(1, 6, requires_grad=True)
+
+
+def seeded_within(h):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return h * torch.rand_like(h)
+
+
 REFUSED = {
     "vmap rule": Centred.apply,
     "generated vmap rule": Generated.apply,
@@ -333,6 +341,7 @@ REFUSED = {
     "validity of all records": lambda h: -h if torch._is_any_true(h > 1e6) else h,
     "generator": lambda h: h * torch.rand(h.shape, generator=torch.Generator()),
     "seed": lambda h: (torch.manual_seed(0), h * torch.rand_like(h))[1],
+    "fork": seeded_within,
     "old checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
     "item": lambda h: h / max(1.0, h.norm().item()),

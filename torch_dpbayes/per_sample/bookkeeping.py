@@ -196,7 +196,6 @@ class BookkeepingGradientSource(GradientSource):
                     return of_one(rows), leaves
             hides = *rows, *self._parameters
             with self.randomness({t.device for t in hides}, hides):
-                seed = torch.default_generator.initial_seed()
                 self._copies = []
                 copies: list[Tensor] = []
                 for p in direct:  # of a clone: what the model may write stays out of the parameter
@@ -206,8 +205,6 @@ class BookkeepingGradientSource(GradientSource):
                     self._versions.append(("a parameter", copy, copy._version))
                 self.record_map = record_map = RecordMap(n)
                 found = record_map(of_one, [*rows, *copies])
-                if torch.default_generator.initial_seed() != seed:
-                    raise CannotBeMapped(_SEEDED)
         finally:
             self.record_map = None
         if kept := record_map.kept():

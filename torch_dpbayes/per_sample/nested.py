@@ -226,3 +226,16 @@ def synthetic(arguments: tuple[Any, ...], rows: int, generator: torch.Generator)
 def rows_of(arguments: tuple[Any, ...], row: int) -> tuple[Any, ...]:
     """The arguments of one record, as a batch of one."""
     return tuple(map_tensors(arguments, lambda t: t[row : row + 1] if t.dim() > 0 else t))
+
+
+def synthetic_row(t: Tensor) -> Tensor:
+    """A record of such rows: zeros, or numbers in between, which are probabilities, and entries of
+    matrices that have an inverse, and a factor.
+    """
+    made = t.new_zeros(1, *t.shape[1:])
+    if t.is_floating_point():
+        stream = torch.Generator("cpu").manual_seed(0)
+        made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
+        if t.dim() > 2 and t.shape[-1] == t.shape[-2]:
+            made = made / (2 * t.shape[-1]) + torch.eye(t.shape[-1]).to(made) / 2
+    return made

@@ -25,7 +25,7 @@ from ..noise import PrivateRandomness
 from . import function_kinds as kinds
 from .derived import derived, holds_records
 from .followed import PRIME, Batch, Followed, flatten, is_constant, unflatten
-from .nested import map_tensors
+from .nested import map_tensors, synthetic_row
 from .plain_functions import FUNCTIONS, gaussian_nll, is_row_by_row, losses_at_once
 from .record_map import (
     CannotBeMapped,
@@ -34,7 +34,6 @@ from .record_map import (
     in_plain_words,
     of_those_that_run,
     require_no_modes,
-    synthetic_row,
     without_values,
 )
 

@@ -39,6 +39,7 @@ from ..processes import Lock
 from .derived import LOOKS, holds_records
 from .followed import name_of
 from .function_kinds import is_in_place, is_torchs
+from .nested import synthetic_row
 from .plain_functions import BY_ELEMENT, FUNCTIONS, OF_CLASSES, is_row_by_row, losses_at_once
 
 _TORCHS_WORDS = {
@@ -166,19 +167,6 @@ def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
     return [False] * count
 
 
-def synthetic_row(t: Tensor) -> Tensor:
-    """A record of such rows: zeros, or numbers in between, which are probabilities, and entries of
-    matrices that have an inverse, and a factor.
-    """
-    made = t.new_zeros(1, *t.shape[1:])
-    if t.is_floating_point():
-        stream = torch.Generator("cpu").manual_seed(0)
-        made += torch.rand(made.shape, generator=stream, device="cpu").to(made)
-        if t.dim() > 2 and t.shape[-1] == t.shape[-2]:
-            made = made / (2 * t.shape[-1]) + torch.eye(t.shape[-1]).to(made) / 2
-    return made
-
-
 class RecordMap(TorchFunctionMode):
     """A map over the records of one batch, and what torch functions do inside it where vmap by
     itself would be slow, or unsafe.
@@ -208,6 +196,7 @@ class RecordMap(TorchFunctionMode):
         require_no_modes()
         inside: list[Tensor] = []
         found: list[Tensor] = []
+        self._seed = torch.default_generator.initial_seed()
         with as_traced(), self:
             self._level = level = functorch._vmap_increment_nesting(self.records, self._randomness)
             try:
@@ -219,6 +208,7 @@ class RecordMap(TorchFunctionMode):
             finally:
                 self._level = None
                 functorch._vmap_decrement_nesting()
+        self._require_own_numbers()
         if self._error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all:"
@@ -232,6 +222,7 @@ class RecordMap(TorchFunctionMode):
             raise CannotBeMapped(
                 "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
             )
+        self._require_own_numbers()
         outside = _outside(func, (*args, *kwargs.values()))
         if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
@@ -254,6 +245,14 @@ class RecordMap(TorchFunctionMode):
                 raise OutsideTensor(name_of(func), trained[0])
         self._track(result)
         return result
+
+    def _require_own_numbers(self) -> None:
+        """Raise if the program seeded the random numbers that records draw here."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise CannotBeMapped(
+                "it calls torch.manual_seed, so each record's random numbers are known, and follow"
+                " its place in the batch: seed the program, not the model"
+            )
 
     def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
