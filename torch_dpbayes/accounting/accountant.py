@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple, overload
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from . import events, odometer, report, risk
 from .events import DpEvent, Method, Neighboring, NeighboringRelation, Unit
-from .exclusive import Exclusive
 from .history import Guarantee, History, PrivacyBudgetExceeded, Settings, needed, read_saved
 from .ledger import LOCK, Ledger, Row
-from .session import Session
+from .session import Exclusive, Session
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
