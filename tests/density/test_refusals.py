@@ -18,6 +18,7 @@ from torch import nn
 from torch_dpbayes.density import RecordDensity, UnfitModel
 from torch_dpbayes.density.arguments import Arguments
 from torch_dpbayes.density.locality import MadeUpRecords
+from torch_dpbayes.density.program import Recorder
 from torch_dpbayes.density.pyro_runs import without_value_checks
 from torch_dpbayes.density.structure import find_structure
 
@@ -263,7 +264,7 @@ def made_up_for(model, *args):
         structure = find_structure(model, arguments, "data")
         arguments.take_rows(structure.plate_size)
         made_up = MadeUpRecords(model, arguments, structure)
-        made_up.require_local("data")
+        Recorder(made_up, 1).terms()
     return made_up
 
 
@@ -303,7 +304,7 @@ def test_rounding_is_no_dependence_on_other_rows():
     for _ in range(6):
         made_up = made_up_for(model, x, torch.ones(50, dtype=torch.float32))
         made_up.theta[-1] = -made_up.theta[:-1].sum()
-        made_up.require_local("data")
+        Recorder(made_up, 1).terms()
 
 
 def of_large_means(x, y):
