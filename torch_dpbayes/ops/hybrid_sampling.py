@@ -89,8 +89,7 @@ def hybrid(
     if accountant.neighboring != "replace_one":
         raise ArgumentError(
             "the number of records decides the noise of a hybrid run: pass"
-            " PrivacyAccountant(neighboring='replace_one'), under which it is public.",
-            code="num-data",
+            " PrivacyAccountant(neighboring='replace_one'), under which it is public."
         )
     records = model.records(*model.prepare((features, targets)))
     rate = positive_count(batch_size, "batch_size") / len(records.x)
