@@ -343,6 +343,21 @@ def test_few_digits_do_not_excuse_a_dependence():
         assert made_up._rounding([torch.full((8,), 1e4, dtype=dtype)], 3) < 0.1
 
 
+def test_a_row_of_large_values_may_differ_by_rounding_alone():
+    made_up = made_up_for(lambda y: gaussian(y, weights("m")), torch.randn(20))
+    made_up._rounding = lambda rows, odd: 1.0
+
+    def alone(rows, by):
+        terms = made_up.terms(made_up.theta, rows)
+        terms[made_up._count // 2] += by if rows is not made_up.few() else 0.0
+        return terms
+
+    with without_value_checks():
+        made_up.require_local(partial(alone, by=0.5))
+        with pytest.raises(UnfitModel):
+            made_up.require_local(partial(alone, by=2.0))
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 
