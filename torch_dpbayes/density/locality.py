@@ -146,7 +146,8 @@ class MadeUpRecords:
         """Refuse a model in which what happens to one row changes the term of another, or the
         prior. ``alone`` gives the terms of rows, each seen by itself.
         """
-        if not nearly_equal(*(self.terms(self.theta, self._rows) for _ in range(2))):
+        first, again = (self.terms(self.theta, self._rows) for _ in range(2))
+        if not nearly_equal(first, again):
             raise UnfitModel(
                 "two evaluations of the model at the same values differ: it draws random numbers"
                 " outside of sample sites (dropout?). Switch them off with model.eval()."
