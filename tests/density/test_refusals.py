@@ -18,6 +18,7 @@ from torch import nn
 from torch_dpbayes.density import RecordDensity, UnfitModel
 from torch_dpbayes.density.arguments import Arguments
 from torch_dpbayes.density.locality import MadeUpRecords
+from torch_dpbayes.density.program import Recorder
 from torch_dpbayes.density.pyro_runs import without_value_checks
 from torch_dpbayes.density.structure import find_structure
 
@@ -197,6 +198,7 @@ ROWS = {  # what happens to a record when others change
     "its number": model_of(lambda m, y: m * torch.arange(len(y))),
     "prior of the mean": with_latent(lambda y: dist.Normal(y.mean(), 1.0)),
     "prior of the largest": with_latent(lambda y: dist.Normal(0.0, y.abs().max().clamp(min=50.0))),
+    "prior of the number": with_latent(lambda y: dist.Normal(0.0, 1.0 * len(y))),
     "factor of the data": and_more(
         lambda m, y: dist.Unit((m * y).sum()), obs=lambda y: torch.empty((*y.shape[1:], 0))
     ),
@@ -263,7 +265,7 @@ def made_up_for(model, *args):
         structure = find_structure(model, arguments, "data")
         arguments.take_rows(structure.plate_size)
         made_up = MadeUpRecords(model, arguments, structure)
-        made_up.require_local("data")
+        Recorder(made_up, 1).terms()
     return made_up
 
 
@@ -303,7 +305,7 @@ def test_rounding_is_no_dependence_on_other_rows():
     for _ in range(6):
         made_up = made_up_for(model, x, torch.ones(50, dtype=torch.float32))
         made_up.theta[-1] = -made_up.theta[:-1].sum()
-        made_up.require_local("data")
+        Recorder(made_up, 1).terms()
 
 
 def of_large_means(x, y):
@@ -339,6 +341,21 @@ def test_few_digits_do_not_excuse_a_dependence():
         made_up = made_up_for(model, torch.randn(20).to(dtype))
         made_up.theta = torch.ones_like(made_up.theta)
         assert made_up._rounding([torch.full((8,), 1e4, dtype=dtype)], 3) < 0.1
+
+
+def test_a_row_of_large_values_may_differ_by_rounding_alone():
+    made_up = made_up_for(lambda y: gaussian(y, weights("m")), torch.randn(20))
+    made_up._rounding = lambda rows, odd: 1.0
+
+    def alone(rows, by):
+        terms = made_up.terms(made_up.theta, rows)
+        terms[made_up._count // 2] += by if rows is not made_up.few() else 0.0
+        return terms
+
+    with without_value_checks():
+        made_up.require_local(partial(alone, by=0.5))
+        with pytest.raises(UnfitModel):
+            made_up.require_local(partial(alone, by=2.0))
 
 
 # -- parameters ------------------------------------------------------------------------------------

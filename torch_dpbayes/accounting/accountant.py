@@ -370,13 +370,6 @@ class PrivacyAccountant:
         """Returns unused reserved releases to the file. The accountant can still be used."""
         self._turns.change(lambda session: session.settle())
 
-    def close_for_good(self, timeout: float) -> None:
-        """:meth:`close` at the end of a process: other threads can no longer charge. If a charge
-        takes longer than ``timeout`` seconds, nothing is returned.
-        """
-        if LOCK.acquire(timeout=timeout):  # and never released
-            self.close()
-
     def __enter__(self) -> PrivacyAccountant:
         return self
 

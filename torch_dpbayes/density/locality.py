@@ -1,14 +1,14 @@
 """Whether the term of a record depends on other records: seen on made-up rows, before the data.
 
-A model that mixes rows would become another model when it is run on one row at a time. So it is run
-on made-up rows together and on each alone, and on such of which one has missing or large values:
-where a row's term, or the prior, differs, the model is refused.
+A model that mixes rows would become another model when it is run on one row at a time. So Pyro runs
+it on made-up rows together, also on such of which one has missing or large values: where a term
+differs from that of the row alone, or the prior changes, the model is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -142,41 +142,45 @@ class MadeUpRecords:
 
     # -- the check ---------------------------------------------------------------------------------
 
-    def require_local(self, plate: str) -> None:
+    def require_local(self, alone: Callable[[list[Tensor]], Tensor]) -> None:
         """Refuse a model in which what happens to one row changes the term of another, or the
-        prior.
+        prior. ``alone`` gives the terms of rows, each seen by itself.
         """
-        last, everything = self._count, self._rows
-        expected, prior = self._evaluated(everything)
-        if not nearly_equal(self.terms(self.theta, everything), expected):
+        first, again = (self.terms(self.theta, self._rows) for _ in range(2))
+        if not nearly_equal(first, again):
             raise UnfitModel(
                 "two evaluations of the model at the same values differ: it draws random numbers"
                 " outside of sample sites (dropout?). Switch them off with model.eval()."
             )
-
-        try:
-            each = [self._evaluated(pick(everything, [j])) for j in range(last)]
-        except Exception as error:
-            raise UnfitModel(
-                f"the model fails when all other rows are left out: {first_line(error)}. The data"
-                f" plate has to take its size from the data: pyro.plate({plate!r}, len(y))."
-            ) from error
-        for j, (term, other_prior) in enumerate(each):
-            _require_equal("all others are left out", term, expected[j : j + 1], other_prior, prior)
-        odd, others = last // 2, [j for j in range(last) if j != last // 2]
-        for what, rows in self._odd_rows(everything, odd):
+        odd, prior = self._count // 2, self._prior_with(self._rows)
+        others = torch.arange(self._count) != odd
+        for what, rows in self._changed_rows(odd):
             try:
-                terms, other_prior = self._evaluated(rows)
-                (alone,) = self.terms(self.theta, pick(rows, [odd]))
-            except Exception:  # as the values may be impossible ones
-                continue
-            _require_equal(
-                f"another row {what}", terms[others], expected[others], other_prior, prior
+                apart, together = alone(rows), self.terms(self.theta, rows)
+                other_prior = self._prior_with(rows if what else pick(rows, [0]))
+            except Exception:
+                if what:  # as the values may be impossible ones
+                    continue
+                raise
+            seen = f"{f'another row {what}' if what else 'all others are left out'} (seen on"
+            if not nearly_equal(other_prior, prior):
+                raise UnfitModel(
+                    f"the prior changes when {seen} synthetic rows), so it would release the data"
+                    " without a charge: use a prior with public constants."
+                )
+            is_rounding = nearly_equal(apart[odd], together[odd]) or bool(
+                (apart - together)[odd].abs() <= self._rounding(rows, odd)
             )
-            own = terms[odd]
-            if not nearly_equal(alone, own) and (alone - own).abs() <= self._rounding(rows, odd):
-                continue
-            _require_equal(f"the others are left out and it {what}", alone, own, other_prior, prior)
+            if not is_rounding or not nearly_equal(apart[others], together[others]):
+                raise UnfitModel(
+                    f"the log likelihood of a record changes when {seen} synthetic rows): centre,"
+                    " scale, count and impute with public constants, not with the data's mean,"
+                    " maximum or number."
+                )
+
+    def _prior_with(self, rows: list[Tensor]) -> Tensor:
+        """The prior with these rows as the data."""
+        return self.prior.log_density_with(self.theta, *self._arguments.with_rows(rows))
 
     def _rounding(self, rows: list[Tensor], odd: int) -> float:
         """How much a row's term may change by rounding: where large values cancel, which a
@@ -187,49 +191,29 @@ class MadeUpRecords:
         changed = self._with_other_digits(16, row)
         return float((torch.stack(changed) - self.terms(self.theta, row)).abs().max())
 
-    def _evaluated(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Terms of the rows, and the prior with them as the data."""
-        return self.terms(self.theta, rows), self.prior.log_density_with(
-            self.theta, *self._arguments.with_rows(rows)
-        )
-
-    def _odd_rows(self, rows: list[Tensor], odd: int) -> Iterator[tuple[str, list[Tensor]]]:
-        """Rows of which the one numbered ``odd`` has extreme or missing values: in all arguments,
-        and in one at a time, which is enough for some models to fail on.
+    def _changed_rows(self, odd: int) -> Iterator[tuple[str, list[Tensor]]]:
+        """The rows, then such of which the one numbered ``odd`` has extreme or missing values: in
+        all arguments, and in one at a time, which is enough for some models to fail on.
         """
 
         def altered(chosen: Iterable[int], value: float, every: int = 1) -> list[Tensor]:
-            result = list(rows)
+            result = list(self._rows)
             for k in chosen:
-                result[k] = rows[k].clone()
+                result[k] = self._rows[k].clone()
                 entries = result[k][odd]
                 numbers = torch.arange(entries.numel(), device=entries.device)
                 entries.masked_fill_(numbers.reshape(entries.shape) % every == 0, value)
             return result
 
-        floating = [k for k, r in enumerate(rows) if r.is_floating_point() or r.is_complex()]
+        yield "", self._rows
+        kinds = [row.is_floating_point() or row.is_complex() for row in self._rows]
+        floating = [k for k, is_floating in enumerate(kinds) if is_floating]
         for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
             yield "is not a number", altered(chosen, math.nan)
             yield "lacks some values", altered(chosen, math.nan, every=2)
             yield "is very large", altered(chosen, _LARGE)
             yield "is very small", altered(chosen, -_LARGE)
-        for k, row in enumerate(rows):
+        for k, row in enumerate(self._rows):
             # on a GPU an index out of range would end the process
-            if k not in floating and row.dtype != torch.bool and row.device.type == "cpu":
+            if not kinds[k] and row.dtype != torch.bool and row.device.type == "cpu":
                 yield "is very large", altered([k], min(_LARGE, torch.iinfo(row.dtype).max))
-
-
-def _require_equal(
-    what: str, terms: Tensor, expected: Tensor, other_prior: Tensor, prior: Tensor
-) -> None:
-    if not nearly_equal(terms, expected):
-        raise UnfitModel(
-            f"the log likelihood of a record changes when {what} (seen on synthetic rows): centre,"
-            " scale, count and impute with public constants, not with the data's mean, maximum or"
-            " number."
-        )
-    if not nearly_equal(other_prior, prior):
-        raise UnfitModel(
-            f"the prior changes when {what} (seen on synthetic rows), so it would release the data"
-            " without a charge: use a prior with public constants."
-        )

@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from ..per_sample.record_map import RecordsApart, in_plain_words
-from .arguments import full_vectors
+from .arguments import full_vectors, pick
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces, pieces_of
-from .pyro_runs import UnfitModel, nearly_equal, without_value_checks
+from .pyro_runs import InvalidPoint, UnfitModel, nearly_equal, without_value_checks
 from .recording import most_bytes, recorded
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
@@ -87,12 +87,27 @@ class Recorder:
         self._made_up, self._num_records = made_up, num_records
 
     def terms(self) -> Program:
-        """A record's term."""
+        """A record's term; UnfitModel for a model that mixes records."""
+        made_up, few = self._made_up, self._made_up.rows(full_vectors(1))
 
         def is_right(found: Tensor, theta: Tensor, rows: list[Tensor]) -> bool:
-            return nearly_equal(found, self._made_up.terms(theta, rows))
+            count = len(made_up.few()[0])
+            each = torch.cat([made_up.terms(theta, pick(rows, [k])) for k in range(count)])
+            return nearly_equal(found, each[torch.arange(len(found)) % count])  # they repeat
 
-        return self._first_right(Program, lambda term: term, is_right)
+        program = self._first_right(Program, lambda term: term, is_right)
+
+        def alone(rows: list[Tensor]) -> Tensor:
+            count = len(rows[0])
+            filled = [torch.cat([r, more[count:]]) for r, more in zip(rows, few, strict=True)]
+            terms = program.of_few(made_up.theta, filled)
+            if terms is None:
+                raise InvalidPoint
+            return terms[:count]
+
+        with torch.no_grad(), without_value_checks():
+            made_up.require_local(alone)
+        return program
 
     def gradients(self) -> Gradients:
         """The gradient of a record's term."""

@@ -75,7 +75,6 @@ class RecordDensity:
             structure = find_structure(model, self.arguments, data_plate)
             self._rows = self.arguments.take_rows(structure.plate_size)
             self.made_up = MadeUpRecords(model, self.arguments, structure)
-            self.made_up.require_local(data_plate)
         self.prior = self.made_up.prior
         self.observed = structure.observed
         self._left_out = self._none_of(self.num_records)  # records at which computations fail

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
-import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.infer
 import torch
@@ -23,14 +20,12 @@ from pyro.infer.mcmc.api import MAX_SEED, _gen_samples, _MultiSampler
 from pyro.infer.mcmc.logger import ProgressBar
 from torch import Tensor
 
-from ..accounting.accountant import PrivacyAccountant
 from ..density.pyro_runs import using_pyro
 from ..errors import ArgumentTypeError, StateError
-from .kernel import PrivateKernel
+from .kernel import PrivateKernel, Start
 from .mixing import complaint_of
 
-_SECONDS_TO_STOP, _SECONDS_TO_CHARGE, _SECONDS_TO_SEND = 40.0, 30.0, 1.0
-_SECONDS_TO_NOTICE = 0.2
+_SECONDS_TO_STOP, _SECONDS_TO_NOTICE = 40.0, 0.2
 
 
 class MCMC(pyro.infer.MCMC):
@@ -38,9 +33,9 @@ class MCMC(pyro.infer.MCMC):
 
     Each parallel chain gets its own copy of the kernel, with the chain's number and start. The
     kernel keeps every draw as it arrives: :meth:`PrivateKernel.get_samples` has them also when the
-    budget, an error or Ctrl-C ends the run. Then the other chains stop and return what they
-    reserved of the budget. If a chain is killed, the run ends, too, and the charges and
-    reservations of this chain stay. A warning says if the chains have not mixed.
+    budget, an error or Ctrl-C ends the run. Then the other chains stop after their iteration and
+    return what they reserved of the budget. If a chain is killed, the run ends, too, and the
+    charges and reservations of this chain stay. A warning says if the chains have not mixed.
 
     Args:
         kernel: a kernel of this package; its accountant needs ``path=`` for parallel chains.
@@ -105,19 +100,15 @@ class _ParallelChains:
         self._starts, self._is_silent = pyros.initial_params, is_silent
         self._count, self._context = pyros.num_chains, pyros.ctx.get_context()
         self._processes: list[Any] = []
-        self._pipes: list[Connection] = []  # numbered like the chains
-        self._receiver: threading.Thread | None = None
+        self._pipes: list[Connection] = []
+        self._open: dict[Connection, int] = {}  # those that can be read, with the chain's number
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
         """What every chain yields, with its number."""
         self._draws = self.kernel.begin_chains(self._count)
-        self._messages: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
         try:
             for number in range(self._count):
                 self._start(number, args, kwargs)
-            # not before: a fork copies no threads
-            self._receiver = threading.Thread(target=self._receive, daemon=True)
-            self._receiver.start()
             with ProgressBar(
                 *self._settings[:2], disable=self._is_silent, num_bars=self._count
             ) as bars:
@@ -129,14 +120,13 @@ class _ParallelChains:
         ours, theirs = self._context.Pipe()
         starts = self._starts
         start = None if starts is None else {name: v[number] for name, v in starts.items()}
-        chain = Chain(theirs, not self._is_silent)
         seed = (torch.initial_seed() + number) % MAX_SEED
         defaults = torch.get_default_dtype(), torch.get_default_device()
-        kernel = self.kernel.for_chain(chain, start)
+        chain = Chain(theirs, not self._is_silent, start, seed, defaults)
         process = self._context.Process(
             name=str(number),
             target=chain.run,
-            args=(kernel, self._settings, seed, defaults, args, kwargs),
+            args=(self.kernel, self._settings, args, kwargs),
             daemon=True,
         )
         process.start()
@@ -144,44 +134,42 @@ class _ParallelChains:
         theirs.close()
         self._processes.append(process)
         self._pipes.append(ours)
+        self._open[ours] = number
 
     def _received(self, bars: ProgressBar) -> Iterator[tuple[Any, int]]:
         running = set(range(self._count))
         while running:
-            number, kind, value = self._messages.get()
-            if kind == "gone" and number in running:
-                raise self._ended(number)
-            if kind == "error":
-                error, note = value
-                error.add_note(note)
-                raise error
-            if kind == "value":
-                yield (torch.as_tensor(value) if isinstance(value, ndarray) else value), number
-            elif kind == "progress":
-                bars.set_postfix(value, pos=number, refresh=False)
-                bars.update(pos=number)
-            elif kind == "end":
-                running.discard(number)
+            for number, kind, value in self._messages():
+                if kind == "gone" and number in running:
+                    raise self._ended(number)
+                if kind == "error":
+                    error, note = value
+                    error.add_note(note)
+                    raise error
+                if kind == "value":
+                    yield (torch.as_tensor(value) if isinstance(value, ndarray) else value), number
+                elif kind == "progress":
+                    bars.set_postfix(value, pos=number, refresh=False)
+                    bars.update(pos=number)
+                elif kind == "end":
+                    running.discard(number)
 
-    def _receive(self) -> None:
-        """Keep draws and hand on messages until all pipes end. In a thread, where Ctrl-C does not
-        arrive in the middle of one.
-        """
-        running = {pipe: number for number, pipe in enumerate(self._pipes)}
-        while running:
-            for pipe in wait(list(running)):
-                assert isinstance(pipe, Connection)
-                number = running[pipe]
-                try:
-                    kind, value = pipe.recv()
-                except Exception:  # it ended, perhaps in the middle of a message
-                    kind, value = "gone", None
-                    del running[pipe]
-                if kind == "draw":
-                    own = {name: torch.as_tensor(part) for name, part in value.items()}
-                    self._draws[number].append(own)
-                else:
-                    self._messages.put((number, kind, value))
+    def _messages(self, timeout: float | None = None) -> Iterator[tuple[int, str, Any]]:
+        """One message of each chain that has sent some; draws are kept."""
+        for pipe in wait(list(self._open), timeout):
+            assert isinstance(pipe, Connection)
+            number = self._open.pop(pipe)  # Ctrl-C in the middle of a message leaves it unreadable
+            try:
+                kind, value = pipe.recv()
+            except Exception:  # it ended, perhaps in the middle of a message
+                kind, value = "gone", None
+            else:
+                self._open[pipe] = number
+            if kind == "draw":
+                own = {name: torch.as_tensor(part) for name, part in value.items()}
+                self._draws[number].append(own)
+            else:
+                yield number, kind, value
 
     def _ended(self, number: int) -> StateError:
         process = self._processes[number]
@@ -199,46 +187,57 @@ class _ParallelChains:
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send_bytes(b"stop")
-        if self._receiver is not None:
-            self._receiver.join(_SECONDS_TO_STOP)
+        end = time.monotonic() + _SECONDS_TO_STOP
+        while self._open and time.monotonic() < end:
+            for _ in self._messages(_SECONDS_TO_NOTICE):
+                pass
+        for pipe in self._pipes:
+            pipe.close()
         for process in self._processes:
             process.join(_SECONDS_TO_NOTICE)
             process.kill()
             process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes, self._receiver = [], [], None
+        self._processes, self._pipes, self._open = [], [], {}
 
 
-@dataclass
-class Chain:
-    """What a kernel knows about the parallel chain that it runs in its own process."""
+class Chain(NamedTuple):
+    """A parallel chain, in its own process."""
 
     pipe: Connection  # to who started the chain, and sends one message: that it has to end
     shows_progress: bool
+    start: Start
+    seed: int
+    defaults: tuple[torch.dtype, torch.device]
 
     def run(
         self,
         kernel: PrivateKernel,
         settings: tuple[int, int, Callable[..., Any] | None],
-        seed: int,
-        defaults: tuple[torch.dtype, torch.device],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Run the whole chain."""
-        self._sending = threading.Lock()
+        """Run the whole chain. After an iteration it ends if it was asked to, or if the process
+        that started it has ended.
+        """
         warmup_steps, num_samples, hook = settings
+        starter = os.getppid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started the chain asks it to stop
         # else the pipe would go on after the chain, as long as a process that it forked
         os.register_at_fork(after_in_child=self.pipe.close)
-        pyro.set_rng_seed(seed)
-        torch.set_default_dtype(defaults[0])
-        torch.set_default_device(defaults[1])
+        pyro.set_rng_seed(self.seed)
+        torch.set_default_dtype(self.defaults[0])
+        torch.set_default_device(self.defaults[1])
+        if self.start is not None:
+            kernel.initial_params = self.start
 
         def after_an_iteration(kernel: PrivateKernel, *what: Any) -> None:
+            if kernel.newest_draw is not None:
+                self._send("draw", kernel.newest_draw)
             if self.shows_progress:
                 self._send("progress", kernel.logging())
+            # what else the starter forked may keep its end of the pipe open
+            if self.pipe.poll() or os.getppid() != starter:
+                raise KeyboardInterrupt
             if hook:
                 hook(kernel, *what)
 
@@ -248,8 +247,8 @@ class Chain:
             ):
                 self._send("value", value)
             self._send("end", None)
-        except KeyboardInterrupt:
-            self._end(kernel.accountant)
+        except (KeyboardInterrupt, ConnectionError):
+            pass
         except Exception as error:
             told: Exception = error
             try:
@@ -258,36 +257,13 @@ class Chain:
                 told = StateError(f"a chain failed with a {type(error).__name__}.")
             # beside it, for not every error keeps its notes on the way
             self._send("error", (told, f"In a parallel chain:\n{traceback.format_exc()}"))
-
-    def begin(self, accountant: PrivacyAccountant) -> None:
-        """End this process when it is asked to, or when the one that started it has ended. The
-        chain may be computing for long, so a thread does it.
-        """
-        threading.Thread(target=self._end_when_asked, args=(accountant,), daemon=True).start()
-
-    def keep(self, draw: dict[str, Tensor]) -> None:
-        """Hand on a draw, which was charged."""
-        self._send("draw", draw)
+        finally:
+            kernel.accountant.close()  # returns what it had reserved
 
     def _send(self, kind: str, value: Any) -> None:
         if isinstance(value, dict):
             value = {name: _plain(part) for name, part in value.items()}
-        with self._sending:
-            self.pipe.send((kind, _plain(value)))
-
-    def _end_when_asked(self, accountant: PrivacyAccountant) -> None:
-        parent, starter = multiprocessing.parent_process(), os.getppid()
-        asks: list[Any] = [self.pipe] if parent is None else [self.pipe, parent.sentinel]
-        # what else the starter forked may keep its sentinel open
-        while not wait(asks, timeout=_SECONDS_TO_NOTICE) and os.getppid() == starter:
-            pass
-        self._end(accountant)
-
-    def _end(self, accountant: PrivacyAccountant) -> None:
-        with ExitStack() as at_the_end:
-            at_the_end.callback(os._exit, 1)
-            accountant.close_for_good(_SECONDS_TO_CHARGE)  # no iteration begins any more
-            self._sending.acquire(timeout=_SECONDS_TO_SEND)
+        self.pipe.send((kind, _plain(value)))
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,6 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from copy import copy
-from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,7 +31,6 @@ from .mixing import complaint_of, mixing_of
 from .proposals import Moves, RandomWalk, free_move
 
 if TYPE_CHECKING:
-    from .chains import Chain
     from .multi_owner import ManyOwners
 
 _LATER: Any = None  # of what there is from setup() on
@@ -100,7 +97,6 @@ class PrivateKernel(MCMCKernel):
         self._saved: list[str] | None = None
         self._chains: list[list[Draw]] = []
         self._run_begin, self._is_run = 0, False
-        self._chain: Chain | None = None
         self._begin()
         self._forget()
 
@@ -241,8 +237,6 @@ class PrivateKernel(MCMCKernel):
         if not self._is_run:
             self._run_begin = len(self._chains)
         self._warmup_steps = warmup_steps
-        if self._chain is not None:  # before what takes long
-            self._chain.begin(self._accountant)
         owners = self._owners
         with using_pyro, owners.in_set_up() if owners else nullcontext(), torch.no_grad():
             self._set_up(args, kwargs)
@@ -378,8 +372,6 @@ class PrivateKernel(MCMCKernel):
         if self._iteration > self._warmup_steps:
             values = self._prior.constrain(self._theta)
             draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
-            if self._chain is not None:
-                self._chain.keep(draw)
             if self._iteration == self._warmup_steps + 1:
                 self._chains.append([])
             self._chains[-1].append(draw)
@@ -449,10 +441,7 @@ class PrivateKernel(MCMCKernel):
     def __getstate__(self) -> dict[str, Any]:
         blank = object.__new__(type(self))
         blank._forget()
-        state = {**self.__dict__, **blank.__dict__}
-        if get_spawning_popen() is None:  # else it is on its way to the chain's process
-            state["_chain"] = None
-        return state
+        return {**self.__dict__, **blank.__dict__}
 
     @contextmanager
     def in_run(self) -> Iterator[None]:
@@ -469,12 +458,10 @@ class PrivateKernel(MCMCKernel):
         self._chains += begun
         return begun
 
-    def for_chain(self, chain: Chain, start: Start) -> PrivateKernel:
-        """For :class:`MCMC`: a copy that runs one of several parallel chains."""
-        other = copy(self)
-        initial = self._initial if start is None else start
-        other.__dict__.update(_chain=chain, _chains=[], _initial=initial)
-        return other
+    @property
+    def newest_draw(self) -> Draw | None:
+        """For :class:`MCMC`: of the running chain; None in warm-up."""
+        return self._chains[-1][-1] if self._iteration > self._warmup_steps else None
 
     def _draws_of_last_run(self) -> list[Draw]:
         return [_stacked(chain) for chain in self._chains[self._run_begin :] if chain]

@@ -17,6 +17,7 @@ from ..accounting.events import (
     GaussianDpEvent,
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
+    check_epsilon,
     positive_count,
 )
 from ..batches.poisson_loader import PoissonLoader
@@ -56,34 +57,26 @@ def hybrid(
     start_share: float = 0.5,
     samples: PosteriorSamples | None = None,
     accountant: PrivacyAccountant | None = None,
-    num_data: int | None = None,
 ) -> Hybrid:
     r"""One posterior sample, from which DP-SGLD, DP-SGHMC or DP-SGNHT continues: the start is
     already near the posterior (Wang, Fienberg and Smola 2015, Algorithm 3).
 
     Args:
-        model: gives loss and prior of start and chain.
-        features: ``[n, d]``.
-        targets: ``[n]``.
-        certificate: of the start.
-        optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``.
+        model, features, targets: give loss and prior of start and chain.
+        certificate: of the start, which may use up to ``start_share · epsilon``.
+        optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``. Its noise is
+            calibrated to what the start leaves.
         epsilon, delta: the target of start and chain together, with what ``accountant`` holds.
-        epochs: passes of the chain, at sampling rate batch_size / N.
-        batch_size: expected size of a Poisson batch.
+        epochs, batch_size: of the chain, with Poisson batches of this expected size.
         max_grad_norm: clip norm of one record's gradient in the chain.
-        start_share: the start may use up to ``start_share · epsilon``; the chain's noise is
-            calibrated to the rest.
         samples: collects the chain's states, one per step. None: keeps the second half, thinned to
             at most 200.
-        accountant: None: one with the target as its budget, for neighbours that replace one record.
-        num_data: N. None: n, which counts as public in the chain. Under add-or-remove-one an upper
-            bound, as for :class:`~torch_dpbayes.ops.OnePosteriorSample`; rows of zeros, which have
-            no gradient, fill the data up to it.
+        accountant: None: one with the target as its budget. Neighbours replace one record.
 
     Raises:
-        ValueError: start or chain would get no budget. Nothing is charged.
+        ValueError: an argument is out of range, or start or chain would get no budget.
         PrivacyBudgetExceeded: start and chain do not fit the target or the accountant's budget.
-            This is found before any charge, unless others charge the accountant during the run.
+            Neither is charged, unless others charge the accountant during the run.
 
     **Privacy.** Releases: the start (event: the certificate's) and every state of the chain (event:
     a Poisson-sampled Gaussian per step). Each is charged before it is drawn. The split depends on
@@ -93,26 +86,19 @@ def hybrid(
         raise ArgumentError(f"model must be a dpb.ops.GLM, got {model!r}")
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    if accountant.neighboring != "replace_one":
+        raise ArgumentError(
+            "the number of records decides the noise of a hybrid run: pass"
+            " PrivacyAccountant(neighboring='replace_one'), under which it is public."
+        )
     records = model.records(*model.prepare((features, targets)))
-    x, y = records.x, records.y
-    if num_data is not None and accountant.neighboring != "replace_one":
-        missing = max(num_data - len(x), 0)
-        x, y = nn.functional.pad(x, (0, 0, 0, missing)), nn.functional.pad(y, (0, missing))
-    size = len(x)
-    if num_data not in (None, size):
-        raise ArgumentError(f"num_data = {num_data} does not fit the number of records.")
-    if type(batch_size) is not int or not 0 < batch_size <= size:
-        raise ArgumentError(f"batch_size must be a whole number from 1 to num_data: {batch_size!r}")
-    if not isinstance(start_share, int | float) or not 0 < start_share < 1:
-        raise ArgumentError(f"start_share must lie between 0 and 1, got {start_share!r}")
-    if accountant.neighboring == "replace_one":
-        num_data = size
-    rate = batch_size / size
-    loader = PoissonLoader(DataLoader(TensorDataset(x, y), batch_size=batch_size), rate)
+    rate = positive_count(batch_size, "batch_size") / len(records.x)
+    data = TensorDataset(records.x, records.y)
+    loader = PoissonLoader(DataLoader(data, batch_size=batch_size), rate)
     steps = positive_count(epochs, "epochs") * len(loader)
-    first = OnePosteriorSample(
-        model, certificate, start_share * epsilon, delta, accountant, num_data=num_data
-    )
+    start_epsilon = check_epsilon(start_share) * epsilon
+    size = len(data)
+    first = OnePosteriorSample(model, certificate, start_epsilon, delta, accountant, num_data=size)
     noise = noise_multiplier_for(
         lambda z: PoissonSampledDpEvent(rate, GaussianDpEvent(z)),
         target_epsilon=epsilon,
@@ -125,7 +111,7 @@ def hybrid(
     # without a temperature the given clip norm would decide it
     given = {"temperature": 1.0} | getattr(optimizer, "keywords", {}) | _prior_of(model)
     module, chain, private = PrivacyEngine(accountant).make_private(
-        module=model.module(x.shape[1]).to(x),
+        module=model.module(records.x.shape[1]).to(records.x),
         optimizer=partial(optimizer, **given),
         data_loader=loader,
         max_grad_norm=max_grad_norm,
