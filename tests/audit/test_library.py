@@ -1,7 +1,7 @@
 """The library audits itself: what a run states is not refuted, and is where faults are made."""
 
 import pytest
-from support.audits import FAULTS, STATED, audited_with
+from audit_power import FAULTS, STATED, audited_with
 
 CAUGHT = [name for name in FAULTS if name[0] not in "12"]  # of one or two charges, not always
 
