@@ -97,8 +97,9 @@ def test_equal_releases_of_another_run_do_not_count(tmp_path):
     later.close()
     state = later.state_dict()
     later.resume(state)
+    assert len(later) == 3
     shutil.copy(backup, path)
     restored = PrivacyAccountant(path=path).compose(STEP, 2)
-    assert len(restored) == len(later) == 3
+    assert len(restored) == 3
     with pytest.raises(ValueError):
         restored.resume(state)
