@@ -96,10 +96,8 @@ def test_the_skeleton_for_contributors_is_a_working_sampler():
     )
 
     warm = skeleton["DPExample"](private.parameters(), lr=0.1, noise_multiplier=0.5, **constants)
-    assert warm.effective_temperature == pytest.approx(
-        0.1 * 8 * (0.5 * 1e6 / 8) ** 2 / (2 * (1 - 0.9))
-    )
-    for group in warm.param_groups:
-        group["lr"] = warm.free_lr
+    temperature = 0.1 * 8 * (0.5 * 1e6 / 8) ** 2 / (2 * (1 - 0.9))
+    assert warm.effective_temperature == pytest.approx(temperature)
+    warm.param_groups[0]["lr"] = warm.free_lr
     assert warm.langevin_noise_multiplier == pytest.approx(0.5)
     assert warm.effective_temperature == pytest.approx(1.0)

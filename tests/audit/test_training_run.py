@@ -44,16 +44,17 @@ def train(dataset, engine, *, steps=3, **options):
     return net
 
 
-def seen_by(train, number=150):
+def seen_by(train, number=150, seed=None):
     """What each release says of each canary, in units of what it adds; which were in; the scores
-    that were judged.
+    that were judged; and where canaries are, and on which side, at each release.
     """
-    rows, kept = [], {}
+    rows, kept, drawn = [], {}, []
 
     class Watched(training_run.GradientCanaries):
         def _score(self, layout):
             total = (layout.gradient * self._batch_size - self._others) / self._bound
             rows.append(total.double().numpy()[self._along] * self._signs)
+            drawn.append((self._included.tolist(), self._along.tolist(), self._signs.tolist()))
             super()._score(layout)
 
     def judged(scores, included, **options):
@@ -62,8 +63,8 @@ def seen_by(train, number=150):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, "GradientCanaries", Watched)
         patch.setattr(training_run, "from_scores", judged)
-        one_run(train, records(), num_canaries=number, delta=1e-5)
-    return np.array(rows), kept["included"], kept["scores"]
+        one_run(train, records(), num_canaries=number, delta=1e-5, seed=seed)
+    return np.array(rows), kept["included"], kept["scores"], drawn
 
 
 def fits(sample, law):
@@ -95,7 +96,7 @@ def test_a_full_batch_shows_each_canary_as_a_gaussian(options):
         train(dataset, engine, steps=2, **options)
         return train(dataset, engine, steps=2, **options)
 
-    seen, included, scores = seen_by(twice)
+    seen, included, scores, _ = seen_by(twice)
     assert seen.shape == (4, 150)
     shows(seen, included, 2)
     # the score is the logarithm of the ratio of the two densities
@@ -106,7 +107,7 @@ def test_a_full_batch_shows_each_canary_as_a_gaussian(options):
 @pytest.mark.chance(4 * ALPHA)
 def test_poisson_batches_draw_canaries_as_records():
     """With probability q a canary adds C, else nothing."""
-    seen, included, scores = seen_by(partial(train, rate=0.3, z=0.1, steps=12))
+    seen, included, scores, _ = seen_by(partial(train, rate=0.3, z=0.1, steps=12))
     joined = seen[:, included] > 0.5
     assert stats.binomtest(int(joined.sum()), joined.size, 0.3).pvalue > ALPHA
     assert fits(seen[:, included][joined] - 1, stats.norm(0, 0.1).cdf)
@@ -146,7 +147,7 @@ def after_failures(dataset, engine):
 @pytest.mark.chance(2 * ALPHA)
 @pytest.mark.parametrize("run", [in_parts, after_failures])
 def test_a_release_of_several_parts_and_after_a_failure_is_one_release(run):
-    seen, included, _ = seen_by(run)
+    seen, included, *_ = seen_by(run)
     assert seen.shape == (2, 150)
     shows(seen, included, 0.05)
 
@@ -175,21 +176,8 @@ def test_an_audit_leaves_the_random_numbers_of_the_training_alone():
 
 def test_a_seed_repeats_inclusion_and_directions():
     """Each canary along a parameter of its own, another one in each step."""
-
-    def drawn_with(seed):
-        kept = []
-
-        class Kept(training_run.GradientCanaries):
-            def _score(self, layout):
-                kept.append((self._included.tolist(), self._along.tolist(), self._signs.tolist()))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(training_run, "GradientCanaries", Kept)
-            one_run(train, records(), num_canaries=100, delta=1e-5, seed=seed)
-        return kept
-
-    first = drawn_with(3)
-    assert first == drawn_with(3) and first != drawn_with(4)
+    first, again, other = (seen_by(train, 100, seed)[-1] for seed in (3, 3, 4))
+    assert first == again != other
     assert len(set(first[0][1])) == 100 and first[0][1] != first[1][1]
 
 

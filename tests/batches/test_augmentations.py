@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from support.training import private, values
+from support.training import private, states, values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,19 +41,10 @@ def all_differ(found):
     return all(len(part.unique(dim=0)) == len(found) for part in found.split(4, dim=1))
 
 
-def states():
-    kind, words, *place = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), words.tolist(), place
-
-
-def seed_all():
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-
-
 def going_on(batches):
     """Batches of a pass, whose reading leaves the program's random numbers as they were."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
     before = None  # an iterator of torch's takes a number when it begins
     for batch in batches:
         assert before in (None, states())
@@ -70,7 +61,6 @@ def drawn(net, optimizer, loader, in_parts=False):
     """What the data set draws in two passes."""
     found = []
     for _ in range(2):
-        seed_all()
         manager = BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
         )
@@ -103,7 +93,6 @@ def test_where_every_record_is_read_once():
     records = PoissonLoader.every_record(DataLoader(Augmented()))
     found = []
     for _ in range(2):
-        seed_all()
         for x, _ in going_on(records):
             found += x
     assert len(found) == 2 * RECORDS and all_differ(torch.stack(found))

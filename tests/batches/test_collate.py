@@ -14,15 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.refusals import refused
-from support.training import private
+from support.training import private, states
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from torch_dpbayes.batches.poisson_loader import (
-    RecordwiseCollate,
-    require_own_memory,
-)
+from torch_dpbayes.batches.poisson_loader import RecordwiseCollate, require_own_memory
 from torch_dpbayes.per_sample.nested import tensors_in
 from torch_dpbayes.per_sample.operations import Delivery
 
@@ -89,10 +86,6 @@ FUNCTIONS = {
     "no records": ([], changed(mixup), ""),
     "draws": (PICTURES, random_number, "random"),
 }
-
-
-def states():
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -193,15 +193,23 @@ def test_a_step_is_on_a_batch_of_its_own_loader():
     one(net, optimizer, next(iter(loader)))
 
 
-@pytest.mark.parametrize(("parts", "size"), [(False, 2), (True, 2), (True, 4)])
+@pytest.mark.parametrize(("parts", "size"), [(False, 2), (True, 2), (True, 4), (False, 0)])
 def test_a_borrowed_collate_function_takes_no_part_of_a_draw(parts, size):
-    """Also of as many records, between two parts, or after an error in the data set."""
+    """Also of as many records, between two parts, or with the sampler, as frameworks borrow it,
+    which seed what is called ``generator`` on samplers and loaders.
+    """
     net, optimizer, loader = private(rows=10, batch_size=10)
-    other = DataLoader(loader.dataset, size, collate_fn=loader.collate_fn)
-    with parts_of(loader, optimizer) if parts else nullcontext(loader) as taken:
+    places = (loader, loader.batch_sampler, loader.sampler, loader._batched)
+    assert not any(getattr(place, "generator", None) for place in places)
+    how = {"batch_size": size} if size else {"batch_sampler": loader.batch_sampler}
+    other = DataLoader(loader.dataset, collate_fn=loader.collate_fn, **how)
+    with parts_of(loader, optimizer) if parts else nullcontext(loader if size else [0]) as taken:
         with refused("model-input"):
             for _ in taken:
                 one(net, optimizer, next(iter(other)))
+    if not size:
+        with refused("loader-no-batch"):
+            optimizer.step()
     assert len(optimizer.accountant) == 0
 
 
@@ -275,21 +283,6 @@ def test_a_data_set_of_another_length_in_a_later_pass_is_refused(num_workers):
     data.pop()
     train(net, optimizer, loader)
     assert len(optimizer.accountant) == 2 * len(loader)
-
-
-def test_a_loader_that_a_framework_builds_of_this_one_gets_no_step():
-    """accelerate and Fabric also seed what is called ``generator`` on samplers and loaders."""
-    net, optimizer, loader = private()
-    places = (loader, loader.batch_sampler, loader.sampler, loader._batched)
-    assert not any(getattr(place, "generator", None) for place in places)
-    theirs = DataLoader(
-        loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn
-    )
-    with refused("model-input"):
-        one(net, optimizer, next(iter(theirs)))
-    with refused("loader-no-batch"):
-        optimizer.step()
-    assert len(optimizer.accountant) == 0
 
 
 # -- draws belong to one process -------------------------------------------------------------------

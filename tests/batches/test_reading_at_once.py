@@ -59,12 +59,8 @@ class Backwards:
         return [self[i] for i in positions]
 
 
-class TensorsBackwards(Backwards, TensorDataset):
-    pass
-
-
-class PartBackwards(Backwards, Subset):
-    pass
+TensorsBackwards = type("TensorsBackwards", (Backwards, TensorDataset), {})
+PartBackwards = type("PartBackwards", (Backwards, Subset), {})
 
 
 class Centred(Table):
@@ -112,7 +108,7 @@ CASES = {
     "a part of a table": (lambda: Subset(Table(90), list(range(60))), {}),
     "tensors with code": (lambda: TensorDataset(torch.randn(60, 2).as_subclass(Coded)), {}),
     "one that reads several": (lambda: TensorsBackwards(*plain(60).tensors), {}),
-    "a part of that, with code of its own": (
+    "a part with code": (
         lambda: PartBackwards(TensorsBackwards(*plain(90).tensors), range(60)),
         {},
     ),
@@ -149,12 +145,12 @@ def test_what_reads_whole_batches_reads_none_of_private_records():
     loader, parts = private(table), []
     draws = loader.sampler_of_draws
     draws.delivery = lambda batch, size: parts.append(size) or batch
-    optimizer = SimpleNamespace(
-        signal_skip_step=lambda do_skip: draws.delivered(is_part=True, is_last=not do_skip)
-    )
-    with BatchMemoryManager(
-        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
-    ) as managed:
+
+    def signal(do_skip):
+        draws.delivered(is_part=True, is_last=not do_skip)
+
+    given = {"max_physical_batch_size": 4, "optimizer": SimpleNamespace(signal_skip_step=signal)}
+    with BatchMemoryManager(data_loader=loader, **given) as managed:
         assert sum(1 for _ in managed) and not parts
 
 
@@ -199,11 +195,10 @@ def positions_in(dataset):
 def grown(inner):
     """Data sets of data sets."""
     kinds = st.sampled_from([list, np.array, torch.tensor])
-    chosen = inner.flatmap(
-        lambda d: st.builds(lambda at, kind: Subset(d, kind(at)), positions_in(d), kinds)
-    )
     return st.one_of(
-        chosen,
+        inner.flatmap(
+            lambda d: st.builds(lambda at, of: Subset(d, of(at)), positions_in(d), kinds)
+        ),
         st.lists(inner, min_size=1, max_size=3).map(ConcatDataset),
         inner.map(lambda d: Subset(d, range(len(d)))),
         inner.map(lambda d: StackDataset(d, d)),

@@ -20,16 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, Te
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
 from torch_dpbayes.accounting import events
-from torch_dpbayes.accounting.events import (
-    ComposedDpEvent,
-    GaussianDpEvent,
-    NonPrivateDpEvent,
-    PoissonSampledDpEvent,
-    PureDpEvent,
-    RecordwiseBatchGaussianDpEvent,
-    SampledWithoutReplacementDpEvent,
-    UserLevelDpEvent,
-)
+from torch_dpbayes.accounting.events import GaussianDpEvent, UserLevelDpEvent
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.batches.sampling_schemes import Users
 
@@ -68,7 +59,11 @@ def generator(monkeypatch):
 
 
 def poisson(z, rate=1 / 3):
-    return PoissonSampledDpEvent(rate, GaussianDpEvent(z))
+    return events.PoissonSampledDpEvent(rate, GaussianDpEvent(z))
+
+
+NOISE = GaussianDpEvent(1.5)
+TWO_OF_A_USER = {"user_ids": IDS, "records_per_user": 2}
 
 
 @pytest.mark.parametrize(
@@ -76,14 +71,12 @@ def poisson(z, rate=1 / 3):
     [
         ({}, poisson(1.5)),
         ({"max_batch_size": 6}, TruncatedSubsampledGaussianDpEvent(12, 1 / 3, 6, 1.5)),
-        ({"sampling": "fixed_size"}, SampledWithoutReplacementDpEvent(12, 4, GaussianDpEvent(1.5))),
-        ({"sampling": "fixed_size", "batch_size": 12}, GaussianDpEvent(1.5)),
-        ({**ALLOCATION, "batch_size": 12}, GaussianDpEvent(1.5)),
+        ({"sampling": "fixed_size"}, events.SampledWithoutReplacementDpEvent(12, 4, NOISE)),
+        ({"sampling": "fixed_size", "batch_size": 12}, NOISE),
+        ({**ALLOCATION, "batch_size": 12}, NOISE),
         ({"user_ids": IDS, "batch_size": 1}, UserLevelDpEvent(poisson(1.5))),
-        (  # three users bring at most five records, and noise hides two of each
-            {"user_ids": IDS, "records_per_user": 2, "batch_size": 2},
-            UserLevelDpEvent(poisson(0.75, 2 / 5)),
-        ),
+        # three users bring at most five records, and noise hides two of each
+        ({**TWO_OF_A_USER, "batch_size": 2}, UserLevelDpEvent(poisson(0.75, 2 / 5))),
     ],
 )
 def test_each_law_is_charged_as_itself(options, event):
@@ -163,19 +156,14 @@ def test_an_optimizer_with_another_loader_is_charged_for_that_one():
     assert cut == [8, 4]
 
 
-@pytest.mark.parametrize("options", [{"user_ids": IDS, "records_per_user": 2}, ALLOCATION])
+@pytest.mark.parametrize("options", [TWO_OF_A_USER, ALLOCATION])
 def test_the_noise_of_a_target_is_that_of_the_law(options):
     engine = dpb.PrivacyEngine()
-    arguments = {
-        "module": nn.Linear(1, 1),
-        "optimizer": partial(dpb.optim.DPSGLD, lr=1e-9, temperature=0.0),
-        "data_loader": DataLoader(TensorDataset(X, Y), 3),
-        "target_epsilon": 4.0,
-        "target_delta": 1e-5,
-        "epochs": 2,
-        "max_grad_norm": 1.0,
-        **options,
-    }
+    target = {"target_epsilon": 4.0, "target_delta": 1e-5, "epochs": 2, "max_grad_norm": 1.0}
+    optimizer = partial(dpb.optim.DPSGLD, lr=1e-9, temperature=0.0)
+    loader = DataLoader(TensorDataset(X, Y), 3)
+    arguments = {"module": nn.Linear(1, 1), "optimizer": optimizer, "data_loader": loader}
+    arguments |= target | options
     plan = engine.plan(**arguments)
     net, optimizer, loader = engine.make_private_with_epsilon(**arguments)
     train(net, optimizer, loader, epochs=2)
@@ -233,38 +221,28 @@ def test_records_of_users_may_repeat():
     train(*private(data_loader=DataLoader(data, 3), user_ids=[*range(12), 0, 0, 3]))
 
 
+def data():
+    return TensorDataset(X.clone(), Y.clone())
+
+
 def rows():
     return list(zip(X, Y, strict=True))
 
 
-def part(dataset):
-    return Subset(dataset, list(range(len(dataset))))
-
-
-def exchange(items):
-    items[0], items[5] = items[5], items[0]
-
-
-def exchange_tensors(data):
-    data.tensors = tuple(t.flip(0) for t in data.tensors)
+def reverse(items):
+    items[:] = [*items][::-1]
 
 
 # data sets of twelve records, and how they change
 CHANGES = {
-    "a list": (rows, exchange),
-    "a part": (lambda: part(TensorDataset(X, Y)), lambda d: exchange(d.indices)),
-    "a part of an array": (
-        lambda: Subset(TensorDataset(X, Y), np.arange(12)),
-        lambda d: np.copyto(d.indices, d.indices[::-1].copy()),
-    ),
-    "a part of a list": (lambda: part(rows()), lambda d: exchange(d.dataset)),
-    "parts": (lambda: ConcatDataset([rows()[:6], rows()[6:]]), lambda d: d.datasets.reverse()),
-    "beside each other": (
-        lambda: StackDataset(X.clone(), Y),
-        lambda d: d.datasets[0].copy_(X.flip(0)),
-    ),
-    "tensors": (lambda: TensorDataset(X, Y), exchange_tensors),
-    "a tensor": (lambda: TensorDataset(X.clone(), Y), lambda d: d.tensors[0].copy_(X.flip(0))),
+    "a list": (rows, reverse),
+    "a part": (lambda: Subset(data(), [*range(12)]), lambda d: reverse(d.indices)),
+    "a part of an array": (lambda: Subset(data(), np.arange(12)), lambda d: reverse(d.indices)),
+    "a part of a list": (lambda: Subset(rows(), [*range(12)]), lambda d: reverse(d.dataset)),
+    "parts": (lambda: ConcatDataset([rows()[:6], rows()[6:]]), lambda d: reverse(d.datasets)),
+    "beside each other": (lambda: StackDataset(X.clone(), Y), lambda d: d.datasets[0].mul_(-1)),
+    "tensors": (data, lambda d: setattr(d, "tensors", tuple(t.flip(0) for t in d.tensors))),
+    "a tensor": (data, lambda d: d.tensors[0].mul_(-1)),
 }
 
 
@@ -323,8 +301,8 @@ def test_a_user_moves_the_sum_by_no_more_than_is_charged(most):
 def test_second_moments_of_a_user_count_too():
     zs = []
     for kind in (partial(dpb.optim.DPSGFS, fisher="diagonal"), dpb.optim.DPSGLD):
-        options = {"optimizer": partial(kind, lr=1e-3), "user_ids": IDS, "records_per_user": 2}
-        _, optimizer, loader = private(noise_multiplier=3.0, **options)
+        make = partial(kind, lr=1e-3)
+        _, optimizer, loader = private(noise_multiplier=3.0, optimizer=make, **TWO_OF_A_USER)
         charged = optimizer.release.event(3.0, "users", loader.sampler_of_draws)
         zs.append(charged.event.event.noise_multiplier)
     assert zs[0] < zs[1] == 1.5
@@ -335,7 +313,7 @@ def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
     loader = private(batch_size=3, user_ids=IDS, records_per_user=most)[2]
     assert loader.sample_rate == pytest.approx(rate)
     assert private(data_loader=loader)[2].sample_rate == pytest.approx(3 / 12)
-    again = private(data_loader=loader, user_ids=IDS, records_per_user=2)[2]
+    again = private(data_loader=loader, **TWO_OF_A_USER)[2]
     assert again.sample_rate == pytest.approx(3 / 5)
 
 
@@ -361,30 +339,25 @@ def test_ids_of_another_kind_are_refused():
             Users(ids, 6, 1)
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
+def test_ids_come_as_they_are():
+    for ids in (
         torch.tensor(IDS),
         np.array(IDS, dtype=np.uint64),
         np.array([str(i) for i in IDS], dtype=object),
         [f"a{i * chr(0)}" for i in IDS],  # which NumPy takes for equal
-    ],
-)
-def test_ids_come_as_they_are(ids):
-    people = Users(ids, len(IDS), 1)
-    assert (len(people), people.counted_records) == (3, 3)
-    own = people.records_of(torch.arange(3), torch.Generator())
-    assert sorted(IDS[place] for place in own.tolist()) == [3, 5, 7]
+    ):
+        people = Users(ids, len(IDS), 1)
+        assert (len(people), people.counted_records) == (3, 3)
+        own = people.records_of(torch.arange(3), torch.Generator())
+        assert sorted(IDS[place] for place in own.tolist()) == [3, 5, 7]
 
 
 # -- accountants of users --------------------------------------------------------------------------
 
 STEP = poisson(1.0, 0.1)
 OF = {"record": STEP, "user": UserLevelDpEvent(STEP)}
-OTHERS = {
-    "user": [STEP, PureDpEvent(0.1), NonPrivateDpEvent(), UserLevelDpEvent(OF["user"])],
-    "record": [OF["user"]],
-}
+OF_NO_USER = STEP, events.PureDpEvent(0.1), events.NonPrivateDpEvent()
+OTHERS = {"user": [*OF_NO_USER, UserLevelDpEvent(OF["user"])], "record": [OF["user"]]}
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -392,7 +365,7 @@ OTHERS = {
 def test_what_protects_the_other_is_refused(unit, is_kept, tmp_path):
     path = tmp_path / "budget.db" if is_kept else None
     accountant = dpb.PrivacyAccountant(5.0, 1e-5, unit=unit, path=path)
-    for event in (*OTHERS[unit], ComposedDpEvent([*OF.values()])):
+    for event in (*OTHERS[unit], events.ComposedDpEvent([*OF.values()])):
         for call in (accountant.compose, accountant.remaining):
             with pytest.raises((ValueError, TypeError)):
                 call(event)
@@ -406,7 +379,7 @@ def test_what_protects_the_other_is_refused(unit, is_kept, tmp_path):
 
 
 def test_events_of_users_are_kept_lowered_and_told_of():
-    event = UserLevelDpEvent(RecordwiseBatchGaussianDpEvent(2.0))
+    event = UserLevelDpEvent(events.RecordwiseBatchGaussianDpEvent(2.0))
     assert events.decode(events.encode(event)) == event
     low = events.lowered(OF["user"], 1.0)
     assert isinstance(low, UserLevelDpEvent) and low.event.event.noise_multiplier <= 1.0

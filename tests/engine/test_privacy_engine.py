@@ -101,14 +101,15 @@ def test_a_model_that_goes_on_under_a_new_accountant_says_so(is_kept):
 # -- budgets ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "sampler", "clip"),
-    [
-        ("pld", partial(dpb.optim.DPSGFS, lr=20.0), 1.0),
-        ("pld", partial(dpb.optim.DPSGHMC, lr=0.2, momentum=0.7), None),
-        ("rdp", partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0), 1.0),
-    ],
-)
+MATCHED = partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched", temperature=1.0)
+RUNS = [
+    ("pld", partial(dpb.optim.DPSGFS, lr=20.0), 1.0),
+    ("pld", partial(dpb.optim.DPSGHMC, lr=0.2, momentum=0.7), None),
+    ("rdp", MATCHED, 1.0),
+]
+
+
+@pytest.mark.parametrize(("method", "sampler", "clip"), RUNS)
 def test_the_target_is_met_history_included_and_cannot_be_overrun(method, sampler, clip):
     """Where the clip norm is derived, at temperature 1."""
     accountant = dpb.PrivacyAccountant(3.0, DELTA, method=method).compose(SPENT)
@@ -210,20 +211,17 @@ def test_plan_without_a_target_adds_to_what_was_spent():
     assert pickle.loads(pickle.dumps(plan)).epsilon == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"noise_multiplier": 1e5}, "cannot train the model"),
-        ({"target_delta": 0.1}, "no smaller than 1 / 60 records"),
-        ({"optimizer": partial(dpb.optim.DPSGLD, lr=50.0)}, "hotter than the posterior"),
-    ],
-)
-def test_plan_says_what_makes_a_run_useless(options, said):
-    given = {"noise_multiplier": 1.0, "target_delta": DELTA, "epochs": 1}
-    given["optimizer"] = partial(dpb.optim.DPSGLD, lr=20.0, temperature=1.0)
-    engine = dpb.PrivacyEngine()
-    assert said not in str(engine.plan(**arguments(**given)))
-    assert said in str(engine.plan(**arguments(**given | options)))
+def test_plan_says_what_makes_a_run_useless():
+    plan, given = dpb.PrivacyEngine().plan, {"target_delta": DELTA, "epochs": 1}
+    sgld = partial(dpb.optim.DPSGLD, lr=20.0, temperature=1.0)
+    given |= {"noise_multiplier": 1.0, "optimizer": sgld}
+    for said, options in {
+        "cannot train the model": {"noise_multiplier": 1e5},
+        "no smaller than 1 / 60 records": {"target_delta": 0.1},
+        "hotter than the posterior": {"optimizer": partial(dpb.optim.DPSGLD, lr=50.0)},
+    }.items():
+        assert said not in str(plan(**arguments(**given)))
+        assert said in str(plan(**arguments(**given | options)))
 
 
 # -- inputs by name --------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 import contextlib
 import copy
-import threading
 from functools import partial
 
 import pytest
 import torch
-from support.children import in_child
+from support.children import another_thread_in, in_child
 from support.training import private
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -91,22 +90,12 @@ def test_a_seed_inside_is_forgotten_and_the_programs_stream_goes_on(is_broken):
 
 def test_a_process_forked_inside_a_block_has_numbers_of_its_own():
     randomness = PrivateRandomness()
-    entered, done = threading.Event(), threading.Event()
 
-    def drawn():
+    def drawn(wait=None):
         with randomness([CPU]):
-            return torch.rand(8).tolist()
-
-    def hold():
-        with randomness([CPU]):
-            entered.set()
-            done.wait(60)
+            return wait() if wait else torch.rand(8).tolist()
 
     drawn()
-    thread = threading.Thread(target=hold)
-    thread.start()
-    entered.wait(60)
-    theirs = in_child(drawn)
-    done.set()
-    thread.join()
+    with another_thread_in(drawn):
+        theirs = in_child(drawn)
     assert len(theirs) == 8 and theirs != drawn()

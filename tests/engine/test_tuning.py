@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.steps import train as train_on
-from support.training import private
+from support.training import private, states
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -63,9 +63,6 @@ def test_one_charge_for_the_best_of_private_trainings(number, caplog, recwarn):
         drawn.append((float(torch.rand(())), random.random(), np.random.rand()))
         tried.append((lr, len(engine.accountant)))
         return made[0], -abs(lr - 0.2)
-
-    def states():
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
     number(4)
     before = states()

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_SAMPLE = ("--records 300 --epsilon 0.7", [r"epsilon = 0\.7 at delta", "proved"])
-# arguments, and what is printed; those that are run daily first
+# arguments, and what is printed
 EXAMPLES = {
     "private_bnn": (
         "--task regression --epochs 3 --plot a.png",

@@ -1,17 +1,20 @@
 """Every script runs, with the smallest arguments that it has, and prints what it is for."""
 
+import math
 import re
 import sys
 from importlib import import_module
 
 import pytest
 import torch
+from compare_commits import differences
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-PICTURE = "--results {0}/runs.jsonl --picture {0}/a.png"
+RESULTS = "--quick --results {0}/runs.jsonl"
+PICTURE = RESULTS + " --picture {0}/a.png"
 # arguments in a folder {0}, and what is printed
 SCRIPTS = {
     "bench_clipping": ("--times logistic --seconds 0.01", '"ours"'),
@@ -20,19 +23,13 @@ SCRIPTS = {
     "recorded_runs": ("{0}/runs.pt --only history:1", ""),
     "compare_samplers": ("--quick", r"\| posteriors SGNHT"),
     "does_bayes_pay": (
-        f"table --quick {PICTURE} --csv {{0}}/a.csv",
+        f"table {PICTURE} --csv {{0}}/a.csv",
         r"\| breast cancer \| 8 \| ours, average, calibrated",
     ),
-    "na_dpvi": ("--quick --repeats 1 --results {0}/runs.jsonl", r"\| noise_aware.posterior \| "),
-    "reproduce_dp_hmc": ("--quick --figures variance --results {0}/runs.jsonl", r"\| banana \|"),
-    "reproduce_renyi_langevin": (
-        f"--quick {PICTURE}",
-        "Divergence that FiniteRunLangevin states",
-    ),
-    "reproduce_privacy_for_free": (
-        "--quick --repeats 1 --results {0}/runs.jsonl",
-        "Two Gaussians",
-    ),
+    "na_dpvi": (f"--repeats 1 {RESULTS}", r"\| noise_aware.posterior \| "),
+    "reproduce_dp_hmc": (f"--figures variance {RESULTS}", r"\| banana \|"),
+    "reproduce_renyi_langevin": (PICTURE, "Divergence that FiniteRunLangevin states"),
+    "reproduce_privacy_for_free": (f"--repeats 1 {RESULTS}", "Two Gaussians"),
 }
 
 
@@ -65,9 +62,8 @@ def test_dp_sgd_of_many_networks_clips_as_opacus_does(clip, normal):
     loss = script.gaussian_loss if normal else torch.nn.functional.cross_entropy
     for k, bound in enumerate((clip, 0.5)):
         net = GradSampleModule(nets[k])
-        sgd = torch.optim.SGD(net.parameters(), 0.1)
         options = {"noise_multiplier": 1.0, "max_grad_norm": bound, "expected_batch_size": 40}
-        theirs = DPOptimizer(sgd, **options)
+        theirs = DPOptimizer(torch.optim.SGD(net.parameters(), 0.1), **options)
         loss(net(x), y).backward()
         theirs.clip_and_accumulate()
         for ours, p in zip(sums, net.parameters(), strict=True):
@@ -81,3 +77,13 @@ def test_dp_sgd_of_many_networks_adds_the_noise_it_states():
     noise, clip, lr = torch.tensor([[2.0, 1.0], [0.7, 3.0], [0.3, 0.1]])
     import_module("does_bayes_pay").descend(weights, 0 * weights, noise * clip, lr / 50)
     assert weights.std(1).tolist() == pytest.approx((lr * noise * clip / 50).tolist(), rel=0.018)
+
+
+def test_a_comparison_of_two_commits_notices_the_last_bit():
+    run = {"p": torch.tensor([0.1, math.nan]), "epsilon": 1.5, "history": "[]"}
+    assert differences(run, {**run, "p": run["p"].clone()}) == []
+    changed = [{"p": run["p"] * (1 + 2**-23)}, {"p": run["p"].double()}, {"p": run["p"][None]}]
+    for change in (*changed, {"epsilon": math.nextafter(1.5, 2)}, {"history": "[1]"}, {"more": 1}):
+        (found,) = differences(run, run | change)
+        assert found.startswith(next(iter(change)))
+    assert differences("ValueError: x", "ValueError: x")  # a run that failed

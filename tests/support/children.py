@@ -1,8 +1,10 @@
-"""Work that a forked process does."""
+"""Work that a forked process does, and threads that it does not have."""
 
 import multiprocessing
 import os
+import threading
 import warnings
+from contextlib import contextmanager
 
 import torch
 
@@ -28,3 +30,20 @@ def in_child(work):
     except EOFError:
         answer = None
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) or answer
+
+
+@contextmanager
+def another_thread_in(work):
+    """While the block runs, a thread is where ``work`` calls its argument."""
+    entered, done = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        done.wait(60)
+
+    thread = threading.Thread(target=work, args=(wait,))
+    thread.start()
+    entered.wait(60)
+    yield
+    done.set()
+    thread.join()

@@ -1,7 +1,9 @@
 """The smallest private training there is, and batches as the loader delivers them."""
 
+import random
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -38,6 +40,12 @@ def recorded(mode):
 def deliver(*tensors):
     """As the private loader would: the records of one batch."""
     return Delivery(len(tensors[0]))(tensors, len(tensors[0]))
+
+
+def states():
+    """Where the random numbers of torch, Python and NumPy stand."""
+    kind, words, *place = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), words.tolist(), place
 
 
 def values(delivered):

@@ -1,10 +1,11 @@
-"""A statistical test is looked at again before it fails, and its stated chances add up."""
+"""A statistical test is looked at again before it fails; listed faults fit the code as it is."""
 
 import io
 import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import mutants
 import pytest
 from support.children import in_child
 
@@ -46,3 +47,10 @@ def test_a_failure_by_chance_passes_and_a_fault_fails(tmp_path):
     assert "1 passed" in said and "3 failed" in said, said
     assert "looked 3 times" in said and "at once" in said
     assert "assert 3 == 4" in said
+
+
+def test_mutants_can_be_made_and_their_tests_exist():
+    for mutant in mutants.mutants():
+        assert mutant.applied_to(mutants.ROOT / "torch_dpbayes")
+        assert mutant.new != mutant.old
+        assert mutant.tests and all((mutants.ROOT / name).exists() for name in mutant.tests), mutant
