@@ -5,7 +5,8 @@ import math
 import pytest
 from support.recorded import record_once
 
-from torch_dpbayes.noise_aware import drawing, inference, latents, noisy_gram, records
+from torch_dpbayes.noise_aware import drawing, inference, latents, records
+from torch_dpbayes.noise_aware.covariance import gram_draws
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,6 @@ def few_draws(monkeypatch, recorded_once):
     """
     monkeypatch.setattr(inference, "_DRAWS", 200)
     monkeypatch.setattr(inference, "_LAWS", 2)
-    monkeypatch.setattr(noisy_gram, "_WARM_UP", 10)
+    monkeypatch.setitem(gram_draws.__globals__, "_WARM_UP", 10)
     monkeypatch.setattr(drawing, "LEAST_EFFECTIVE", 0.0)
     monkeypatch.setattr(drawing, "LARGEST_PARETO_K", math.inf)

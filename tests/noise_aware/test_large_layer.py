@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.functional import one_hot
 
 from torch_dpbayes.errors import ArgumentError
-from torch_dpbayes.noise_aware import inference, last_layer, noisy_gram, posterior_for_module
+from torch_dpbayes.noise_aware import inference, last_layer, posterior_for_module
+from torch_dpbayes.noise_aware.covariance import gram_draws, quick_gram_draws
 from torch_dpbayes.noise_aware.covariates import shortened_draws
 from torch_dpbayes.noise_aware.last_layer import _Law, _private_sums
 from torch_dpbayes.noise_aware.layer_scores import LabelScores, NumberScores
 from torch_dpbayes.noise_aware.likelihood import Release
-from torch_dpbayes.noise_aware.noisy_gram import quick_gram_draws
 
 # chains of a few states are enough for most tests
 pytestmark = pytest.mark.filterwarnings("ignore:the draws are not to be relied on")
@@ -448,7 +448,7 @@ def test_draws_of_few_columns_do_not_tell_what_noise_hides(monkeypatch):
     """The least eigenvalue of two columns has a mean of .04; that of the Gaussian's draws is .15.
     Its mean over 100 draws had a deviation of .01.
     """
-    monkeypatch.setattr(noisy_gram, "_APART", 4)
+    monkeypatch.setitem(gram_draws.__globals__, "_APART", 4)
     draws = quick_gram_draws(torch.diag(torch.tensor([0.95, 0.05], dtype=DOUBLE)), 0.1, 100)
     assert float(torch.linalg.eigvalsh(draws)[:, 0].mean()) < 0.1
 

@@ -16,11 +16,10 @@ from support.pyro_models import gaussian, weights
 import torch_dpbayes as dpb
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.noise_aware import drawing, inference, plan, posterior
-from torch_dpbayes.noise_aware.budget import plan_run
 from torch_dpbayes.noise_aware.covariates import Released
 from torch_dpbayes.noise_aware.latents import Latents
 from torch_dpbayes.noise_aware.likelihood import Simulator
-from torch_dpbayes.noise_aware.run import Mechanism, choose_scale
+from torch_dpbayes.noise_aware.run import Mechanism, choose_scale, plan_run
 
 pytestmark = pytest.mark.usefixtures("few_draws", "double")
 PRIOR_STD, NOISE_STD = torch.tensor([[0.5, 2.0], [1.0, 3.0]]).double()

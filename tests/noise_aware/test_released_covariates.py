@@ -9,20 +9,22 @@ import torch
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import ArgumentError
-from torch_dpbayes.noise_aware import inference, noisy_gram, posterior
-from torch_dpbayes.noise_aware.categories import NoisyCategories, noisy_categories, num_ones
+from torch_dpbayes.noise_aware import inference, posterior
+from torch_dpbayes.noise_aware.covariance import _hyperparameters, gram_draws
 from torch_dpbayes.noise_aware.covariates import (
     FeatureShape,
+    NoisyCategories,
     NoisyMoments,
     Released,
     feature_shape,
     in_units,
+    noisy_categories,
     noisy_moments,
+    num_ones,
     shortened_draws,
 )
 from torch_dpbayes.noise_aware.drawing import Draws
 from torch_dpbayes.noise_aware.likelihood import law_differences
-from torch_dpbayes.noise_aware.noisy_gram import _hyperparameters, gram_draws
 from torch_dpbayes.noise_aware.records import ModelRecords
 from torch_dpbayes.noise_aware.result import NoiseAwarePosterior
 
@@ -44,7 +46,7 @@ def two_groups(x, g, h, y):
 
 
 def records_of(model, *covariates):
-    options = {"data_plate": "data", "count_is_public": True, "public": (), "chunk": 1000}
+    options = {"count_is_public": True, "public": (), "chunk": 1000}
     y = torch.zeros(len(covariates[0]), dtype=DOUBLE)
     return ModelRecords(model, (*covariates, y), **options)
 
@@ -139,7 +141,7 @@ def test_draws_of_a_gram_matrix_are_those_of_its_posterior(monkeypatch):
     """Two columns: moments of entries against sums over a grid of log G and of its spread s; the
     level m is integrated out. Draws that are one trajectory apart are worth a fifth and more.
     """
-    monkeypatch.setattr(noisy_gram, "_APART", 1)
+    monkeypatch.setitem(gram_draws.__globals__, "_APART", 1)
     released, noise = torch.tensor([[1.0, 0.25], [0.25, 0.5]], dtype=DOUBLE), 0.1
     axis = torch.linspace(-2.2, 0.6, 36, dtype=DOUBLE)
     logs = torch.cartesian_prod(axis, torch.linspace(-0.6, 1.2, 24, dtype=DOUBLE), axis)
@@ -348,8 +350,8 @@ def test_noise_of_covariates_widens_a_posterior(monkeypatch):
     """
     monkeypatch.setattr(inference, "_DRAWS", 400)
     monkeypatch.setattr(inference, "_LAWS", 32)
-    monkeypatch.setattr(noisy_gram, "_WARM_UP", 30)
-    monkeypatch.setattr(noisy_gram, "_APART", 3)
+    monkeypatch.setitem(gram_draws.__globals__, "_WARM_UP", 30)
+    monkeypatch.setitem(gram_draws.__globals__, "_APART", 3)
     fits = []
 
     def noted(fit, simulators, releases):

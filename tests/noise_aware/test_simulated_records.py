@@ -30,7 +30,7 @@ def data(n=300):
 
 
 def records_of(model, *args, **options):
-    settings = {"data_plate": "data", "count_is_public": True, "public": (), "chunk": 500}
+    settings = {"count_is_public": True, "public": (), "chunk": 500}
     return ModelRecords(model, args, **(settings | options))
 
 

@@ -1,6 +1,7 @@
 """What each likelihood predicts, against closed forms, scipy and quadrature."""
 
 import math
+import warnings
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import simpson
 from scipy.special import log_softmax, logsumexp
-from scipy.stats import entropy, norm
+from scipy.stats import binom, entropy, norm
 from support.examples import examples
 from support.refusals import refused
 
@@ -109,6 +110,7 @@ def test_normal(numbers, form, temperature):
 
 
 @pytest.mark.chance(1e-7)
+@pytest.mark.filterwarnings("ignore:the two halves")
 def test_r_hat_of_predictions():
     generator = np.random.default_rng()
     settled = generator.normal(size=(1000, 3))
@@ -124,6 +126,25 @@ def test_r_hat_of_predictions():
     assert found == pytest.approx(np.sqrt(499 / 500 + between / 500 / within))
     still, model, x = sampled(np.zeros((8, 3)), "normal")
     assert float(still.r_hat(model, x).max()) <= 1
+
+
+@pytest.mark.chance(1e-5)
+def test_halves_that_disagree_are_said():
+    """At the stated level of independent samples, of predictions that all move together."""
+
+    def alarms(drift, runs=200):
+        path = drift * np.linspace(-1, 1, 12)
+        found = 0
+        for noise in np.random.default_rng().normal(size=(runs, 12)):
+            samples, model, x = sampled((path + noise).repeat(3).reshape(12, 3), "normal")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                samples.r_hat(model, x)
+            found += len(caught)
+        return found
+
+    assert alarms(0.0) <= binom.isf(1e-5, 200, 0.01)
+    assert alarms(6.0) > 100
 
 
 # -- refusals --------------------------------------------------------------------------------------

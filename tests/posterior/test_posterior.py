@@ -15,6 +15,7 @@ from drawn import Table, sampled, walked
 from hypothesis import given
 from hypothesis import strategies as st
 from support.refusals import refused
+from support.training import made_private
 from torch import nn
 
 import torch_dpbayes as dpb
@@ -107,6 +108,22 @@ def test_buffers_that_changed_are_refused():
     with refused("model-buffer"):
         other.collect(since_first)
     assert len(first) == len(other) == 2
+
+
+def test_what_no_step_has_changed_is_no_sample():
+    net, opt, loader = made_private()
+    samples = PosteriorSamples()
+    with refused("state"):
+        samples.collect(net)
+    x, y = next(iter(loader))
+    opt.zero_grad()
+    nn.functional.mse_loss(net(x), y).backward()
+    with refused("state"):
+        samples.collect(net)
+    opt.step()
+    samples.collect(net)
+    PosteriorSamples().collect(copy.deepcopy(net))
+    assert len(samples) == samples.num_collected == 1
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -245,6 +245,7 @@ NAMES = {
 LONG = ("choosing_a_method.md", "coming_from.md", "noise_aware.md")  # the README's is run daily
 
 
+@pytest.mark.filterwarnings("ignore:the two halves of the samples")  # as a page says
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in NAMES]
 )

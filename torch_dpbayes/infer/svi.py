@@ -36,7 +36,7 @@ from ..errors import (
     reading_state,
 )
 from ..noise import GaussianNoise, can_hide, check_clip_bound, check_positive
-from ..noise_aware.budget import budget_of, public_num_data
+from ..noise_aware.run import budget_of, public_num_data
 from ..processes import Lock
 from .guides import GaussianGuide
 

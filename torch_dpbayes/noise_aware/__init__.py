@@ -3,31 +3,30 @@
 Each file needs only those above it:
 
 * ``records``: a model's records, private and simulated; ``latents``: its prior;
-* ``hamiltonian``: chains of parameters, and of a matrix given its noisy release (``noisy_gram``);
+* ``hamiltonian``: steps of chains; ``covariance``: a noisy matrix, and draws of it given that;
 * ``covariates``: public, or a distribution that is released once;
 * ``likelihood``: moments of simulated scores, and the likelihood of what was released;
-* ``budget``: how the budget is split; ``run``: the releases;
+* ``run``: how the budget is split, and the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
 * ``last_layer``: layers of thousands of parameters;
 * ``models``: the kinds of models; ``inference``: the public functions;
-* ``families``, ``sufficient_statistics``: closed forms instead of simulation;
-* ``covariance``: one noisy matrix, for whitening features before another run.
+* ``sufficient_statistics``: closed forms instead of simulation.
 
 Only ``run.Mechanism``, ``sufficient_statistics`` (for conjugate families), ``last_layer`` and
 ``covariance`` read private rows; what they return gets noise in the same line or the next.
 """
 
 from .covariance import NoisyCovariance, covariance
-from .families import (
+from .inference import Forecast, plan, posterior, posterior_for_module
+from .result import NoiseAwarePosterior
+from .sufficient_statistics import (
     ExponentialFamily,
     LinearRegression,
     beta_bernoulli,
     dirichlet_categorical,
     gamma_poisson,
+    sufficient_statistics,
 )
-from .inference import Forecast, plan, posterior, posterior_for_module
-from .result import NoiseAwarePosterior
-from .sufficient_statistics import sufficient_statistics
 
 __all__ = [
     "ExponentialFamily",

@@ -18,15 +18,6 @@ from ..errors import ArgumentError
 from ..noise import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
-from .budget import (
-    NUM_RELEASES,
-    budget_of,
-    plan_run,
-    public_num_data,
-    statement_of_charge,
-    statement_of_releases,
-)
-from .categories import CategoryLaw, has_combinations, num_ones, uniform_law
 from .checks import (
     note_clipped,
     note_draws,
@@ -39,12 +30,16 @@ from .checks import (
     release_p_values,
 )
 from .covariates import (
+    CategoryLaw,
     Covariates,
     FeatureShape,
     Released,
     constants_of,
     feature_shape,
+    has_combinations,
+    num_ones,
     public_rows,
+    uniform_law,
 )
 from .drawing import draw_posterior, seconds_of, seconds_of_chains
 from .last_layer import OPTIONS, SMALLEST, posterior_of_large_layer
@@ -61,7 +56,18 @@ from .likelihood import (
 from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import LARGEST_DIMENSION, ModelRecords, log_likelihoods
 from .result import NoiseAwarePosterior
-from .run import Mechanism, Transcript, choose_scale, run
+from .run import (
+    NUM_RELEASES,
+    Mechanism,
+    Transcript,
+    budget_of,
+    choose_scale,
+    plan_run,
+    public_num_data,
+    run,
+    statement_of_charge,
+    statement_of_releases,
+)
 
 _LABEL = "noise_aware.posterior"
 # for moments at the mode, for steps in a run, and under each law of the covariates
@@ -95,7 +101,6 @@ def posterior(
     constant_columns: Sequence[int] | Mapping[int, float] = (),
     num_releases: int = NUM_RELEASES,
     num_simulated: int | None = None,
-    data_plate: str = "data",
 ) -> NoiseAwarePosterior:
     r"""The posterior of a model's parameters given noisy clipped scores; it includes the noise.
 
@@ -106,9 +111,8 @@ def posterior(
     to the prior, at a large ε to the posterior given the records.
 
     Args:
-        model: a Pyro model with one data plate that takes its data as arguments and whose records
-            can be simulated; a :class:`~torch_dpbayes.ops.GLM` or a
-            :class:`~torch_dpbayes.ops.Softmax`.
+        model: a Pyro model with one plate, named "data", that takes its data as arguments and whose
+            records can be simulated; an ``ops.GLM`` or an ``ops.Softmax``.
         data: the model's arguments; features ``[n, d]`` and targets ``[n]`` of a GLM or Softmax.
             Arguments that the model observes are simulated; all others with a row for each record
             are covariates.
@@ -134,7 +138,6 @@ def posterior(
         num_releases: the number of score releases.
         num_simulated: how many records are simulated for moments at the mode, at least 500. None:
             40,000, or more if their error matters.
-        data_plate: the name of the model's plate of records.
 
     Raises:
         ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
@@ -157,17 +160,16 @@ def posterior(
         return Setup(
             model,
             data,
-            epsilon=epsilon,
-            delta=delta,
-            accountant=accountant,
-            num_data=num_data,
-            public=public,
-            covariates=covariates,
-            max_feature_norm=max_feature_norm,
-            constant_columns=constant_columns,
-            num_releases=num_releases,
-            num_simulated=num_simulated,
-            data_plate=data_plate,
+            epsilon,
+            delta,
+            accountant,
+            num_data,
+            public,
+            covariates,
+            max_feature_norm,
+            constant_columns,
+            num_releases,
+            num_simulated,
         ).infer(max_grad_norm)
 
 
@@ -291,7 +293,6 @@ class Setup:
         self,
         model: Any,
         data: Sequence[Any],
-        *,
         epsilon: float | None = None,
         delta: float | None = None,
         accountant: PrivacyAccountant | None = None,
@@ -302,7 +303,6 @@ class Setup:
         constant_columns: Any = (),
         num_releases: int = NUM_RELEASES,
         num_simulated: int | None = None,
-        data_plate: str = "data",
     ) -> None:
         self.accountant = budget_of(accountant, epsilon, delta)
         if isinstance(model, GLM | Softmax):
@@ -316,7 +316,6 @@ class Setup:
         self.records = ModelRecords(
             model,
             data,
-            data_plate=data_plate,
             count_is_public=is_swap,
             public=public,
             chunk=min(_FEW, self.count),

@@ -59,25 +59,26 @@ from ..accounting.events import positive_count
 from ..density import UnfitModel
 from ..errors import ArgumentError
 from ..noise import check_clip_bound
-from .budget import (
-    budget_of,
-    plan_run,
-    public_num_data,
-    statement_of_charge,
-    statement_of_releases,
-)
 from .checks import note_clipped, note_draws, note_releases
-from .covariance import normal_numbers
+from .covariance import normal_numbers, quick_gram_draws
 from .covariates import FeatureShape, in_units, noisy_moments, shortened_draws
 from .drawing import Draws
 from .hamiltonian import mixing
 from .layer_scores import LabelScores, NumberScores
 from .likelihood import Release, ridged
 from .models import LastLayer
-from .noisy_gram import quick_gram_draws
 from .records import shorten
 from .result import NoiseAwarePosterior
-from .run import QUANTILES, Transcript, largest_bound
+from .run import (
+    QUANTILES,
+    Transcript,
+    budget_of,
+    largest_bound,
+    plan_run,
+    public_num_data,
+    statement_of_charge,
+    statement_of_releases,
+)
 
 # parameters: chains of the general engine do not mix for many, and take ten times as long
 SMALLEST = 50

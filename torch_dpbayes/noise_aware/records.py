@@ -25,6 +25,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 
 Role = Literal["observed", "public", "numbers", "category"]
 
+_PLATE = "data"
 LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
 _SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
 _MOST_CATEGORIES = 1000
@@ -69,7 +70,6 @@ class ModelRecords:
         model: Model,
         args: Sequence[Any],
         *,
-        data_plate: str,
         count_is_public: bool,
         public: Sequence[str | int],
         chunk: int,
@@ -80,11 +80,11 @@ class ModelRecords:
         density = RecordDensity(
             model,
             args,
-            data_plate=data_plate,
+            data_plate=_PLATE,
             rows_at_once=chunk,
             count_is_public=count_is_public,
         )
-        self.density, self._plate = density, data_plate
+        self.density = density
         self.read = torch.arange(density.prior.dimension)[density.read]
         if not len(self.read):
             raise UnfitModel(
@@ -297,7 +297,7 @@ class ModelRecords:
         """Of the sites in the data plate: scales, and 0 where a mask leaves records out."""
         found = {}
         for name, site in self._sites(rows).items():
-            if all(frame.name != self._plate for frame in site["cond_indep_stack"]):
+            if all(frame.name != _PLATE for frame in site["cond_indep_stack"]):
                 continue
             law, masks = site["fn"], [site["mask"]]
             while law is not None:
