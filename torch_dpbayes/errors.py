@@ -69,7 +69,7 @@ class CheckpointError(ArgumentError):
 
 @contextmanager
 def reading_state() -> abc.Iterator[None]:
-    """What fails inside was no complete state."""
+    """Turn errors inside this block into the error for an incomplete saved state."""
     try:
         yield
     except DPBayesError:

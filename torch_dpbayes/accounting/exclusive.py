@@ -52,7 +52,7 @@ class Exclusive:
             util.Finalize(self, _settle_quietly, (self.session,), exitpriority=100)
 
     def read(self, what: Callable[[History], T]) -> T:
-        """What the history holds, with what other processes charged since."""
+        """The history, with the latest charges of other processes."""
         with LOCK:
             if _is_busy:
                 raise StateError(_IN_THE_MIDDLE)

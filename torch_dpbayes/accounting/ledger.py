@@ -464,7 +464,9 @@ class Ledger:
 
     @property
     def place(self) -> list[Any]:
-        """How far the file was read: number and digest of a row, which stand for all up to it."""
+        """How far the file was read: number and digest of its last row, which covers all rows
+        before it.
+        """
         return [self._version, self._digest]
 
     def holds(self, place: list[Any]) -> bool:

@@ -108,7 +108,9 @@ class Session(History):
         return found
 
     def _cover(self, parts: Iterable[Part]) -> list[tuple[Block, Part]] | None:
-        """What to take out of which block for ``parts``; ``None``: the blocks do not suffice."""
+        """The blocks that cover ``parts``, and how much of each; ``None`` if the blocks do not
+        suffice.
+        """
         found: list[tuple[Block, Part]] = []
         chosen: dict[Block, int] = {}
         for event, times, pair in parts:
@@ -126,7 +128,7 @@ class Session(History):
 
     @property
     def place(self) -> dict[str, Any]:
-        """What a saved state says of the file that it belongs to, and how far that was read."""
+        """The part of a saved state that identifies its file and how far this was read."""
         return {"ledger": self.ledger.id, "place": self.ledger.place}
 
     def refresh(self) -> None:
@@ -283,7 +285,7 @@ class Session(History):
 
 
 def _settlement(block: Block) -> list[Row]:
-    """What takes the place of a block: what else it was used for, and the rest returned."""
+    """The rows that replace a block: its other uses, and the returned rest."""
     own = block.key
     assert own is not None
     others = {key: count for key, count in block.used.items() if key != own}

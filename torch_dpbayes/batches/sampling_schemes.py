@@ -69,7 +69,8 @@ class FixedSizeSampler(PoissonSampler):
 
 
 class RandomAllocationSampler(PoissonSampler):
-    """In each pass every record joins one of the pass's t batches, uniformly and independently.
+    """Random allocation: in each pass every record joins one of the pass's t batches, uniformly and
+    independently.
 
     A pass is charged at its first release, at that step's noise. Later steps of it may have more
     noise, not less. A pass that was interrupted goes on in the next one, which ends with it. A step

@@ -109,7 +109,7 @@ class _ParallelChains:
         self._receiver: threading.Thread | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
-        """What every chain yields, with its number."""
+        """Yield the results of every chain, with the chain's number."""
         self._draws = self.kernel.begin_chains(self._count)
         self._messages: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
         try:
@@ -212,7 +212,7 @@ class _ParallelChains:
 
 @dataclass
 class Chain:
-    """What a kernel knows about the parallel chain that it runs in its own process."""
+    """The parallel chain that a kernel runs in its own process, as the kernel knows it."""
 
     pipe: Connection  # to who started the chain, and sends one message: that it has to end
     shows_progress: bool

@@ -1,4 +1,4 @@
-"""How a budget is split among the releases of a run: a function of public numbers alone."""
+"""Split a budget among the releases of a run: a function of public numbers alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Plan:
 
     @property
     def together(self) -> float:
-        """Of all releases of scores."""
+        """The noise multiplier of one release that costs as much as all releases of scores
+        together.
+        """
         return float(sum(z**-2 for z in self.scores) ** -0.5)
 
 
@@ -125,7 +127,7 @@ def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountan
 
 
 def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) -> list[str]:
-    """What was charged, and what each release moves by, in words."""
+    """State in words what was charged, and how far one record moves each release."""
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (
@@ -139,7 +141,7 @@ def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) 
 def statement_of_releases(
     count: int, bound: float | None, categories: Mapping[int, int]
 ) -> list[str]:
-    """What a run releases, with rows of numbers shortened to ``bound``, if any."""
+    """State in words what a run releases, with rows of numbers shortened to ``bound``, if any."""
     lines = [f"{count} clipped sums; a record moves each by at most 1 in units of its clip bound"]
     if bound is not None:
         lines.append(

@@ -57,7 +57,7 @@ def num_ones(sizes: Mapping[int, int], has_numbers: bool) -> int:
 
 
 class CategoryLaw(NamedTuple):
-    """What categories are drawn from, and what means of rows differ by."""
+    """The distribution of categories, and by how much the means of rows differ between them."""
 
     numbers: Sequence[int] = ()  # of the arguments, in this order
     tables: Sequence[tuple[Tensor, Tensor]] = ()  # combinations [c, arguments] and their shares

@@ -1,4 +1,4 @@
-r"""What covariates are drawn from: nothing, public rows, or a law that is released once.
+r"""Distributions of covariates: none, public rows, or one that is released once.
 
 Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i` and :math:`\sum x_i
 x_i^\top` are released with noise. Simulated rows are Gaussian with these moments and shortened as
@@ -36,7 +36,7 @@ _RIDGE = 1e-9  # relative
 
 
 class FeatureShape(NamedTuple):
-    """How rows of numbers are shortened."""
+    """How rows of numbers are scaled down to a norm."""
 
     bound: float  # R
     constants: Mapping[int, float]  # value by number of a constant column
@@ -207,7 +207,7 @@ Covariates = PublicRows | Released
 
 
 class NoisyMoments(NamedTuple):
-    """Of the free columns, with noise."""
+    """Noisy moments of the free columns."""
 
     total: Tensor  # Σx/R, [p]
     total_std: float  # of its noise
@@ -313,7 +313,7 @@ def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
 def feature_shape(
     records: ModelRecords, bound: float, constants: Mapping[int, float]
 ) -> FeatureShape | None:
-    """Of the arguments that are private rows of numbers; None without any."""
+    """The shape of the arguments that are private rows of numbers; None if there are none."""
     few = records.density.made_up.few()
     numbers = records.of_role("numbers")
     widths = [math.prod(few[k].shape[1:]) for k in numbers]

@@ -86,7 +86,7 @@ def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draw
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Of a processor core."""
+    """Seconds of a processor core."""
     return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=_TIMED))
 
 
@@ -254,7 +254,7 @@ class _Chains:
 
 
 def _worth(weights: Tensor) -> float:
-    """How many equal weights these are worth."""
+    """The number of equal weights that are as informative as these (effective sample size)."""
     return float(weights.sum().square() / weights.square().sum())
 
 

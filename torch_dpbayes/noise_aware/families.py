@@ -65,8 +65,8 @@ class _ClampedPoisson(ExponentialFamily):
     max_count: float = math.inf
 
     def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """Of min(x, c) − c/2. With q_k = P(x < c − k), E[x; x < c] = λ q₁ and E[x(x − 1); x < c] =
-        λ² q₂.
+        """Moments of min(x, c) − c/2. With q_k = P(x < c − k), E[x; x < c] = λ q₁ and E[x(x − 1); x
+        < c] = λ² q₂.
         """
         rate, c = eta.exp(), self.max_count
         least = torch.tensor([c, c - 1, max(c - 2, 0.0)], dtype=rate.dtype)

@@ -125,7 +125,7 @@ def posterior_of_large_layer(
     num_simulated: int | None = None,
     **others: Any,
 ) -> NoiseAwarePosterior:
-    """What :func:`.posterior_for_module` does where the layer has many parameters.
+    """:func:`.posterior_for_module` for a layer with many parameters.
 
     Raises: as for :func:`.posterior`.
 

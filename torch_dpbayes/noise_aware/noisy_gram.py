@@ -1,4 +1,4 @@
-r"""What a noisy release says of a matrix of second moments: draws of the matrix given the release.
+r"""Draw matrices of second moments given a noisy release of them.
 
 The release is Y = G + E, with E symmetric Gaussian of standard deviation v on the diagonal and v/√2
 off it; G is positive definite. Its logarithm L = log G has the rotation-invariant Gaussian prior of

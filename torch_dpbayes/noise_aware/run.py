@@ -62,7 +62,7 @@ class Mechanism:
         self._rows = shortened_rows(records, records.density.rows(), shape)
 
     def covariates(self, plan: Plan) -> Transcript:
-        """What is released of covariates."""
+        """Release statistics of the covariates."""
         records, rows, moments, categories = self._records, None, None, None
         if plan.moments is not None and self._shape is not None:
             rows = in_units(all_numbers(records, self._rows), self._shape)
@@ -102,7 +102,7 @@ class Mechanism:
 
 
 class Scale(NamedTuple):
-    """How scores at a point are whitened and clipped, and what is expected of it."""
+    """How scores at a point are whitened and clipped, and their expected moments."""
 
     whitening: Tensor
     clip_bound: float
@@ -153,7 +153,7 @@ def choose_scale(
 
 
 def largest_bound(levels: Mapping[float, float]) -> float:
-    """Of clip bounds with their mean log variance, the largest that costs little."""
+    """The largest clip bound that costs little, of bounds with their mean log variance."""
     most = min(levels.values()) + math.log1p(_SPARED)
     return max(bound for bound, level in levels.items() if level <= most)
 

@@ -185,7 +185,7 @@ class _OfFamily(Likelihood):
         super().__init__(fit, latents.read, n, release.value, noise, fit.moments, laws)
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row."""
+        """The log density of every row."""
         rows = max(_NUMBERS // len(self._released) ** 2, 1)
         of_many = vmap(self._family.moments)
         return torch.cat([self._with_moments(some, *of_many(some)) for some in theta.split(rows)])

@@ -1,5 +1,5 @@
-"""What one layer adds to every record's gradient: its norm, and sums of it, without the gradients
-themselves where that is cheaper.
+"""Kernels of layers: norms and sums of the terms that a layer adds to every record's gradient. They
+avoid the gradients themselves if that is cheaper.
 
 A layer's gradient of record i follows from what went into it, a_i, and the gradient of the loss
 with respect to what came out, g_i. For a linear layer over T positions it is Σ_t g_it a_itᵀ, of
@@ -306,7 +306,7 @@ Kernel = Callable[[nn.Module, Sequence[Call]], Contribution]
 
 
 class Kind(NamedTuple):
-    """What book-keeping knows of one kind of layer.
+    """The rules of book-keeping for one kind of layer.
 
     Attributes:
         kernel: what a call of it adds to every record's gradient.

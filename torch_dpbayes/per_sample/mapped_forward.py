@@ -72,7 +72,7 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What runs in place of the module's own."""
+        """The function that runs in place of the module's own forward."""
 
 
 class MappedForward(ReplacedForward):

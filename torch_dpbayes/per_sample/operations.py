@@ -174,7 +174,7 @@ class _Operation:
         return self._mapped()
 
     def _special(self) -> Any:
-        """What is no computation with the values."""
+        """Functions that do not compute with the values."""
         name, first, batch = self.name, self.followed[0], self.batch
         if name == "grad" and not isinstance(self.function, FunctionType):
             return None

@@ -111,7 +111,7 @@ class OutsideTensor(CannotBeMapped):
 
 
 def in_plain_words(error: Exception) -> str:
-    """What an error inside a map says: torch's own are about its transforms."""
+    """Explain an error inside a map in plain words: torch's own message is about its transforms."""
     text = str(error) or repr(error)
     plain = (ours for theirs, ours in _TORCHS_WORDS.items() if theirs in text)
     return next(plain, text.splitlines()[0])
