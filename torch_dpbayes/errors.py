@@ -79,7 +79,7 @@ def reading_state() -> abc.Iterator[None]:
 
 
 class AuditError(ArgumentError):
-    """With these arguments the audit cannot run, or its bound would be meaningless."""
+    """The audit cannot run with these arguments, or its bound would be meaningless."""
 
     code = "audit"
 

@@ -347,8 +347,8 @@ def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def stream_of_key(
     what: str, generator: torch.Generator, parts: Iterable[Tensor | str], device: torch.device | str
 ) -> torch.Generator:
-    """Where ``what`` is drawn from: a generator seeded by a hash of the caller's next 256 bits,
-    which is all that it takes of ``generator``, and of ``parts``.
+    """The generator for ``what``. Its seed is a hash of ``parts`` and of the next 256 bits of
+    ``generator``, and it takes no more of the latter.
 
     Streams of two callers that overlap give independent generators, unless they stand at the same
     position, which is used once in a process.

@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What charges that are added up have in common. Nothing else charges under a job's name."""
+    """The key of charges that are added up. Only a job itself charges under its name."""
 
     event: DpEvent
     label: str | None

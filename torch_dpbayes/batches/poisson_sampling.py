@@ -77,8 +77,8 @@ def sparse_choice(num_data: int, size: int, generator: torch.Generator) -> torch
 
 
 def dense_choice(num_data: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """As :func:`sparse_choice`, in O(num_data): the positions with the smallest of independent
-    random keys. All keys are drawn again if a tie leaves open which these are.
+    """Like :func:`sparse_choice`, in O(num_data): the positions with the smallest of independent
+    random keys. If a tie leaves these positions undecided, all keys are drawn again.
     """
     while True:
         keys = torch.from_numpy(_words(num_data, generator))

@@ -167,8 +167,9 @@ _USER_IDS = (
 
 
 class Users:
-    """Whose each record is, and how many of a user's may join a batch. Read-only, as steps are
-    charged for it. Ids are whole numbers or strings, in a tensor, an array, a column or a list.
+    """The user of each record, and how many records of a user may join a batch. Read-only, because
+    steps are charged for these values. Ids are whole numbers or strings, in a tensor, an array, a
+    column or a list.
     """
 
     def __init__(self, user_ids: Iterable[Any], num_data: int, records_per_user: int) -> None:

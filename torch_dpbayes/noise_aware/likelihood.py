@@ -444,7 +444,9 @@ class SyntheticLikelihood(Likelihood):
         return mean, count
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row; records are simulated anew where those at the mode are worth too little."""
+        """The log-likelihood of every row. Records are simulated anew where the effective size of
+        those at the mode is too small.
+        """
         values = torch.empty(len(theta), dtype=torch.float64)
         worth = torch.zeros(len(theta), dtype=torch.float64)
         left = torch.arange(len(theta))

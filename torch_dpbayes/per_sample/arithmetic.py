@@ -20,11 +20,11 @@ from torch import Tensor
 
 
 class Machine(NamedTuple):
-    """What a device is good at. Choices follow from it and from shapes alone, never from what other
-    programs leave free, so that a run repeats bit for bit. Times of a CPU were fitted by hand to
-    single layers on one core (AMD EPYC 9005, torch 2.15); those of a GPU are by the ratio of
-    arithmetic to memory of H100, A100 and T4, which agree within a factor of two, and by grouped
-    convolutions on an H200.
+    """The speed of a device. Choices depend on it and on shapes alone, never on what other programs
+    leave free, so that a run repeats bit for bit. Times of a CPU were fitted by hand to single
+    layers on one core (AMD EPYC 9005, torch 2.15); those of a GPU are by the ratio of arithmetic to
+    memory of H100, A100 and T4, which agree within a factor of two, and by grouped convolutions on
+    an H200.
 
     Attributes:
         piece: numbers in a temporary that is worked off in pieces.

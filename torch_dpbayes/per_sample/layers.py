@@ -349,8 +349,8 @@ KINDS: dict[type[nn.Module], Kind] = {
 
 
 def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> int | None:
-    """Of the shape that one record gives to a layer: how many rows of the layer's dimension 0 has.
-    None where it is no row, or where its rows are positions of the record.
+    """The number of rows that one record has in dimension 0 of a layer's input, whose shape is
+    ``given``. None if it has no row dimension, or if its rows are positions of the record.
     """
     of_one_row = kind.row_dimensions
     if not isinstance(of_one_row, int):

@@ -231,7 +231,7 @@ class _Operation:
             )
 
     def private_numbers(self) -> AbstractContextManager[None]:
-        """In which what the function draws is unknown."""
+        """The context in which nobody knows the random numbers that the function draws."""
         if self.name in kinds.DRAW_NOTHING:
             return nullcontext()
         rows = [f._rows for f in self.followed if not f._rows.is_meta]  # as sealed values are

@@ -126,8 +126,8 @@ def embedding_bag(
     padding_idx: int | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """As ``F.embedding_bag`` of equally long bags; not where torch refuses these options, or they
-    mix records.
+    """Like ``F.embedding_bag`` for bags of equal length; not if torch refuses these options, or if
+    they mix records.
     """
     is_refused = per_sample_weights is not None and mode != "sum"
     is_refused |= any(options.get(name) is not None for name in ("offsets", "max_norm"))
@@ -253,8 +253,8 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
 
 
 def _is_all_true(t: Tensor) -> Tensor:
-    """What ``torch.distributions`` asks of all records at once, to raise an error: an invalid one
-    is not finite, and counts as zero.
+    """``torch.distributions`` asks this of all records at once, to raise an error. Here an invalid
+    record is not finite, and counts as zero.
     """
     return torch.ones((), dtype=torch.bool, device=t.device)
 

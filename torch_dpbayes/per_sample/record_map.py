@@ -152,7 +152,7 @@ def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Ten
 
 
 def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
-    """Of every record, by halves."""
+    """Which records fail, found by halving the batch."""
     count = len(rows[0])
     try:
         run(*rows)

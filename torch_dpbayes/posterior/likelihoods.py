@@ -289,8 +289,8 @@ def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
 
 
 def forgotten_noise_std(model: nn.Module) -> Tensor:
-    """In the place of a function that a file does not keep; means of two targets would pass for a
-    mean and a log variance without it.
+    """Replaces a function that a file does not keep. Without it, means of two targets would look
+    like a mean and a log variance.
     """
     raise SamplesError(
         "noise_std was a function when these samples were saved, and files cannot store it: set"
