@@ -70,7 +70,7 @@ def inline_formula(translator: Any, node: nodes.math) -> None:
 
 
 def formula(translator: Any, node: nodes.math_block) -> None:
-    translator.body.append(mathml(node, as_block=True))
+    translator.body.append(f'<div class="formula">{mathml(node, as_block=True)}</div>')
     raise nodes.SkipNode
 
 

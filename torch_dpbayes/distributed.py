@@ -80,7 +80,7 @@ def refuse_wrapped(module: nn.Module) -> None:
 
 
 class _Message(NamedTuple):
-    """What a rank says: where it is and of what, or that it failed."""
+    """The message of a rank: its progress and its request, or that it failed."""
 
     place: str = ""
     facts: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it

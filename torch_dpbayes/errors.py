@@ -69,7 +69,7 @@ class CheckpointError(ArgumentError):
 
 @contextmanager
 def reading_state() -> abc.Iterator[None]:
-    """What fails inside was no complete state."""
+    """Turn errors inside this block into the error for an incomplete saved state."""
     try:
         yield
     except DPBayesError:
@@ -79,7 +79,7 @@ def reading_state() -> abc.Iterator[None]:
 
 
 class AuditError(ArgumentError):
-    """With these arguments the audit cannot run, or its bound would be meaningless."""
+    """The audit cannot run with these arguments, or its bound would be meaningless."""
 
     code = "audit"
 

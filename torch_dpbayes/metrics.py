@@ -1,5 +1,5 @@
-"""How good predictions and their uncertainties are: plain functions of predictions and targets,
-each returning a float. They take tensors, arrays and lists.
+"""Measure predictions and their uncertainties. Each function takes predictions and targets, and
+returns a float. They take tensors, arrays and lists.
 
 ``probabilities`` are what ``PosteriorSamples.predict`` returns: of classes ``[n, classes]``, rows
 summing to one, with ``labels`` ``[n]``, integers from 0 to ``classes - 1``; of targets that are 0
@@ -141,7 +141,7 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
 
 
 def _tensor(values: Any) -> Tensor:
-    """Of an array or a list, too; Python's numbers are wide."""
+    """A tensor from an array or a list, too; Python's numbers become 64-bit."""
     return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 

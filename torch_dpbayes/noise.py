@@ -1,4 +1,4 @@
-"""Where Gaussian noise comes from: the only module that draws it.
+"""The source of all Gaussian noise: no other module draws it.
 
 A noise vector that is used twice protects nothing: subtracting the two releases removes it. A
 :class:`GaussianNoise` therefore draws from a stream of its own. By default that is seeded with the
@@ -192,7 +192,7 @@ def _stream_from(entropy: bytes, kind: _Kind) -> Any:
 
 
 def _access(kind: _Kind) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """How the state of global random numbers is read, and how it is set."""
+    """Functions that read and set the state of global random numbers."""
     if isinstance(kind, str):
         of_numpy = np.random.get_state, np.random.set_state
         return (random.getstate, random.setstate) if kind == "python" else of_numpy
@@ -266,7 +266,7 @@ class GaussianNoise:
         _refuse_used("noise", stream_position(self.generator))
 
     def next_stream(self, device: torch.device, hides: Iterable[Tensor | str]) -> torch.Generator:
-        """Where the noise of the next release is drawn from.
+        """The random stream for the noise of the next release.
 
         ``hides`` is all that the release is made of: with a generator of the caller's, streams are
         equal only where all of it is.
@@ -347,8 +347,8 @@ def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def stream_of_key(
     what: str, generator: torch.Generator, parts: Iterable[Tensor | str], device: torch.device | str
 ) -> torch.Generator:
-    """Where ``what`` is drawn from: a generator seeded by a hash of the caller's next 256 bits,
-    which is all that it takes of ``generator``, and of ``parts``.
+    """The generator for ``what``. Its seed is a hash of ``parts`` and of the next 256 bits of
+    ``generator``, and it takes no more of the latter.
 
     Streams of two callers that overlap give independent generators, unless they stand at the same
     position, which is used once in a process.

@@ -1,4 +1,4 @@
-"""Which process this is, for all that a fork must not share: sessions, noise, batches, messages."""
+"""Identify a process, so that a fork shares no sessions, noise, batches or messages."""
 
 from __future__ import annotations
 

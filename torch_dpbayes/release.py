@@ -131,7 +131,7 @@ class ClippedSum:
         self.expected_batch_size = float(expected_batch_size)
 
     def extra_size(self, num_parameters: int, device: torch.device) -> int:
-        """How many numbers a step releases beside the gradient."""
+        """The number of values that a step releases beside the gradient."""
         return 0
 
     def collect(self, source: GradientSource, layout: Layout) -> int:
@@ -256,7 +256,7 @@ class Release:
 
     @property
     def independence(self) -> str:
-        """How records are kept apart, in the model and in the loss."""
+        """How model and loss keep records independent of each other."""
         return self.query.independence or self.source.independence
 
     def layout_of(self, groups: list[dict[str, Any]]) -> Layout:
@@ -535,7 +535,7 @@ def _num_charges(saved: Mapping[str, Any]) -> int:
 
 
 def options_of(group: dict[str, Any]) -> list[Any]:
-    """What a parameter group may have of its own."""
+    """Options that a parameter group may have of its own."""
     return [group.get(name) for name in ("lr", "prior_std", "prior_mean", "momentum")]
 
 

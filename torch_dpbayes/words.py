@@ -1,4 +1,4 @@
-"""What objects say of themselves: their numbers, and what their accountant holds."""
+"""Shared ``__repr__`` and HTML of engine, optimizers, kernels and draws."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ LONG = ("Laplace", "Mixture", "Pure", "Truncated", "Allocation", "Response")
 
 def table():
     """The page's rows: name, relation, verdicts of both methods."""
-    text = (Path(__file__).resolve().parents[2] / "docs/reference/events.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs/reference/index.md").read_text()
     for line in text.splitlines():
         if "DpEvent |" not in line:
             continue

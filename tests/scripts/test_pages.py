@@ -234,7 +234,6 @@ NAMES = {
     "how_to/raise_accuracy.md": digits,
     "how_to/share_a_budget.md": trained,
     "how_to/what_epsilon_means.md": lambda: {"dpb": dpb},
-    "how_to/tune_privately.md": digits,
     "how_to/show_uncertainty.md": trained,
     "how_to/usual_networks.md": digits,
     "models_and_losses.md": digits,

@@ -1,4 +1,4 @@
-"""What a release costs and what is left: events, accountant, calibration."""
+"""Compute what releases cost and what is left of a budget: events, accountant, calibration."""
 
 from . import mechanisms, random_allocation, selection  # noqa: F401  (for their events)
 from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded

@@ -1,4 +1,4 @@
-"""What a plan costs, and what a ledger holds.
+"""Command line: the cost of a plan, and the contents of a ledger.
 
     python -m torch_dpbayes.accounting epsilon --noise-multiplier 1 --sample-rate .01 --steps 10000
         --delta 1e-5 [--neighboring replace_one] [--method rdp] [--json]
@@ -59,7 +59,7 @@ def _finite(number: float | None) -> float | None:
 
 
 def ledger_report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict[str, Any]:
-    """What there is to say about a ledger, as JSON can hold it; infinite numbers as ``None``."""
+    """The contents of a ledger as JSON can hold them; infinite numbers are ``None``."""
     last: dict[str | None, events.DpEvent] = {}
     for row in rows:
         if row.kind in ("charge", "block") and row.event is not None:
@@ -123,7 +123,7 @@ def ledger_text(found: dict[str, Any], summary: str) -> str:
 
 
 def ledger_main(arguments: list[str]) -> int:
-    """What a ledger holds."""
+    """Command ``LEDGER``: print the contents of a ledger."""
     parser = argparse.ArgumentParser(
         "python -m torch_dpbayes.accounting",
         description="Prints the charges in a ledger, and the rest of its budget. Without a ledger:"
@@ -172,7 +172,7 @@ def gdp_epsilon(plan: dict[str, Any]) -> float | None:
 
 
 def plan_report(command: str, plan: dict[str, Any], method: Method, relation: Neighboring) -> Any:
-    """What a command says of a plan, as JSON can hold it."""
+    """The answer of a plan command as JSON can hold it."""
     if command == "epsilon":
         return {"epsilon": epsilon_of(plan, method, relation)}
     if command == "compare":
@@ -190,7 +190,7 @@ def plan_report(command: str, plan: dict[str, Any], method: Method, relation: Ne
 
 
 def plan_main(command: str, arguments: list[str]) -> int:
-    """One of the commands that need no ledger."""
+    """Run one of the commands that need no ledger."""
     parser = argparse.ArgumentParser(
         f"python -m torch_dpbayes.accounting {command}",
         description="The cost of Poisson-sampled Gaussian steps, planned in advance.",

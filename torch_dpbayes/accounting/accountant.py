@@ -170,12 +170,12 @@ class PrivacyAccountant:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the guarantee assumes: the statements of :meth:`note` and of charged events."""
+        """The assumptions of the guarantee: statements of :meth:`note` and of charged events."""
         found = self._turns.read(lambda history: [*history.notes(), *history.event_notes()])
         return tuple(dict.fromkeys(found))
 
     def __len__(self) -> int:
-        """How many releases were charged."""
+        """The number of charged releases."""
         return self._turns.read(lambda history: sum(history.charges.values()))
 
     def __bool__(self) -> bool:
@@ -336,7 +336,7 @@ class PrivacyAccountant:
             self._turns.charge(event, parts, label, bool(adaptive))
         elif adaptive:
             raise ArgumentError(
-                "adaptive=True has no effect in a charge of nothing: write it in the first charge"
+                "adaptive=True has no effect in an empty charge: write it in the first charge"
                 " of a release."
             )
         return self

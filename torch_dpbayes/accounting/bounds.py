@@ -317,8 +317,8 @@ def _cut(
 def _above(
     levels: Mapping[Pair, int], cut: float, tail: float
 ) -> list[tuple[pairs.Sampled, float, float, float, float]]:
-    """Of each sampled release log(b / a), its number over a, the mass of both with the losses above
-    the cut, and the largest loss.
+    """For each sampled release: log(b / a), the value of a, the mass of both beyond the cut, and
+    the largest loss.
     """
     found = []
     for pair, count in levels.items():

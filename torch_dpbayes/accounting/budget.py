@@ -68,7 +68,7 @@ class Filter(NamedTuple):
         return cls("renyi", orders[best], float(limits[best]))
 
     def cost(self, counts: Counts) -> float:
-        """What the limit bounds, for these releases."""
+        """The quantity that the limit bounds, for these releases."""
         if self.kind == "gaussian":
             return math.fsum(
                 count * pairs.dominating_mu(pair) ** 2 for pair, count in counts.items()
@@ -77,13 +77,13 @@ class Filter(NamedTuple):
         return math.fsum(map(float, each))
 
     def epsilon(self, delta: float) -> float:
-        """What the limit guarantees."""
+        """The ε that the limit guarantees."""
         if self.kind == "gaussian":
             return bounds.upper_epsilon({pairs.Gaussian(math.sqrt(self.limit)): 1}, delta)
         return renyi.epsilon(np.array([self.limit]), delta, [self.order])
 
     def delta(self, epsilon: float) -> float:
-        """What the limit guarantees."""
+        """The δ that the limit guarantees."""
         if self.kind == "gaussian":
             return bounds.upper_delta({pairs.Gaussian(math.sqrt(self.limit)): 1}, epsilon)
         return renyi.delta(np.array([self.limit]), epsilon, [self.order])
@@ -131,7 +131,7 @@ class Composed:
         return cls(counts, epsilon, grids, [grid.transform for grid in grids], {})
 
     def followed_by(self, more: Counts) -> Composed | None:
-        """With ``more``; ``None``: these cannot join."""
+        """These charges followed by ``more``; ``None`` if the two cannot be joined."""
         others, joint, found = apart(more)[1], pairs.added(self.counts, more), self.transforms
         if pairs.NonPrivate() in others or len(_directions(joint, self.epsilon)) > len(found):
             return None
@@ -237,7 +237,9 @@ class Budget:
             self._held = {}
 
     def _cost(self, pair: Pair) -> Array:
-        """What the limits bound, of one release, and the probability that it fails outright."""
+        """The cost of one release in the limits' unit, and the probability that it fails
+        outright.
+        """
         cost = self._costs.get(pair)
         if cost is None:
             if self.filter is not None:

@@ -179,8 +179,8 @@ def total_multiplier(
 def crossing(
     excess: Callable[[float], float], least: float, most: float, precision: float = _PRECISION
 ) -> float | None:
-    """Where the falling function turns non-positive, or up to ``precision`` above: ``least`` if it
-    is not positive there, ``None`` if it is still positive at ``most``.
+    """The point at which a falling function becomes non-positive, or up to ``precision`` above it:
+    ``least`` if it is not positive there, ``None`` if it is still positive at ``most``.
     """
     value = cache(lambda x: min(excess(x), LARGEST_EXCESS))
     low = high = 0.0

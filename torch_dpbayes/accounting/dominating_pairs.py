@@ -99,7 +99,7 @@ class Allocated(Pair):
 
 @dataclass(frozen=True, slots=True)
 class Mixed(Pair):
-    """One of several releases, drawn with these weights; which one is announced."""
+    """A random choice of one of several releases, with these weights. The choice is announced."""
 
     parts: tuple[tuple[float, Sampled], ...]
 
@@ -362,7 +362,7 @@ def directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
 
 
 def largest_loss(pair: Pair) -> float:
-    """What the privacy loss of one release never passes."""
+    """The largest possible privacy loss of one release."""
     if isinstance(pair, Pure | BoundedRange):
         return pair.epsilon
     if isinstance(pair, Laplace):

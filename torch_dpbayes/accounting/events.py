@@ -1,4 +1,4 @@
-"""What can be charged: the vocabulary of releases, and the checks of the numbers in them.
+"""Events: descriptions of releases that can be charged, and checks of their numbers.
 
 dp_accounting's event classes are used where they exist; those that it lacks have the same frozen
 form. An event describes one release. ``noise_multiplier`` is **noise standard deviation / clip

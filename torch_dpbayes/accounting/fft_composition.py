@@ -198,7 +198,7 @@ def _transform_of_mixtures(
 
 
 def _left_out(modulus: Array, off: Array, largest: Array) -> Array:
-    """How far the product may be from what stands for it at each frequency."""
+    """Bound the error of the product at each frequency."""
     bound = modulus + np.exp(np.minimum(largest, 0.0))
     with np.errstate(over="ignore", invalid="ignore"):
         change = modulus[: len(off)] * np.expm1(np.minimum(off, 1.0))
@@ -364,7 +364,7 @@ class Composition:
         return solution
 
     def share_of_round_off(self, epsilon: float) -> float:
-        """Of delta at ``epsilon``."""
+        """The round-off error of delta at ``epsilon``, divided by delta."""
         error = np.full(self._size, self.round_off)
         return self._share_above(error, epsilon) / max(self.upper_delta(epsilon), 1e-300)
 

@@ -42,7 +42,7 @@ class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
 
 
 class Settings(NamedTuple):
-    """What never changes. ``delta`` may stand alone: there is no budget then."""
+    """Settings that never change. ``delta`` without ``epsilon`` means: no budget."""
 
     epsilon: float | None
     delta: float | None
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What charges that are added up have in common. Nothing else charges under a job's name."""
+    """The key of charges that are added up. Only a job itself charges under its name."""
 
     event: DpEvent
     label: str | None
@@ -195,7 +195,7 @@ class History:
 
     @property
     def guarantee(self) -> Guarantee:
-        """What epsilon is a bound for; see ``PrivacyAccountant``."""
+        """The condition under which epsilon is a bound; see ``PrivacyAccountant``."""
         if self.filter is not None:
             return "filter"
         return "none" if self.is_adaptive else "fixed"
@@ -241,11 +241,11 @@ class History:
         return bounds.lower_epsilon(known, delta) if known else 0.0
 
     def used_share(self, rule: Filter) -> float:
-        """How much of a filter's limit is used."""
+        """The used share of a filter's limit."""
         return rule.cost(self.counts) / rule.limit
 
     def event_notes(self) -> list[str]:
-        """What charged events state."""
+        """The assumptions that charged events state."""
         known: list[Any] = [key.event for key in self.charges]
         known += [event.event for event in known if isinstance(event, events.UserLevelDpEvent)]
         stated = any(isinstance(event, events.RecordwiseBatchGaussianDpEvent) for event in known)
@@ -334,7 +334,7 @@ class History:
 
     @property
     def place(self) -> dict[str, Any]:
-        """What a saved state says of the file that it belongs to, and how far that was read."""
+        """The part of a saved state that identifies its file and how far this was read."""
         return {"ledger": "", "place": []}
 
     def refresh(self) -> None:

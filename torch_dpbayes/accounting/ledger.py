@@ -342,8 +342,8 @@ class Ledger:
         work: Callable[[sqlite3.Connection], T],
         path: Path | None = None,
     ) -> T:
-        """What ``work`` does with a connection of its own, to the ledger or to ``path``. (Not a
-        context manager, in whose ``__exit__`` Ctrl-C could leave it open.)
+        """The result of ``work`` with its own connection to the ledger or to ``path``. (This is not
+        a context manager, because Ctrl-C in ``__exit__`` could leave the connection open.)
         """
         connection: sqlite3.Connection | None = None
         mode = {"create": "rwc", "read": "ro" if self._is_read_only else "rw", "write": "rw"}
@@ -464,7 +464,9 @@ class Ledger:
 
     @property
     def place(self) -> list[Any]:
-        """How far the file was read: number and digest of a row, which stand for all up to it."""
+        """How far the file was read: number and digest of its last row, which covers all rows
+        before it.
+        """
         return [self._version, self._digest]
 
     def holds(self, place: list[Any]) -> bool:

@@ -70,7 +70,7 @@ class Mixtures(NamedTuple):
 
 
 class Near(NamedTuple):
-    """Where a composition is evaluated, and how closely."""
+    """The point at which a composition is evaluated, and the precision."""
 
     tilt: float
     log_delta: float
@@ -79,7 +79,9 @@ class Near(NamedTuple):
     fewest: int  # rates, and noises, of their grid
 
     def growth(self, pair: Sampled) -> float:
-        """By how much a release multiplies delta, about: E exp(tilt * L) - 1, at most to 1."""
+        """The approximate factor by which a release multiplies delta, minus 1: E exp(tilt * L) - 1,
+        at most 1.
+        """
         losses, masses, _ = loss_nodes(pair, _PILOT_TAIL)
         if self.reverse and has_two_directions(pair):
             losses, masses = -losses, masses * np.exp(-losses)

@@ -85,8 +85,8 @@ def largest(exponents: Array, logs: Array, spent: Array) -> float:
 
 
 def weights(first: Pair | None, delta: float, budget: tuple[float, float] | None) -> Array:
-    """Of each order of the Renyi curves: where those are that are best for many, or few, of the
-    first release, and a part on all of them.
+    """The weight of each order of the Renyi curves: most on the orders that are best for many, or
+    few, of the first release, and a part on all orders.
     """
     number = len(renyi.ORDERS)
     broad = np.full(number, 1 / number)

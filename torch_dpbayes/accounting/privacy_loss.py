@@ -342,7 +342,7 @@ def sum_as_written(terms: Iterable[tuple[float, int]]) -> float:
 
 
 def largest_sum(counts: Mapping[Pair, int]) -> float:
-    """What the privacy loss of all releases together never passes."""
+    """The largest possible privacy loss of all releases together."""
     terms = [(pairs.largest_loss(pair), count) for pair, count in counts.items() if count]
     if any(math.isinf(loss) for loss, _ in terms):
         return math.inf

@@ -231,7 +231,9 @@ def _average(steps: int, noise: float, below: float, beyond: float) -> tuple[Arr
 
 
 def _power_of_ten(tail: float) -> float:
-    """Not above ``tail``: so that what is computed for one tail serves others."""
+    """The largest power of ten not above ``tail``, so that results can be reused for other
+    tails.
+    """
     return max(10.0 ** math.floor(math.log10(tail)), 1e-290)
 
 
@@ -456,7 +458,7 @@ def _log_moments(steps: int, noise: float) -> Array:
 
 
 def _log_product(a: Array, b: Array) -> Array:
-    """Of two series, logarithms of their coefficients."""
+    """The product of two series, given logarithms of their coefficients."""
     return np.array([special.logsumexp(a[: n + 1] + b[n::-1]) for n in range(len(a))])
 
 

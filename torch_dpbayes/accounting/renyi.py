@@ -102,8 +102,9 @@ def _log_moments(pair: Pair, alpha: Array) -> Array:
 
 
 def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
-    """With a margin for the round-off of tiny losses; at most alpha e^2 / 2, which no loss within
-    [-e, e] passes (Bun, Steinke 2016, Proposition 3.3), and e itself, also where moments overflow.
+    """The Renyi divergence of a bounded loss, with a margin for the round-off of tiny losses. It is
+    at most alpha e^2 / 2 for a loss within [-e, e] (Bun, Steinke 2016, Proposition 3.3), and at
+    most e, also if moments overflow.
     """
     margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
     found = np.fmin((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2)

@@ -1,4 +1,4 @@
-"""What an accountant holds: as text, as a bar, and as a picture."""
+"""Show an accountant as text, as a bar, and as a picture."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def summary(
 
 
 def guarantee_in_words(history: History, delta: float) -> str:
-    """What epsilon is a bound for."""
+    """The condition under which epsilon is a bound, in words."""
     if history.guarantee == "none":
         return (
             "none for jobs that began after others had charged: a filter needs a budget. If all"
@@ -91,7 +91,8 @@ def guarantee_in_words(history: History, delta: float) -> str:
 def by_labels(
     charges: Iterable[tuple[Any, ...]], neighboring: Neighboring, delta: float
 ) -> dict[str | None, tuple[float | None, int]]:
-    """Of each label the share of the cost, and the releases, from (event, count, label, ...).
+    """For each label its share of the cost and its number of releases, from (event, count, label,
+    ...).
 
     The cost that adds up is the Renyi divergence at the order which decides epsilon at ``delta``,
     without failures; the share is ``None`` if something was released without noise.
@@ -127,7 +128,7 @@ def _spent(accountant: PrivacyAccountant) -> float:
 
 
 def spent_in_words(accountant: PrivacyAccountant) -> str:
-    """As in ``epsilon = 0.5 of 3 spent at delta = 1e-05``."""
+    """A line such as ``epsilon = 0.5 of 3 spent at delta = 1e-05``."""
     budget = "" if accountant.epsilon is None else f" of {accountant.epsilon:g}"
     return f"epsilon = {_spent(accountant):.4g}{budget} spent at delta = {delta_of(accountant):g}"
 

@@ -1,4 +1,4 @@
-"""What epsilon means to a user: what an attacker can tell at most.
+"""Bound what an attacker can learn about a user: the meaning of epsilon.
 
 The attacker knows everything but whether the user took part (under replace-one: which of two
 records was theirs), sees all that was released, and decides. Everything here is read off the

@@ -149,8 +149,9 @@ def selection_event(
     delta: float,
     neighboring: Neighboring | NeighboringRelation,
 ) -> DpEvent:
-    """What a selection charges: that it is (:func:`selection_epsilon`, ``delta``)-private. Of a
-    schedule of :class:`~torch_dpbayes.accounting.events.UserLevelDpEvent` it is one, too.
+    """The event of a selection: it is (:func:`selection_epsilon`, ``delta``)-private. For a
+    schedule of :class:`~torch_dpbayes.accounting.events.UserLevelDpEvent` it is a user-level event,
+    too.
 
     Args: as of :func:`selection_epsilon`; ``neighboring`` is that of the charged accountant.
     """
@@ -159,7 +160,7 @@ def selection_event(
     units = {isinstance(part, events.UserLevelDpEvent) for part in parts}
     if len(units) > 1:
         raise ArgumentError(
-            "a schedule is of users or of records: put each event of it into a"
+            "a schedule must be of users or of records, not of both: put every event into a"
             " UserLevelDpEvent, or none."
         )
     epsilon = selection_epsilon(planned, repetitions, delta, neighboring)

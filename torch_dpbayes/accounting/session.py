@@ -129,7 +129,9 @@ class Session(History):
         return found
 
     def _cover(self, parts: Iterable[Part]) -> list[tuple[Block, Part]] | None:
-        """What to take out of which block for ``parts``; ``None``: the blocks do not suffice."""
+        """The blocks that cover ``parts``, and how much of each; ``None`` if the blocks do not
+        suffice.
+        """
         found: list[tuple[Block, Part]] = []
         chosen: dict[Block, int] = {}
         for event, times, pair in parts:
@@ -147,7 +149,7 @@ class Session(History):
 
     @property
     def place(self) -> dict[str, Any]:
-        """What a saved state says of the file that it belongs to, and how far that was read."""
+        """The part of a saved state that identifies its file and how far this was read."""
         return {"ledger": self.ledger.id, "place": self.ledger.place}
 
     def refresh(self) -> None:
@@ -304,7 +306,7 @@ class Session(History):
 
 
 def _settlement(block: Block) -> list[Row]:
-    """What takes the place of a block: what else it was used for, and the rest returned."""
+    """The rows that replace a block: its other uses, and the returned rest."""
     own = block.key
     assert own is not None
     others = {key: count for key, count in block.used.items() if key != own}
@@ -352,7 +354,7 @@ class Exclusive:
             util.Finalize(self, _settle_quietly, (self.session,), exitpriority=100)
 
     def read(self, what: Callable[[History], T]) -> T:
-        """What the history holds, with what other processes charged since."""
+        """The history, with the latest charges of other processes."""
         with LOCK:
             if _is_busy:
                 raise StateError(_IN_THE_MIDDLE)

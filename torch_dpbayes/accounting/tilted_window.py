@@ -194,7 +194,7 @@ def choose_window(
 
 
 def of_grid(fineness: float) -> float:
-    """By how much of itself delta may be off at an epsilon below most losses."""
+    """The relative error of delta at an epsilon below most losses."""
     return (_OF_LOSS / fineness) ** 2 / 8
 
 

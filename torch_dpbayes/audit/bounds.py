@@ -61,12 +61,14 @@ class Guesses(NamedTuple):
 
 
 def gaussian_inverse(mu: Array) -> Inverse:
-    """Of f(x) = Φ(Φ⁻¹(1 − x) − μ), a Gaussian of sensitivity μ and standard deviation 1."""
+    """Inverse of the trade-off f(x) = Φ(Φ⁻¹(1 − x) − μ) of a Gaussian mechanism with sensitivity μ
+    and standard deviation 1.
+    """
     return lambda right: np.asarray(special.ndtr(special.ndtri(np.minimum(right, 1.0)) - mu))
 
 
 def stated_inverse(risk: Risk) -> Inverse:
-    """Of what an attack on either of two neighbours can do at most, by the accountant."""
+    """Inverse of the accountant's trade-off function, the best attack on either neighbour."""
     inverses = []
     for curve in risk.curves:
         rates, powers = curve.vertices
@@ -76,7 +78,7 @@ def stated_inverse(risk: Risk) -> Inverse:
 
 
 def refuted(inverse: Inverse, guesses: Guesses, confidence: float) -> Refuted:
-    """Which curves make this many right guesses less probable than 1 − confidence."""
+    """Whether each curve makes this many right guesses less probable than 1 − confidence."""
     canaries, made, correct = guesses
     right = np.array([(1 - confidence) * correct / canaries])
     wrong = np.array([(1 - confidence) * (made - correct) / canaries])
@@ -88,7 +90,7 @@ def refuted(inverse: Inverse, guesses: Guesses, confidence: float) -> Refuted:
 
 
 def epsilon_lower_bound(guesses: Guesses, delta: float, confidence: float = 0.95) -> float:
-    """The least ε at which an (ε, δ)-private mechanism allows this (Steinke and others 2023)."""
+    """The least ε of a mechanism that allows these guesses (Steinke et al. 2023)."""
     canaries, made, correct = guesses
     fewer = np.arange(1, correct + 1)
 
@@ -119,7 +121,7 @@ def independent_mu_lower_bound(guesses: Guesses, confidence: float = 0.95) -> fl
 
 
 def _least_accuracy(guesses: Guesses, confidence: float) -> float:
-    """By the exact interval of Clopper and Pearson."""
+    """Lower bound on the accuracy, by the exact interval of Clopper and Pearson."""
     wrong = guesses.made - guesses.correct
     least = special.betaincinv(guesses.correct, wrong + 1, 1 - confidence)
     return float(least) if guesses.correct else 0.0
@@ -155,7 +157,9 @@ def expected_guesses(canaries: int, made: int, mu: float) -> Guesses:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """From guesses to a lower bound on ε at δ; ``is_repeated``: each is about its own release."""
+    """Compute a lower bound on ε at δ from guesses; ``is_repeated``: each guess is about its own
+    release.
+    """
 
     kind: str
     delta: float
@@ -168,7 +172,7 @@ class LowerBound:
         delta, confidence = real(self.delta, "delta"), real(self.confidence, "confidence")
         if not 0 <= delta < 1 or not 0.5 <= confidence < 1:
             raise AuditError(
-                "delta and confidence are probabilities below 1, confidence is at least 0.5; got"
+                "delta and confidence must be below 1, and confidence at least 0.5; got"
                 f" {delta} and {confidence}"
             )
         if self.kind != "basic" and delta == 0:

@@ -210,7 +210,9 @@ def one_run(
 def _minus_losses(
     model: Any, canaries: Sequence[Any], loss: Callable[[Any, Any], Tensor]
 ) -> list[float]:
-    """Of every canary ``(input, target)``: a record that was trained on has less loss."""
+    """Minus the loss of every canary ``(input, target)``: records in the data have smaller
+    losses.
+    """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"train must return the trained model, not {type(model).__name__}")
     device = next(model.parameters()).device

@@ -1,5 +1,5 @@
-"""What a private loader knows of its data set: how to read a batch at once, whether records repeat,
-which data sets are private, and whether ranks have the same.
+"""Inspect the data set of a private loader: how to read a batch at once, whether records repeat,
+which data sets are private, and whether all ranks have the same one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def _read(dataset: Any, positions: list[int], collate: Callable[[list[Any]], Any
 
 
 def _is_table(dataset: Any) -> bool:
-    """Of Hugging Face's ``datasets``, and not with a transform, which is given whole batches."""
+    """Whether this is a table of Hugging Face's ``datasets`` without a transform, because a
+    transform sees whole batches.
+    """
     is_theirs = type(dataset).__module__ == "datasets.arrow_dataset"
     return is_theirs and dataset.format["type"] != "custom"
 
@@ -167,7 +169,7 @@ class Arrangement:
 
 
 def writes_into(value: Any) -> int:
-    """How often torch wrote into a tensor."""
+    """The number of times that torch wrote into a tensor."""
     is_counted = isinstance(value, Tensor) and not value.is_inference()
     return value._version if is_counted else 0
 

@@ -258,8 +258,9 @@ class PoissonLoader(DPDataLoader):
 def _private_numbers(
     sampler: PoissonSampler, devices: Iterable[torch.device]
 ) -> AbstractContextManager[None]:
-    """In which records are read. Augmentations are drawn one after another, so one record more
-    changes those of the others, for whoever knows the program's seeds.
+    """The context in which records are read. It has secret random numbers: augmentations are drawn
+    one after another, so one more record changes those of the others, for anyone who knows the
+    program's seeds.
     """
     rank = 0 if sampler.ranks is None else sampler.ranks.rank
     return PrivateRandomness(sampler.generator, rank)((*devices, *OF_RECORDS))

@@ -77,8 +77,8 @@ def sparse_choice(num_data: int, size: int, generator: torch.Generator) -> torch
 
 
 def dense_choice(num_data: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """As :func:`sparse_choice`, in O(num_data): the positions with the smallest of independent
-    random keys. All keys are drawn again if a tie leaves open which these are.
+    """Like :func:`sparse_choice`, in O(num_data): the positions with the smallest of independent
+    random keys. If a tie leaves these positions undecided, all keys are drawn again.
     """
     while True:
         keys = torch.from_numpy(_words(num_data, generator))
@@ -135,7 +135,7 @@ def _digits_of(f: Callable[[Fraction], Fraction], x: Fraction, bits: int) -> int
 
 @functools.cache  # the same for all data sets
 def poisson_digits(bits: int) -> list[int]:
-    """Of F(0), F(1), … for Poisson(1): F(k) = e⁻¹ Σ_{i≤k} 1/i!."""
+    """Digits of F(0), F(1), … for Poisson(1): F(k) = e⁻¹ Σ_{i≤k} 1/i!."""
     digits, terms, k = [0], Fraction(0), 0
     while digits[-1] < 2**bits - 1:
         terms += Fraction(1, math.factorial(k))

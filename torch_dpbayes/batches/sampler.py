@@ -253,7 +253,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             yield records.tolist()
 
     def left_in_pass(self) -> int:
-        """How many draws a pass that begins now hands out."""
+        """The number of draws in a pass that begins now."""
         return self._steps
 
     def require_latest(self, number: int) -> None:
@@ -290,7 +290,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         return _Draw(own, zlib.crc32(joining.numpy().data), state)
 
     def stream_state(self) -> torch.Tensor:
-        """Where this rank draws from."""
+        """The position of this rank's random stream."""
         return self._stream.get_state()
 
     def draw_from(self, state: torch.Tensor) -> None:
@@ -371,7 +371,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     @property
     def drawn(self) -> tuple[int, str]:
-        """How many there are of what is drawn, and what that is."""
+        """The number and the name of the drawn units (records or users)."""
         return self._num_data, "records"
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
@@ -380,7 +380,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         return gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
 
     def position(self) -> dict[str, Any]:
-        """Where the caller's generator stood before each draw that waits for a step, and stands."""
+        """Positions of the caller's generator: before each draw that waits for its step, and
+        now.
+        """
         states = torch.stack([*self._waiting_states(), self._stream.get_state()])
         event = repr(self.event(GaussianDpEvent(1.0)))
         return {"states": states, "of": [self.num_samples, event]}

@@ -69,7 +69,8 @@ class FixedSizeSampler(PoissonSampler):
 
 
 class RandomAllocationSampler(PoissonSampler):
-    """In each pass every record joins one of the pass's t batches, uniformly and independently.
+    """Random allocation: in each pass every record joins one of the pass's t batches, uniformly and
+    independently.
 
     A pass is charged at its first release, at that step's noise. Later steps of it may have more
     noise, not less. A pass that was interrupted goes on in the next one, which ends with it. A step
@@ -166,8 +167,9 @@ _USER_IDS = (
 
 
 class Users:
-    """Whose each record is, and how many of a user's may join a batch. Read-only, as steps are
-    charged for it. Ids are whole numbers or strings, in a tensor, an array, a column or a list.
+    """The user of each record, and how many records of a user may join a batch. Read-only, because
+    steps are charged for these values. Ids are whole numbers or strings, in a tensor, an array, a
+    column or a list.
     """
 
     def __init__(self, user_ids: Iterable[Any], num_data: int, records_per_user: int) -> None:

@@ -123,7 +123,9 @@ class Arguments:
         return [row.movedim(0, d) if d else row for row, d in zip(rows, dims, strict=True)]
 
     def rows_first(self, number: int, tensor: Tensor) -> Tensor:
-        """What the model has in the place of the data argument with this number, as rows."""
+        """``tensor``, which the model gets as the data argument with this number, with records in
+        dimension 0.
+        """
         return tensor.movedim([*self.row_dims.values()][number], 0)
 
     def made_up_call(self, flavour: str) -> Call:
@@ -144,8 +146,8 @@ class Arguments:
         return [made_up(torch.Size([count, *row.shape[1:]]), row, flavour) for row in like]
 
     def described(self) -> list[Any]:
-        """Of every data argument its number and type, and the dimension of its records and the
-        shape of one; no function of the records, nor of their number.
+        """For every data argument its number and type, the dimension of its records, and the shape
+        of one record. It depends neither on the records nor on their number.
         """
         like = [(k, dim, self._leaves[k]) for k, dim in self.row_dims.items()]
         return [(k, str(row.dtype), dim, list(row.shape[1:])) for k, dim, row in like]

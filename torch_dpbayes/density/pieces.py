@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(outputs: Sequence[Tensor], layout: Layout) -> list[Piece]:
-    """What a rewritten graph gives: values, and of some the columns, of each piece.
+    """The values that a rewritten graph computes and, for some, the columns of each piece.
 
     Raises:
         IndexError: a record picks an entry that there is not.
@@ -98,7 +98,7 @@ def dense(pieces: Sequence[Piece], dimension: int) -> Tensor:
 
 
 def norms_of(pieces: Sequence[Piece]) -> Tensor:
-    """Of the records' vectors, (records,)."""
+    """The norms of the records' vectors, ``(records,)``."""
     first, *others = [piece.norms() for piece in pieces]
     return torch.linalg.vector_norm(torch.stack([first, *others]), dim=0) if others else first
 

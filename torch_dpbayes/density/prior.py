@@ -139,7 +139,7 @@ class Prior:
         return {name: self.transforms[name].inv(value) for name, value in values.items()}
 
     def read_by(self, function: Callable[[dict[str, Tensor]], Any]) -> Tensor:
-        """As :meth:`read_in`, of a function of the values by site; all True where it cannot be
+        """Like :meth:`read_in`, for a function of the values by site; all True if it cannot be
         recorded.
         """
         try:
@@ -235,7 +235,7 @@ class Prior:
         return self.samples(1)[0]
 
     def samples(self, count: int) -> Tensor:
-        """As many draws of θ from the prior, ``(count, d)``, of finite density."""
+        """This many draws of θ from the prior, ``(count, d)``, with finite density."""
         found: list[Tensor] = []
         for _ in range(_DRAWS):
             with public_randomness(), without_value_checks():

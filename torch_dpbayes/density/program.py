@@ -176,9 +176,8 @@ class Recorder:
 
 
 class _TensorsOfTheRow(TorchFunctionMode):
-    """What vmap lacks: tensors that the model makes belong to the row too, so that values of the
-    row can be written into them, and ``.data`` can be had, of which Pyro's enumeration takes the
-    shape.
+    """Adds to vmap: tensors that the model makes belong to the row, too, so that values of the row
+    can be written into them; and ``.data`` works, because Pyro's enumeration reads its shape.
     """
 
     def __init__(self, row: Tensor) -> None:

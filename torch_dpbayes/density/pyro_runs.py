@@ -1,5 +1,5 @@
-"""How a user's Pyro model is run here: without the data, without the caller's random numbers,
-without parameters, and without checks whose errors depend on values.
+"""Run a user's Pyro model without the data, without the caller's random numbers, without
+parameters, and without checks whose errors depend on values.
 """
 
 from __future__ import annotations

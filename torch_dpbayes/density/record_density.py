@@ -212,7 +212,7 @@ class RecordDensity:
     # -- chunks of records -------------------------------------------------------------------------
 
     def _by_chunks(self, program: Program, theta: Tensor) -> Iterator[tuple[slice, Any]]:
-        """Which records, and what ``program`` gives for them."""
+        """Results of ``program``, chunk by chunk, with the records of each chunk."""
         # asked of made-up rows alone: no record decides whether a trajectory ends here
         if not (self.is_valid if program is self._terms else self.has_gradients)(theta):
             raise InvalidPoint

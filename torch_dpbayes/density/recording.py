@@ -77,7 +77,7 @@ def _layout(value: Tensor) -> tuple[Any, ...]:
 
 
 def of_rows(graph: GraphModule, rows: Tensor) -> Any:
-    """What ``graph`` gives for every row, along a first dimension."""
+    """The results of ``graph`` for every row, along a first dimension."""
     try:
         return vmap(graph, randomness="different")(rows)
     except RuntimeError:  # vmap lacks an operation of the model, whatever the values are

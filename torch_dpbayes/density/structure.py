@@ -1,4 +1,4 @@
-"""What shapes alone say about a model: which of its sites belong to the records, and how."""
+"""Read from shapes alone which sites of a model belong to the records."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _OF_OPTIMIZER = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will cost and sample, known before anything is spent."""
+    """The cost and the distribution of a run, known before anything is spent."""
 
     langevin_noise_multiplier: float
     noise_multiplier: float
@@ -180,9 +180,7 @@ class Run:
         return built, floor
 
     def event(self, optimizer: PrivateOptimizer, noise_multiplier: float) -> DpEvent:
-        """What this optimizer will be charged on these draws, for as many steps as are charged
-        together.
-        """
+        """The event of one charge of this optimizer, for the steps that are charged together."""
         return optimizer.release.event(noise_multiplier, self.draws.scheme, self.draws)
 
     def _require_within_budget(self, epsilon: float) -> None:
@@ -205,7 +203,7 @@ class Run:
 
     @property
     def _after(self) -> list[DpEvent]:
-        """What is kept for the end of the run."""
+        """The events that are reserved for the end of the run."""
         return [] if self.draws.reserved is None else [event_of_calibration(self.draws.reserved)]
 
     def _enough_noise(self, event: Callable[[float], DpEvent]) -> float:
@@ -251,7 +249,7 @@ class Run:
         return high
 
     def plan(self, optimizer: PrivateOptimizer) -> Plan:
-        """What the passes will cost and sample, on top of the accountant's history."""
+        """The cost and the distribution of these passes, added to the accountant's history."""
         module = self.settings.module
         return Plan(
             **{name: getattr(optimizer, name) for name in _OF_OPTIMIZER},

@@ -29,7 +29,7 @@ class StaysPrivate:
         self._engine, self._delta = engine, delta
 
     def numbers(self, optimizer: Any) -> dict[str, float]:
-        """What is shown beside the training, ε beside any optimizer; all of it is public."""
+        """Public numbers to show during training; ε works with any optimizer."""
         epsilon = {"epsilon": self._engine.get_epsilon(self._delta)}
         if not isinstance(optimizer, PrivateOptimizer):
             return epsilon

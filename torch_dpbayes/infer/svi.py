@@ -183,7 +183,7 @@ class DPSVI:
 
     @property
     def accountant(self) -> PrivacyAccountant:
-        """Where every step is charged."""
+        """The accountant that every step is charged to."""
         return self._accountant
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class DPSVI:
 
     @property
     def _event(self) -> DpEvent:
-        """Of one step."""
+        """The event of one step."""
         event = noise_event(self._noise_multiplier)
         if self._rate == 1 or not self._noise_multiplier:
             return event

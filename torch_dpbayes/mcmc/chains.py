@@ -104,7 +104,7 @@ class _ParallelChains:
         self._open: dict[Connection, int] = {}  # those that can be read, with the chain's number
 
     def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
-        """What every chain yields, with its number."""
+        """Yield the results of every chain, with the chain's number."""
         self._draws = self.kernel.begin_chains(self._count)
         try:
             for number in range(self._count):

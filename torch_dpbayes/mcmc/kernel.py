@@ -1,5 +1,5 @@
-"""What all private kernels share: Pyro's contract, charges, public randomness, and the draws so
-far.
+"""The base class of all private kernels: Pyro's contract, charges, public randomness, and the draws
+so far.
 
 One iteration of a kernel charges everything that it is going to release, draws the noise, and
 accepts or rejects. Warm-up, rejected proposals and every chain are charged alike. Whatever happens
@@ -42,7 +42,7 @@ Start = Draw | None  # where a chain starts; None: nobody said
 
 
 class Candidate(NamedTuple):
-    """Where an iteration would go, and what its noisy Metropolis test needs."""
+    """The proposed point of an iteration, and what its noisy Metropolis test needs."""
 
     theta: Tensor
     log_prior: float
@@ -158,12 +158,12 @@ class PrivateKernel(MCMCKernel):
         self._terms = None
 
     def _charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What the next iteration releases: the noisy log ratio, and what the move does."""
+        """The events of the next iteration: the noisy log ratio, and those of the move."""
         return [(events.noise_event(self._multiplier), 1), *self._moves.charges]
 
     @abstractmethod
     def _candidate(self, theta: Tensor) -> Candidate:
-        """Where an iteration that was charged goes from ``theta``.
+        """Propose a point from ``theta``, in an iteration that was charged.
 
         Raises:
             InvalidPoint: the model cannot be evaluated there, whatever the data are.
@@ -182,13 +182,13 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def accountant(self) -> PrivacyAccountant:
-        """Where every iteration is charged."""
+        """The accountant that every iteration is charged to."""
         return self._accountant
 
     @property
     def initial_params(self) -> Start:
-        """Where the chain starts, in unconstrained space: what the user gave, or else a draw from
-        the prior. Never chosen by the data.
+        """The chain's start in unconstrained space: the user's, or else a draw from the prior.
+        Never chosen by the data.
         """
         if self._initial is not None or self._prior is None or self._theta is None:
             return self._initial
@@ -210,12 +210,12 @@ class PrivateKernel(MCMCKernel):
     @save_params.setter
     def save_params(self, names: Iterable[str]) -> None:
         if isinstance(names, str):
-            raise ArgumentTypeError(f"save_params is a list of names, [{names!r}].")
+            raise ArgumentTypeError(f"save_params must be a list of names: write [{names!r}].")
         self._saved = sorted(set(names))
 
     @property
     def transforms(self) -> dict[str, Any] | None:
-        """By site, from the support of its distribution to unconstrained space."""
+        """For each site the map from its distribution's support to unconstrained space."""
         return self._transforms
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
@@ -474,7 +474,7 @@ class PrivateKernel(MCMCKernel):
         return self._moves.scale * math.exp(self._log_scale)
 
     def _event(self) -> events.DpEvent:
-        """Of all that the next iteration releases."""
+        """The event of everything that the next iteration releases."""
         parts = [events.SelfComposedDpEvent(event, n) for event, n in self._charges() if n]
         return events.ComposedDpEvent(parts)
 

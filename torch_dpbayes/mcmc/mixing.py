@@ -44,7 +44,7 @@ def mixing_of(
 
 
 def complaint_of(mixing: Mapping[str, float]) -> str | None:
-    """What to say of chains that have not mixed; None of others."""
+    """A warning text if the chains have not mixed, else None."""
     r_hat, effective = mixing["R-hat"], mixing["effective sample size"]
     if math.isnan(r_hat) or (r_hat <= LARGEST_R_HAT and effective >= LEAST_EFFECTIVE):
         return None

@@ -159,7 +159,7 @@ class Plan(NamedTuple):
             return shape * (gradient_std * kick + theta / stddev**2)
 
         def trajectory(lengths: Tensor) -> tuple[Tensor, Tensor]:
-            """Where iterations end, and the exact log ratio of their test."""
+            """End points of iterations, and the exact log ratios of their tests."""
             if not num_steps:
                 moved = start + lengths * shape * momentum
                 return moved, ((start / stddev).square() - (moved / stddev).square()).sum(1) / 2

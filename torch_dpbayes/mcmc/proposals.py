@@ -1,4 +1,4 @@
-"""Where a kernel goes: the random walk or the user's proposal of a penalty kernel, the momenta of
+"""Moves of a kernel: the random walk or the user's proposal of a penalty kernel, the momenta of
 DP-HMC, and the free moves of the latents that no record reads.
 """
 
@@ -47,7 +47,7 @@ class Moves:
 
     @property
     def charges(self) -> list[tuple[events.DpEvent, int]]:
-        """What one move releases."""
+        """The events of one move."""
         return [] if self.proposal is None else [(self.proposal.event, 1)]
 
     def require_dimension(self, dimension: int) -> None:

@@ -52,7 +52,9 @@ def release_p_values(
     laws: LawDifferences,
     theta_covariance: Tensor,
 ) -> list[float]:
-    """Of each release given the others; ``theta_covariance`` is the posterior's, about."""
+    """A p-value of each release given the others; ``theta_covariance`` approximates the posterior's
+    covariance.
+    """
     n, found = num_data, fit.moments
     value = torch.cat([r.value for r in releases])
     slope, prior_precision = latents.slope_and_precision(fit.centre)
@@ -94,8 +96,9 @@ def tail_probability(square: float, lengths: Tensor, size: int) -> float:
 
 
 def prior_p_value(fit: Fit, latents: Latents, mean: Tensor, covariance: Tensor) -> float:
-    """Of a likelihood that lies as far from the prior as this one, by the posterior's mean and
-    covariance of the read coordinates, about; 1 where nothing is told.
+    """The p-value of a likelihood as far from the prior as this one. It uses the posterior's mean
+    and covariance of the coordinates that records read, and is approximate; 1 if the releases say
+    nothing.
     """
     precision = torch.linalg.inv(covariance)
     centre, median = fit.centre[latents.read], latents.median[latents.read]
@@ -162,7 +165,7 @@ def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
 
 
 def note_prior_width(draws: Draws, latents: Latents) -> list[str]:
-    """Where the prior decides, as far as draws tell."""
+    """Note which parameters are decided by the prior, as far as draws show it."""
     if not is_reliable(draws):
         return []
     read, count = latents.read, len(draws.theta)
@@ -183,7 +186,7 @@ def note_prior_width(draws: Draws, latents: Latents) -> list[str]:
 
 
 def note_draws(draws: Draws, advice: str, level: int = _LEVEL) -> list[str]:
-    """What draws are worth, with a warning where they are not to be relied on."""
+    """Note how many independent draws the draws are worth, and warn if they are unreliable."""
     line = (
         f"  drawn       by {draws.method}: worth {draws.effective:.0f} independent draws, Pareto k"
         f" = {draws.pareto_k:.2f}, R-hat = {draws.r_hat:.2f}; Monte Carlo error of a mean"
@@ -200,14 +203,16 @@ def note_draws(draws: Draws, advice: str, level: int = _LEVEL) -> list[str]:
 
 
 def note_mode(left: float) -> list[str]:
-    """Where the search for the mode ended so many posterior standard deviations before it."""
+    """Warn if the search for the mode ended many posterior standard deviations (``left``) before
+    it.
+    """
     if left <= LONGEST_MOVE:
         return []
     return [f"  NOT SURE    the mode was not reached: its search ended {left:.0f} deviations away"]
 
 
 def note_simulation(likelihood: Likelihood) -> list[str]:
-    """How many records were simulated, and whether they were enough."""
+    """Note the number of simulated records, and whether it was large enough."""
     error = likelihood.simulation_error
     lines = [
         f"  simulated   {likelihood.num_simulated} records; their error is {error:.1%} of a"

@@ -1,4 +1,4 @@
-r"""What covariates are drawn from: nothing, public rows, or a law that is released once.
+r"""Distributions of covariates: none, public rows, or one that is released once.
 
 Private rows of numbers are shortened to norm R, and their sums :math:`\sum x_i` and :math:`\sum x_i
 x_i^\top` are released with noise. Simulated rows are Gaussian with these moments and shortened as
@@ -65,7 +65,7 @@ _SWEEPS, _RAKINGS = 20, 20
 
 
 class FeatureShape(NamedTuple):
-    """How rows of numbers are shortened."""
+    """How rows of numbers are scaled down to a norm."""
 
     bound: float  # R
     constants: Mapping[int, float]  # value by number of a constant column
@@ -236,7 +236,7 @@ Covariates = PublicRows | Released
 
 
 class NoisyMoments(NamedTuple):
-    """Of the free columns, with noise."""
+    """Noisy moments of the free columns."""
 
     total: Tensor  # Σx/R, [p]
     total_std: float  # of its noise
@@ -342,7 +342,7 @@ def all_numbers(records: ModelRecords, rows: Sequence[Tensor]) -> Tensor:
 def feature_shape(
     records: ModelRecords, bound: float, constants: Mapping[int, float]
 ) -> FeatureShape | None:
-    """Of the arguments that are private rows of numbers; None without any."""
+    """The shape of the arguments that are private rows of numbers; None if there are none."""
     few = records.density.made_up.few()
     numbers = records.of_role("numbers")
     widths = [math.prod(few[k].shape[1:]) for k in numbers]
@@ -395,7 +395,7 @@ def num_ones(sizes: Mapping[int, int], has_numbers: bool) -> int:
 
 
 class CategoryLaw(NamedTuple):
-    """What categories are drawn from, and what means of rows differ by."""
+    """The distribution of categories, and by how much the means of rows differ between them."""
 
     numbers: Sequence[int] = ()  # of the arguments, in this order
     tables: Sequence[tuple[Tensor, Tensor]] = ()  # combinations [c, arguments] and their shares

@@ -86,7 +86,7 @@ def draw_posterior(latents: Latents, likelihood: Likelihood, count: int) -> Draw
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Of a processor core."""
+    """Seconds of a processor core."""
     return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=_TIMED))
 
 
@@ -203,8 +203,9 @@ class _Chains:
         self._covariance = memory * self._covariance + (1 - memory) * own
 
     def anneal(self) -> None:
-        """From the prior to the approximation: β grows as far as chains that are weighted for it
-        are worth half of their number; they are drawn anew by these weights, and move.
+        """Move chains from the prior to the approximation. β grows until the effective size of the
+        weighted chains is half of their number. Then the chains are resampled by these weights, and
+        move.
         """
         while self._power < 1:
             found = self._likelihood.gaussian(self._frame(self._states.at)[0])
@@ -254,7 +255,7 @@ class _Chains:
 
 
 def _worth(weights: Tensor) -> float:
-    """How many equal weights these are worth."""
+    """The number of equal weights that are as informative as these (effective sample size)."""
     return float(weights.sum().square() / weights.square().sum())
 
 

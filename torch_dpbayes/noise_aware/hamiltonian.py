@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class States(NamedTuple):
-    """Of Hamiltonian chains in step, along the first dimension."""
+    """The states of Hamiltonian chains that run in step, along the first dimension."""
 
     at: Tensor
     values: Tensor  # −log p there

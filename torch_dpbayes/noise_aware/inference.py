@@ -224,7 +224,7 @@ def posterior_for_module(
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would yield.
+    """The expected result of a run.
 
     Attributes:
         stddev: expected posterior standard deviations ``[d]`` of the latents that records read, in
@@ -367,7 +367,7 @@ class Setup:
         ]
 
     def assumed_law(self) -> Covariates:
-        """Of covariates, before anything is known of them."""
+        """The distribution of covariates that is assumed before anything is known of them."""
         if self._public_rows is not None:
             return self._public_rows
         moments, law = None, None
@@ -380,7 +380,7 @@ class Setup:
         return Released(self.records, self.seed, self.shape, moments, law)
 
     def simulator(self, law: Covariates, most: int = _SIMULATED_IN_RUN) -> Simulator:
-        """Of records with covariates from ``law``, of fewer for steps."""
+        """A simulator of records with covariates from ``law``; it uses fewer records for steps."""
         count = min(self.count, most)
         return Simulator(self.records, law, self.num_data, count, self.seed_of_records)
 
@@ -442,7 +442,7 @@ class Setup:
         )
 
     def _assumed(self) -> list[str]:
-        """Of covariates, which are simulated so."""
+        """Lines that state what the simulation assumes of covariates."""
         lines = []
         if self.categories and self.shape is not None:
             lines.append("categories move means of floats by sums of effects; one covariance")

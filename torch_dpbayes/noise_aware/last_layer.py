@@ -126,7 +126,7 @@ def posterior_of_large_layer(
     num_simulated: int | None = None,
     **others: Any,
 ) -> NoiseAwarePosterior:
-    """What :func:`.posterior_for_module` does where the layer has many parameters.
+    """:func:`.posterior_for_module` for a layer with many parameters.
 
     Raises: as for :func:`.posterior`.
 
@@ -366,9 +366,10 @@ class _Law:
         return self._basis @ (self._deviations * step)
 
     def p_value(self, point: Tensor) -> float:
-        """Of the residuals at the mode, to which ``point`` is near. Their squares are χ², of as
-        many degrees of freedom as there are numbers, less what these tell of W (Spiegelhalter et
-        al. 2002, "Bayesian measures of model complexity and fit").
+        """The p-value of the residuals at the mode, near ``point``. The sum of their squares is χ².
+        Its degrees of freedom are the number of released values, less the effective number of
+        parameters of W (Spiegelhalter et al. 2002, "Bayesian measures of model complexity and
+        fit").
         """
         point = self.mode(point, _CHECKED_STEPS, is_full=True)
         square = 2 * float(self.potential(point[None].float(), is_full=True)[0])
@@ -417,7 +418,7 @@ class _Law:
         return torch.einsum("kdij,ckdj->ckdi", self._noise, given) + moved
 
     def _solved(self, residual: Tensor) -> Tensor:
-        """By conjugate gradients, of all points at once."""
+        """The solutions for all points at once, by conjugate gradients."""
 
         def dot(first: Tensor, second: Tensor) -> Tensor:
             return (first * second).sum((1, 2, 3), keepdim=True)

@@ -104,7 +104,7 @@ class Latents:
         return self.prior.constrain(theta.to(self.prior.device, self.prior.dtype))
 
     def values(self, theta: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        """Of the sites for weighted draws of θ, ``[m, ...]``."""
+        """Values of the sites for weighted draws of θ, ``[m, ...]``."""
         # a draw without weight may be so far away that its value is infinite
         theta = torch.where(weights[:, None] > 0, theta, theta[:1])
         found = vmap(self.prior.constrain)(self._own(theta))
@@ -200,7 +200,9 @@ def _reparametrisation(prior: Prior, theta: Tensor, information: Tensor) -> dict
 
 
 def _correlations(draws: Tensor) -> Tensor:
-    """Of the normal scores of draws ``[m, d]``, shrunk to none as far as chance explains them."""
+    """Correlations of the normal scores of draws ``[m, d]``, shrunk to zero as far as chance
+    explains them.
+    """
     count, size = draws.shape
     ranks = draws.argsort(0).argsort(0).to(torch.float64)
     found = torch.corrcoef(torch.special.ndtri((ranks + 0.5) / count).T).reshape(size, size)

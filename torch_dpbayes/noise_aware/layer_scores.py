@@ -36,8 +36,8 @@ _LARGEST = 1e100  # of a private target: its square is a number
 
 
 class LabelScores:
-    """Of labels, by a softmax, and features of lengths ‖Ax‖ ``[M]``, which run along the last
-    dimension everywhere.
+    """Scores of labels, by a softmax, and features of lengths ‖Ax‖ ``[M]``, which run along the
+    last dimension everywhere.
 
     Attributes:
         own: μ_j at the points of releases, ``[J, K, M]``.

@@ -64,7 +64,9 @@ class Simulated(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Of statistics c at a centre: m, J = ∂m/∂θ, S, S_res, F = Cov(u), and B of c on u."""
+    """Moments of statistics c at a centre: m, J = ∂m/∂θ, S, S_res, F = Cov(u), and the regression B
+    of c on u.
+    """
 
     mean: Tensor
     jacobian: Tensor
@@ -74,7 +76,7 @@ class Moments(NamedTuple):
     control: Tensor
 
     def projected(self, onto: Tensor) -> Moments:
-        """Of the statistics ``onto`` c."""
+        """The moments of the statistics ``onto`` c."""
         return Moments(
             onto @ self.mean,
             onto @ self.jacobian,
@@ -175,7 +177,7 @@ class Moves:
         self._inverse = _regression(simulated.scores[: self._count])
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row ``[m, d]``; differentiable."""
+        """The moves of every row ``[m, d]``; differentiable."""
         prior = self._density.prior
         points = torch.cat([self._centre[None], theta]).to(prior.device, prior.dtype)
         found = self._density.log_likelihoods_of_first(points, self._count).to(theta)
@@ -183,8 +185,8 @@ class Moves:
 
 
 def _regression(found: Tensor) -> Tensor:
-    """By which log ratios of records with these scores give a move, ``[M, d]``. What is the same
-    for all records gives none.
+    """The matrix that turns log ratios of records with these scores into a move, ``[M, d]``. What
+    is the same for all records gives none.
     """
     apart = found - found.mean(0)
     sizes = torch.where((apart != 0).any(0), apart.norm(dim=0), 1.0)
@@ -258,7 +260,7 @@ def find_mode(
 
 
 class LawDifferences(NamedTuple):
-    """What m and J are under laws of the covariates, less what they are under the mean law."""
+    """The differences of m and J between laws of the covariates and the mean law."""
 
     means: Tensor  # [L, K·d]
     jacobians: Tensor  # [L, K·d, d]
@@ -338,16 +340,16 @@ class Likelihood(ABC):
 
     @abstractmethod
     def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row, ``[m]``."""
+        """The log-likelihood of every row, ``[m]``."""
 
     def gaussian(self, theta: Tensor) -> Tensor:
-        """With m linear and S constant, of every row, ``[m]``; differentiable."""
+        """The log-likelihood of every row with m linear and S constant, ``[m]``; differentiable."""
         white, slopes = self._white
         moved = torch.einsum("lqd,md->mlq", slopes, self._moved(theta))
         return ((white - moved).square().sum(2) / -2 - self._log_evidence).logsumexp(1)
 
     def covariance(self) -> Tensor:
-        """Of the posterior, about, ``[d, d]``."""
+        """An approximate covariance of the posterior, ``[d, d]``."""
         within = torch.cholesky_inverse(torch.linalg.cholesky(self.precisions)).mean(0)
         apart = self.modes - self.modes.mean(0)
         return within + apart.T @ apart / len(apart)
@@ -356,7 +358,7 @@ class Likelihood(ABC):
         return theta[:, self._read] - self.centre[self._read]
 
     def _with_moments(self, theta: Tensor, means: Tensor, covariances: Tensor) -> Tensor:
-        """Of every row, with its own m ``[m, q]`` and S ``[m, q, q]``."""
+        """The log-likelihood of every row with its own m ``[m, q]`` and S ``[m, q, q]``."""
         n = self._n
         factors, failed = torch.linalg.cholesky_ex(n * covariances + self._noise)
         moved = torch.einsum("lqd,md->mql", self._laws.jacobians, self._moved(theta))
@@ -368,7 +370,8 @@ class Likelihood(ABC):
 
 
 class SyntheticLikelihood(Likelihood):
-    r"""With moments from simulated records, near and far from the mode.
+    r"""The synthetic likelihood, with moments from records that are simulated near and far from the
+    mode.
 
     Near the mode all that T says of θ is in the d numbers :math:`J^\top\Sigma^{-1}T`: m is linear
     there and Σ constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and
@@ -441,7 +444,9 @@ class SyntheticLikelihood(Likelihood):
         return mean, count
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row; records are simulated anew where those at the mode are worth too little."""
+        """The log-likelihood of every row. Records are simulated anew where the effective size of
+        those at the mode is too small.
+        """
         values = torch.empty(len(theta), dtype=torch.float64)
         worth = torch.zeros(len(theta), dtype=torch.float64)
         left = torch.arange(len(theta))

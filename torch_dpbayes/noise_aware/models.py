@@ -61,7 +61,9 @@ def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple
 
 
 def law_of(family: str, output: Tensor, std: Any = 1.0, max_count: float | None = None) -> Any:
-    """Of a target given a linear predictor ``[n]``, or one for each class ``[n, K]``."""
+    """The distribution of a target given a linear predictor ``[n]``, or one for each class ``[n,
+    K]``.
+    """
     if family == "categorical":
         return dist.Categorical(logits=output)
     if family == "bernoulli":

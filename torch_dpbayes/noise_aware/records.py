@@ -226,7 +226,7 @@ class ModelRecords:
         return result
 
     def _sites(self, rows: Sequence[Tensor]) -> dict[str, Any]:
-        """Of a run of the model on synthetic rows."""
+        """The sites of one run of the model on synthetic rows."""
         values = self.density.prior.constrain(self.density.made_up.theta)
         args, kwargs = self.density.arguments.with_rows(list(rows))
         model = poutine.condition(self._model, values)
@@ -234,7 +234,7 @@ class ModelRecords:
             return sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
 
     def _observed(self) -> dict[int, str]:
-        """By number of the argument the site that observes it."""
+        """For the number of each argument, the site that observes it."""
         density, error = self.density, None
         for flavour in FLAVOURS:
             with public_randomness():
@@ -294,7 +294,9 @@ class ModelRecords:
                     )
 
     def _weights(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Of the sites in the data plate: scales, and 0 where a mask leaves records out."""
+        """Weights of the sites in the data plate: scales, and 0 for records that a mask
+        excludes.
+        """
         found = {}
         for name, site in self._sites(rows).items():
             if all(frame.name != _PLATE for frame in site["cond_indep_stack"]):

@@ -122,7 +122,7 @@ class NoiseAwarePosterior:
 
     @contextmanager
     def _as_in_the_run(self, network: nn.Module) -> Iterator[None]:
-        """What the layer, or the network of another model, reads is shortened."""
+        """Scale down long rows of what the layer, or another model's network, reads."""
         name = next(iter(self._values)).rpartition(".")[0] if self.likelihood else ""
         reader = dict(network.named_modules(remove_duplicate=False)).get(name)
         if reader is None:  # the prediction says that parameters are missing

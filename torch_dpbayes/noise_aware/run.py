@@ -66,7 +66,9 @@ class Plan:
 
     @property
     def together(self) -> float:
-        """Of all releases of scores."""
+        """The noise multiplier of one release that costs as much as all releases of scores
+        together.
+        """
         return float(sum(z**-2 for z in self.scores) ** -0.5)
 
 
@@ -149,7 +151,7 @@ def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountan
 
 
 def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) -> list[str]:
-    """What was charged, and what each release moves by, in words."""
+    """State in words what was charged, and how far one record moves each release."""
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (
@@ -163,7 +165,7 @@ def statement_of_charge(accountant: PrivacyAccountant, releases: Sequence[str]) 
 def statement_of_releases(
     count: int, bound: float | None, categories: Mapping[int, int]
 ) -> list[str]:
-    """What a run releases, with rows of numbers shortened to ``bound``, if any."""
+    """State in words what a run releases, with rows of numbers shortened to ``bound``, if any."""
     lines = [f"{count} clipped sums; a record moves each by at most 1 in units of its clip bound"]
     if bound is not None:
         lines.append(
@@ -202,7 +204,7 @@ class Mechanism:
         self._rows = shortened_rows(records, records.density.rows(), shape)
 
     def covariates(self, plan: Plan) -> Transcript:
-        """What is released of covariates."""
+        """Release statistics of the covariates."""
         records, rows, moments, categories = self._records, None, None, None
         if plan.moments is not None and self._shape is not None:
             rows = in_units(all_numbers(records, self._rows), self._shape)
@@ -242,7 +244,7 @@ class Mechanism:
 
 
 class Scale(NamedTuple):
-    """How scores at a point are whitened and clipped, and what is expected of it."""
+    """How scores at a point are whitened and clipped, and their expected moments."""
 
     whitening: Tensor
     clip_bound: float
@@ -293,7 +295,7 @@ def choose_scale(
 
 
 def largest_bound(levels: Mapping[float, float]) -> float:
-    """Of clip bounds with their mean log variance, the largest that costs little."""
+    """The largest clip bound that costs little, of bounds with their mean log variance."""
     most = min(levels.values()) + math.log1p(_SPARED)
     return max(bound for bound, level in levels.items() if level <= most)
 

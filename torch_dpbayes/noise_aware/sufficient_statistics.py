@@ -93,8 +93,8 @@ class _ClampedPoisson(ExponentialFamily):
     max_count: float = math.inf
 
     def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
-        """Of min(x, c) − c/2. With q_k = P(x < c − k), E[x; x < c] = λ q₁ and E[x(x − 1); x < c] =
-        λ² q₂.
+        """Moments of min(x, c) − c/2. With q_k = P(x < c − k), E[x; x < c] = λ q₁ and E[x(x − 1); x
+        < c] = λ² q₂.
         """
         rate, c = eta.exp(), self.max_count
         least = torch.tensor([c, c - 1, max(c - 2, 0.0)], dtype=rate.dtype)
@@ -341,7 +341,7 @@ class _OfFamily(Likelihood):
         super().__init__(fit, latents.read, n, release.value, noise, fit.moments, laws)
 
     def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row."""
+        """The log density of every row."""
         rows = max(_NUMBERS // len(self._released) ** 2, 1)
         of_many = vmap(self._family.moments)
         return torch.cat([self._with_moments(some, *of_many(some)) for some in theta.split(rows)])

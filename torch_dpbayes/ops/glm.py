@@ -109,7 +109,7 @@ class GLM(LinearModel):
         return self._max_count
 
     def record_smoothness(self, max_grad_norm: float = math.inf) -> float:
-        """The Lipschitz constant of one record's clipped gradient, times R_x² already."""
+        """The Lipschitz constant of one record's clipped gradient, times R_x²."""
         squared = self._max_feature_norm**2
         if self._noise_std is not None:
             return squared / self._noise_std**2

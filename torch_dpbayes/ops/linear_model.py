@@ -44,7 +44,9 @@ class LinearModel(Model):
 
     @property
     def prior_std(self) -> Any:
-        """Of each weight: one number or one for each column, in float64."""
+        """The prior standard deviation of each weight: one number or one for each column, in
+        float64.
+        """
         return self._prior_std.clone()
 
     @property
@@ -146,7 +148,7 @@ class LinearPredictor(nn.Module):
 
 
 def expected_targets(model: LinearModel, weights: Tensor, rows: Tensor) -> Tensor:
-    """Of rows ``[n, d]`` as they are."""
+    """Expected targets of rows ``[n, d]``, which are not clipped."""
     return model._mean(_predictors(rows, weights))  # noqa: SLF001
 
 

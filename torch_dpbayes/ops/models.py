@@ -1,4 +1,4 @@
-"""What a certificate asks of a model, and what a sampler asks of a density."""
+"""The interfaces that certificates expect of a model, and samplers of a density."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Data = tuple[Any, ...]  # the user's arguments, or what a model has made of them
 
 
 class Limits(NamedTuple):
-    """How much every record's likelihood counts, after what bounds its part."""
+    """The weight of every record's likelihood, and the bound of its term."""
 
     tempering: float
     max_grad_norm: float = math.inf  # to which its gradient is clipped
@@ -49,7 +49,7 @@ class Model(ABC):
         """
 
     def num_records(self, data: Data) -> int:
-        """How many records there are."""
+        """The number of records."""
         return len(data[0])
 
     @abstractmethod

@@ -125,7 +125,7 @@ class OnePosteriorSample:
 
     @property
     def accountant(self) -> PrivacyAccountant:
-        """Where draws are charged."""
+        """The accountant that draws are charged to."""
         return self._accountant
 
     @property
@@ -148,7 +148,7 @@ class OnePosteriorSample:
 
     @property
     def event(self) -> DpEvent:
-        """What one draw is charged for."""
+        """The event that one draw is charged as."""
         return self._certificate.event(self._model, self._setting())
 
     def guarantee(self) -> str:
@@ -263,7 +263,7 @@ class OnePosteriorSample:
         return self._solved[num_data]
 
     def _solve(self, num_data: int | None) -> Setting:
-        """With the largest tempering at which everything on the accountant meets the target."""
+        """The setting with the largest tempering at which all charges together meet the target."""
         full = Setting(1.0, num_data, self._accountant.neighboring)
         if self._epsilon is None or self._delta is None:
             return full

@@ -55,7 +55,9 @@ class PyroModel(Model):
         return int(data[0].num_records)
 
     def target(self, data: Data, limits: Limits) -> Density:
-        """From a draw from the prior, by the operating system's entropy."""
+        """The target density and a start: a draw from the prior, by the operating system's
+        entropy.
+        """
         density: RecordDensity = data[0]
         prior, (tempering, max_grad_norm, interval, lipschitz) = density.prior, limits
         max_norm = (1 - _ROUNDING) * max_grad_norm

@@ -68,7 +68,7 @@ class Softmax(LinearModel):
 
     @property
     def prior_std(self) -> float:
-        """Of each weight."""
+        """The prior standard deviation of each weight."""
         return float(self._prior_std)
 
     def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:

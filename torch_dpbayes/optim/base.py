@@ -136,7 +136,7 @@ class PrivateOptimizer(DeclaredOptimizer):
         return [*chain.from_iterable(map(itemgetter("params"), self.param_groups))]
 
     def _current_layout(self) -> Layout:
-        """Where the numbers of a step live, made anew when other parameters are trainable."""
+        """The flat buffers of a step, made anew if other parameters are trainable."""
         made_for: list[Any] = [self.release.ranks is not None]
         for group in self.param_groups:
             for p in group["params"]:

@@ -120,7 +120,7 @@ class Cyclical(LRScheduler):
 
     @property
     def position(self) -> float:
-        """How far the cycle is, in [0, 1)."""
+        """The position in the cycle, in [0, 1)."""
         return (self.last_epoch % self.cycle_length) / self.cycle_length
 
     @property

@@ -38,8 +38,8 @@ _WASTE = 1.02  # times the floor, from which on the sampler's own noise counts a
 
 
 class Options(TypedDict, total=False):
-    """What every private optimizer takes, for signatures that hand it on; :class:`DPSGLD
-    <torch_dpbayes.optim.DPSGLD>` says what each means.
+    """Arguments of every private optimizer, for signatures that pass them on; :class:`DPSGLD
+    <torch_dpbayes.optim.DPSGLD>` explains each.
     """
 
     num_data: Required[int]
@@ -58,7 +58,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all parameter groups, checked; arguments as for
+    """Checked settings of all parameter groups. Arguments as for
     :class:`~torch_dpbayes.optim.DPSGLD`. ``temperature`` = None: that of the noise.
 
     Raises:
@@ -217,7 +217,7 @@ class DeclaredOptimizer(Optimizer):
             )
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> ClippedSum:
-        """What a step asks of the data."""
+        """The query that a step makes of the data."""
         return ClippedSum(max_grad_norm, expected_batch_size)
 
     # -- the sampler's own noise: what an algorithm's file may override ----------------------------
@@ -314,7 +314,7 @@ class DeclaredOptimizer(Optimizer):
     # -- groups ------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
+        """Like torch's method; it also checks ``lr``, ``prior_std`` and ``prior_mean``."""
         if isinstance(lr := param_group.get("lr"), str):
             resolved = self._resolved(lr, {**self.defaults, **param_group})
             param_group = {**param_group, "lr": resolved}

@@ -152,7 +152,7 @@ class DPSGFS(PrivateOptimizer):
         return None if self._query.scale is None else self._query.scale.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """As for every private optimizer, with F, the unit of the Fisher estimate."""
+        """The state of every private optimizer, and F, the unit of the Fisher estimate."""
         state = super().state_dict()
         state["private_step"]["sensitivity_scale"] = self._query.scale
         return state

@@ -1,1 +1,1 @@
-"""From a batch to the sum of clipped per-record gradients."""
+"""Compute the sum of clipped per-record gradients of a batch."""

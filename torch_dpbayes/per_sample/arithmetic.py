@@ -1,4 +1,4 @@
-"""How a device computes norms and sums: how much at a time, in which type, and what is cheap.
+"""How a device computes norms and sums: chunk sizes, types, and which operations are cheap.
 
 A record's norm must hold for what is added up. Where a sum is made of per-record gradients that are
 kept, it does by construction: they may be rounded as the layer's own gradients are (bfloat16 under
@@ -20,11 +20,11 @@ from torch import Tensor
 
 
 class Machine(NamedTuple):
-    """What a device is good at. Choices follow from it and from shapes alone, never from what other
-    programs leave free, so that a run repeats bit for bit. Times of a CPU were fitted by hand to
-    single layers on one core (AMD EPYC 9005, torch 2.15); those of a GPU are by the ratio of
-    arithmetic to memory of H100, A100 and T4, which agree within a factor of two, and by grouped
-    convolutions on an H200.
+    """The speed of a device. Choices depend on it and on shapes alone, never on what other programs
+    leave free, so that a run repeats bit for bit. Times of a CPU were fitted by hand to single
+    layers on one core (AMD EPYC 9005, torch 2.15); those of a GPU are by the ratio of arithmetic to
+    memory of H100, A100 and T4, which agree within a factor of two, and by grouped convolutions on
+    an H200.
 
     Attributes:
         piece: numbers in a temporary that is worked off in pieces.
@@ -58,7 +58,7 @@ _SMALLEST = 2**22  # numbers in a piece of an accelerator
 
 @functools.lru_cache(64)
 def machine_of(device: torch.device) -> Machine:
-    """What is known of a device."""
+    """The known properties of a device."""
     if device.type == "cpu":
         return Machine(_CACHE, False, True, 23.0, 45.5, 0.55, 91.0, 2.0)
     if device.type != "cuda":

@@ -238,7 +238,7 @@ class VmapGradientSource(BookkeepingGradientSource):
 
 
 class _WholeBatch:
-    """In the place of a map, where the whole program is a layer that leaves the map anyway."""
+    """Replaces the map if the whole program is a layer that leaves the map anyway."""
 
     @staticmethod
     def call_batched(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -247,7 +247,7 @@ class _WholeBatch:
 
 
 class _Gelu(ReplacedForward):
-    """In the place of Bloom's GELU, an autograd.Function of the old style."""
+    """Replaces Bloom's GELU, an autograd.Function of the old style."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
@@ -355,7 +355,7 @@ class _Layer(ReplacedForward):
 
 
 class _Start(torch.autograd.Function):
-    """Where autograd's graph begins: the output of a layer whose input needs no gradient."""
+    """The start of autograd's graph: the output of a layer whose input needs no gradient."""
 
     @staticmethod
     def forward(

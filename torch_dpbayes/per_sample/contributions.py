@@ -1,4 +1,4 @@
-"""What a layer adds to every record's gradient."""
+"""The terms that layers add to every record's gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .arithmetic import LOST_IN_SPLIT, constant, is_split, joined, pieces, split
 
 
 class Contribution(ABC):
-    """What a layer adds to the gradient g_i of every record, before clipping.
+    """The term that a layer adds to the gradient g_i of every record, before clipping.
 
     Attributes:
         parameters: those it has gradients for.
@@ -88,11 +88,11 @@ class Product(Contribution):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of layers whose norms can be taken together it is equal."""
+        """A key that is equal for layers whose norms can be computed together."""
         return (id(self),)
 
     def numbers(self) -> float:
-        """Of the temporaries of one record; infinity where a layer is taken alone."""
+        """The size of one record's temporaries; infinite if a layer must be computed alone."""
         return math.inf
 
     @abstractmethod
@@ -425,7 +425,7 @@ def _norm_above(t: Tensor) -> Tensor:
 
 
 def _first_places(tokens: Tensor) -> Tensor:
-    """Where each token of a record first stands, among the places of all records."""
+    """The first position of each token of a record, among the positions of all records."""
     ordered, order = tokens.sort(dim=1, stable=True)
     places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
     starts = torch.zeros_like(places)

@@ -1,5 +1,6 @@
 # ruff: noqa: SLF001 - of followed tensors
-"""What a torch function does to a batch: by its name, or by the shapes of its arguments.
+"""Classify torch functions by what they do to a batch: by name, or by the shapes of their
+arguments.
 
 A function of unknown name is called on meta tensors with a prime number of records: a size of the
 result that the prime divides is the dimension of the records. Then the function of a few synthetic

@@ -43,8 +43,8 @@ TRAINED = (
 
 
 class GradientSource(ABC):
-    """Where Σ_i clip(g_i) comes from. An implementation belongs to the forward and backward passes
-    of one model.
+    """Computes Σ_i clip(g_i). An implementation belongs to the forward and backward passes of one
+    model.
 
     Args:
         module: the model; it stays the user's own object. None: its hooks are the caller's.
@@ -147,7 +147,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def recorded(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
-        """What the last backward pass recorded."""
+        """The records of the last backward pass."""
 
     @abstractmethod
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
@@ -178,7 +178,7 @@ class GradientSource(ABC):
             self._module.__dict__.pop(_ATTRIBUTE, None)
 
     def _checked(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Sequence[Contribution]:
-        """What was recorded, with each parameter; or an error that says why it was not."""
+        """The recorded terms with their parameters, or an error that says why they are missing."""
         if self._is_removed:
             raise StepError(
                 "the model was made private again: use the optimizer of the last make_private call",

@@ -1,5 +1,5 @@
-"""What one layer adds to every record's gradient: its norm, and sums of it, without the gradients
-themselves where that is cheaper.
+"""Kernels of layers: norms and sums of the terms that a layer adds to every record's gradient. They
+avoid the gradients themselves if that is cheaper.
 
 A layer's gradient of record i follows from what went into it, a_i, and the gradient of the loss
 with respect to what came out, g_i. For a linear layer over T positions it is Σ_t g_it a_itᵀ, of
@@ -306,7 +306,7 @@ Kernel = Callable[[nn.Module, Sequence[Call]], Contribution]
 
 
 class Kind(NamedTuple):
-    """What book-keeping knows of one kind of layer.
+    """The rules of book-keeping for one kind of layer.
 
     Attributes:
         kernel: what a call of it adds to every record's gradient.
@@ -349,8 +349,8 @@ KINDS: dict[type[nn.Module], Kind] = {
 
 
 def rows_of(kind: Kind, module: nn.Module, given: Sequence[int]) -> int | None:
-    """Of the shape that one record gives to a layer: how many rows of the layer's dimension 0 has.
-    None where it is no row, or where its rows are positions of the record.
+    """The number of rows that one record has in dimension 0 of a layer's input, whose shape is
+    ``given``. None if it has no row dimension, or if its rows are positions of the record.
     """
     of_one_row = kind.row_dimensions
     if not isinstance(of_one_row, int):

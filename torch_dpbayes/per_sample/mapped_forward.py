@@ -72,7 +72,7 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What runs in place of the module's own."""
+        """The function that runs in place of the module's own forward."""
 
 
 class MappedForward(ReplacedForward):
@@ -250,8 +250,8 @@ class MappedForward(ReplacedForward):
         return result.rebuilt(outputs)
 
     def _around(self) -> AbstractContextManager[Any]:
-        """In which the modules run as they are written; raises where a module has what a map cannot
-        keep to one record.
+        """The context in which the modules run as they are written. It raises if a module has
+        something that a map cannot restrict to one record.
         """
         is_compiled = False
         made: list[tuple[nn.Module, str]] = []  # by torch's own code, in every pass
@@ -349,7 +349,7 @@ class MappedForward(ReplacedForward):
         return list(dict.fromkeys(p for _, _, p in self._direct if p.requires_grad))
 
     def where(self, kept: Sequence[Tensor]) -> str:
-        """What to say of tensors that outlive their map."""
+        """The explanation in an error about tensors that outlive their map."""
         places = (
             f"as {attribute!r} of module {name or type(self.module).__name__!r}"
             for name, layer in self.module.named_modules()

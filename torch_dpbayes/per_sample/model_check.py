@@ -1,4 +1,5 @@
-"""What make_private looks at once: layers that have no per-sample gradients, and one comparison.
+"""Checks of a model in make_private: layers without per-sample gradients, and one comparison of
+gradients.
 
 Privacy does not rest on the comparison: a model that runs for each record alone cannot mix records.
 It finds faults of book-keeping, and models that compute something else for one record than for a
@@ -208,7 +209,7 @@ class _Comparison:
         )
 
     def _difference(self, mapped: _Run, k: int, alone: _Run | None) -> str | None:
-        """What of record k is not what it is of the record alone."""
+        """What differs between record k in a batch and this record alone; None if nothing does."""
         # it draws numbers that cannot be switched off, or is not made for synthetic records
         if alone is None or not all(bool(t.isfinite().all()) for t in alone.outputs):
             return None
@@ -305,7 +306,7 @@ class _Comparison:
 
 
 def _norm(t: Tensor, dim: int | None = None) -> Tensor:
-    """Of half precision in single precision."""
+    """The norm, in single precision if the input is in half precision."""
     dtype = torch.promote_types(t.dtype, torch.float32)
     return torch.linalg.vector_norm(t.to_dense(), dim=dim, dtype=dtype)
 

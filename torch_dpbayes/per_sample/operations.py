@@ -173,7 +173,7 @@ class _Operation:
         return self._mapped()
 
     def _special(self) -> Any:
-        """What is no computation with the values."""
+        """Functions that do not compute with the values."""
         name, first, batch = self.name, self.followed[0], self.batch
         if name == "grad" and not isinstance(self.function, FunctionType):
             return None
@@ -230,7 +230,7 @@ class _Operation:
             )
 
     def private_numbers(self) -> AbstractContextManager[None]:
-        """In which what the function draws is unknown."""
+        """The context in which nobody knows the random numbers that the function draws."""
         if self.name in kinds.DRAW_NOTHING:
             return nullcontext()
         rows = [f._rows for f in self.followed if not f._rows.is_meta]  # as sealed values are

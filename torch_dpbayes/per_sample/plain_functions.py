@@ -126,8 +126,8 @@ def embedding_bag(
     padding_idx: int | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """As ``F.embedding_bag`` of equally long bags; not where torch refuses these options, or they
-    mix records.
+    """Like ``F.embedding_bag`` for bags of equal length; not if torch refuses these options, or if
+    they mix records.
     """
     is_refused = per_sample_weights is not None and mode != "sum"
     is_refused |= any(options.get(name) is not None for name in ("offsets", "max_norm"))
@@ -151,7 +151,7 @@ def embedding_bag(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Tensor:
-    """As ``F.rms_norm``, whose fused backward pass on GPUs has no rule."""
+    """Like ``F.rms_norm``, whose fused backward pass on GPUs has no rule for vmap."""
     wide = input.double() if input.dtype == torch.float64 else input.float()
     dims = tuple(range(-len(normalized_shape), 0))
     least = torch.finfo(wide.dtype).eps if eps is None else eps
@@ -162,7 +162,7 @@ def rms_norm(
 def rrelu(
     input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
 ) -> Tensor | None:
-    """As ``F.rrelu``, which has no rule; not in place."""
+    """Like ``F.rrelu``, which has no rule for vmap; not in place."""
     if inplace:
         return None
     slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
@@ -170,7 +170,7 @@ def rrelu(
 
 
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
-    """As ``F.one_hot``, which reads the labels; of a label that is no class, zeros."""
+    """Like ``F.one_hot``, which reads the labels; zeros for a label that is no class."""
     if num_classes < 1:
         return None
     classes = torch.arange(num_classes, device=labels.device)
@@ -196,7 +196,9 @@ def _of_classes(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]
 def binary_cross_entropy(
     input: Tensor, target: Tensor, *rest: Any, **options: Any
 ) -> Tensor | None:
-    """As ``F.binary_cross_entropy``; NaN of what is no probability, where torch raises an error."""
+    """Like ``F.binary_cross_entropy``; NaN for a value that is no probability, where torch raises
+    an error.
+    """
     if input.shape != target.shape:
         return None
     wrong = ~((input >= 0) & (input <= 1) & (target >= 0) & (target <= 1))
@@ -219,7 +221,7 @@ def gaussian_nll(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Any:
-    """As ``F.gaussian_nll_loss``, which raises an error where a record's variance is negative."""
+    """Like ``F.gaussian_nll_loss``, which raises an error if a record's variance is negative."""
     with torch._C._EnableTorchFunction():  # noqa: SLF001 - for followed tensors
         if not isinstance(var, Tensor):
             var = torch.full_like(input, var)
@@ -251,8 +253,8 @@ def roll(input: Tensor, *_: Any, **__: Any) -> Tensor | None:
 
 
 def _is_all_true(t: Tensor) -> Tensor:
-    """What ``torch.distributions`` asks of all records at once, to raise an error: an invalid one
-    is not finite, and counts as zero.
+    """``torch.distributions`` asks this of all records at once, to raise an error. Here an invalid
+    record is not finite, and counts as zero.
     """
     return torch.ones((), dtype=torch.bool, device=t.device)
 

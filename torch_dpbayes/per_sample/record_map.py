@@ -112,7 +112,7 @@ class OutsideTensor(CannotBeMapped):
 
 
 def in_plain_words(error: Exception) -> str:
-    """What an error inside a map says: torch's own are about its transforms."""
+    """Explain an error inside a map in plain words: torch's own message is about its transforms."""
     text = str(error) or repr(error)
     plain = (ours for theirs, ours in _TORCHS_WORDS.items() if theirs in text)
     return next(plain, text.splitlines()[0])
@@ -153,7 +153,7 @@ def of_those_that_run(run: Callable[..., Tensor], rows: Sequence[Tensor]) -> Ten
 
 
 def which_fail(run: Callable[..., Any], rows: Sequence[Tensor]) -> list[bool]:
-    """Of every record, by halves."""
+    """Which records fail, found by halving the batch."""
     count = len(rows[0])
     try:
         run(*rows)

@@ -56,7 +56,7 @@ def multipliers(total: float) -> list[float]:
 
 
 def event_of(total: float) -> ComposedDpEvent:
-    """What a calibration is charged as."""
+    """The event that a calibration is charged as."""
     return ComposedDpEvent([GaussianDpEvent(z) for z in multipliers(total)])
 
 
@@ -66,7 +66,7 @@ def charged_to(
     epsilon: float | None,
     delta: float | None,
 ) -> tuple[PrivacyAccountant, float]:
-    """Where a calibration is charged, and the noise multiplier of all of it."""
+    """The accountant of a calibration, and the noise multiplier of all its releases together."""
     reserved = None
     if isinstance(loader, PoissonLoader):
         draws = loader.sampler_of_draws

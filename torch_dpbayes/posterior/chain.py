@@ -44,7 +44,7 @@ class Chain:
 
     @property
     def num_collected(self) -> int:
-        """How often :meth:`collect` was called, including discarded calls."""
+        """The number of calls of :meth:`collect`, including discarded ones."""
         return self._num_collected
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ def save(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], writer: str) -> dict[str, Any]:
-    """What :func:`save` wrote for ``writer``. No code in the file is run."""
+    """Read what :func:`save` wrote for ``writer``. No code in the file is run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a network's output says about the target: the likelihoods that predictions are made by.
+"""Likelihoods: the distribution of the target given a network's output.
 
 Each has one *form*, to which the output of every sample is brought: log probabilities, logits, or
 means and log variances.
@@ -58,7 +58,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def point(self, forms: Tensor) -> Tensor:
-        """What is averaged for a prediction."""
+        """The quantity that is averaged for a prediction."""
 
     @abstractmethod
     def log_density(self, forms: Tensor, y: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def compact(self, forms: Tensor) -> Tensor:
-        """What :meth:`scores` needs of the samples' forms, with records in dimension 0."""
+        """The part of the samples' forms that :meth:`scores` needs, with records in dimension 0."""
 
     @abstractmethod
     def scores(self, compact: Tensor, y: Tensor, t: float) -> Tensor:
@@ -87,11 +87,13 @@ class Likelihood(ABC):
         return average(map(self.point, forms))
 
     def entropy(self, forms: Tensor) -> Tensor:
-        """Of the prediction."""
+        """The entropy of the prediction."""
         return self.entropies(self.tempered(forms))[0]
 
     def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
-        """Of the predictive distribution; of the probabilities where the target is discrete."""
+        """Quantiles of the predictive distribution; for a discrete target, quantiles of the
+        probabilities.
+        """
         points = self.point(forms)
         wide = points.to(torch.promote_types(points.dtype, torch.float32))
         at = torch.tensor(quantiles, dtype=wide.dtype, device=wide.device)
@@ -234,7 +236,7 @@ class Normal(Likelihood):
         return total, components.entropy().mean(0)
 
     def quantiles(self, forms: Tensor, quantiles: Sequence[float]) -> Tensor:
-        """By bisection between the components' own."""
+        """Quantiles of the mixture, by bisection between the components' own quantiles."""
         components, solved = self._components(forms), []
         mean, std = components.loc, components.scale
         for q in quantiles:
@@ -262,7 +264,7 @@ class Normal(Likelihood):
 
 
 def likelihood_of(name: str | None, shape: Sequence[int], noise_std: NoiseStd | None) -> Likelihood:
-    """That of outputs of a shape; three columns or more are classes if nothing is said."""
+    """The likelihood for outputs of a shape; by default three columns or more are classes."""
     if name is None and len(shape) > 1 and shape[-1] > 2:
         name = "categorical"
     if name is None:
@@ -287,8 +289,8 @@ def require_likelihood(name: str | None, noise_std: NoiseStd | None) -> None:
 
 
 def forgotten_noise_std(model: nn.Module) -> Tensor:
-    """In the place of a function that a file does not keep; means of two targets would pass for a
-    mean and a log variance without it.
+    """Replaces a function that a file does not keep. Without it, means of two targets would look
+    like a mean and a log variance.
     """
     raise SamplesError(
         "noise_std was a function when these samples were saved, and files cannot store it: set"

@@ -172,7 +172,7 @@ def _require_rows(result: Any, rows: int) -> Tensor:
 
 
 def difference_of(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> str:
-    """In which parameters two models differ."""
+    """The names of parameters in which two models differ."""
     missing = [f"missing {name}" for name in before if name not in now]
     added = [f"added {name}" for name in now if name not in before]
     changed = [

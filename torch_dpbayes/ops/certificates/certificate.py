@@ -1,4 +1,4 @@
-"""What every certificate says about one draw. For a new one copy ``bounded.py``."""
+"""The base of all certificates of one draw. For a new one copy ``bounded.py``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING_CHECKED = "nothing was checked, because a diagnostic would itself depend
 
 
 class Setting(NamedTuple):
-    """What a certificate's constants depend on besides the model; all of it public."""
+    """The public numbers besides the model on which a certificate's constants depend."""
 
     tempering: float  # ρ, the factor of every record's log likelihood
     num_data: int | None  # exact under replace-one, an upper bound under add-or-remove-one
@@ -34,7 +34,9 @@ class Setting(NamedTuple):
 
     @property
     def records_changed(self) -> int:
-        """By how many records neighbours differ: a replaced one goes and another comes."""
+        """The number of records in which neighbours differ: replacing one removes one and adds
+        one.
+        """
         return 2 if neighboring_relation(self.neighboring) == "replace_one" else 1
 
 
@@ -46,7 +48,7 @@ class Statement(NamedTuple):
 
 
 class Certificate(ABC):
-    """What is known about one draw. A subclass is a frozen dataclass of public constants."""
+    """A proof that one draw is private. A subclass is a frozen dataclass of public constants."""
 
     @abstractmethod
     def check(self, model: Model) -> None:
@@ -58,11 +60,11 @@ class Certificate(ABC):
 
     @abstractmethod
     def event(self, model: Model, setting: Setting) -> DpEvent:
-        """What one draw is charged for."""
+        """The event that one draw is charged as."""
 
     @abstractmethod
     def statement(self, model: Model, setting: Setting) -> Statement:
-        """What was proved and what was assumed."""
+        """A text that says what was proved and what was assumed."""
 
     @abstractmethod
     def draw(self, model: Model, data: Data, setting: Setting, noise: GaussianNoise) -> Tensor:
@@ -81,11 +83,11 @@ class ExactDraw(Certificate):
 
     @abstractmethod
     def conditions(self, model: Model, setting: Setting) -> Statement:
-        """What was proved and assumed, without the sampler."""
+        """A text that says what was proved and assumed, without the sampler."""
 
     @abstractmethod
     def limits(self, setting: Setting) -> Limits:
-        """What bounds a record's term in the target density."""
+        """The bound of a record's term in the target density."""
 
     def statement(self, model: Model, setting: Setting) -> Statement:
         proved, assumed = self.conditions(model, setting)

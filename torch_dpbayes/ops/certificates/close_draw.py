@@ -1,4 +1,6 @@
-"""What certificates say of a draw that is close to an exact one, and the profile of the latter."""
+"""The base of certificates for a draw that is close to an exact one, and the exact draw's
+profile.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class CloseDraw(Certificate):
 
     @abstractmethod
     def closeness(self) -> str:
-        """How close Q is assumed to be, in words."""
+        """The assumed distance between Q and the exact draw, in words."""
 
     def check(self, model: Model) -> None:
         self.target.check(model)
@@ -58,7 +60,9 @@ class CloseDraw(Certificate):
         return self.epsilon_given(self.target.event(model, setting)), self.delta
 
     def event(self, model: Model, setting: Setting) -> DpEvent:
-        """What dominates every release with the pair (Kairouz, Oh, Viswanath 2015, Theorem 3.3)."""
+        """Two charges that dominate every release with this (ε, δ) (Kairouz, Oh, Viswanath 2015,
+        Theorem 3.3).
+        """
         epsilon, delta = self.single_guarantee(model, setting)
         return ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
 

@@ -71,7 +71,7 @@ class RenyiClose(CloseDraw):
         return f"Renyi divergence {self.divergence:g} of order {self.order:g}, in both directions,"
 
     def epsilon_given(self, event: ExactEvent) -> float:
-        r"""Where D_β(Q‖P), D_β(P‖Q), D_β(Q'‖P'), D_β(P'‖Q') ≤ η.
+        r"""ε of one draw at ``delta``, if D_β(Q‖P), D_β(P‖Q), D_β(Q'‖P'), D_β(P'‖Q') ≤ η.
 
         Q(S) ≤ e^a P(S) + δ₁, P(S) ≤ e^ε P'(S) + δ₂ and P'(S) ≤ e^b Q'(S) + δ₃ make Q(S) ≤ e^{a+ε+b}
         Q'(S) + δ₁ + e^a δ₂ + e^{a+ε} δ₃, with δ₁ = e^{(β−1)(η−a)} (1−1/β)^β / (β−1) (Canonne,

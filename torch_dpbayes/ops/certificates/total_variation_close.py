@@ -57,8 +57,8 @@ class TotalVariationClose(CloseDraw):
         return f"total variation distance {self.xi:g}"
 
     def epsilon_given(self, event: ExactEvent) -> float:
-        """Where the total variation distances of (P, Q) and (P', Q') are at most ξ: Q(S) ≤ P(S) + ξ
-        ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ.
+        """ε of one draw at ``delta``, if the total variation distances of (P, Q) and (P', Q') are
+        at most ξ: Q(S) ≤ P(S) + ξ ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ.
         """
         low, high = 0.0, math.log(self.delta / self.xi - 1)  # beyond, (1 + e^ε)ξ is too large
         for _ in range(_ROUNDS):
