@@ -78,6 +78,10 @@ _TORCHS_WORDS = {
     ),
 }
 
+_SEEDED = (
+    "it calls torch.manual_seed, so each record's random numbers are known, and follow its place in"
+    " the batch: seed the program, not the model"
+)
 # In torch's errors on programs, and not on the values of a record.
 _OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
 
@@ -208,7 +212,8 @@ class RecordMap(TorchFunctionMode):
             finally:
                 self._level = None
                 functorch._vmap_decrement_nesting()
-        self._require_own_numbers()
+        if torch.default_generator.initial_seed() != self._seed:
+            raise CannotBeMapped(_SEEDED)
         if self._error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all:"
@@ -222,7 +227,8 @@ class RecordMap(TorchFunctionMode):
             raise CannotBeMapped(
                 "it enters a TorchDispatchMode, which sees all records of a batch: leave it out"
             )
-        self._require_own_numbers()
+        if torch.default_generator.initial_seed() != self._seed:
+            raise CannotBeMapped(_SEEDED)
         outside = _outside(func, (*args, *kwargs.values()))
         if is_special := not _is_harmless(func) or "generator" in kwargs:
             if isinstance(func, _OPERATORS) and str(func) == "transformers.grouped_mm_fallback":
@@ -245,14 +251,6 @@ class RecordMap(TorchFunctionMode):
                 raise OutsideTensor(name_of(func), trained[0])
         self._track(result)
         return result
-
-    def _require_own_numbers(self) -> None:
-        """Raise if the program seeded the random numbers that records draw here."""
-        if torch.default_generator.initial_seed() != self._seed:
-            raise CannotBeMapped(
-                "it calls torch.manual_seed, so each record's random numbers are known, and follow"
-                " its place in the batch: seed the program, not the model"
-            )
 
     def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
