@@ -30,6 +30,7 @@ OF_PYTHON = {
     ("accounting/tilted_window.py", "OverflowError"),
     ("density/pieces.py", "IndexError"),
     ("density/record_statistics.py", "ValueError"),
+    ("mcmc/chains.py", "KeyboardInterrupt"),  # a chain ends as if Ctrl-C were pressed
     ("mcmc/kernel.py", "AttributeError"),
     ("ops/__init__.py", "AttributeError"),
     ("posterior/files.py", "ModuleNotFoundError"),

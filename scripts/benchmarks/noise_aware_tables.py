@@ -1,7 +1,7 @@
 """Noise-aware posteriors of logistic regression on real tables, beside the posterior without
 privacy.
 
-    python scripts/benchmarks/noise_aware_tables.py --data-root FOLDER --repeats 3
+    python scripts/benchmarks/noise_aware_tables.py FILE --data-root FOLDER --repeats 3
 
 FOLDER has UCI's ``adult/`` and ``abalone/``; breast cancer is scikit-learn's, its ten means. Adult
 has age, years of education, capital gain and loss, hours and sex. Features are scaled by documented
